@@ -49,12 +49,12 @@ def dual_norm_(sumsq, grads, mu, s, table, hparams, accumulate=False):
 
 @triton.jit
 def _perturb(operands, numbers, at):
-    params, backup, mu, grads, s, eps = operands
+    weights, backup, mu, grads, s, eps = operands
     scale, moves, penalty, inverse = numbers
     mu_, s_ = load(mu, at), load(s, at)
     e = tl.where(moves, scale * _direction(grads, mu_, s_, penalty, at), 0.0)
     w = read(backup, at)
-    store(params, at, tl.where(moves, w + e, w))
+    store(weights, at, tl.where(moves, w + e, w))
     store(mu, at, mu_ + (e - s_) * inverse)
     if eps is not None:
         store(eps, at, e)
@@ -62,7 +62,7 @@ def _perturb(operands, numbers, at):
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _dual_perturb_kernel(
-    params,
+    weights,
     backup,
     mu,
     grads,
@@ -80,13 +80,13 @@ def _dual_perturb_kernel(
     h = columns(hparams, chunk)
     scale, moves = radius(sumsq, h, chunk)
     numbers = scale.to(COMPUTE), moves, h.penalty.to(COMPUTE), (1.0 / h.penalty).to(COMPUTE)
-    each_block(_perturb, (params, backup, mu, grads, s, eps), numbers, chunk, COMPUTE, ALIGNED)
+    each_block(_perturb, (weights, backup, mu, grads, s, eps), numbers, chunk, COMPUTE, ALIGNED)
 
 
 @compilable(reference.dual_perturb_, "params", "mu", "eps")
 def dual_perturb_(params, backup, mu, grads, s, table, hparams, sumsq, eps=None):
     """See `reference.dual_perturb_`."""
     fields = {"backup": backup, "mu": mu, "s": s, "eps": eps}
-    call = Call(table, hparams.shape[0], backup.device, hparams, params=params, grads=grads, **fields)
+    call = Call(table, hparams.shape[0], backup.device, hparams, weights=params, grads=grads, **fields)
     call.each_chunk(_dual_perturb_kernel, sumsq=(sumsq, sumsq.stride(0)), COMPUTE=compute_type(params))
     wrote(params)

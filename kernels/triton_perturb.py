@@ -68,10 +68,10 @@ class Perturbation(NamedTuple):
 
 @triton.jit
 def _perturb(operands, by, at):
-    params, backup, grads = operands
-    Z_DTYPE: tl.constexpr = params.dtype.element_ty
+    weights, backup, grads = operands
+    Z_DTYPE: tl.constexpr = weights.dtype.element_ty
     if by.SAVE:
-        kept = load(params, at)
+        kept = load(weights, at)
         if backup.dtype.element_ty != Z_DTYPE:
             # The master copy is valid while the weights are its rounding. A NaN equals nothing, so it is taken from the
             # weights.
@@ -86,17 +86,17 @@ def _perturb(operands, by, at):
     t = tl.abs(w) + by.eta
     d = tl.where(by.adaptive, t * t * d, d)
     if len(by.words) == 0:
-        store(params, at, tl.where(by.moves, w + by.scale * d, w))
+        store(weights, at, tl.where(by.moves, w + by.scale * d, w))
     else:
         base = narrow(w, Z_DTYPE)
         random = mix((by.place + at.lane).to(tl.uint32) ^ by.words[0], by.words[1])
         moved = stochastic(widen(base, at.COMPUTE) + by.scale * d, random, Z_DTYPE)
-        store(params, at, tl.where(by.moves, moved, base))
+        store(weights, at, tl.where(by.moves, moved, base))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _perturb_kernel(
-    params, backup, grads, sumsq, seed, plan, hparams, n_chunks, segments,
+    weights, backup, grads, sumsq, seed, plan, hparams, n_chunks, segments,
     SAVE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
@@ -105,7 +105,7 @@ def _perturb_kernel(
     words = () if seed is None else keys(tl.load(seed + chunk.row))
     place = chunk.offset + chunk.begin
     each_block(
-        _perturb, (params, backup, grads),
+        _perturb, (weights, backup, grads),
         Perturbation(scale.to(COMPUTE), moves, h.adaptive != 0, h.eta.to(COMPUTE), words, place, SAVE), chunk, COMPUTE,
         ALIGNED,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def _perturb_kernel(
 @compilable(reference.perturb_, "params", "backup")
 def perturb_(params, backup, grads, table, hparams, sumsq, save, seed=None):
     """See `reference.perturb_`."""
-    call = Call(table, hparams.shape[0], backup.device, hparams, params=params, grads=grads, backup=backup)
+    call = Call(table, hparams.shape[0], backup.device, hparams, weights=params, grads=grads, backup=backup)
     seed = seed if params and params[0].dtype.itemsize == 2 else None
     sums = (sumsq, sumsq.stride(0))
     call.each_chunk(_perturb_kernel, sumsq=sums, seed=seed, SAVE=save, COMPUTE=compute_type(params))
@@ -123,18 +123,18 @@ def perturb_(params, backup, grads, table, hparams, sumsq, save, seed=None):
 
 @triton.jit
 def _restore(operands, numbers, at):
-    params, backup = operands
-    store(params, at, load(backup, at))
+    weights, backup = operands
+    store(weights, at, load(backup, at))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
-def _restore_kernel(params, backup, plan, n_chunks, segments, ALIGNED: tl.constexpr):
+def _restore_kernel(weights, backup, plan, n_chunks, segments, ALIGNED: tl.constexpr):
     chunk = locate(plan, n_chunks, segments)
-    each_block(_restore, (params, backup), (), chunk, params.DTYPE, ALIGNED)
+    each_block(_restore, (weights, backup), (), chunk, weights.DTYPE, ALIGNED)
 
 
 @compilable(reference.restore_, "params")
 def restore_(params, backup, table):
     """See `reference.restore_`."""
-    Call(table, backup.shape[0], backup.device, params=params, backup=backup).each_chunk(_restore_kernel)
+    Call(table, backup.shape[0], backup.device, weights=params, backup=backup).each_chunk(_restore_kernel)
     wrote(params)

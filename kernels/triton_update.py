@@ -133,10 +133,10 @@ class Step(NamedTuple):
 
 @triton.jit
 def _update(operands, by, at):
-    params, grads, g1, q, shift, backup = operands[:6]
+    weights, grads, g1, q, shift, backup = operands[:6]
     state = operands[6:]
     a, b, phi, sig, decay, shrink = by.form
-    w = read(params if backup is None else backup, at)
+    w = read(weights if backup is None else backup, at)
     v = _linear(grads, g1, q, a, b, at)
     decaying = w if shift is None else w - load(shift, at)
     d = sig * tl.where(by.full, v + phi * w, v) + decay * decaying
@@ -145,7 +145,7 @@ def _update(operands, by, at):
     for i in tl.static_range(FIELDS):
         if state[i] is not None:
             store_if(by.run, state[i], at, new[i + 1])
-    store(params, at, tl.where(by.run, new[0], w))
+    store(weights, at, tl.where(by.run, new[0], w))
     if by.KEEP and backup is not None:
         store_if(by.run, backup, at, new[0])
 
@@ -167,7 +167,7 @@ def _count_row(counters, chunk, table, run):
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _update_kernel(
-    params, backup, grads, g1, q, shift, state0, state1, state2, counters, sumsq_v, grad_scale, found_inf,
+    weights, backup, grads, g1, q, shift, state0, state1, state2, counters, sumsq_v, grad_scale, found_inf,
     plan, hparams, n_chunks, segments, NUMBERS: tl.constexpr, ELEMENT: tl.constexpr, GIVEN: tl.constexpr,
     FIRST: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +180,7 @@ def _update_kernel(
     own = NUMBERS(h.lr, h.own, count, COMPUTE)
     run = _running(found_inf)
     each_block(
-        _update, (params, grads, g1, q, shift, backup, state0, state1, state2),
+        _update, (weights, grads, g1, q, shift, backup, state0, state1, state2),
         Step(form, h.clip_full != 0, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,
     )  # fmt: skip
     if counters is not None:
@@ -205,7 +205,7 @@ def _update_(
     *, steps=None, g1=None, q=None, sumsq_v=None, grad_scale=None, found_inf=None, first=False, keep=False, shift=None,
 ):  # fmt: skip
     state = (state0, state1, state2)
-    operands = {"params": params, "backup": backup, "grads": grads, "g1": g1, "q": q, "shift": shift}
+    operands = {"weights": params, "backup": backup, "grads": grads, "g1": g1, "q": q, "shift": shift}
     operands |= {f"state{i}": field for i, field in enumerate(state)}
     call = Call(table, hparams.shape[0], hparams.device, hparams, **operands)
     if not call.plan.n_chunks:  # no elements to update, but steps may be counted

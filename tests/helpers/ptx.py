@@ -34,7 +34,7 @@ from fastsam_kernels.triton_common import WARPS
 from fastsam_kernels.triton_tables import DTYPES
 
 FIELDS = ("backup", "state0", "state1", "state2", "q", "shift", "mu", "s", "eps")
-OPERANDS = ("params", "grads", "weights", "g1", "x", "y")
+OPERANDS = ("grads", "weights", "g1", "x", "y")
 TUPLES = {  # of other arguments
     "plan": ("*i64", "*i64"),
     "hparams": ("*fp64", "i32", "i32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import subprocess
@@ -248,3 +249,15 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
         expected.run(reference, expected.params, expected.g1, expected.g2)
     for a, b in zip(ours.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_no_kernel_names_a_parameter_as_tritons_launcher_does() -> None:
+    """Triton makes a function with the kernel's parameters and these variables: a parameter called so is overwritten."""
+    launched = 0
+    for module in ("dual", "inner", "norm", "perturb", "update"):
+        functions = vars(importlib.import_module(f"fastsam_kernels.triton_{module}"))
+        for kernel in (value for name, value in functions.items() if name.endswith("_kernel")):
+            names = inspect.signature(kernel.fn).parameters
+            assert not {"params", "specialization", "options"} & set(names), kernel
+            launched += 1
+    assert launched == 9
