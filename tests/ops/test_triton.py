@@ -252,7 +252,7 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
 
 
 def test_no_kernel_names_a_parameter_as_tritons_launcher_does() -> None:
-    """Triton makes a function with the kernel's parameters and these variables: a parameter called so is overwritten."""
+    """A kernel parameter with the name of a variable in Triton's generated launcher would be overwritten there."""
     launched = 0
     for module in ("dual", "inner", "norm", "perturb", "update"):
         functions = vars(importlib.import_module(f"fastsam_kernels.triton_{module}"))
