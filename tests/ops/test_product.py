@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,6 +34,7 @@ def matrix(rows: int, down: int, across: int, how: str) -> Tensor:
 LAYOUTS = st.sampled_from(["dense", "transposed", "gaps", "one"])
 
 
+@settings(deadline=None)  # the first example loads the library, and a busy machine is slow
 @given(
     st.integers(1, 4), SIZES, SIZES, SIZES, LAYOUTS, LAYOUTS, st.sampled_from([None, "full", "m", "n", "turned", "all"])
 )
