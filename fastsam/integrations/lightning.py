@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class CommandLineFusedSAM(FusedSAM):
     """`FusedSAM` with the usual options of base optimizers in its signature, for command lines that read signatures.
 
-    LightningCLI and jsonargparse set them: `--optimizer=fastsam.integrations.lightning.CommandLineFusedSAM
-    --optimizer.lr=0.1`. An option that is None is left to the base optimizer. `FusedSAM` documents all other options.
+    LightningCLI and jsonargparse set them, with `CommandLineFusedSAM` named by its import path:
+    `--optimizer=fastsam.integrations.lightning.CommandLineFusedSAM` and `--optimizer.lr=0.1`.
+    An option that is None is left to the base optimizer. `FusedSAM` documents all other options.
     """
 
     def __init__(
