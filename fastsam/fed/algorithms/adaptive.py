@@ -40,11 +40,11 @@ class AdaptiveServer(Algorithm):
         return {"w": w0, "m": torch.zeros_like(w0), "V": torch.full_like(w0, self.V0)}
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
-        """The new V of the old one and the squared mean displacement, float64 `[row_size]`."""
+        """Return the new V from the old V and the square of the mean delta, float64 `[row_size]`."""
         raise NotImplementedError
 
     def corrected(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:
-        """The m and V that the step is made of."""
+        """Return the m and V from which the step is computed."""
         return m, V
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:

@@ -155,14 +155,12 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """Return the values of `KEYS`, and `test_NAME`, `client_NAME_mean`, `_std`, `_min`, `_max` of every metric,
-        None
-        for missing values. With test sets of the clients also `client_accuracy_each` and `client_NAME_each`, lists by
-        client.
+        """Return the values of `KEYS` and the metrics of the test set and the clients; None for missing values.
 
-        Accuracies are in 0..1. Standard deviations are those of the population of clients. client_worst and client_best
-        are the first clients with the smallest and the largest accuracy, None if all clients have the same test
-        samples.
+        Every metric has `test_NAME` and `client_NAME_mean`, `_std`, `_min` and `_max`. With test sets of the clients
+        there are also `client_accuracy_each` and `client_NAME_each`, which are lists by client. Accuracies are in 0..1.
+        Standard deviations treat the clients as the whole population. client_worst and client_best are the first
+        clients with the smallest and the largest accuracy, None if all clients have the same test samples.
         """
         values = self.nothing()
         if not self.count:

@@ -320,7 +320,10 @@ def _number(bits: int) -> float:
 
 
 def _problems(results: ClientResults, summed: Sequence[Tensor]) -> Problems:
-    """What of some ends is not finite, by place, apart from vectors that are summed (they are checked there)."""
+    """Return why a client must be left out, by its row: a vector of its results is not finite.
+
+    The vectors in `summed` are skipped, because summing checks them.
+    """
     problems: Problems = {}
     looked_at = {id(x) for x in summed}
     for name in ("delta", "gradient", "dual"):
