@@ -294,11 +294,12 @@ def test_calls_out_of_order(backend: Backend) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
     before = copies(params)
+    number: Any = 5
     idle: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (opt.second_step, RuntimeError, "second_step\\(\\) without first_step\\(\\)"),
         (opt.step, RuntimeError, "no closure.*step\\(closure\\)"),
         (opt.restore, RuntimeError, "nothing to restore"),
-        (lambda: opt.step(5), TypeError, "closure must be a function that computes the loss .*, got 5"),  # type: ignore[arg-type]
+        (lambda: opt.step(number), TypeError, "closure must be a function that computes the loss .*, got 5"),
     ]
     for call, error, words in idle:
         with pytest.raises(error, match=words):
