@@ -192,6 +192,10 @@ def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(here: Path, ca
             "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or an import path",
         ),
         (["run", "none.toml"], 1, "no config file none.toml"),
+        (["run", "none.toml", "--rho", "1"], 1, "no config file none.toml"),
+        (["run", "--roundz", "3"], 1, "unknown key 'roundz' (did you mean 'rounds'?)"),
+        (["run", "--lerning-rate", "3", "small.toml"], 1, "unknown key 'lerning_rate'"),
+        (["run", "none.toml", "--lerning-rate", "3"], 1, "unknown key 'lerning_rate'"),
         (["compare", "small.toml"], 1, "what shall be compared"),
         (
             ["compare", "small.toml", "--algorithms", "fedavg,fedsum"],
