@@ -1,4 +1,4 @@
-"""Files that would run code if somebody loaded them carelessly: nothing of them runs."""
+"""Files with code that careless loading would run: fastsam must not run it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.fed_rundir import start
 
 
 class Payload:
-    """Leaves a file behind when it is loaded."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, marker: Path, how: str) -> None:
         self.marker, self.how = marker, how
@@ -64,7 +64,7 @@ def _array(payload: Any, protocol: int) -> bytes:
 
 
 def _zip(payload: Any, protocol: int) -> bytes:
-    """As numpy's archives are, with a pickle where an array is named, and with one that climbs out."""
+    """Return an archive as numpy writes it, with a pickle in place of an array and a path outside of the folder."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("x.npy", _array(payload, protocol))

@@ -19,7 +19,7 @@ SECONDS = 20
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [attack.name for attack in ATTACKS])
 def test_finds_nothing(name: str, tmp_path: Path) -> None:
-    """In a process of its own, as an attack forks."""
+    """Run one trial of each attack in a separate process, because an attack forks."""
     command = [
         sys.executable,
         "-m",

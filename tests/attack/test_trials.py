@@ -1,5 +1,4 @@
-"""That an attack sees what it is for: signals, hangs, exceptions and silence are failures, each with the number that
-repeats it; and its page."""
+"""Signals, hangs, exceptions and silence are failures of an attack, each with the number that repeats it."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tests.attack.trials import STRIDE, Attack, Trial
 
 
 def ends(trial: Trial) -> int:
-    """Five of six in a way of its own."""
+    """Fail in five of six trials, each time in a different way."""
     kind = trial.number % 6
     print(f"kind {kind}", flush=True)
     if kind == 1:

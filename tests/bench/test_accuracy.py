@@ -1,4 +1,4 @@
-"""The table of what variants are worth: its tasks and statistics, by numbers made by hand, and the page."""
+"""The accuracy benchmark: its tasks and statistics, compared with numbers computed by hand, and its page."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from fastsam import fed
 
 LOAD = Workload("mlp")
 
-# Answers as a worker does, at once. Its contender's name says how: `NAME SECONDS LOSS [LOG]`; in LOG it notes when it
-# was asked.
+# Answers as a worker does, at once. Its contender's name holds the answer: `NAME SECONDS LOSS [LOG]`. LOG is a file to
+# which it writes the time of each request.
 PRETENDER = """#!{python}
 import json, sys
 name, seconds, loss, *log = sys.argv[3].split()

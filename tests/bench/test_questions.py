@@ -1,4 +1,4 @@
-"""The benchmarks: each runs with `--quick`, and its gate refuses a wrong contender; what is on the clock."""
+"""The benchmarks: each runs with `--quick`, its gate refuses a wrong contender, and only the measured code is timed."""
 
 from __future__ import annotations
 

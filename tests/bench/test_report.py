@@ -1,4 +1,4 @@
-"""The writer of tables and pages: what the files say stands on the pages, and every figure has its place."""
+"""The writer of tables and pages: pages have the numbers of the files, and every figure has its place."""
 
 from __future__ import annotations
 

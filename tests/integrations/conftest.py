@@ -1,4 +1,4 @@
-"""What the marked tests show, written to the file that FASTSAM_COMPATIBILITY names: `make test-integrations` does."""
+"""Results of the marked tests, written to the file that FASTSAM_COMPATIBILITY names (`make test-integrations`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LightningCLI, and jsonargparse below it: options are what a signature shows."""
+"""LightningCLI and jsonargparse: their options are the parameters of a signature."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ DRAWN = ("test_plots",)  # files whose figures are figures
 
 @pytest.fixture(autouse=True)
 def quick_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting type takes a second per figure, which is most of what a small command does."""
+    """Replace the typesetting, which takes a second per figure and most of a small command's time."""
     if request.path.stem not in DRAWN and not request.node.get_closest_marker("slow"):
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", name_file)
 

@@ -1,4 +1,4 @@
-"""The `fastsam` command: what a user types, what they get, and what bad input and Ctrl-C leave behind."""
+"""The `fastsam` command: results and messages of runs and comparisons, of bad input, and of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ rho = 0.1
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test works in a directory of its own, with a config file in it."""
+    """Enter a new directory with a config file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(CONFIG)
     return tmp_path

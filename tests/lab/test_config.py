@@ -46,7 +46,7 @@ def test_the_signature_of_run_is_the_table() -> None:
     keywords = {name: p for name, p in inspect.signature(fed.run).parameters.items() if p.kind is p.KEYWORD_ONLY}
     rows, hints, doc = table(Settings), get_type_hints(fed.run), inspect.getdoc(fed.run)
     assert keywords.keys() - rows.keys() == {"test", "collate", "run_dir", "resume", "callbacks", "progress", "config"}
-    assert keywords["rounds"].default is inspect.Parameter.empty  # who calls `run` says how long
+    assert keywords["rounds"].default is inspect.Parameter.empty  # callers of `run` always give the number of rounds
     for name, row in rows.items():
         default = row.default if name == "rounds" else keywords[name].default
         assert (hints[name], type(default), default) == (row.kind, type(row.default), row.default), name
@@ -234,7 +234,7 @@ def test_the_record_gives_the_same_config(tmp_path: Path, algorithm: str, flags:
 
 def test_every_key_of_the_record_that_has_a_meaning_is_there(tmp_path: Path) -> None:
     record = resolve(tmp_path, FILE, algorithm="fedsam").record()
-    foreign = {"balanced", "classes_per_client", "min_samples", "indices", "duplicates"}  # of other splits
+    foreign = {"balanced", "classes_per_client", "min_samples", "indices", "duplicates"}  # options of other splits
     foreign |= {"classes", "data_options", "data_dir", "download", "test_data", "held_out", "clients_per_domain"}
     assert set(keys.KEYS) - set(record) == foreign
     assert record["fedsam"] == {"rho": 0.3, "adaptive": False, "eta": 0.0}

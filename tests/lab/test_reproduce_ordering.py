@@ -1,4 +1,4 @@
-"""The paper's ordering beside ours: what a claim is, when it held, and how orders are compared."""
+"""The paper's order of the methods and the measured order: claims, when they hold, and how orders are compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECONDS = {  # the paper: 20.34, 25.71, 28.73, 29.88, 29.67, 20.99, 25.81, 25.70
     "fedgamma": [2.3, 2.3],
     "fedsmoo": [2.2, 2.2],
     "fedlesam": [2.4, 2.6],  # ahead of all but FedAvg in the paper, here the last
-    "fedlesam-s": [1.2, 2.2],  # behind FedSAM in the paper
+    "fedlesam-s": [1.2, 2.2],  # worse than FedSAM in the paper
     "fedlesam-d": [1.5, 1.1],
 }
 

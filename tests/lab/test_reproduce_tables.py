@@ -96,7 +96,7 @@ def test_spot_values(name: str, section: int, algorithm: str, position: int, tex
 
 
 def test_table_4_averages_the_settings_of_tables_2_and_3() -> None:
-    """The paper's own averages follow from the parts that a column of ours averages, where no cell is in doubt."""
+    """The paper's averages follow from the cells that our columns average, in columns without doubtful cells."""
     table = reproduce.load("fedlesam-table4")
     assert [len(column.parts) for column in table.sections[0].columns] == [8, 8, 8, 12]
     for j, (other, data) in enumerate(
