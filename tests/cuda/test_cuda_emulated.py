@@ -91,7 +91,7 @@ def test_ops_in_several_launches_and_another_order(
     [(1, 4, 4096), (62, 4, 4096), (65, 4, 32764), (500, 4, 32764), (600, 7, 32764)],
 )
 def test_launches_per_step(emulation: Emulation, segments: int, launches: int, bytes_: int) -> None:
-    """Norm, perturb, restore and update take one launch each, unless a kernel's argument is too small for all tensors."""
+    """Norm, perturb, restore and update take one launch each while the tensors fit the argument of a kernel."""
     emulation.order(0, 0)
     case = case_of([1 + i % 40 for i in range(segments)], rows=2)
     before = emulation.count("launches")

@@ -1,4 +1,4 @@
-"""A small machine for the tests of the benchmarks, and a record that nobody measured."""
+"""A small machine for the tests of the benchmarks, and an invented record."""
 
 from __future__ import annotations
 

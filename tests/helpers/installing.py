@@ -45,7 +45,7 @@ def require_pip_and_setuptools() -> None:
 
 
 def copy_checkout(target: Path) -> Path:
-    """What a wheel is made from, without anything built."""
+    """Copy the sources of a wheel, without build products."""
     ignore = shutil.ignore_patterns("*.so", "native.json", "__pycache__")
     for name in PACKAGED:
         source = ROOT / name
@@ -81,7 +81,7 @@ def run(*argv: str | Path, cwd: Path, ok: bool = True, timeout: float = 600, **s
 
 
 def build_wheel(checkout: Path, out: Path, **settings: Any) -> tuple[Path, str]:
-    """The wheel that `pip` makes of `checkout` in this environment, and what was printed."""
+    """Return the wheel that `pip` makes of `checkout` in this environment, and pip's output."""
     options = ("-v", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", out)
     printed = run(sys.executable, "-m", "pip", "wheel", *options, checkout, cwd=out.parent, **settings)
     (wheel,) = out.glob("*.whl")
@@ -89,7 +89,8 @@ def build_wheel(checkout: Path, out: Path, **settings: Any) -> tuple[Path, str]:
 
 
 def layered(folder: Path, *, python: str = sys.executable, only: tuple[str, ...] | None = None) -> Path:
-    """The Python of a new environment that sees this one's packages (`only`: those alone), but no fastsam."""
+    """Return the Python of a new environment with this one's packages (`only`: just the named ones), without
+    fastsam."""
     run(python, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     lent = folder / "lent"
     lent.mkdir()
@@ -104,6 +105,6 @@ def layered(folder: Path, *, python: str = sys.executable, only: tuple[str, ...]
 
 
 def install(python: Path, *what: str | Path, cwd: Path, **settings: Any) -> str:
-    """`pip install` into the environment of `python`, from this disk alone."""
+    """Run `pip install` without network in the environment of `python`."""
     options = ("-v", "--no-deps", "--no-index", "--no-build-isolation")
     return run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what, cwd=cwd, **settings)

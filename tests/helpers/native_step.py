@@ -52,7 +52,7 @@ class Step:
         return digest_of(*self.params, self.backup, self.m, self.sumsq)
 
     def run_dual(self) -> str:
-        """A perturbation with a dual, and what a federated round adds up; the digest of all that it wrote."""
+        """Perturb with a dual and accumulate as in a federated round. Return the digest of all written tensors."""
         half, seed = [p.bfloat16() for p in self.params], torch.tensor([7])
         g1 = [g.bfloat16() for g in self.g1]
         native.perturb_(half, self.backup, g1, self.table, self.h, self.sumsq, True, seed)

@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Hostile:
-    """Whose conversions raise what no caller thinks of."""
+    """An object whose conversions raise unexpected errors."""
 
     def __float__(self) -> float:
         raise ZeroDivisionError("no")

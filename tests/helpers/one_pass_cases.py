@@ -1,4 +1,4 @@
-"""Trainings with MSAM and with the last gradient, whose weights rest at the perturbed point."""
+"""Trainings with MSAM and with the last gradient, which store the perturbed weights between steps."""
 
 from __future__ import annotations
 

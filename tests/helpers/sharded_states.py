@@ -55,7 +55,7 @@ def resumed_in_memory(rank: int, wide: bool = True) -> str:
             if own:
                 found = opt.state_dict()
             else:
-                opt.eval()  # of a variant of one pass
+                opt.eval()  # the weights of a one-pass variant
                 found = dcp.get_optimizer_state_dict(net, opt)
                 dcp.get_optimizer_state_dict(other, other_opt)
                 assert_same(

@@ -1,4 +1,4 @@
-"""What Triton's interpreter loads and stores, counted element by element."""
+"""Counts of the elements that Triton's interpreter loads and stores."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class FedMoSWA(FedSWA):
 
 @dataclass
 class FedNSAM(FedAvg):
-    """Nesterov's form: a look ahead, SAM from there, and the momentum of what came of it."""
+    """Nesterov's form: an extrapolation, SAM from there, and the momentum of the result."""
 
     rho: Any = 0.05
     gamma: float = 0.85

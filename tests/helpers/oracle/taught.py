@@ -117,8 +117,8 @@ class FedSOL(FedAvg):
 
 @dataclass
 class MOON(FedAvg):
-    """Li et al. 2021, eq. 3, of a Sequential: z is what its last layer receives, or what the layer `features`
-    returns."""
+    """Li et al. 2021, eq. 3, for a Sequential: z is the input of its last layer, or the output of the layer
+    `features`."""
 
     mu: float = 1.0
     tau: float = 0.5

@@ -29,7 +29,8 @@ LEFT_OUT = {"test_sam_family_methods": "it calls init_group and expects NoClosur
 
 
 class SAM(fastsam.FusedSAM):
-    """FusedSAM with that library's signature. `use_gc`, centralised gradients, is no part of SAM and is ignored."""
+    """FusedSAM with that library's signature. `use_gc`, centralised gradients, does not belong to SAM and is
+    ignored."""
 
     def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, adaptive: bool = False,
         use_gc: bool = False,
