@@ -116,7 +116,7 @@ def test_the_page_is_filled_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no place marked"):
         report.PAGE.fill("", made())
     (tmp_path / "made.json").write_text("{}")
-    with pytest.raises(ValueError, match="no record of"):
+    with pytest.raises(ValueError, match="must be a record of"):
         report.PAGE.read(tmp_path / "made.json")
 
 

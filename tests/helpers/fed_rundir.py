@@ -1,4 +1,4 @@
-"""Runs with a run directory, and what they leave in it."""
+"""Runs with a run directory, and the files in it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def snapshot(directory: Path) -> dict[str, str]:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """What was recorded of each round but its times."""
+    """Return the records of all rounds without their times."""
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith("seconds")}
         for line in (directory / "metrics.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What the tests of client states share: a small run, and a stand-in for a GPU."""
+"""A small run and a stand-in for a GPU, for the tests of client states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(algorithm: Any, **options: Any) -> fed.Result:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that has memory of its own (1 MB), to the store of client states and to the executors."""
+    """Present a device with separate memory of 1 MB to the store of client states and to the executors."""
     monkeypatch.setattr(client_state, "Cuda", FakeCuda)
     monkeypatch.setattr(client_state, "apart", lambda device: True)
     monkeypatch.setattr(client_state, "total_memory", lambda device: 10**6)

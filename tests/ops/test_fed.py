@@ -229,7 +229,7 @@ def test_accumulate_rows(backend: Backend) -> None:
         found = [max(map(abs, row), default=0.0) if all(map(isfinite, row)) else None for row in d]
         assert [None if v != v else v for v in largest.tolist()] == found
 
-        for row in x.unbind()[::-1]:  # one by one, and in another order
+        for row in x.unbind()[::-1]:  # row by row in reverse order
             close_rows(backend.load(), sums, row, -factor, base)
         assert torch.equal(sums[0], start[0]) and torch.equal(sums[1], start[1])
 

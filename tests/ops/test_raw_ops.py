@@ -62,7 +62,7 @@ VECTORS: list[Misuse] = [
     ("of another dtype", lambda t: t.to(torch.float16)),
     ("freed", freed),
 ]
-# Nothing is read at an offset without a field, and a single list has nobody to differ from in its order.
+# Without a field no offset is read, and a single list cannot have a wrong order.
 HARMLESS = {
     ("norm_", "table an offset beyond the fields"),
     ("inner_", "table an offset beyond the fields"),
@@ -83,7 +83,7 @@ def misuses(name: str, value: Any) -> list[Misuse]:
 
 
 def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
-    """What is wrong, the op, the operands that are not touched by it, and the arguments of a wrong call."""
+    """Yield the error, the op, the operands that the call must not write, and the arguments of a wrong call."""
     op, args = calls(Step(shapes=[(33,), (5, 7), ()]))[name]
     for position, argument in enumerate(op._schema.arguments[: len(args)]):
         for what, change in misuses(argument.name, args[position]):
@@ -151,7 +151,7 @@ def test_a_tensor_without_memory_beside_real_ones_is_an_error(name: str) -> None
 
 
 def test_a_state_too_small_overwrites_no_neighbour() -> None:
-    """A momentum of 8 numbers in front of somebody else's 255."""
+    """A momentum of 8 numbers is followed in memory by 255 numbers of a different tensor."""
     step = Step(shapes=[(263,)])
     memory = torch.zeros(263)
     args = [step.params, step.backup, step.g2, step.table, step.h, "sgd", memory[:8].view(1, 8), *[None] * 3, []]

@@ -1,4 +1,4 @@
-"""`aggregation=function`: what the function gets, that its row is the server's, and what is refused."""
+"""`aggregation=function`: its arguments, its result as the server's update, and refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Callbacks: what the loggers write (the libraries themselves: tests/integrations/test_trackers.py), early stopping and
-the best model, and progress on a terminal."""
+"""Callbacks: output of the loggers (the libraries themselves: tests/integrations/test_trackers.py), early stopping, the
+best model, and progress on a terminal."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_what_it_says():
 
 
 def test_a_run_interrupted_and_resumed_stops_in_the_same_round(tmp_path):
-    """What was counted before is counted again; a run that was stopped stays stopped."""
+    """Counters are resumed, and a stopped run stays stopped."""
 
     class Interrupts(fed.Callback):
         def on_round(self, run, record):

@@ -1,4 +1,4 @@
-"""Who takes part, and seeds: functions of (seed, round), regression values, and samplers of a user's own."""
+"""Cohorts and seeds: functions of (seed, round), regression values, and user-defined samplers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_bernoulli_has_the_right_mean_and_spread():
     counts = [len(ids) for ids in drawn("bernoulli", 100, 0.1, 800)]
     assert 9.5 < np.mean(counts) < 10.5 and 2.5 < np.std(counts) < 3.5 and min(counts) >= 1
     members = np.bincount(np.concatenate(drawn("bernoulli", 10, 0.3, 2000)), minlength=10)
-    assert members.min() > 450 and members.max() < 750  # 600 expected: nobody is preferred
+    assert members.min() > 450 and members.max() < 750  # 600 are expected for each client
 
 
 def test_a_participation_near_zero_still_ends():
@@ -87,7 +87,7 @@ def test_the_simulator_draws_with_the_next_seed_while_nobody_takes_part():
         redrawn += seed > 20 + t
         assert ids == np.flatnonzero(np.random.RandomState(seed).uniform(size=5) <= 0.05).tolist()
     assert redrawn > 30
-    # Who is nearest to taking part, where a hundred seeds are not enough.
+    # The client with the smallest draw, if a hundred seeds give no client.
     assert drawn("simulator", 5, 1e-9, 2) == [
         [int(np.random.RandomState(20 + t + 99).uniform(size=5).argmin())] for t in (0, 1)
     ]
@@ -134,7 +134,7 @@ def test_seeds_depend_on_every_part(a, b):
     assert 0 <= seeds.derive(*a) < 2**63
 
 
-# Of Random123's kat_vectors (philox4x32): rounds, counter, key, what comes out.
+# Test vectors of Random123 (kat_vectors, philox4x32): rounds, counter, key, result.
 KNOWN = (
     (7, (0, 0, 0, 0), 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     (7, (0xFFFFFFFF,) * 4, 2**64 - 1, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),

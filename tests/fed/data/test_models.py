@@ -1,4 +1,4 @@
-"""The small models: shapes, sizes, initial weights from a seed alone, a user's own."""
+"""The small models: shapes, sizes, initial weights that depend only on a seed, and user-defined models."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_options_reach_the_model() -> None:
     [("cnn", (3, 8, 8)), ("emnist_cnn", (1, 12, 12)), ("lenet", (3, 16, 16)), ("resnet18_gn", (3, 16, 16))],
 )
 def test_images_whose_channels_come_last_are_refused(name: str, shape: tuple[int, int, int]) -> None:
-    """They have as many numbers, and would be cut into images of something else."""
+    """Their number of values is right, but they would be read as different images."""
     made, x = models.build(name, shape, 4, 0).eval(), torch.randn(5, *shape)
     with pytest.raises(ValueError, match=r"takes images \[n, .*channels come last: x.movedim\(-1, 1\)"):
         made(x.movedim(1, -1))

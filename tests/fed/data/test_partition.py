@@ -1,4 +1,4 @@
-"""Splits: the published procedure, its regression numbers, and what bad input gets."""
+"""Splits: the published procedures, regression values, and messages for bad input."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_draw_is_the_simulators_loop_call_by_call(labels: list[int], clients: in
     ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
     made = partition.draw(y, priors, sizes, ours, exhausted)
     assert [part.tolist() for part in made] == simulators_loop(y, priors, sizes, theirs, exhausted)
-    assert ours.uniform() == theirs.uniform()  # the streams stand at the same place
+    assert ours.uniform() == theirs.uniform()  # both streams are at the same position
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,4 +1,4 @@
-"""`fed.split`: subsets of one's own data set."""
+"""`fed.split`: subsets of a user's data set."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_directions_have_the_size_of_the_filters_and_none_in_biases() -> None:
 
 
 def test_directions_are_orthogonal_before_the_filters_are_scaled() -> None:
-    """With one filter the scaling is a number, and what was orthogonal stays so."""
+    """With one filter the scaling is a number, so orthogonal directions stay orthogonal."""
     made = quadratic.replica(torch.nn.Linear(5, 1, bias=False).double())
     first, second = directions(made.layout, made.row, seed=1)
     assert float(first @ second) == pytest.approx(0, abs=1e-14) and first.any()

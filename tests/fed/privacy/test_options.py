@@ -1,4 +1,4 @@
-"""What noise does not go together with: told before the run, with what would work."""
+"""Options that noise excludes: the error comes before the run, with a remedy."""
 
 from __future__ import annotations
 

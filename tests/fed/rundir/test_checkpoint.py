@@ -70,7 +70,7 @@ def test_rounds_in_parts_are_the_rounds_in_one_piece(tmp_path, every):
 
 
 def test_the_start_is_in_the_checkpoint(tmp_path):
-    """Resuming needs the model's structure only: whoever builds it without a seed can resume."""
+    """Resuming needs only the model's structure, so a model built without a seed will do."""
     whole = start(tmp_path / "whole", rounds=4)
     start(tmp_path / "parts", rounds=2)
     assert same_bits(
@@ -265,7 +265,7 @@ def test_a_manifest_with_other_contents(tmp_path, wrong):
 
 @pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 9], ids=["all", "one per byte"])
 def test_no_flipped_bit_of_the_manifest_is_accepted(tmp_path, each):
-    """Among them those that make one client's key another one's."""
+    """Some flips change the key of one client to the key of another client."""
     start(tmp_path / "run", algorithm=fed.SCAFFOLD(), rounds=1)
     manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
     whole, content = manifest.read_bytes(), read_manifest(manifest)
@@ -331,7 +331,7 @@ def test_bad_arguments_write_nothing(tmp_path):
 
 
 def test_one_of_several_ranks_rescues_nothing(tmp_path):
-    """The others may be gone, and a checkpoint needs all of them: the last one stands."""
+    """A checkpoint needs all ranks, and other ranks may have failed, so the last checkpoint is kept."""
     device = torch.device("cpu")
     state = RunState(3, {"w": torch.zeros(4)}, [], {}, [{"round": i} for i in (1, 2, 3)])
     for size in (1, 2):

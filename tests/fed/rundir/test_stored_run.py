@@ -1,8 +1,8 @@
 """A run directory and a config.json that commit 59d46cb wrote, before options were renamed, still resume.
 
 `stored/run` is two rounds of `RUN` with that commit's names: `FedLESAM(first="none", ref="last_round")`, `personal="2"`
-and `validation="iid"`. `stored/config.json` is the one that `fastsam run examples/digits.toml --algorithm fedlesam-s
---fedlesam-s.ref last_round --rounds 1 --validation iid` left.
+and `validation="iid"`. `fastsam run examples/digits.toml --algorithm fedlesam-s --fedlesam-s.ref last_round --rounds 1
+--validation iid` wrote `stored/config.json`.
 """
 
 from __future__ import annotations
