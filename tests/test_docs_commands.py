@@ -43,22 +43,13 @@ def test_there_are_commands_of_every_kind() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "make tests",
-        "make test WOKERS=0",
-        "python -m bench.reports",
-        "python -m bench step --contender x",
-        "python tools/key.py",
-        "pip install 'fused-sam[labs]'",
-        "fastsam runs",
-        "fastsam runs examples/digits.toml",
-        "fastsam run examples/digits.toml --rhoo 1",
-        "fastsam compare CONFIG --algorithms fedsam --seed x",
-        "fastsam reproduce fedsam-table9",
-        "fastsam reproduce fedsam-table2 --scale --no-such-key 1",
-        "fastsam info --jsn",
-        "torchrun --nproc-per-node 2 -m fastsam run CONFIG --clients many",
+        "make tests", "make test WOKERS=0", "python -m bench.reports", "python -m bench step --contender x",
+        "python tools/key.py", "pip install 'fused-sam[labs]'", "fastsam runs", "fastsam runs examples/digits.toml",
+        "fastsam run examples/digits.toml --rhoo 1", "fastsam compare CONFIG --algorithms fedsam --seed x",
+        "fastsam reproduce fedsam-table9", "fastsam reproduce fedsam-table2 --scale --no-such-key 1",
+        "fastsam info --jsn", "torchrun --nproc-per-node 2 -m fastsam run CONFIG --clients many",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_one_is_noticed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises((AssertionError, ValueError, OSError, SystemExit)):

@@ -47,10 +47,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "fastsam.ops",
         (
-            "fastsam.arena",
-            "fastsam.backends",
-            "fastsam_kernels.product",
-            "fastsam_kernels.rowprograms",
+            "fastsam.arena", "fastsam.backends", "fastsam_kernels.product", "fastsam_kernels.rowprograms",
         ),
     ),
     ("fastsam.extras", ()),
@@ -61,7 +58,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     *_rooms(),
     ("fastsam.fed", BELOW_FED),
     ("fastsam.lab", ("fastsam.fed", *BELOW_FED, "fastsam.backends", "fastsam.__version__", "fastsam.FusedSAM")),
-)
+)  # fmt: skip
 OUTER = frozenset({"fastsam", "fastsam.__main__"})  # import what they like, and nobody inside imports them
 # Definitions that all backends share: the layout of the device scalars, dtypes, update rules, row programs' words.
 SHARED = tuple(

@@ -138,17 +138,11 @@ def _run_directory(place: str) -> Callable[[bytes, Path], None]:
 
 
 DOORS: dict[str, Callable[[bytes, Path], None]] = {
-    "data in .npz": _npz,
-    "a split's indices": _indices,
-    "an archive": _archive,
-    "an unpacked archive": _unpacked,
-    "weights": _weights,
-    "a config": _config,
-    "the manifest": _run_directory("checkpoint/manifest.json"),
+    "data in .npz": _npz, "a split's indices": _indices, "an archive": _archive, "an unpacked archive": _unpacked,
+    "weights": _weights, "a config": _config, "the manifest": _run_directory("checkpoint/manifest.json"),
     "the server's file": _run_directory("checkpoint/server-*"),
-    "the clients' file": _run_directory("checkpoint/clients-*"),
-    "the records": _run_directory("metrics.jsonl"),
-}
+    "the clients' file": _run_directory("checkpoint/clients-*"), "the records": _run_directory("metrics.jsonl"),
+}  # fmt: skip
 
 
 def files_with_code(trial: Trial) -> int:
@@ -184,16 +178,10 @@ def configs_with_code(trial: Trial) -> int:
     module = rng.choice(tried)
     path = rng.choice(
         [
-            f"{module}:run",
-            f"{module}.x:y",
-            "own.py:system",
-            "own.py:run",
-            "own:system",
-            "builtins:exec",
-            "os:system",
+            f"{module}:run", f"{module}.x:y", "own.py:system", "own.py:run", "own:system", "builtins:exec", "os:system",
             "own.py:os",
         ]
-    )
+    )  # fmt: skip
     key = rng.choice(IMPORTING)
     before = set(sys.modules)
     options = f"[{key}_options]\ncommand = 'touch ran'\n" if key in ("data", "model") else ""

@@ -98,11 +98,8 @@ def _used() -> dict[str, int]:
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
     tensors = sum(isinstance(one, torch.Tensor) for one in objects)
     return {
-        "tensors": tensors,
-        "objects": len(objects),
-        "files": len(os.listdir("/proc/self/fd")),
-        "kilobytes": resident,
-    }
+        "tensors": tensors, "objects": len(objects), "files": len(os.listdir("/proc/self/fd")), "kilobytes": resident,
+    }  # fmt: skip
 
 
 def repeated(trial: Trial) -> int:

@@ -98,13 +98,8 @@ def options_of_a_run(trial: Trial) -> int:
 
 
 BASES = [
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.NAdam,
-]
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam,
+]  # fmt: skip
 OPTIMIZER: dict[str, list[Any]] = {
     "rho": [0.0, 0.05, torch.tensor(0.1), 1e30], "adaptive": [False, True], "eta": [0.01],
     "lr": [0.1, torch.tensor(0.1)], "momentum": [0.9],
@@ -242,13 +237,9 @@ def _command(rng: random.Random) -> list[str]:
         ]
     if name == "compare":
         more = [
-            "--seeds",
-            rng.choice([*WORDS, "0"]),
-            "--sweep",
-            rng.choice([*WORDS, "lr=0.1"]),
-            "--surface",
+            "--seeds", rng.choice([*WORDS, "0"]), "--sweep", rng.choice([*WORDS, "lr=0.1"]), "--surface",
             rng.choice(["0", "x", "-1"]),
-        ]
+        ]  # fmt: skip
         return [name, "small.toml", "--algorithms", rng.choice([*WORDS, "fedavg"]), *more[: rng.choice([0, 2, 4, 6])]]
     return [name, rng.choice(WORDS), *rng.choice([[], ["--list"], ["--seeds", rng.choice(WORDS)]])]
 

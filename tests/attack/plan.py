@@ -6,14 +6,6 @@ from tests.attack import damage, disk, hostile, kills, leaks, many, nonsense, op
 from tests.attack.trials import Attack
 
 ATTACKS: tuple[Attack, ...] = (
-    *kills.ATTACKS,
-    *ranks.ATTACKS,
-    *damage.ATTACKS,
-    *disk.ATTACKS,
-    *nonsense.ATTACKS,
-    *operands.ATTACKS,
-    *steps.ATTACKS,
-    *leaks.ATTACKS,
-    *many.ATTACKS,
-    *hostile.ATTACKS,
-)
+    *kills.ATTACKS, *ranks.ATTACKS, *damage.ATTACKS, *disk.ATTACKS, *nonsense.ATTACKS, *operands.ATTACKS,
+    *steps.ATTACKS, *leaks.ATTACKS, *many.ATTACKS, *hostile.ATTACKS,
+)  # fmt: skip

@@ -21,16 +21,9 @@ SECONDS = 20
 def test_finds_nothing(name: str, tmp_path: Path) -> None:
     """Run one trial of each attack in a separate process, because an attack forks."""
     command = [
-        sys.executable,
-        "-m",
-        "tests.attack",
-        "--only",
-        name,
-        "--minutes",
-        str(SECONDS / 60),
-        "--out",
+        sys.executable, "-m", "tests.attack", "--only", name, "--minutes", str(SECONDS / 60), "--out",
         str(tmp_path / "made.json"),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
     )

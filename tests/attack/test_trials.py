@@ -34,12 +34,9 @@ def ends(trial: Trial) -> int:
 
 
 FOUND = {
-    1: "ended by SIGSEGV",
-    2: "ValueError: mine (test_trials.py:",
-    3: "hangs: nothing after 0.5 s",
-    4: "the process ended with 0 and no answer",
-    5: "the process ended with 0 and no answer",
-}
+    1: "ended by SIGSEGV", 2: "ValueError: mine (test_trials.py:", 3: "hangs: nothing after 0.5 s",
+    4: "the process ended with 0 and no answer", 5: "the process ended with 0 and no answer",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FOUND)
@@ -96,13 +93,8 @@ def made(**changed: Any) -> dict[str, Any]:
         "machine": {"cpu": "CPU", "cores": 2}, "versions": {"python": "3.11", "torch": "2.13"},
     }  # fmt: skip
     attack = {
-        "name": "mine",
-        "promise": "nothing ends",
-        "trials": 1200,
-        "failures": [],
-        "seconds": 60.0,
-        "left_out": None,
-    }
+        "name": "mine", "promise": "nothing ends", "trials": 1200, "failures": [], "seconds": 60.0, "left_out": None,
+    }  # fmt: skip
     return {"kind": report.KIND, "environment": environment, "seed": 0, "minutes": 1, "attacks": [attack | changed]}
 
 

@@ -23,12 +23,9 @@ def summary(value: float) -> dict[str, float]:
 
 def case(part: str, *rows: dict[str, Any], title: str = "a case", **facts: Any) -> dict[str, Any]:
     return {
-        "part": part,
-        "name": title,
-        "title": title,
-        **facts,
+        "part": part, "name": title, "title": title, **facts,
         "rows": [{"title": r["name"], "ours": True, **r} for r in rows],
-    }
+    }  # fmt: skip
 
 
 def federated(device: str = "cpu") -> dict[str, Any]:

@@ -207,12 +207,9 @@ def test_loads_come_before_the_barrier(kernels: list[Kernel]) -> None:
 # Instructions of the float kernels on sm_90, as nvcc 13.0 makes them: searching the table, making the rule, wide and
 # narrow accesses, tail.
 INSTRUCTIONS = {
-    ("norm", "fLb0E"): 464,
-    ("perturb", "ffLb1E"): 632,
-    ("restore", "ff"): 256,
-    ("update_sgd", "ffLb0E"): 1008,
+    ("norm", "fLb0E"): 464, ("perturb", "ffLb1E"): 632, ("restore", "ff"): 256, ("update_sgd", "ffLb0E"): 1008,
     ("update_adam", "ffLb0E"): 1576,
-}
+}  # fmt: skip
 
 
 @needs_cuobjdump

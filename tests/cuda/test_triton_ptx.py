@@ -102,10 +102,7 @@ def test_no_atomics_but_the_ticket_of_a_row(found: dict) -> None:
     """
     for kernel, counts in found.items():
         takes = kernel.split()[0] in (
-            "norm_kernel",
-            "dual_norm_kernel",
-            "update_norm_kernel",
-            "inner_kernel",
+            "norm_kernel", "dual_norm_kernel", "update_norm_kernel", "inner_kernel",
             *(f"{name}_kernel" for name, rule in RULES.items() if rule.counter),
-        )
+        )  # fmt: skip
         assert counts["tickets"] == counts["atomics"] == takes, kernel

@@ -22,20 +22,9 @@ from fastsam_kernels import build, libraries, native, raw_calls, toolchain
 from tests.helpers.places import HELPERS
 
 SOURCES = (
-    "norm.cu",
-    "perturb.cu",
-    "stochastic.cu",
-    "dual.cu",
-    "inner.cu",
-    "accumulate.cu",
-    "update.cu",
-    "tickets.cu",
-    "raw_calls.cu",
-    "rowprograms.cu",
-    "ops_cuda.cpp",
-    "ops_rows.cpp",
-    "../rowprograms/check.cpp",
-)
+    "norm.cu", "perturb.cu", "stochastic.cu", "dual.cu", "inner.cu", "accumulate.cu", "update.cu", "tickets.cu",
+    "raw_calls.cu", "rowprograms.cu", "ops_cuda.cpp", "ops_rows.cpp", "../rowprograms/check.cpp",
+)  # fmt: skip
 REGISTRATIONS = ("ops_cuda.cpp", "ops_rows.cpp", "check.cpp")  # sources that include torch's headers
 OWN_HEADERS = {"cuda/lines.cuh": "rowprograms.cu"}  # included by only one source
 SHARED = "extern __shared__ __align__(16) unsigned char shared[];"  # a declaration in a kernel, replaced by ON_HOST
@@ -90,11 +79,8 @@ def compile_library(
     registered = [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]
     on_host = [(SHARED, ON_HOST), *changes.get("cuda/rowprograms.cu", ())]
     changes = {
-        **changes,
-        "cuda/ops_cuda.cpp": registered,
-        "cuda/ops_rows.cpp": registered,
-        "cuda/rowprograms.cu": on_host,
-    }
+        **changes, "cuda/ops_cuda.cpp": registered, "cuda/ops_rows.cpp": registered, "cuda/rowprograms.cu": on_host,
+    }  # fmt: skip
     with toolchain.locked(folder):
         copy_sources(build.csrc(), folder / "csrc", changes)
         toolchain.execute(_steps(folder / "csrc", ready, kept, fast), folder)
@@ -164,14 +150,10 @@ class Emulation:
         lengths_ = (ctypes.c_int64 * len(lengths))(*lengths)
         return int(
             function(
-                lengths_,
-                ctypes.c_int64(len(lengths)),
-                width,
-                turns,
-                ctypes.c_int64(enough),
+                lengths_, ctypes.c_int64(len(lengths)), width, turns, ctypes.c_int64(enough),
                 ctypes.c_void_p(counts.data_ptr()),
             )
-        )
+        )  # fmt: skip
 
     def count(self, name: str) -> int:
         """launches, blocks, largest_argument (bytes), misaligned or out_of_bounds (accesses), since it was loaded;

@@ -22,15 +22,8 @@ from tests.helpers.places import ROOT
 SITE = Path(sysconfig.get_path("purelib"))
 PACKAGED = ("fastsam", "kernels", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")
 SETTINGS = (
-    "CXX",
-    "CUDACXX",
-    "CUDA_HOME",
-    "FASTSAM_NATIVE",
-    "FASTSAM_CUDA",
-    "FASTSAM_JIT",
-    "PYTHONPATH",
-    "XDG_CACHE_HOME",
-)
+    "CXX", "CUDACXX", "CUDA_HOME", "FASTSAM_NATIVE", "FASTSAM_CUDA", "FASTSAM_JIT", "PYTHONPATH", "XDG_CACHE_HOME",
+)  # fmt: skip
 
 
 def require_pip_and_setuptools() -> None:
@@ -68,14 +61,9 @@ def run(*argv: str | Path, cwd: Path, ok: bool = True, timeout: float = 600, **s
     """stdout and stderr of a command; asserts that it succeeds, or, with `ok=False`, that it fails."""
     command = [str(argument) for argument in argv]
     done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environ(**settings),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, cwd=cwd, env=environ(**settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=timeout,
-    )
+    )  # fmt: skip
     assert (done.returncode == 0) == ok, f"{command} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
 

@@ -106,12 +106,8 @@ def calls(step: Step) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "accumulate_": (
             ops.accumulate_.default,
             (
-                torch.zeros(9).long(),
-                torch.zeros(9).long(),
-                torch.ones(2, 9),
-                0.5,
-                torch.ones(9),
+                torch.zeros(9).long(), torch.zeros(9).long(), torch.ones(2, 9), 0.5, torch.ones(9),
                 torch.zeros(2).double(),
             ),
         ),
-    }
+    }  # fmt: skip

@@ -131,17 +131,9 @@ class Case:
 
 # Ranges of the columns, and options of the rules that differ from the defaults of their classes.
 RANGES = {
-    "RHO": (-0.3, 0.3),
-    "NU": (1e-12, 1e-3),
-    "ETA": (0.01, 0.1),
-    "LR": (0.01, 0.2),
-    "DECAY": (0.0, 0.1),
-    "PHI": (0.0, 0.5),
-    "A": (0.5, 1.0),
-    "B": (-0.5, 0.5),
-    "CLIP": (0.5, 50.0),
-    "PENALTY": (0.5, 2.0),
-}
+    "RHO": (-0.3, 0.3), "NU": (1e-12, 1e-3), "ETA": (0.01, 0.1), "LR": (0.01, 0.2), "DECAY": (0.0, 0.1),
+    "PHI": (0.0, 0.5), "A": (0.5, 1.0), "B": (-0.5, 0.5), "CLIP": (0.5, 50.0), "PENALTY": (0.5, 2.0),
+}  # fmt: skip
 RULE_OPTIONS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9, "dampening": 0.5}, "adam": {"betas": (0.9, 0.99)}}
 RULE_OPTIONS |= {"adagrad": {"lr_decay": 0.1}, "rmsprop": {"momentum": 0.9}}
 # Columns by name, including the columns of rules that tests name.

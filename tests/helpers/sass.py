@@ -116,14 +116,8 @@ def _compile(source: Path, own: Sequence[str], arch: str, cubin: Path) -> None:
     flags = [flag for flag in build.NVCC_FLAGS if not flag.startswith(("-MD", "-M"))]
     part = cubin.with_suffix(".part")
     argv = [
-        nvcc,
-        f"-ccbin={cxx[0]}",
-        *flags,
-        *own,
-        f"-arch=sm_{arch}",
-        "-cubin",
-        str(source),
-    ]
+        nvcc, f"-ccbin={cxx[0]}", *flags, *own, f"-arch=sm_{arch}", "-cubin", str(source),
+    ]  # fmt: skip
     subprocess.run([*argv, "-o", str(part)], check=True, capture_output=True, text=True)
     os.replace(part, cubin)
 
@@ -197,13 +191,9 @@ def triton_code_elsewhere() -> list[Code]:
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.helpers.sass", "triton"],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
+            [sys.executable, "-m", "tests.helpers.sass", "triton"], cwd=ROOT, env=env, capture_output=True, text=True,
             check=False,
-        )
+        )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"the Triton kernels do not compile: {done.stderr}")
     return [_restored(kernel) for kernel in json.loads(done.stdout)]

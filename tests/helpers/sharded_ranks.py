@@ -31,18 +31,12 @@ BASES: dict[str, tuple[Any, dict[str, Any]]] = {
 # Variants whose norms and inner products depend only on gradients have the bits of the unsharded step if these sums
 # are exact.
 EXACT = {
-    "sam": SAM(0.3),
-    "gsam": GSAM(0.3, alpha=0.4),
-    "wsam": WSAM(0.3, gamma=0.8),
-    "last": LastGradient(0.3),
-}
+    "sam": SAM(0.3), "gsam": GSAM(0.3, alpha=0.4), "wsam": WSAM(0.3, gamma=0.8), "last": LastGradient(0.3),
+}  # fmt: skip
 CLOSE = {
-    "asam": SAM(0.3, True),
-    "looksam": LookSAM(0.3, k=2),
-    "friendly": FriendlySAM(0.3),
-    "vasso": VaSSO(0.3),
+    "asam": SAM(0.3, True), "looksam": LookSAM(0.3, k=2), "friendly": FriendlySAM(0.3), "vasso": VaSSO(0.3),
     "msam": MSAM(0.3),
-}
+}  # fmt: skip
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -36,13 +36,9 @@ def step_in(net: nn.Module, opt: FusedSAM, number: int, dtype: torch.dtype) -> N
 
 
 CHECKPOINTS: list[tuple[str, SAM, torch.dtype]] = [
-    ("sgd", SAM(0.3), torch.float32),
-    ("plain sgd", SAM(0.3), torch.bfloat16),
-    ("adamw", VaSSO(0.3), torch.float32),
-    ("adamw", SAM(0.3), torch.bfloat16),
-    ("nadam", SAM(0.3), torch.float32),
-    ("sgd", MSAM(0.3), torch.float32),
-]
+    ("sgd", SAM(0.3), torch.float32), ("plain sgd", SAM(0.3), torch.bfloat16), ("adamw", VaSSO(0.3), torch.float32),
+    ("adamw", SAM(0.3), torch.bfloat16), ("nadam", SAM(0.3), torch.float32), ("sgd", MSAM(0.3), torch.float32),
+]  # fmt: skip
 
 
 def resumed_in_memory(rank: int, wide: bool = True) -> str:

@@ -76,11 +76,8 @@ class OnePass(Model):
 
 def fit(model: Model, *callbacks: Any, ckpt_path: str | None = None, **settings: Any) -> Any:
     quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
     trainer = lightning.Trainer(
         **{**quiet, "accelerator": "cpu", "max_epochs": 1, **settings}, callbacks=list(callbacks)
     )

@@ -28,11 +28,8 @@ class Model(lightning.LightningModule):
 
 CLASS = "fastsam.integrations.lightning.CommandLineFusedSAM"
 QUIET = {
-    "logger": "false",
-    "enable_checkpointing": "false",
-    "enable_progress_bar": "false",
-    "enable_model_summary": "false",
-}
+    "logger": "false", "enable_checkpointing": "false", "enable_progress_bar": "false", "enable_model_summary": "false",
+}  # fmt: skip
 
 
 def trained_by(*arguments: str) -> dict[str, Any]:

@@ -47,12 +47,8 @@ def tiny_model(dropout: float = 0.0) -> nn.Module:
 
 def arguments(folder: Path, **settings: Any) -> Any:
     defaults = {
-        "max_steps": 4,
-        "weight_decay": 0.1,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "lr_scheduler_type": "constant",
-    }
+        "max_steps": 4, "weight_decay": 0.1, "save_strategy": "no", "logging_steps": 1, "lr_scheduler_type": "constant",
+    }  # fmt: skip
     return transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, learning_rate=0.02, optim="adamw_torch", seed=0,
         per_device_train_batch_size=SIZE, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
@@ -291,11 +287,8 @@ def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -
 def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, sam: fastsam.SAM) -> None:
     """Shuffled data, dropout, and a schedule; the checkpoint falls into the middle of an epoch of three steps."""
     settings = {
-        "max_steps": 7,
-        "gradient_accumulation_steps": 2,
-        "lr_scheduler_type": "linear",
-        "save_strategy": "steps",
-    }
+        "max_steps": 7, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear", "save_strategy": "steps",
+    }  # fmt: skip
 
     def trainer(folder: str) -> Any:
         args = arguments(tmp_path / folder, save_steps=5, **settings)

@@ -52,14 +52,9 @@ def test_run_writes_the_run_directory_and_says_where(here: Path, capsys: pytest.
     run_dir = here / "runs" / "small-fedsam-001"
     assert "run directory: runs/small-fedsam-001" in out and "fedsam: round 3/3" in out and "to 10 %" in out
     expected = {
-        "config.json",
-        "metrics.jsonl",
-        "summary.json",
-        "model.safetensors",
-        "environment.json",
-        "curves.png",
+        "config.json", "metrics.jsonl", "summary.json", "model.safetensors", "environment.json", "curves.png",
         "classes.png",
-    }
+    }  # fmt: skip
     assert expected <= {path.name for path in run_dir.iterdir()}
     assert [record["round"] for record in metrics(run_dir)] == [1, 2, 3]
     stored = json.loads((run_dir / "config.json").read_text())
@@ -77,17 +72,9 @@ def test_the_stored_config_repeats_the_run_in_the_next_directory(here: Path) -> 
 
 def test_compare_runs_every_algorithm_and_seed(here: Path, capsys: pytest.CaptureFixture) -> None:
     command = [
-        "compare",
-        "small.toml",
-        "--algorithms",
-        "fedavg,mofedsam",
-        "--seeds",
-        "0,1",
-        "--run-dir",
-        "cmp",
-        "--rounds",
+        "compare", "small.toml", "--algorithms", "fedavg,mofedsam", "--seeds", "0,1", "--run-dir", "cmp", "--rounds",
         "2",
-    ]
+    ]  # fmt: skip
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert re.search(r"fedavg +\d+\.\d\d ± \d+\.\d\d", out) and "run directory: cmp" in out

@@ -105,24 +105,13 @@ def test_layers_the_later_wins(tmp_path: Path) -> None:
 
 def test_flags_take_dashes_and_underscores_and_every_type(tmp_path: Path) -> None:
     flags = [
-        "--local-epochs",
-        "3",
-        "--batch_size=4",
-        "--clip-norm",
-        "10",
-        "--shuffle",
-        "false",
-        "--model-options",
+        "--local-epochs", "3", "--batch_size=4", "--clip-norm", "10", "--shuffle", "false", "--model-options",
         '{"hidden": 8}',
-    ]
+    ]  # fmt: skip
     made = resolve(tmp_path, FILE, *flags, "--target", "none", "--balanced", "--split", "iid", "--seed", "-1")
     assert (made.local_epochs, made.batch_size, made.clip_norm, made.shuffle, made.model_options) == (
-        3,
-        4,
-        10.0,
-        False,
-        {"hidden": 8},
-    )
+        3, 4, 10.0, False, {"hidden": 8},
+    )  # fmt: skip
     assert made.target is None and made.balanced is True and made.seed == -1
 
 
@@ -262,11 +251,8 @@ def test_a_users_algorithm_and_an_option_with_the_name_of_a_key(tmp_path: Path) 
 def test_a_comparison_is_planned_before_it_runs(tmp_path: Path) -> None:
     plan = compare.plan(read(tmp_path), ["fedavg", "mofedsam"], ["0", "3"])
     assert [(c.algorithm, c.seed, c.lr) for c in plan.configs] == [
-        ("fedavg", 0, 0.2),
-        ("fedavg", 3, 0.2),
-        ("mofedsam", 0, 0.5),
-        ("mofedsam", 3, 0.5),
-    ]
+        ("fedavg", 0, 0.2), ("fedavg", 3, 0.2), ("mofedsam", 0, 0.5), ("mofedsam", 3, 0.5),
+    ]  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(plan.record()))
     assert compare.plan(config.read(tmp_path / "config.json")) == plan
 
@@ -322,15 +308,10 @@ def test_unknown_data_and_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "participation = 0.0",
-        "participation = 1.5",
-        "lr = -1.0",
-        "lr = nan",
-        "rounds = 0",
-        "target = 80.0",
+        "participation = 0.0", "participation = 1.5", "lr = -1.0", "lr = nan", "rounds = 0", "target = 80.0",
         "sampler = 'all'",
     ],
-)
+)  # fmt: skip
 def test_numbers_of_a_run_are_checked_before_it_starts(tmp_path: Path, line: str) -> None:
     with pytest.raises(ValueError, match=line.split()[0]):
         experiment.keywords(resolve(tmp_path, line))

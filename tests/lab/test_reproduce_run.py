@@ -227,13 +227,8 @@ def test_stored_memory_is_counted_from_the_declarations() -> None:
     """Table 7 of FedLESAM, the doubtful cell aside."""
     base = [[_run("fedavg", 0, [0.1])]]
     expected = {
-        "fedsam": "1x",
-        "fedlesam": "2x",
-        "mofedsam": "2x",
-        "fedsmoo": "4x",
-        "fedgamma": "3x",
-        "fedlesam-s": "4x",
-    }
+        "fedsam": "1x", "fedlesam": "2x", "mofedsam": "2x", "fedsmoo": "4x", "fedgamma": "3x", "fedlesam-s": "4x",
+    }  # fmt: skip
     for name, text in expected.items():
         assert cell(METRICS["memory"], [[_run(name, 0, [0.1])]], base, None)[1] == text
         assert reproduce.load("fedlesam-table7").sections[0].published[name][0] == text

@@ -107,14 +107,9 @@ def test_a_drawing_data_set_gives_other_numbers_in_another_epoch() -> None:
         return F.cross_entropy(m(batch[0]), batch[1])
 
     run(
-        [noisy(*pairs()[0])],
-        loss=fed.BatchLoss(look),
-        rounds=1,
-        local_epochs=2,
-        batch_size=16,
-        shuffle=False,
+        [noisy(*pairs()[0])], loss=fed.BatchLoss(look), rounds=1, local_epochs=2, batch_size=16, shuffle=False,
         test=None,
-    )
+    )  # fmt: skip
     once, again = seen[2], seen[4]  # seen[0] and seen[1] belong to the trial step; first pass of a step with two passes
     assert torch.equal(seen[2], seen[3]) and not torch.equal(once, again)
 

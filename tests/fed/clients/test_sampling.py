@@ -32,12 +32,9 @@ def test_regression():
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.sampled_from(["bernoulli", "fixed"]),
-    st.integers(1, 60),
-    st.floats(0.01, 1.0),
-    st.integers(0, 99),
+    st.sampled_from(["bernoulli", "fixed"]), st.integers(1, 60), st.floats(0.01, 1.0), st.integers(0, 99),
     st.integers(0, 3),
-)
+)  # fmt: skip
 def test_every_draw_is_valid_and_repeatable(name, clients, participation, round, seed):
     sampler = sampling.make(name, clients, participation)
     ids = sampling.draw(sampler, round, clients, seed)
@@ -200,13 +197,10 @@ def test_where_all_are_there_nothing_changes(sampler, tmp_path):
 @pytest.mark.parametrize(
     "available",
     [
-        lambda t: [4, 1, 2],
-        lambda t: {1, 2, 4},
-        lambda t: torch.tensor([1, 2, 4]),
-        lambda t: [False, True, True, False, True],
-        lambda t: np.array([0, 1, 1, 0, 1], bool),
+        lambda t: [4, 1, 2], lambda t: {1, 2, 4}, lambda t: torch.tensor([1, 2, 4]),
+        lambda t: [False, True, True, False, True], lambda t: np.array([0, 1, 1, 0, 1], bool),
     ],
-)
+)  # fmt: skip
 def test_only_those_that_are_there_take_part(available, tmp_path):
     asked = start(tmp_path / "a", participation=1.0, available=available)
     named = start(tmp_path / "b", sampler=lambda t, g: [1, 2, 4])

@@ -18,18 +18,11 @@ def weights(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "shape", "parameters"),
     [
-        ("cnn", (1, 8, 8), 13_706),
-        ("cnn", (8, 8), 13_706),
-        ("cnn", (1, 28, 28), 105_866),
-        ("cnn", (3, 9, 11), None),
-        ("mlp", (1, 8, 8), 4_810),
-        ("emnist_cnn", (1, 8, 8), None),
-        ("lenet", (3, 32, 32), 797_962),
-        ("lenet", (16, 16), None),
-        ("resnet18_gn", (3, 32, 32), 11_181_642),
-        ("resnet18_gn", (1, 8, 8), None),
+        ("cnn", (1, 8, 8), 13_706), ("cnn", (8, 8), 13_706), ("cnn", (1, 28, 28), 105_866), ("cnn", (3, 9, 11), None),
+        ("mlp", (1, 8, 8), 4_810), ("emnist_cnn", (1, 8, 8), None), ("lenet", (3, 32, 32), 797_962),
+        ("lenet", (16, 16), None), ("resnet18_gn", (3, 32, 32), 11_181_642), ("resnet18_gn", (1, 8, 8), None),
     ],
-)
+)  # fmt: skip
 def test_models_take_their_inputs(name: str, shape: tuple[int, ...], parameters: int | None) -> None:
     model = models.build(name, shape, 10, seed=0)
     assert model(torch.randn(5, *shape)).shape == (5, 10)

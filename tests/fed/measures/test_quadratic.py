@@ -117,11 +117,8 @@ def test_a_linear_loss_has_no_curvature() -> None:
 def test_smoothness_along_a_path_is_the_largest_curvature_on_it() -> None:
     f = objective(DIAGONAL, samples([0.0]))
     path = [
-        row([0, 0, 0, 0, 0, 0]),
-        row([0, 1.0, 0, 0, 0, 0]),
-        row([0, 1.0, 0, 0, 0, 1.0]),
-        row([0, 1.0, 0, 0, 0, 1.0]),
-    ]
+        row([0, 0, 0, 0, 0, 0]), row([0, 1.0, 0, 0, 0, 0]), row([0, 1.0, 0, 0, 0, 1.0]), row([0, 1.0, 0, 0, 0, 1.0]),
+    ]  # fmt: skip
     assert diagnostics.path_smoothness(f, path) == pytest.approx(3.0)  # along axis 1 it is 1, along axis 5 it is 3
     assert diagnostics.path_smoothness(f, path[:1]) == 0
 

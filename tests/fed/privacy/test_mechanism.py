@@ -146,16 +146,8 @@ def test_who_is_served() -> None:
     served = {one.__name__ for one in registry.values() if only_deltas(one())}
     assert served >= {"FedAvg", "FedSAM", "FedProx", "FedAvgM", "FedAdam", "FedAdagrad", "FedYogi", "FedGSAM"}
     assert not served & {
-        "SCAFFOLD",
-        "FedNova",
-        "FedExP",
-        "FedDyn",
-        "FedSMOO",
-        "FedCM",
-        "MimeLite",
-        "Centralised_SGD",
-        "FedBN",
-    }
+        "SCAFFOLD", "FedNova", "FedExP", "FedDyn", "FedSMOO", "FedCM", "MimeLite", "Centralised_SGD", "FedBN",
+    }  # fmt: skip
     for name in sorted(served):
         checks.run(algorithm=getattr(fed, name)(), lr=0.1, executor="sequential")
 

@@ -31,14 +31,9 @@ def test_what_a_run_leaves(tmp_path):
     result = start(tmp_path / "a" / "run", config={"name": "mine"})
     directory = result.run_dir
     assert sorted(snapshot(directory)) == [
-        "checkpoint/manifest.json",
-        "checkpoint/server-000003.safetensors",
-        "config.json",
-        "environment.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "summary.json",
-    ]
+        "checkpoint/manifest.json", "checkpoint/server-000003.safetensors", "config.json", "environment.json",
+        "metrics.jsonl", "model.safetensors", "summary.json",
+    ]  # fmt: skip
     assert json.loads((directory / "config.json").read_text()) == {"name": "mine"}
     assert json.loads((directory / "summary.json").read_text()) == result.summary()
     assert [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()] == result.history
@@ -186,26 +181,17 @@ def wider():
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"algorithm": fed.FedSAM()}, "algorithm"),
-        ({"algorithm": fed.MoFedSAM(beta=0.2)}, r"algorithm\.beta"),
-        ({"algorithm": fed.MoFedSAM(rho="0.3/round")}, r"algorithm\.rho"),
-        ({"seed": 1}, "seed"),
-        ({"lr": 0.2}, "lr"),
-        ({"batch_size": 4}, "batch_size"),
-        ({"weighting": "samples"}, "weighting"),
-        ({"aggregation": "median"}, "aggregation"),
-        ({"local_parameters": "2.*"}, "local_parameters"),
-        ({"clip_norm": 10.0}, "clip_norm"),
-        ({"sampler": lambda t, g: [0]}, "sampler"),
-        ({"loss": F.nll_loss}, "loss"),
-        ({"clients": other_clients()}, "data"),
-        ({"test": oracle.ragged_clients(sizes=(8,))[0]}, "data"),
-        ({"model": wider()}, "model"),
-        ({"executor": "vmap", "slots": 2}, "numbers"),
+        ({"algorithm": fed.FedSAM()}, "algorithm"), ({"algorithm": fed.MoFedSAM(beta=0.2)}, r"algorithm\.beta"),
+        ({"algorithm": fed.MoFedSAM(rho="0.3/round")}, r"algorithm\.rho"), ({"seed": 1}, "seed"), ({"lr": 0.2}, "lr"),
+        ({"batch_size": 4}, "batch_size"), ({"weighting": "samples"}, "weighting"),
+        ({"aggregation": "median"}, "aggregation"), ({"local_parameters": "2.*"}, "local_parameters"),
+        ({"clip_norm": 10.0}, "clip_norm"), ({"sampler": lambda t, g: [0]}, "sampler"), ({"loss": F.nll_loss}, "loss"),
+        ({"clients": other_clients()}, "data"), ({"test": oracle.ragged_clients(sizes=(8,))[0]}, "data"),
+        ({"model": wider()}, "model"), ({"executor": "vmap", "slots": 2}, "numbers"),
         ({"backend": "reference"}, "backend"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
-)
+)  # fmt: skip
 def test_another_run_is_not_continued(tmp_path, change, key):
     start(tmp_path / "run", rounds=1)
     before = snapshot(tmp_path / "run")

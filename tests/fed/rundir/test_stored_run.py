@@ -59,10 +59,6 @@ def test_a_config_is_read_with_the_names_of_today() -> None:
     assert config.client_test_split == "iid"
     assert config.local_parameters is None
     assert config.privacy == {
-        "clip": None,
-        "noise_multiplier": 0.0,
-        "noise": "central",
-        "delta": None,
-        "accountant": "rdp",
-    }
+        "clip": None, "noise_multiplier": 0.0, "noise": "central", "delta": None, "accountant": "rdp",
+    }  # fmt: skip
     assert config.options["reference"] == "last_round" and config.options["initial_perturbation"] == "origin"
