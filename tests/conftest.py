@@ -1,7 +1,5 @@
 """Settings that must precede the import of the first test module, and fixtures of several modules."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Generator, Iterator

@@ -1,8 +1,6 @@
 """The Python of README and docs/ runs as the page lets a reader copy it: by itself, or after the page's own first block
 or blocks."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

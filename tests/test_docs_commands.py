@@ -1,8 +1,6 @@
 """The commands of README and docs/ exist: targets of make, modules of Python, options of `fastsam`. They are not
 run."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

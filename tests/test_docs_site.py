@@ -1,7 +1,5 @@
 """The settings of the site (docs/conf.py), and that the site has every page and every public name."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import posixpath

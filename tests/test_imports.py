@@ -1,7 +1,5 @@
 """The import rules: permitted imports, read from the sources, and modules that `import fastsam` must not load."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import json

@@ -1,7 +1,5 @@
 """Run directories that were damaged: refused and left as they are, or continued in the same bits; never in others."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

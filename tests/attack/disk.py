@@ -1,8 +1,6 @@
 """Disks that are full, or that may not be written: told with the file's name, and with some room the run goes on in the
 same bits."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

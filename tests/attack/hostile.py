@@ -1,7 +1,5 @@
 """Files with code that careless loading would run: fastsam must not run it."""
 
-from __future__ import annotations
-
 import builtins
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Runs that are killed in different ways. After a resume they must have the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

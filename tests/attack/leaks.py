@@ -1,7 +1,5 @@
 """Operations that are repeated: memory, tensors and open files must not grow with the number of repetitions."""
 
-from __future__ import annotations
-
 import gc
 import io
 import os

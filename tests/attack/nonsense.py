@@ -1,7 +1,5 @@
 """Random options, states, flags and config files: fastsam accepts them or refuses them with a message."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

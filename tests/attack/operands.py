@@ -4,8 +4,6 @@ An op must not access memory outside of its operands, and must not return number
 operand lies between pages that cannot be accessed (`guard_pages`), so that an access beyond its end raises a signal.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

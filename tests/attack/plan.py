@@ -1,7 +1,5 @@
 """All attacks, in the order in which they run."""
 
-from __future__ import annotations
-
 from tests.attack import damage, disk, hostile, kills, leaks, many, nonsense, operands, ranks, steps
 from tests.attack.trials import Attack
 

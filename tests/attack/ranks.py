@@ -1,7 +1,5 @@
 """Runs of several processes of which one dies."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m tests.attack.report FILE.json` writes docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps of `FusedSAM` that something interrupts: made or not made, with nothing lost."""
 
-from __future__ import annotations
-
 import random
 import time
 

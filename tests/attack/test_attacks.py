@@ -1,7 +1,5 @@
 """Every attack for a short time; `make attack` gives them longer."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

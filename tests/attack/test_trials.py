@@ -1,7 +1,5 @@
 """Signals, hangs, exceptions and silence are failures of an attack, each with the number that repeats it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -5,8 +5,6 @@ A trial that returns has found nothing. An exception, a signal that ends its pro
 trial and stores it in a folder of examples, with which the next run begins.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """Marks: tests of the benchmarks are `slow`, except one of each kind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

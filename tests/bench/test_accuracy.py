@@ -1,7 +1,5 @@
 """The accuracy benchmark: its tasks and statistics, compared with numbers computed by hand, and its page."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The federated benchmark: turns and the gate, with processes that only pretend to train; and one real race."""
 
-from __future__ import annotations
-
 import json
 import stat
 import sys

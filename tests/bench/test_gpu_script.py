@@ -1,7 +1,5 @@
 """The script of `make gpu`: parts that fail, hang or cannot run do not hide other parts."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmarks: each runs with `--quick`, its gate refuses a wrong contender, and only the measured code is timed."""
 
-from __future__ import annotations
-
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The writer of tables and pages: pages have the numbers of the files, and every figure has its place."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

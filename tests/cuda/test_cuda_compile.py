@@ -4,8 +4,6 @@ No GPU is needed: nvcc compiles without one, and `cuobjdump` (which Triton's pac
 and instructions.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,8 +1,6 @@
 """The direct way to the CUDA kernels (`raw_calls.CudaCalls`), emulated: the bits and the launches of the ops, and whole
 steps of `FusedSAM`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

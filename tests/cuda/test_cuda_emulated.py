@@ -4,8 +4,6 @@ kernels.
 test_cuda_seeded.py shows that tests like these fail if a kernel has an error.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Iterator

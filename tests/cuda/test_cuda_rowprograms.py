@@ -1,8 +1,6 @@
 """Row programs as a CUDA kernel, run on the CPU by an emulation: the bits of the CPU's row programs, errors that are
 found, and nvcc's report."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Errors put into a copy of the CUDA kernels, one at a time, must turn the emulated steps red (see `emulated.py`)."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

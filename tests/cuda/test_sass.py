@@ -4,8 +4,6 @@ It has 128-bit accesses, no local memory, bounded registers, and the recorded nu
 (`python -m tests.helpers.sass --record` after an intended change).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

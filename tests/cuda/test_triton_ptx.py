@@ -1,7 +1,5 @@
 """The Triton kernels compiled for an H100 (sm_90), without a GPU: 128-bit accesses, no spills, exact arithmetic."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

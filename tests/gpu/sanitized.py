@@ -4,8 +4,6 @@
 tensor separately, so that an access beyond its end is noticed.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

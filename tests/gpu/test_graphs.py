@@ -1,7 +1,5 @@
 """CUDA graphs: captured steps, replayed after the schedule changed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The kernels on a GPU: launches, synchronisation, sizes that only a GPU holds, opcheck, bits."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

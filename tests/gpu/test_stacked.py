@@ -1,7 +1,5 @@
 """Stacked clients on a GPU: a step waits for nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

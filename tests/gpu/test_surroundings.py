@@ -1,7 +1,5 @@
 """Streams, torch.compile with its own code generator, and mixed precision, on a GPU."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """A small machine for the tests of the benchmarks, and an invented record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

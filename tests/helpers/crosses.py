@@ -1,7 +1,5 @@
 """Crosses that are too wide for `make test`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

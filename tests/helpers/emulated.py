@@ -4,8 +4,6 @@ It is the code that nvcc compiles, from the registration of the ops down to the 
 fiber per thread. It cannot show blocks that run at the same time, or speed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Iterator, Mapping, Sequence

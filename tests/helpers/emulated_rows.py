@@ -1,7 +1,5 @@
 """Local epochs by row programs, on the CPU and by emulated CUDA kernels (see `emulated.py`), and their comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A page of docs/ whose figures come from a record of a run, kept in bench/results/."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

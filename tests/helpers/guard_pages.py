@@ -4,8 +4,6 @@ It runs in a separate process, because an access one element too far ends it (SI
 an access on purpose. Padding between segments is NaN, so that reads of it change the results.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import itertools

@@ -4,8 +4,6 @@ Environments are made without downloading anything: `layered` lends a new one th
 symbolic links, except fastsam itself, and pip is always the running one (`pip --python`).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

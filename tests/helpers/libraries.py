@@ -1,7 +1,5 @@
 """Other people's libraries, for the tests in `tests/integrations/`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

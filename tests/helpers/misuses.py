@@ -1,7 +1,5 @@
 """Tensors and tables that do not fit an op, each as a change of a right one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

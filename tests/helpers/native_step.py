@@ -1,7 +1,5 @@
 """One SAM step through the compiled ops: its operands, what it writes as a digest, and the call of every op."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

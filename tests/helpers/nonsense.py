@@ -1,7 +1,5 @@
 """Values that no caller thinks of, for whatever takes one."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any

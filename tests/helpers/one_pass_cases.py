@@ -1,7 +1,5 @@
 """Trainings with MSAM and with the last gradient, which store the perturbed weights between steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The pages for readers, and the parts of them that can be copied: blocks of code, commands, links."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

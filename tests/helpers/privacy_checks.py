@@ -3,8 +3,6 @@
 The tests call them, and the mutants do too.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 It runs in a separate process, because a process either compiles Triton's kernels or interprets them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Functions of the ranks of tests/fed/sums/test_ranks.py; see `rank_group`."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path

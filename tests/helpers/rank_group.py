@@ -4,8 +4,6 @@ The processes fork from a process that has imported torch, so that they start at
 arguments. The answer has, per rank, its result, or the exception as text.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Bases, closures, a small model and its training, for the tests of FusedSAM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ the copy before the installed package, in the processes that tests start too. A 
 the test.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

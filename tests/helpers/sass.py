@@ -5,8 +5,6 @@ tests/cuda/test_sass.py compares; `python -m tests.helpers.sass triton` prints t
 either compiles Triton's kernels or interprets them).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Every function raises AssertionError on a rank where a promise is broken, and returns "kept".
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any

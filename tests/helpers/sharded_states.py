@@ -1,7 +1,5 @@
 """Checkpoints of sharded parameters, on one of several ranks, as `sharded_ranks`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,8 +1,6 @@
 """Small archives in the published formats of CIFAR and EMNIST, and torchvision told to expect them instead of the
 published ones."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import hashlib

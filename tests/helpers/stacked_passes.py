@@ -1,7 +1,5 @@
 """Passes of a few stacked clients, replayed and plain."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@
 20 operations deep, each rounded to a unit roundoff u, and its intermediate values are at most some 50 in size.
 """
 
-from __future__ import annotations
-
 import torch
 
 TOLERANCE: dict[torch.dtype, tuple[float, float]] = {

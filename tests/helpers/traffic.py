@@ -1,7 +1,5 @@
 """Counts of the elements that Triton's interpreter loads and stores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ addition to the weights, in bytes per parameter. On a CPU it is resident memory 
 torch's profiler turns the storage swap off; on a GPU it is the memory that torch's allocator has given out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """SAM around ZeroRedundancyOptimizer on one of several ranks, for `rank_group.on_ranks`."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Results of the marked tests, written to the file that FASTSAM_COMPATIBILITY names (`make test-integrations`)."""
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import datetime, timezone

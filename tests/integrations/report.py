@@ -3,8 +3,6 @@
 `python -m tests.integrations.report FILE.json` writes docs/compatibility.md from a run of the tests.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

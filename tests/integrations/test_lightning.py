@@ -1,7 +1,5 @@
 """Lightning's trainer with FusedSAM, compared with the same steps in a plain loop."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

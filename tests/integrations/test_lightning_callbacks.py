@@ -1,7 +1,5 @@
 """`SAMCallback` with a stand-in for Lightning: its lazy class, and the callbacks that it refuses by their names."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from types import ModuleType, SimpleNamespace

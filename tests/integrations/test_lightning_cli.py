@@ -1,7 +1,5 @@
 """LightningCLI and jsonargparse: their options are the parameters of a signature."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

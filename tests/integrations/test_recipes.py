@@ -1,7 +1,5 @@
 """The recipes of docs/trainers.md for timm, peft and Flower, compared with the same steps in a plain loop."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

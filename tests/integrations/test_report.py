@@ -1,7 +1,5 @@
 """The page of compatible trainers has the results of the last record, and every marked test."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import json

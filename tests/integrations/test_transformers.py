@@ -1,7 +1,5 @@
 """transformers' Trainer with FusedSAM, compared with the same steps in a plain loop."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

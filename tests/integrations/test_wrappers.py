@@ -1,7 +1,5 @@
 """Optimizers that wrap other optimizers, from their libraries: as FusedSAM's base, and around it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

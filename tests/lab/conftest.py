@@ -1,8 +1,6 @@
 """Figures that no test looks at are named and not drawn (slow tests draw them), and clients train one after the
 other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The `fastsam` command: results and messages of runs and comparisons, of bad input, and of Ctrl-C."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 """The `fastsam` command when it only prints: help, version, lists, warnings, and the modules that it imports for
 them."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

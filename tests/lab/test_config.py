@@ -1,8 +1,6 @@
 """The config of a run: layers, types, unknown keys, another algorithm's options, the record that gives the same run
 again."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

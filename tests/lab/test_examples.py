@@ -1,7 +1,5 @@
 """The examples run unchanged, and their files work with the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

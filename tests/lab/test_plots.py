@@ -1,7 +1,5 @@
 """The figures, looked at through matplotlib's own objects: lines, bands, legends, colours, scales."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The tables, report.md, report.html and summary.json of a comparison, from histories whose numbers are known."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

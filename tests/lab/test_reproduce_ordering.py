@@ -1,7 +1,5 @@
 """The paper's order of the methods and the measured order: claims, when they hold, and how orders are compared."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fastsam reproduce` end to end on the digits: reports, resuming, refusals; and the cells computed from runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

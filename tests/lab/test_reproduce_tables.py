@@ -1,8 +1,6 @@
 """The tables' config files: they resolve, they hold the papers' numbers and settings, and the doubtful cells are
 marked."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """Sweeps: the runs that a comparison makes of them, and the files that it writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

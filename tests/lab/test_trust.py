@@ -3,8 +3,6 @@
 A resumed run lists them first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The backend that `auto` selects, and the messages if the compiled kernels are missing."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace

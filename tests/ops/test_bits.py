@@ -1,7 +1,5 @@
 """Promises bit for bit: determinism, a row by itself and in a batch, rows that do not move, version counters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ An op that reads an operand gives different results if that operand is NaN; an o
 Triton kernels run in their interpreter, where every load and store passes through one function each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The ops of federated algorithms, as in test_ops_parity.py: perturbation with a dual, inner products,
 order-independent sums."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from math import inf, isfinite, trunc

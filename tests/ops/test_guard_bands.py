@@ -4,8 +4,6 @@ The property tests of the ops (`op_cases.Memory`) have bands of NaN around every
 which finds wrong writes. Only this test finds a read beyond an operand whose value is not used.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@ every element is met once, none outside, packs begin where they are aligned. An 
 noticed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import shutil

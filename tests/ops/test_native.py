@@ -1,7 +1,5 @@
 """The compiled backend: its schemas, instruction sets, threads, streamed stores, and torch.compile."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

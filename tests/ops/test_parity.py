@@ -1,8 +1,6 @@
 """Every backend against the reference in float64, on upcast inputs; guard bands around every buffer; outputs that start
 as NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

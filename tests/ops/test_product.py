@@ -1,7 +1,5 @@
 """Products of stacked matrices against float64, element by element."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

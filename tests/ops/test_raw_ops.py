@@ -1,8 +1,6 @@
 """`torch.ops.fastsam.*` called past `fastsam.ops`: every misuse is an error before anything is written, not a signal
 and not a wrong number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Triton backend: its tables on the device, torch.compile, and the machines on which it can run."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

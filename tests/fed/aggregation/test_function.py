@@ -1,7 +1,5 @@
 """`aggregation=function`: its arguments, its result as the server's update, and refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules that cannot serve, and in which words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

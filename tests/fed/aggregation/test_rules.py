@@ -1,7 +1,5 @@
 """The robust rules on rows of numbers: compared with the papers' equations in a different form, and with an outlier."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs with a robust rule: a poisoned client, every algorithm, every executor, and refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

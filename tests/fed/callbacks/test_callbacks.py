@@ -1,8 +1,6 @@
 """Callbacks: output of the loggers (the libraries themselves: tests/integrations/test_trackers.py), early stopping, the
 best model, and progress on a terminal."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

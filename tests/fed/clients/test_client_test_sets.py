@@ -1,7 +1,5 @@
 """Test sets of clients: their records and refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

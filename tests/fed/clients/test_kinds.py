@@ -1,8 +1,6 @@
 """A client may be a pair, a data set, a loader, a tree of columns, or a list of samples: the same samples give the same
 bits."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

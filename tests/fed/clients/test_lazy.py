@@ -1,7 +1,5 @@
 """Clients that a function loads when they are sampled."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Refused clients, cohorts and weights, and the words of the errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

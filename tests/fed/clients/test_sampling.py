@@ -1,7 +1,5 @@
 """Cohorts and seeds: functions of (seed, round), regression values, and user-defined samplers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """CIFAR and EMNIST read from small archives in the published formats; archives that are missing, cut or of another data
 set."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Augmentation: possible results for a sample, their frequency, and that they depend only on the generator."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From a config to data: built-in sets by name, their keys, and a run on each kind of data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

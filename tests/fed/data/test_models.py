@@ -1,7 +1,5 @@
 """The small models: shapes, sizes, initial weights that depend only on a seed, and user-defined models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Splits: the published procedures, regression values, and messages for bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

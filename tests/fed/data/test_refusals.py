@@ -1,7 +1,5 @@
 """Data, splits and models that cannot be made, and in which words."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Data sets: the digits, FederatedData, a user's files and functions."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

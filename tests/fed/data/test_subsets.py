@@ -1,7 +1,5 @@
 """`fed.split`: subsets of a user's data set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

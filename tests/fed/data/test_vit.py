@@ -1,8 +1,6 @@
 """torchvision as it is found (missing, of another torch, without its compiled part), and its ViT-B/32 in federated
 rounds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

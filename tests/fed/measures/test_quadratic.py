@@ -1,7 +1,5 @@
 """The measures on a quadratic loss, where every one of them has a known value."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The measures of a run: their records, their rounds, and that they do not change the run."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field, fields

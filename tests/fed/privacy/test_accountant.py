@@ -1,7 +1,5 @@
 """Epsilon in the records, compared with dp-accounting's value for the sampler's events."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """The noise of whole runs: its scale, the influence of one client, empty rounds, a resumed run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options that noise excludes: the error comes before the run, with a remedy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

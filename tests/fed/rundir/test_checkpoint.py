@@ -1,8 +1,6 @@
 """The run directory: killed and resumed runs end in the same bits; foreign and damaged directories are refused and left
 alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

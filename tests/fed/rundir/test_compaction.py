@@ -1,7 +1,5 @@
 """States of clients that are absent for long do not keep old states of other clients on the disk."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Foreign files in a run directory: they are not followed, deleted or waited for, and are noticed before a run
 starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ and `validation="iid"`. `fastsam run examples/digits.toml --algorithm fedlesam-s
 --validation iid` wrote `stored/config.json`.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`compression=fed.TopK(share)`: compared with an unfused loop in float64, resumed, its costs and refusals."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

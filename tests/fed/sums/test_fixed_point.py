@@ -1,7 +1,5 @@
 """Aggregate that do not depend on the order: bits under permutation and grouping, and how exact they are."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Several processes, one run: the same bits for any number of ranks, and an end in seconds when one dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

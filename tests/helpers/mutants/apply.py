@@ -5,8 +5,6 @@ An expression is named by its module, its function and its text, compared as `as
 stays valid when code moves or is wrapped otherwise. It may be a statement or a keyword of a call, too.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

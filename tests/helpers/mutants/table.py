@@ -1,8 +1,6 @@
 """The mutants: a sign, a divisor, an order, a missing term. Each names the case of `fed_cases` that must notice it, and
 the options of the case where they are not "decay"."""
 
-from __future__ import annotations
-
 from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""

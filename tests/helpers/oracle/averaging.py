@@ -1,7 +1,5 @@
 """Liu et al.: FedSWA and FedMoSWA (2025), FedNSAM (2026)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

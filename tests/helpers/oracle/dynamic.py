@@ -1,7 +1,5 @@
 """Methods with dynamic regularisation: FedDyn, FedSMOO, FedLESAM_D, FedSpeed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

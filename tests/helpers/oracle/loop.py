@@ -1,8 +1,6 @@
 """The loop over rounds, clients and local steps. A method gives the direction of a step and the states (see
 `plain.FedAvg`)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Methods whose local steps follow a direction of the server: FedCM, MoFedSAM, MimeLite."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Methods with client models in plain torch: modules and autograd, one client after the other."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 

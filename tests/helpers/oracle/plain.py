@@ -1,7 +1,5 @@
 """Methods whose server averages: FedAvg, FedAdam, FedProx, FedSAM, FedGSAM, FedLESAM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

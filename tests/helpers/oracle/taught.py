@@ -1,7 +1,5 @@
 """Methods with a term of another model's outputs or features: FedGMT, FedNTD, FedSOL, MOON."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -9,8 +9,6 @@ active clients `active0`, ... of the rounds, and the numbers `lr`, `epochs`, `ba
 order, everything is float64.
 """
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

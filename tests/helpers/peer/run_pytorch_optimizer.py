@@ -9,8 +9,6 @@ Its tests import `pytorch_optimizer.SAM`; here that name, and `LookSAM` for the 
 other than SAM, is `FusedSAM`. Further arguments go to pytest.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile
