@@ -13,12 +13,9 @@ from tests.helpers import oracle
 
 def start(directory: Path, **options: Any) -> fed.Result:
     keywords: dict[str, Any] = {
-        "rounds": 3,
-        "participation": 0.6,
-        "run_dir": directory,
-        "test": oracle.ragged_clients(sizes=(9,))[0],
+        "rounds": 3, "participation": 0.6, "run_dir": directory, "test": oracle.ragged_clients(sizes=(9,))[0],
         **options,
-    }
+    }  # fmt: skip
     return fed.run(
         keywords.pop("model", None) or oracle.smooth_model(),
         keywords.pop("clients", None) or oracle.ragged_clients(),

@@ -21,12 +21,8 @@ CPU = torch.device("cpu")
 
 def train(algorithm: Any, **options: Any) -> fed.Result:
     keywords: dict[str, Any] = {
-        "rounds": 6,
-        "batch_size": 5,
-        "participation": 0.5,
-        "weighting": "samples",
-        "executor": "sequential",
-    } | options
+        "rounds": 6, "batch_size": 5, "participation": 0.5, "weighting": "samples", "executor": "sequential",
+    } | options  # fmt: skip
     clients = oracle.ragged_clients(torch.float32, keywords.pop("sizes", SIZES))
     torch.manual_seed(0)
     return fed.run(oracle.smooth_model(torch.float32), clients, algorithm, test=clients[0], **keywords)

@@ -159,23 +159,9 @@ def test_accumulate(backend: Backend) -> None:
 
 TINY, ODD = 2.0**-1074, 1.0 + 2.0**-52
 SPECIAL = (
-    0.0,
-    -0.0,
-    inf,
-    -inf,
-    not_a_number,
-    TINY,
-    -TINY,
-    2.0**-149,
-    2.0**-80,
-    1.5 * 2.0**-80,
-    0.75 * 2.0**-80,
-    2.0**-28,
-    LIMIT,
-    LIMIT * ODD,
-    1e300,
-    ODD,
-)
+    0.0, -0.0, inf, -inf, not_a_number, TINY, -TINY, 2.0**-149, 2.0**-80, 1.5 * 2.0**-80, 0.75 * 2.0**-80, 2.0**-28,
+    LIMIT, LIMIT * ODD, 1e300, ODD,
+)  # fmt: skip
 NUMBERS = st.one_of(
     st.sampled_from([sign * x for x in SPECIAL for sign in (1, -1)]),
     st.floats(width=64),

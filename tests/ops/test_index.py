@@ -68,12 +68,8 @@ def compiled(folder: Path, changes: dict[str, list[tuple[str, str]]] | None = No
         (csrc / name).write_text(text)
     options = ("-std=c++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas", "-x", "c++")
     argv = [
-        *toolchain.find_cxx(),
-        *options,
-        f"-I{HELPERS / 'emulation'}",
-        f"-I{csrc}",
-        str(HELPERS / "index" / "walk.cpp"),
-    ]
+        *toolchain.find_cxx(), *options, f"-I{HELPERS / 'emulation'}", f"-I{csrc}", str(HELPERS / "index" / "walk.cpp"),
+    ]  # fmt: skip
     subprocess.run([*argv, "-o", str(folder / "walk.so")], check=True, capture_output=True, text=True)
     return Walker(folder / "walk.so")
 

@@ -19,41 +19,25 @@ Misuse = tuple[str, Callable[[Any], Any]]
 FAR = 2**63 - 1
 MATRIX = 1  # the second operand of `shapes` below is one
 LISTS: list[Misuse] = [
-    ("empty", lambda ts: []),
-    ("too few", lambda ts: ts[:2]),
-    ("in another order", at(MATRIX, lambda t: t.t().contiguous().t())),
-    ("with gaps", at(MATRIX, spread)),
-    ("expanded", at(MATRIX, lambda t: t[:, :1].expand(t.shape))),
-    ("too short", at(MATRIX, lambda t: t[1:].clone())),
-    ("of another dtype", at(MATRIX, other_dtype)),
-    ("freed", at(MATRIX, freed)),
-    ("cut", at(MATRIX, cut)),
+    ("empty", lambda ts: []), ("too few", lambda ts: ts[:2]),
+    ("in another order", at(MATRIX, lambda t: t.t().contiguous().t())), ("with gaps", at(MATRIX, spread)),
+    ("expanded", at(MATRIX, lambda t: t[:, :1].expand(t.shape))), ("too short", at(MATRIX, lambda t: t[1:].clone())),
+    ("of another dtype", at(MATRIX, other_dtype)), ("freed", at(MATRIX, freed)), ("cut", at(MATRIX, cut)),
     ("a short field", lambda ts: [torch.zeros(1, 8)]),
-]
+]  # fmt: skip
 FIELDS: list[Misuse] = [
-    ("too short", lambda t: t[:, :8].clone()),
-    ("without rows", lambda t: t[0]),
-    ("of too few rows", lambda t: t[:0]),
-    ("with gaps", spread),
-    ("of another dtype", other_dtype),
-    ("freed", freed),
-    ("cut", cut),
-]
+    ("too short", lambda t: t[:, :8].clone()), ("without rows", lambda t: t[0]), ("of too few rows", lambda t: t[:0]),
+    ("with gaps", spread), ("of another dtype", other_dtype), ("freed", freed), ("cut", cut),
+]  # fmt: skip
 TABLES: list[Misuse] = [
-    ("an offset below zero", entry(0, 0, -8)),
-    ("an offset beyond memory", entry(0, 0, FAR)),
-    ("an offset beyond the fields", entry(2, 0, 2**40)),
-    ("a length below zero", entry(0, 1, -1)),
-    ("a length beyond memory", entry(0, 1, FAR)),
-    ("a group below zero", entry(0, 2, -1)),
-    ("a slot below zero", entry(0, 3, -1)),
-    ("a slot beyond memory", entry(0, 3, FAR)),
-    ("segments that overlap", entry(1, 0, 0)),
-    ("of another dtype", lambda t: t.to(torch.int32)),
-    ("in another order", lambda t: t.t().contiguous().t()),
-    ("of three columns", lambda t: t[:, :3].clone()),
+    ("an offset below zero", entry(0, 0, -8)), ("an offset beyond memory", entry(0, 0, FAR)),
+    ("an offset beyond the fields", entry(2, 0, 2**40)), ("a length below zero", entry(0, 1, -1)),
+    ("a length beyond memory", entry(0, 1, FAR)), ("a group below zero", entry(0, 2, -1)),
+    ("a slot below zero", entry(0, 3, -1)), ("a slot beyond memory", entry(0, 3, FAR)),
+    ("segments that overlap", entry(1, 0, 0)), ("of another dtype", lambda t: t.to(torch.int32)),
+    ("in another order", lambda t: t.t().contiguous().t()), ("of three columns", lambda t: t[:, :3].clone()),
     ("freed", freed),
-]
+]  # fmt: skip
 HPARAMS: list[Misuse] = [("without groups", lambda t: t[:, :0].clone())]
 VECTORS: list[Misuse] = [
     ("too short", lambda t: t.flatten()[:0]),

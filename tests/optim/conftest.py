@@ -1,7 +1,5 @@
 """Fixtures that tests of several modules of the optimizer share."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

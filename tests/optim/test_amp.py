@@ -1,7 +1,5 @@
 """With a GradScaler: unscaled once, skipped where it must be, and never left perturbed."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from contextlib import nullcontext

@@ -1,8 +1,6 @@
 """What happens to a model after its optimizer was built: converted, moved, loaded, frozen, shared between
 optimizers."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Training steps under torch.compile: the same numbers, and schedules that are followed."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Contracts of every training: steps that do not come to their end, options and surroundings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,8 +1,6 @@
 """What a step costs besides its arithmetic: calls of kernels and memory, counted; and that its shorter way past torch's
 dispatcher is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -194,17 +192,12 @@ def test_the_adaptive_norm_is_that_of_the_master_copy(dtype: torch.dtype, name: 
 
 # Bytes per parameter at the peak of a step, beyond weights and gradients; docs/fused_sam.md has the same table.
 MEMORY: list[tuple[str, torch.dtype, float, dict[str, Any]]] = [
-    ("SGD", torch.float32, 4, {}),
-    ("SGD", torch.float32, 8, {"momentum": 0.9}),
+    ("SGD", torch.float32, 4, {}), ("SGD", torch.float32, 8, {"momentum": 0.9}),
     ("SGD", torch.float32, 8, {"momentum": 0.9, "adaptive": True}),
-    ("SGD", torch.float32, 8, {"momentum": 0.9, "skip_nonfinite": True}),
-    ("AdamW", torch.float32, 12, {}),
-    ("SGD", torch.float64, 16, {"momentum": 0.9}),
-    ("SGD", HALF, 4, {}),
-    ("SGD", HALF, 8, {"momentum": 0.9}),
-    ("AdamW", HALF, 12, {}),
-    ("SGD", HALF, 12, {"momentum": 0.9, "adaptive": True}),
-]
+    ("SGD", torch.float32, 8, {"momentum": 0.9, "skip_nonfinite": True}), ("AdamW", torch.float32, 12, {}),
+    ("SGD", torch.float64, 16, {"momentum": 0.9}), ("SGD", HALF, 4, {}), ("SGD", HALF, 8, {"momentum": 0.9}),
+    ("AdamW", HALF, 12, {}), ("SGD", HALF, 12, {"momentum": 0.9, "adaptive": True}),
+]  # fmt: skip
 
 
 @native

@@ -1,8 +1,6 @@
 """torch.distributed.checkpoint's functions for an optimizer's state, on one process and plain parameters
 (`test_sharded.py` has several)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`FusedSAM(assume_no_alias=True)`: parameters exchange their memory with their perturbed weights, which may take that
 of the first gradients where the step itself clears these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

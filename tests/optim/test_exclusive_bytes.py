@@ -1,8 +1,6 @@
 """The bytes that `FusedSAM(assume_no_alias=True)` saves, and half-precision weights, whose master copies are then not
 compared with them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """Which parameters of an exclusive owner change their memory: a rule on sizes, and the same bits, memory and promises
 at both of its sides."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Parameters that need no gradient cost nothing, and join with fresh state when they have their first one."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients that are absent, zero, not finite or in another order; parameters of every layout and precision."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """`FusedSAM(assume_no_alias=True, optimizer_in_backward=True)`: the bits of an ordinary step, each update as soon as
 its gradient is whole; and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Interrupts at the places that no line of the code stands for: in torch's switches, in the kernels, in the making of a
 call."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients that were there before `step(closure)`: said once, when they are somebody's that no step has used."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 import weakref

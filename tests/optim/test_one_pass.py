@@ -1,7 +1,5 @@
 """MSAM and the last gradient: their papers, one pass a step, what comes out of order, costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`stochastic_rounding=True`: what half-precision weights become at the perturbed point, step after step, and after a
 checkpoint."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """A parameter that changes and keeps its address: another shape, order, dtype or size of its storage is noticed before
 a kernel touches memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 """Any sequence of what users do, against the oracle: steps of every style, absent gradients, saving, copying, moving,
 new groups, new options."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sharded parameters (fully_shard, tensor parallelism): the step is that of the whole model, on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,14 +29,9 @@ def test_two_ranks_make_the_unsharded_step() -> None:
     from tests.helpers import sharded_states as states
 
     keep(
-        2,
-        (ranks.steps_beside_unsharded, (False,)),
-        (ranks.one_sum_a_step, ()),
-        (ranks.not_finite, ()),
-        (ranks.no_stale_copy, ()),
-        (ranks.unequal_meshes, ()),
-        (states.resumed_in_memory, (False,)),
-    )
+        2, (ranks.steps_beside_unsharded, (False,)), (ranks.one_sum_a_step, ()), (ranks.not_finite, ()),
+        (ranks.no_stale_copy, ()), (ranks.unequal_meshes, ()), (states.resumed_in_memory, (False,)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "limit"), [("native", 1e-7), ("foreach", 1e-6), ("reference", 1e-6)])

@@ -1,7 +1,5 @@
 """State dicts at any moment: what resumes, what is interchangeable with torch, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

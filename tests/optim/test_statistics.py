@@ -1,7 +1,5 @@
 """`FusedSAM(..., model=...)`: the second pass stays out of running statistics; and which pass it is."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref

@@ -1,7 +1,5 @@
 """A step in every style, and what users do between its two passes."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

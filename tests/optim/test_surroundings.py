@@ -1,7 +1,5 @@
 """What stands around an optimizer: hooks, schedulers, BatchNorm, distributed training, the package's names."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -133,15 +131,10 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(2, 3, 3),
-            nn.BatchNorm2d(3),
-            nn.InstanceNorm2d(3, track_running_stats=True),
-            nn.Flatten(),
-            nn.BatchNorm1d(3 * 36, momentum=None),
-            nn.Linear(3 * 36, 2),
-            nn.BatchNorm1d(2, track_running_stats=False),
+            nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten(),
+            nn.BatchNorm1d(3 * 36, momentum=None), nn.Linear(3 * 36, 2), nn.BatchNorm1d(2, track_running_stats=False),
             nn.SyncBatchNorm(2),
-        )
+        )  # fmt: skip
         self.layers[-1].eval()  # SyncBatchNorm trains on GPUs only
 
     def forward(self, x: Tensor) -> Tensor:

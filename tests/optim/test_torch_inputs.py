@@ -1,8 +1,6 @@
 """torch's own inputs for testing optimizers, with an entry for FusedSAM around each of torch's optimizers that can be a
 base."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

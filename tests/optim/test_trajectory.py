@@ -1,7 +1,5 @@
 """FusedSAM against an independent SAM in float64: every base optimizer, dtype and option, over many steps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

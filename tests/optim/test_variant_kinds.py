@@ -1,7 +1,5 @@
 """What is one variant's own: its special cases, its helpers, and other libraries' classes beside it."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,8 +1,6 @@
 """The variants of SAM: each against its paper's equations in float64, written without fastsam; and the promises of a
 step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Base optimizers that wrap another one, or have modes: refused by name, or served in both modes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

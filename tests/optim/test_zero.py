@@ -1,8 +1,6 @@
 """State over several ranks (ZeroRedundancyOptimizer): as the base of SAM it works; around SAM each rank would have a
 norm of its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch.distributed as dist
