@@ -1,5 +1,5 @@
-"""What a step costs besides its arithmetic: calls of kernels and memory, counted; and that its shorter way past torch's
-dispatcher is the same."""
+"""Costs of a step apart from its arithmetic: calls of kernels, and memory. Direct calls give the dispatcher's
+results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -167,7 +167,7 @@ def test_capturable_changes_nothing_on_a_cpu() -> None:
 @pytest.mark.parametrize("name", ["native", "foreach", "reference"])
 @pytest.mark.parametrize("dtype", [HALF, torch.float16])
 def test_the_adaptive_norm_is_that_of_the_master_copy(dtype: torch.dtype, name: str) -> None:
-    """Of the rounded weights it would be off by up to a rounding of the weights, 2^-9 for bfloat16."""
+    """The norm of the rounded weights would differ by up to a rounding of the weights, 2^-9 for bfloat16."""
     if backends.select("auto", torch.device("cpu"), dtype).name != "native" and name == "native":
         pytest.skip("no compiled CPU kernels here")
     p = nn.Parameter(torch.full((8,), 1.0).to(dtype))

@@ -1,4 +1,4 @@
-"""Sharded parameters (fully_shard, tensor parallelism): the step is that of the whole model, on every rank."""
+"""Sharded parameters (fully_shard, tensor parallelism): the step equals the whole model's step on every rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_two_ranks_make_the_unsharded_step() -> None:
 @pytest.mark.parametrize(("name", "limit"), [("native", 1e-7), ("foreach", 1e-6), ("reference", 1e-6)])
 @pytest.mark.parametrize("numel", [10_000, 300_000])
 def test_by_how_much_the_norm_differs(numel: int, name: str, limit: float) -> None:
-    """Of the same gradients, whole and in shards; docs/sharded.md has these limits."""
+    """Compare norms of whole and sharded gradients; docs/sharded.md has these limits."""
     if name == "native" and backends.select("auto", torch.device("cpu"), torch.float32).name != name:
         pytest.skip("no compiled CPU kernels here")
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)) ** 3

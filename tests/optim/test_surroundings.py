@@ -1,4 +1,4 @@
-"""What stands around an optimizer: hooks, schedulers, BatchNorm, distributed training, the package's names."""
+"""Code around an optimizer: hooks, schedulers, BatchNorm, distributed training, names of the package."""
 
 import warnings
 from typing import Any
@@ -97,8 +97,8 @@ SCHEDULERS: dict[str, Any] = {
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("style", ["closure", "halves"])
 def test_schedulers_see_the_steps_and_set_the_rate(style: str, tensor: bool, scheduler: str, owner: str) -> None:
-    """No warning that `scheduler.step()` came before `optimizer.step()`, and the same rates as around the base
-    optimizer alone."""
+    """There is no warning that `scheduler.step()` came before `optimizer.step()`, and the rates are the base
+    optimizer's."""
     lr = 0.1
     params, plain_params = make_parameters([(5,)], torch.float64), make_parameters([(5,)], torch.float64)
     opt = FusedSAM(params, SGD, rho=0.0, lr=torch.tensor(lr, dtype=torch.float64) if tensor else lr, momentum=0.9)
