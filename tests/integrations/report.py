@@ -1,7 +1,7 @@
-"""Which trainer does what with FusedSAM: `python -m tests.integrations.report FILE.json` writes docs/compatibility.md
-from a run of the tests."""
+"""The features of FusedSAM that each trainer supports, as a page.
 
-from __future__ import annotations
+`python -m tests.integrations.report FILE.json` writes docs/compatibility.md from a run of the tests.
+"""
 
 import sys
 from typing import Any
@@ -39,7 +39,7 @@ def check(record: dict[str, Any]) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: a row per feature, the libraries in order, and what it was tried with."""
+    """Return Markdown: a row per feature, a column per library, then the environment."""
     lines = ["| library | version | feature | result | test in `tests/integrations/` |", "|---|---|---|---|---|"]
     for library, package in PACKAGES.items():
         version = record["versions"][package] if package else ""

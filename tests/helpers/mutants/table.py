@@ -1,8 +1,6 @@
 """The mutants: a sign, a divisor, an order, a missing term. Each names the case of `fed_cases` that must notice it, and
 the options of the case where they are not "decay"."""
 
-from __future__ import annotations
-
 from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""
@@ -338,7 +336,7 @@ executors.kernel_calls Rows.numbers: perturbation(step.direction, step.rho, step
     perturbation(step.direction, step.rho, step.eta, 0.0) @ fedsam
 """)
 
-# Of algorithms whose clients have models of their own; the cases stand in tests/fed/algorithms/test_personal.py.
+# Algorithms whose clients have local models, with the cases of tests/fed/algorithms/test_personal.py.
 PERSONAL = mutants(r"""
 loop.personal Personal.row: made[self.places] = state[OWN].to(w.device) => made[self.places] += 0 *
     state[OWN].to(w.device) @ fedbn
