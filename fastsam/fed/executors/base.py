@@ -24,6 +24,7 @@ from fastsam.fed.clients.samples import Samples
 from fastsam.fed.clients.store import Store
 from fastsam.fed.common import seeds
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
+from fastsam.fed.step.variant import needs_of
 
 BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
 
@@ -59,12 +60,21 @@ class LocalOptions:
         clip_norm: largest norm of v, None for no clipping.
         clip_scope: "full" (the proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside,
             like the weight decay).
+        optimizer: function of parameters that makes an optimizer of torch for the updates, None for the kernels' SGD.
     """
 
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip_norm: float | None = None
     clip_scope: str = "full"
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+
+    def unserved(self, served: frozenset[str]) -> str:
+        """Return the options, by name, that are used and not among the served ones; "" for none."""
+        return ", ".join(sorted(needs_of(self) - served))
+
+
+SGD_OPTIONS = frozenset({"momentum", "weight_decay", "clip_norm", "clip_scope"})  # options of the kernels' SGD
 
 
 @dataclass(frozen=True)
@@ -360,9 +370,12 @@ class Task:
         return seeds.derive(self.seed, "pass", step)
 
 
-def loop_refusal(algorithm: str) -> str:
-    """Return the reason why an executor that takes the steps of several clients together cannot serve an algorithm."""
-    return f"{algorithm} trains each client in a loop of its own (train_client), and such loops are not stacked"
+def refusal(setup: Setup, served: frozenset[str] = SGD_OPTIONS) -> str | None:
+    """Return the reason why an executor that takes steps of several clients together cannot serve a run, or None."""
+    if setup.loop:
+        return f"{setup.loop} trains each client in a loop of its own (train_client), and such loops are not stacked"
+    unserved = setup.options.unserved(served)
+    return f"it does not serve the options {unserved}" if unserved else None
 
 
 def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:

@@ -25,6 +25,8 @@ class SecondModel:
     """
 
     def __init__(self, setup: Setup) -> None:
+        if setup.options.optimizer is not None:
+            raise ValueError("optimizer does not serve second models. Use another algorithm, or leave optimizer out")
         self._rows = Rows(setup, 1)
         self._form = Form(self._rows, slice(0, 1))
         self.w = self._form.z[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import streams
-from fastsam.fed.executors.base import Setup, Task, loop_refusal
+from fastsam.fed.executors.base import Setup, Task, refusal
 from fastsam.fed.executors.capturable import looks_at_values
 from fastsam.fed.executors.cuda import Replay
 from fastsam.fed.executors.randomness import PassRandomness
@@ -154,8 +154,9 @@ class Graph(Streams):
 
     @staticmethod
     def why_not(setup: Setup) -> str | None:
-        if setup.loop:
-            return loop_refusal(setup.loop)
+        against = refusal(setup)
+        if against is not None:
+            return against
         if setup.excludes_errors:
             return (
                 "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; "

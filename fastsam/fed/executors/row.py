@@ -18,6 +18,7 @@ from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
 from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.step_vectors import check_vectors
+from fastsam.fed.executors.torch_updates import TorchUpdates
 from fastsam.fed.step.constants import Constants
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
@@ -48,9 +49,12 @@ class Row:
 
     def __init__(self, setup: Setup, random: PassRandomness | None = None) -> None:
         self.setup, self.rows = setup, Rows(setup, 1)
-        self.form = Form(self.rows, slice(0, 1))
+        self.updates = updates = None if setup.options.optimizer is None else TorchUpdates(self.rows)
+        self.form = updates or Form(self.rows, slice(0, 1))
         self.z = self.form.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
+        if updates is not None:
+            updates.parameters = self.replica.parameters
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self._run = self._run_perturbed = self.passes.run
@@ -184,6 +188,8 @@ class Row:
         if self._filled != numbers:
             self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
         self._known, self._kind = (step.constants, lr), step.constants.variant
+        if self.updates is not None:
+            self.updates.set_constants(step, lr)
         self._filled = () if self._kind.rewrites else numbers
         if self._kind.two_passes:
             self._step = self._sharp_step

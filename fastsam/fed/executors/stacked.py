@@ -18,7 +18,7 @@ from fastsam import ops
 from fastsam.arena import Arena, Layout, Segment
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.executors import rowprograms
-from fastsam.fed.executors.base import Setup, loop_refusal
+from fastsam.fed.executors.base import Setup, refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import strided
 from fastsam.fed.executors.kernel_calls import Form, Rows
@@ -204,8 +204,9 @@ def why_not(setup: Setup) -> str | None:
             "training changes buffers of the model (BatchNorm?) in place; use GroupNorm, or an executor that trains "
             "one client a row"
         )
-    if setup.loop:
-        return loop_refusal(setup.loop)
+    against = refusal(setup)
+    if against is not None:
+        return against
     if setup.example is None:
         return "there is no example batch to try the model with"
     try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
-from fastsam.fed.algorithms.base import Algorithm, Round
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.weights import own_weights
@@ -105,8 +105,8 @@ def assemble(
         tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
         population.batched, population.reads_draw, facts.name if contract.has_loop else "",
     )  # fmt: skip
-    has_phases = _try(contract, setup, population, settings, state, parameter_layout)
-    check(replace(facts, has_phases=has_phases))
+    update, has_phases = _try(contract, setup, population, settings, state, parameter_layout)
+    check(replace(facts, update=update, has_phases=has_phases))
     trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     chosen = executors.choose(settings.executor, setup)
     vectors = client_state.vectors(algorithm, state.server) + (settings.compression is not None)
@@ -140,9 +140,9 @@ def _try(
     settings: Settings,
     state: RunState,
     layout: ParameterLayout,
-) -> bool:
-    """Call the algorithm for a first client, so that its errors come before anything is written. Return True if it has
-    a loop with phases, or with further models."""
+) -> tuple[LocalUpdate, bool]:
+    """Call the algorithm for a first client, so that its errors come before anything is written. Return the client's
+    constants, and whether it has a loop with phases, or with further models."""
     lr = settings.lr_of(0)
     about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, layout,
                   settings.momentum, settings.seed)  # fmt: skip
@@ -158,5 +158,5 @@ def _try(
             )
     check_padding_of_step(constants[0], layout)
     if not contract.has_loop:
-        return False
-    return trial_loop.attempt(contract, setup, population, settings, state, client, constants, about)
+        return constants[0], False
+    return constants[0], trial_loop.attempt(contract, setup, population, settings, state, client, constants, about)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastsam.fed.algorithms import registry
-from fastsam.fed.algorithms.base import Algorithm
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
+from fastsam.fed.executors.torch_updates import SERVED
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 FEWEST = 3  # clients of a round among whom a majority can stand against one
@@ -31,6 +32,7 @@ class Facts:
         own_parameters: patterns of parameters that the algorithm keeps with the clients.
         sized: the numbers of samples of all clients are known.
         measured: the run has measures, and `path_measures` the names of those that follow a client's local steps.
+        update: constants of a first client.
         has_phases: the algorithm's loop is more than one path of steps over the run's batches.
     """
 
@@ -43,6 +45,7 @@ class Facts:
     sized: bool = True
     measured: bool = False
     path_measures: Sequence[str] = ()
+    update: LocalUpdate | None = None
     has_phases: bool = False
 
     @property
@@ -105,6 +108,16 @@ def _noise(facts: Facts) -> str | None:
 
 def _central_noise(facts: Facts) -> str | None:
     return "noise='central'" if _noise(facts) and facts.settings.privacy.noise == "central" else None
+
+
+def _optimizer(facts: Facts) -> str | None:
+    return None if facts.settings.optimizer is None else "optimizer"
+
+
+def _sgd_options(facts: Facts) -> str:
+    used = {"momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
+    values = {name: getattr(facts.settings, name) for name in used}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value != used[name])
 
 
 def _accountant(facts: Facts) -> str | None:
@@ -219,6 +232,13 @@ REQUIREMENTS = (
                 "a learning rate that is a number",
                 lambda f: None if isinstance(f.settings.lr, float) else f"the run has lr={f.settings.lr!r}",
                 "Put the factor into lr, and leave lr_decay at 1"),
+    Requirement(_optimizer, "momentum, weight_decay and clip_norm at their defaults, because it has its own",
+                lambda f: f"the run has {unserved}" if (unserved := _sgd_options(f)) else None,
+                "Put them into the optimizer: partial(torch.optim.SGD, momentum=0.9), say"),
+    Requirement(_optimizer, "plain local steps, or steps of SAM",
+                lambda f: f"{f.name} has steps with {', '.join(unserved)}"
+                if f.update is not None and (unserved := sorted(f.update.constants.variant.needs - SERVED)) else None,
+                "Use another algorithm, or leave optimizer out"),
     # noise
     Requirement(lambda f: "noise='local'" if f.settings.privacy.noise == "local" else None, "noise",
                 lambda f: "noise_multiplier is 0" if f.settings.privacy.noise_multiplier == 0 else None,
