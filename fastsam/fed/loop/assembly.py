@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -24,7 +23,7 @@ from fastsam.fed.loop.padding import check_padding_of_step
 from fastsam.fed.loop.personal import Personal, client_models_of, own_parameters_of
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.loop.requirements import Facts, check
-from fastsam.fed.measures import Measures, make
+from fastsam.fed.measures import Measures, NamedMeasures, make
 from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import privacy_of
@@ -46,8 +45,7 @@ def assemble(
     loss: Loss,
     tried: trial_step.Trial,
     backend: str,
-    measures: Sequence[str] | Measures,
-    measure_options: Mapping[str, Any],
+    measures: NamedMeasures | Measures,
     ranks: Ranks,
 ) -> tuple[Loop, RunState]:
     """Return a run, and its state before the first round.
@@ -70,6 +68,7 @@ def assemble(
         raise ValueError(
             f"cohort={settings.cohort} needs at least so many clients, but there are {clients}. Use a smaller cohort"
         )
+    names = measures.names if isinstance(measures, NamedMeasures) else ()
     facts = Facts(
         settings,
         algorithm,
@@ -77,8 +76,8 @@ def assemble(
         sampling.likely(settings.sampler, clients, settings.share_of(clients)),
         tried.changed_buffers,
         sized=population.sized,
-        measured=not isinstance(measures, Sequence) or len(measures) > 0,
-        path_measures=sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else (),
+        measured=not isinstance(measures, NamedMeasures) or bool(names),
+        path_measures=sorted(ALONG_THE_PATH.intersection(names)),
     )
     check(facts)
     facts = replace(facts, own_parameters=own_parameters_of(algorithm, own))
@@ -113,7 +112,7 @@ def assemble(
     nbytes = len(population.sizes) * vectors * w0.nbytes
     states = client_state.make(settings.client_state, place, nbytes, chosen.executor.slots)
     measuring = make(
-        measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
+        measures, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
     )  # fmt: skip
     stages = chain(
