@@ -42,9 +42,8 @@ def test_measuring_everything_changes_no_bit_of_the_run():
 
 
 def test_the_last_record_is_about_the_final_model():
-    result = run(
-        measures=["train", "sharpness", "sharpness_ascent", "margin"], measure_options={"rho": 0.3, "steps": 4}
-    )
+    names = ["train", "sharpness", "sharpness_ascent", "margin"]
+    result = run(measures=names, measure_options={"rho": 0.3, "steps": 4})
     model, pairs = result.model, oracle.ragged_clients()
     made = quadratic.replica(model)
     w, f = made.row.clone(), Objective.pooled(made, F.cross_entropy, pairs)
