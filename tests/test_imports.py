@@ -21,7 +21,8 @@ BELOW_FED = ("fastsam.optim", "fastsam.step", "fastsam.ops", "fastsam.arena", "f
 FLOORS = (  # from the ground up; rooms of one floor do not know each other
     ("common", "sums"),
     ("aggregation", "clients", "models", "step"),
-    ("algorithms", "data", "executors"),
+    ("data", "executors"),
+    ("algorithms",),
     ("measures", "privacy"),
     ("rundir", "stages"),
     ("callbacks",),
@@ -34,7 +35,10 @@ def _rooms() -> Iterator[tuple[str, tuple[str, ...]]]:
     for floor in FLOORS:
         rooms = tuple(f"fastsam.fed.{room}" for room in floor)
         asks = ("fastsam.backends", "fastsam.__version__") if floor[0] in ("common", "rundir", "loop") else ()
-        yield from ((room, (*below, *BELOW_FED, *asks)) for room in rooms)
+        known = below
+        if floor == ("algorithms",):  # of executors, algorithms know only the handle that their loops get
+            known = (*(room for room in below if room != "fastsam.fed.executors"), "fastsam.fed.executors.client")
+        yield from ((room, (*known, *BELOW_FED, *asks)) for room in rooms)
         below += rooms
 
 

@@ -35,7 +35,7 @@ else:
 # keys that take an import path
 IMPORTING = (
     *("data", "model", "loss", "lr", "server_lr", "sampler"),
-    *("available", "weighting", "augment", "algorithm", "metrics"),
+    *("available", "weighting", "augment", "algorithm", "metrics", "optimizer"),
 )
 COMPARE_KEYS = ("algorithms", "seeds", "sweep")
 LONGEST_NAME = 120  # bytes; the algorithm and a number follow, and a file system takes 255
