@@ -1,7 +1,5 @@
 """Options of the algorithms: what is refused, in which words, and that every one of them changes something."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import fields

@@ -1,8 +1,6 @@
 """Algorithms whose clients have models of their own, beside loops in plain torch (`oracle.personal`): the shared model
 and every client's."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

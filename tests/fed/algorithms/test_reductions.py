@@ -1,8 +1,6 @@
 """Where one algorithm is another: limits of hyper-parameters, first rounds, one client. To the bit wherever the
 arithmetic is the same."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -20,18 +18,12 @@ from tests.helpers.fed_watch import Watched
 
 RUNS = st.fixed_dictionaries(
     {
-        "lr": st.floats(1e-3, 0.2),
-        "lr_decay": st.sampled_from([1.0, 0.9]),
-        "momentum": st.sampled_from([0.0, 0.9]),
-        "weight_decay": st.sampled_from([0.0, 0.05]),
-        "clip_norm": st.sampled_from([None, 0.1, 10.0]),
-        "clip_scope": st.sampled_from(["full", "linear"]),
-        "weighting": st.sampled_from(["uniform", "samples"]),
-        "participation": st.sampled_from([0.4, 1.0]),
-        "local_epochs": st.integers(1, 2),
-        "seed": st.integers(0, 5),
+        "lr": st.floats(1e-3, 0.2), "lr_decay": st.sampled_from([1.0, 0.9]), "momentum": st.sampled_from([0.0, 0.9]),
+        "weight_decay": st.sampled_from([0.0, 0.05]), "clip_norm": st.sampled_from([None, 0.1, 10.0]),
+        "clip_scope": st.sampled_from(["full", "linear"]), "weighting": st.sampled_from(["uniform", "samples"]),
+        "participation": st.sampled_from([0.4, 1.0]), "local_epochs": st.integers(1, 2), "seed": st.integers(0, 5),
     }
-)
+)  # fmt: skip
 # Each maps (rho, share, phi), all in (0, 1), to two algorithms that are one; share stands for alpha and beta.
 EXACT = {
     "MoFedSAM, beta = 1, is FedSAM": lambda r, s, p: (fed.MoFedSAM(rho=r, beta=1.0), fed.FedSAM(rho=r)),

@@ -1,7 +1,5 @@
 """What algorithms refuse, and in which words."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The seam: algorithms and executors that fastsam does not know, without a line changed in it."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass

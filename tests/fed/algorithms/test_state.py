@@ -1,8 +1,6 @@
 """What clients and server keep: as much as is declared, by reference where that saves memory, never written in
 place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,15 +9,10 @@ from tests.helpers.fed_watch import Watched
 
 # Of those whose parameters stay with the clients fed.loop.personal keeps them, and counts what is sent.
 CASES = [made() for made in fed.algorithms.registry.values() if made.own_parameters is fed.Algorithm.own_parameters] + [
-    fed.FedLESAM(reference="last_round"),
-    fed.FedLESAM_S(reference="last_round"),
-    fed.FedLESAM_D(reference="last_round"),
-    fed.FedLESAM(initial_perturbation="none"),
-    fed.FedSMOO(dyn=False),
-    fed.FedSMOO(s_rule="mu_all"),
-    fed.FedSMOO(dyn=False, s_rule="mu_all"),
-    fed.MimeLite(momentum_form="heavy_ball"),
-]
+    fed.FedLESAM(reference="last_round"), fed.FedLESAM_S(reference="last_round"),
+    fed.FedLESAM_D(reference="last_round"), fed.FedLESAM(initial_perturbation="none"), fed.FedSMOO(dyn=False),
+    fed.FedSMOO(s_rule="mu_all"), fed.FedSMOO(dyn=False, s_rule="mu_all"), fed.MimeLite(momentum_form="heavy_ball"),
+]  # fmt: skip
 
 
 def problem(inputs=(3,)):
@@ -91,14 +84,11 @@ def test_the_old_model_is_kept_by_reference(made):
 @pytest.mark.parametrize(
     ("form", "inputs", "shapes"),
     [
-        ("full", (3,), ((3, 3), (3,))),
-        ("diag", (3,), ((3,), (3,))),
-        ("channel", (2, 3, 3), ((2, 2), (2,))),
-        ("full", (2, 3, 3), ((18, 18), (18,))),
-        (None, (2, 3, 3), ((18, 18), (18,))),
+        ("full", (3,), ((3, 3), (3,))), ("diag", (3,), ((3,), (3,))), ("channel", (2, 3, 3), ((2, 2), (2,))),
+        ("full", (2, 3, 3), ((18, 18), (18,))), (None, (2, 3, 3), ((18, 18), (18,))),
         (None, (3, 20, 20), ((3, 3), (3,))),
     ],
-)
+)  # fmt: skip
 def test_the_maps_of_fedrobust(form, inputs, shapes):
     watched = Watched(fed.FedRobust(form=form, eta_2=0.5))
     run(watched, inputs)

@@ -1,8 +1,6 @@
 """What every training keeps: the bits of a run in parts, in threads and with client states on disk, and the numbers of
 stacked clients."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

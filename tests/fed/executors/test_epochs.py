@@ -1,8 +1,6 @@
 """Local epochs of stacked clients as captured graphs, with a stand-in for CUDA: the bits of the same steps one by one,
 in an order that holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -24,16 +22,10 @@ class Scaled(fed.Algorithm):
 
 
 CASES = {
-    "fedavg": fed.FedAvg(),
-    "fedsam": fed.FedSAM(rho=0.05),
-    "adaptive": fed.FedSAM(rho=0.05, adaptive=True),
-    "fedgsam": fed.FedGSAM(rho=0.05),
-    "fedsmoo": fed.FedSMOO(rho=0.05),
-    "fedlesam": fed.FedLESAM(rho=0.05),
-    "fedscam": fed.FedSCAM(rho=0.3),
-    "scaffold": fed.SCAFFOLD(),
-    "scaled": Scaled(),
-}
+    "fedavg": fed.FedAvg(), "fedsam": fed.FedSAM(rho=0.05), "adaptive": fed.FedSAM(rho=0.05, adaptive=True),
+    "fedgsam": fed.FedGSAM(rho=0.05), "fedsmoo": fed.FedSMOO(rho=0.05), "fedlesam": fed.FedLESAM(rho=0.05),
+    "fedscam": fed.FedSCAM(rho=0.3), "scaffold": fed.SCAFFOLD(), "scaled": Scaled(),
+}  # fmt: skip
 EVEN = (6,) * 3  # a whole batch and a partial one
 
 
@@ -46,13 +38,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(algorithm: object, sizes: tuple[int, ...] = EVEN, **options: object) -> str:
     clients = oracle.ragged_clients(torch.float32, sizes)
     keywords = {
-        "rounds": 3,
-        "batch_size": 4,
-        "local_epochs": 2,
-        "participation": 1.0,
-        "momentum": 0.3,
-        "slots": 3,
-    } | options
+        "rounds": 3, "batch_size": 4, "local_epochs": 2, "participation": 1.0, "momentum": 0.3, "slots": 3,
+    } | options  # fmt: skip
     model = oracle.smooth_model(torch.float32)
     return digest(fed.run(model, clients, algorithm, executor="vmap", backend="reference", **keywords))
 

@@ -1,8 +1,6 @@
 """Exact executors end in the same bits as the plain one, whatever the algorithm and the number of slots; what may go
 wrong stops them all."""
 
-from __future__ import annotations
-
 import _thread
 import json
 import os

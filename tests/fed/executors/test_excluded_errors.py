@@ -1,8 +1,6 @@
 """A client that raises is excluded where the run says so: on every executor, with the bits of a run in which it takes
 no part."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

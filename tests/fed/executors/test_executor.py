@@ -1,7 +1,5 @@
 """The sequential executor: what a client's training sees, and what it must leave alone."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -192,13 +190,8 @@ def test_a_parameter_without_a_gradient_is_left_alone(algorithm):
 def test_a_parameter_that_only_the_second_pass_uses_is_updated_at_its_own_weights():
     model = Sometimes(["b", "ab"])
     options = {
-        "rounds": 1,
-        "participation": 1.0,
-        "lr": 0.1,
-        "batch_size": 12,
-        "backend": "reference",
-        "buffers": "keep",
-    }
+        "rounds": 1, "participation": 1.0, "lr": 0.1, "batch_size": 12, "backend": "reference", "buffers": "keep",
+    }  # fmt: skip
     data = clients(12)
     final = run(model, data, fed.FedSAM(rho=0.5), **options).model
     w = model.b.weight.detach(), model.b.bias.detach()
@@ -240,14 +233,9 @@ def test_unusual_parameters(backend):
     data = [(torch.randn(8, 1, 5, 5, generator=generator).double(), torch.randint(0, 3, (8,), generator=generator))]
     model = Unusual().double()
     options = {
-        "rounds": 3,
-        "participation": 1.0,
-        "batch_size": 4,
-        "lr": 0.2,
-        "momentum": 0.5,
-        "shuffle": False,
+        "rounds": 3, "participation": 1.0, "batch_size": 4, "lr": 0.2, "momentum": 0.5, "shuffle": False,
         "backend": backend,
-    }
+    }  # fmt: skip
     final = run(model, data, fed.FedAvg(), **options).model
     plain = copy.deepcopy(model)
     for _ in range(3):

@@ -1,7 +1,5 @@
 """What executors refuse, and in which words."""
 
-from __future__ import annotations
-
 import pytest
 
 from fastsam import fed

@@ -1,7 +1,5 @@
 """Replayed passes of stacked clients: the losses and gradients of the plain ones, for whatever model."""
 
-from __future__ import annotations
-
 import logging
 import random
 from itertools import pairwise
@@ -256,12 +254,9 @@ class Changing(nn.Linear):
 
     def forward(self, x):
         {
-            "counter": lambda: setattr(self, "calls", self.calls + 1),
-            "list": lambda: self.seen.append(1),
-            "inner": lambda: setattr(self.inner, "rate", x.shape[0]),
-            "python": random.random,
-            "numpy": np.random.rand,
-        }[self.how]()
+            "counter": lambda: setattr(self, "calls", self.calls + 1), "list": lambda: self.seen.append(1),
+            "inner": lambda: setattr(self.inner, "rate", x.shape[0]), "python": random.random, "numpy": np.random.rand,
+        }[self.how]()  # fmt: skip
         return super().forward(x)
 
 

@@ -1,8 +1,6 @@
 """Row programs: each instruction against float64, passes against autograd, whole local epochs bit for bit against step
 by step."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -242,28 +240,13 @@ def test_samples_and_labels_that_are_not_there() -> None:
 
 
 STEPS = (
-    "fedavg",
-    "fedprox",
-    "feddyn",
-    "scaffold",
-    "fedcm",
-    "fedsam",
-    "mofedsam",
-    "fedgamma",
-    "fedlesam",
-    "fedsmoo",
-    "fedspeed",
-    "fedgsam",
-    "fedsam-asam",
-    "fedmoswa",
-)
+    "fedavg", "fedprox", "feddyn", "scaffold", "fedcm", "fedsam", "mofedsam", "fedgamma", "fedlesam", "fedsmoo",
+    "fedspeed", "fedgsam", "fedsam-asam", "fedmoswa",
+)  # fmt: skip
 OPTIONS = (
-    {},
-    {"momentum": 0.3, "weight_decay": 0.01},
-    {"clip_norm": 0.05, "weight_decay": 0.01},
-    {"clip_norm": 0.05, "clip_scope": "linear", "momentum": 0.5},
-    {"shuffle": False, "local_epochs": 1},
-)
+    {}, {"momentum": 0.3, "weight_decay": 0.01}, {"clip_norm": 0.05, "weight_decay": 0.01},
+    {"clip_norm": 0.05, "clip_scope": "linear", "momentum": 0.5}, {"shuffle": False, "local_epochs": 1},
+)  # fmt: skip
 
 
 def trained(method: str, slots: int, **options: object) -> str:

@@ -1,7 +1,5 @@
 """A fixed number of rows for any number of clients; a bad client never poisons the round."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from dataclasses import replace

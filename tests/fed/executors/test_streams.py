@@ -1,8 +1,6 @@
 """Executors for GPUs: on one, the bits of the plain executor; without one, their order of work with a stand-in for
 CUDA."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,13 +24,9 @@ from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
 
 EXECUTORS = ("streams", "graph")
 CASES = {
-    **ALGORITHMS,
-    "fedgsam": fed.FedGSAM(rho=0.05),
-    "mimelite": fed.MimeLite(),
-    "fedmoswa": fed.FedMoSWA(),
-    "fedscam": fed.FedSCAM(rho=0.3),
-    "fedspeed": fed.FedSpeed(rho=0.05),
-}
+    **ALGORITHMS, "fedgsam": fed.FedGSAM(rho=0.05), "mimelite": fed.MimeLite(), "fedmoswa": fed.FedMoSWA(),
+    "fedscam": fed.FedSCAM(rho=0.3), "fedspeed": fed.FedSpeed(rho=0.05),
+}  # fmt: skip
 UNCAPTURED = {"apfl": fed.APFL(), "ditto": fed.Ditto(), "fedrep": fed.FedRep(head_epochs=1), "fedsol": fed.FedSOL()}
 
 
@@ -285,15 +279,9 @@ def test_there_are_no_more_graphs_than_slots_and_sorts() -> None:
     """Which clients train at the same time changes all the time; no graph is made for every set of them."""
     clients = oracle.ragged_clients(torch.float32, tuple(range(8, 104, 8)))
     fed.run(
-        oracle.smooth_model(torch.float32),
-        clients,
-        fed.FedSAM(),
-        rounds=6,
-        batch_size=8,
-        participation=0.6,
-        executor="graph",
-        slots=4,
-    )
+        oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=6, batch_size=8, participation=0.6,
+        executor="graph", slots=4,
+    )  # fmt: skip
     # Every batch is whole: of each slot alone, and of the first 2, 3 and 4 together.
     assert len(FakeCuda.captured) <= 7
 

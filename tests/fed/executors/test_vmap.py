@@ -1,8 +1,6 @@
 """Stacked clients: they agree with the plain executor, one number of slots gives one set of bits, and what cannot be
 stacked is refused."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 
@@ -31,13 +29,8 @@ def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **op
     data = oracle.ragged_clients(dtype, sizes)
     made = (lambda: oracle.smooth_model(dtype)) if model is None else model
     base = {
-        "rounds": 3,
-        "participation": 0.8,
-        "batch_size": 5,
-        "local_epochs": 2,
-        "momentum": 0.3,
-        "weight_decay": 0.01,
-    } | options
+        "rounds": 3, "participation": 0.8, "batch_size": 5, "local_epochs": 2, "momentum": 0.3, "weight_decay": 0.01,
+    } | options  # fmt: skip
     plain = fed.run(made(), data, algorithm, executor="sequential", **base)
     ours = fed.run(made(), data, algorithm, executor="vmap", slots=slots, **base)
     for a, b in zip(plain.history, ours.history, strict=True):
@@ -277,7 +270,7 @@ class Scaled(nn.Module):
         return self.inner(x) * self.factor if is_stacked(x) else self.inner(x)
 
 
-def tried(model: nn.Module, dtype: torch.dtype = torch.float32) -> fed.RunResult:
+def tried(model: nn.Module, dtype: torch.dtype = torch.float32) -> fed.Result:
     return fed.run(model, oracle.ragged_clients(dtype), fed.FedAvg(), rounds=1, participation=1.0, executor="vmap")
 
 

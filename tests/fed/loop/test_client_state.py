@@ -1,8 +1,6 @@
 """Client states in host memory and on the device: the same bits, a bounded number on the device, copies in order.
 Without a GPU: a stand-in."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

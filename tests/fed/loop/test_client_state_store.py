@@ -1,8 +1,6 @@
 """The store of client states in host memory, and the memory itself: what goes in comes out, rows are used again, ranks
 hand states over."""
 
-from __future__ import annotations
-
 import io
 import logging
 import random

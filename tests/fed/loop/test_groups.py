@@ -1,7 +1,5 @@
 """Clients that end together are closed together: the same bits as one by one, and nothing of a bad one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """What goes wrong in a later round only, after every trial has passed: it is told where it happened, and in which
 words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -115,13 +113,10 @@ class Raises(fed.Algorithm):
 @pytest.mark.parametrize(
     ("method", "where"),
     [
-        ("init_server", "before round 1"),
-        ("init_client", "before round 1"),
-        ("local_update", "in round 2, client 0"),
-        ("finish_client", "in round 2, client 0"),
-        ("step_server", "in round 2"),
+        ("init_server", "before round 1"), ("init_client", "before round 1"), ("local_update", "in round 2, client 0"),
+        ("finish_client", "in round 2, client 0"), ("step_server", "in round 2"),
     ],
-)
+)  # fmt: skip
 def test_what_an_own_algorithm_raises_is_told_with_method_round_and_client(method: str, where: str) -> None:
     with pytest.raises(fed.AlgorithmError, match=rf"Raises.{method} failed {where}: ZeroDivisionError: oh no") as told:
         start(algorithm=Raises(method))

@@ -1,7 +1,5 @@
 """When callbacks are called, what they see, and how they end a run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -56,14 +54,9 @@ def test_when_the_methods_are_called(tmp_path):
     diary = Diary()
     start(tmp_path / "run", rounds=3, eval_every=2, callbacks=[diary])
     assert diary.seen == [
-        ("start", 0, []),
-        ("round", 1, 1, True),
-        ("evaluation", 2, True),
-        ("round", 2, 2, True),
-        ("evaluation", 3, True),
-        ("round", 3, 3, True),
-        ("end", 3, 3, "NoneType", None),
-    ]
+        ("start", 0, []), ("round", 1, 1, True), ("evaluation", 2, True), ("round", 2, 2, True),
+        ("evaluation", 3, True), ("round", 3, 3, True), ("end", 3, 3, "NoneType", None),
+    ]  # fmt: skip
     again = Diary()
     start(tmp_path / "run", rounds=4, eval_every=2, callbacks=[again], resume=True)
     assert again.seen[0] == ("start", 3, [1, 2, 3]) and [e[:2] for e in again.seen[1:]] == [

@@ -1,8 +1,6 @@
 """Whatever is handed to a public entry, it is taken or refused with a TypeError or a ValueError that names the
 argument."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import Any

@@ -1,8 +1,6 @@
 """Noise that a user's algorithm draws into rows is refused where it reaches the padding, and served where it does
 not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Learning rates by round, beside the rates written down by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

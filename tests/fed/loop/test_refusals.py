@@ -1,7 +1,5 @@
 """What a call of `fed.run` refuses before its first round, and in which words."""
 
-from __future__ import annotations
-
 import math
 import threading
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Whole runs: against a program that others would write, on real data, the same bits twice."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -100,15 +98,9 @@ def test_digits_are_learnt(name):
     algorithm = fed.algorithms.registry[name]() if name != "mofedsam" else fed.MoFedSAM(beta=0.5)
     seen = []
     result = fed.run(
-        oracle_mlp(),
-        fed.digits(clients=20, alpha=1.0),
-        algorithm,
-        rounds=25,
-        participation=0.5,
-        lr=0.2,
-        target=0.8,
+        oracle_mlp(), fed.digits(clients=20, alpha=1.0), algorithm, rounds=25, participation=0.5, lr=0.2, target=0.8,
         progress=seen.append,
-    )
+    )  # fmt: skip
     made = result.summary()
     assert made["accuracy_final"] > 0.85 and made["rounds_to_target"] <= 25 and made["validation"] == "prior"
     assert 0 < made["client_accuracy_std"] < 0.3 and made["backprops"] == (1 if name == "fedavg" else 2) * sum(
@@ -126,16 +118,9 @@ def oracle_mlp():
 def test_records():
     clients = oracle.ragged_clients()
     result = fed.run(
-        oracle.smooth_model(),
-        clients,
-        fed.MoFedSAM(),
-        rounds=2,
-        local_epochs=3,
-        batch_size=5,
-        lr=0.1,
-        lr_decay=0.5,
+        oracle.smooth_model(), clients, fed.MoFedSAM(), rounds=2, local_epochs=3, batch_size=5, lr=0.1, lr_decay=0.5,
         sampler=lambda t, g: [0, 3],
-    )
+    )  # fmt: skip
     first, second = result.history
     assert (first["round"], second["round"]) == (1, 2) and (first["lr"], second["lr"]) == (0.1, 0.05)
     assert (
@@ -160,14 +145,9 @@ def test_numbers_of_other_types_give_the_same_bits():
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     plain = fed.run(model, clients, fed.FedSAM(rho=0.5), rounds=2, seed=3, lr=0.25, lr_decay=0.5)
     other = fed.run(
-        model,
-        clients,
-        fed.FedSAM(rho=np.float32(0.5)),
-        rounds=np.int64(2),
-        seed=np.int32(3),
-        lr=torch.tensor(0.25),
+        model, clients, fed.FedSAM(rho=np.float32(0.5)), rounds=np.int64(2), seed=np.int32(3), lr=torch.tensor(0.25),
         lr_decay=np.float32(0.5),
-    )
+    )  # fmt: skip
     assert same_bits(plain.model, other.model) and without_seconds(plain) == without_seconds(other)
     assert json.dumps(other.summary()["hyperparameters"]) == json.dumps(plain.summary()["hyperparameters"])
 

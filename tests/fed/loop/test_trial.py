@@ -1,8 +1,6 @@
 """What one step on a copy of the model finds before the first round: models, losses, batches and augmentations that
 would fail later."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -222,12 +220,9 @@ def test_what_is_accepted():
     unwritable = x.copy()
     unwritable.flags.writeable = False
     clients = [
-        (x, y),
-        [unwritable, y.astype(np.uint8)],
-        (X.tolist(), Y.tolist()),
-        (X[::2], Y[::2].int()),
+        (x, y), [unwritable, y.astype(np.uint8)], (X.tolist(), Y.tolist()), (X[::2], Y[::2].int()),
         (X, torch.tensor([0, 1, -100, 0, 1, 2])),
-    ]
+    ]  # fmt: skip
     result = start(clients=clients, participation=1.0)
     assert result.history[0]["clients"] == 5 and next(result.model.parameters()).dtype == torch.float32
     with pytest.raises(ValueError, match="client 0: labels"):

@@ -1,8 +1,6 @@
 """Directions made of the way so far, and the pull of the perturbed point: what they leave alone, and what is
 refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

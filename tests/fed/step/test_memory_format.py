@@ -1,8 +1,6 @@
 """The memory format of a run's weights changes no value beyond rounding, and nothing that a user is given; freed memory
 stays on a CPU."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

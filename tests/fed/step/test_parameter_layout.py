@@ -1,8 +1,6 @@
 """What users see of rows: parameters by name, vectors as torch makes them, the model. Never a private order, never
 padding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -45,13 +43,8 @@ def clients(count=4):
 
 def run(algorithm=None, measures=(), **options):
     settings = {
-        "rounds": 2,
-        "participation": 1.0,
-        "batch_size": 6,
-        "lr": 0.1,
-        "test": clients()[0],
-        "buffers": "average",
-    }
+        "rounds": 2, "participation": 1.0, "batch_size": 6, "lr": 0.1, "test": clients()[0], "buffers": "average",
+    }  # fmt: skip
     return fed.run(small(), clients(), algorithm or fed.FedSAM(rho=0.1), measures=measures, **settings | options)
 
 

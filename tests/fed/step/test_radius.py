@@ -1,8 +1,6 @@
 """A radius that changes over the local steps of a round, or from weight to weight: on every executor, against a loop
 without fused kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,13 +160,9 @@ def test_a_dual_follows_a_falling_radius():
 SCALE = {"2": 0.0, "0.weight": 1.5, "2.b*": 0.5}
 BY_PARAMETER = (1.5, 1.0, 0.0, 0.5)
 DIRECTIONS = {
-    D.GRADIENT: {},
-    D.ADAPTIVE_GRADIENT: {"rho_end_factor": 0.5},
-    D.GRADIENT_PLUS: {},
-    D.GRADIENT_BY_DRIFT: {},
-    D.PATH: {"drift": -1.0},
-    D.CONSTANT: {},
-}
+    D.GRADIENT: {}, D.ADAPTIVE_GRADIENT: {"rho_end_factor": 0.5}, D.GRADIENT_PLUS: {}, D.GRADIENT_BY_DRIFT: {},
+    D.PATH: {"drift": -1.0}, D.CONSTANT: {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("direction", "executor"), one_in(3, DIRECTIONS, EXECUTORS))

@@ -1,7 +1,5 @@
 """Local steps that cannot be made, and in which words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
