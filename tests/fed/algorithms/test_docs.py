@@ -38,7 +38,7 @@ def run(algorithm, **options):
     loss = torch.nn.functional.mse_loss
     if isinstance(algorithm, Watched) and isinstance(
         algorithm._inner, fed.FedNTD
-    ):  # which needs labels; as many parameters
+    ):  # needs labels; has the same number of parameters
         model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
         clients, loss = [(x, torch.arange(4) % 2) for x, _ in clients], torch.nn.functional.cross_entropy
     if isinstance(algorithm, Watched) and isinstance(algorithm._inner, fed.FedBN):

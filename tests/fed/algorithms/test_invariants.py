@@ -1,5 +1,4 @@
-"""What holds in every round of a run, whatever the hyper-parameters: sums of corrections, radii and directions of
-perturbations."""
+"""Invariants of every round for all hyper-parameters: sums of corrections, radii and directions of perturbations."""
 
 import math
 
@@ -32,7 +31,7 @@ class Shared(list):
 
 
 class Spy(torch.nn.Module):
-    """Records the weights at which training asks for a gradient."""
+    """A module that stores the weights at which training computes a gradient."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -56,14 +55,14 @@ def flat(model):
 
 
 def watched(algorithm, **options):
-    """What passed through an algorithm in a run in float64."""
+    """Return the calls of an algorithm in a run in float64."""
     record = Watched(algorithm)
     fed.run(oracle.smooth_model(), oracle.ragged_clients(), record, **{"rounds": 5, "batch_size": 5, **options})
     return record
 
 
 def at_the_end_of(record, t, name, size):
-    """The sum over all clients of what they keep under a name after round t; who never took part has zero."""
+    """Return the sum over all clients of the state `name` after round t, zero for clients that have not taken part."""
     total = torch.zeros(size, dtype=torch.float64)
     for states in record._kept.values():
         known = [state[name] for when, state in states if when <= t]

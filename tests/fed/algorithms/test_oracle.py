@@ -129,7 +129,7 @@ NOTICED = 1e-11  # ten times what the comparison in float64 allows
 
 
 def distance(case, options, backend="reference"):
-    """How far the implementation, as it now is in memory, ends from the oracle."""
+    """Return the distance of the implementation, as it is in memory, from the oracle."""
     final = replayed(
         oracle.smooth_model(), oracle.ragged_clients(), ours(case), options_of(case, options), backend=backend
     )
@@ -146,7 +146,7 @@ LAST = {METHODS[m.case][0]: m for m in MUTANTS}.values()  # in `make test` the l
 )
 def test_a_wrong_constant_is_noticed(mutant):
     with replaced(*mutant[:4]):
-        # The fused kernels take half the time of the reference, and are no part of what is changed elsewhere.
+        # Fused kernels take half the reference's time; only mutants of kernels need the reference.
         far = distance(
             mutant.case, mutant.options, "reference" if mutant.module.startswith("fastsam_kernels") else "auto"
         )

@@ -33,7 +33,7 @@ PEERS = {
 
 
 def peer(name, model, clients, active, folder):
-    """What the library makes of the problem; skipped where it cannot be imported."""
+    """Return the library's result for the problem, or skip if it cannot be imported."""
     if not PYTHON.exists():
         pytest.skip(
             f"no Python with the peers at {PYTHON}: `make test-peers` makes one; or name its Python in "

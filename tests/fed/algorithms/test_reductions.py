@@ -1,5 +1,7 @@
-"""Where one algorithm is another: limits of hyper-parameters, first rounds, one client. To the bit wherever the
-arithmetic is the same."""
+"""Limits of hyper-parameters, first rounds and single clients in which two algorithms are equal.
+
+They are equal bit for bit if the arithmetic is the same.
+"""
 
 import math
 
@@ -86,13 +88,15 @@ FIRST = {
 @settings(max_examples=2, deadline=None)
 @given(rho=st.floats(0.01, 1), phi=st.floats(0.01, 1), options=RUNS)
 def test_the_first_round_is_that_of_the_base(pair, rho, phi, options):
-    """All vectors start at zero. A dual moves within a round, so of FedSMOO it is the first step alone."""
+    """All vectors are zero at the start. A dual changes within a round, so for FedSMOO only the first step is
+    compared."""
     options |= {"rounds": 1}
     if "step" in pair:
         options |= {"local_epochs": 1, "batch_size": 64}
     one, other = FIRST[pair](rho, phi)
     a, b = final(one, torch.float64, **options), final(other, torch.float64, **options)
-    assert oracle.difference(a, b) < (1e-5 if "step" in pair else 1e-300)  # penalty*g1 has another length beside nu
+    # penalty*g1 has a different length relative to nu
+    assert oracle.difference(a, b) < (1e-5 if "step" in pair else 1e-300)
 
 
 @pytest.mark.parametrize("method", ["FedLESAM", "FedLESAM_S", "FedLESAM_D"])

@@ -20,7 +20,7 @@ from tests.helpers.oracle.loop import add, scaled, unit
 
 @dataclass(frozen=True)
 class SharpNTD(fed.FedNTD):
-    """FedNTD with SAM steps. Both gradients are those of the whole objective."""
+    """FedNTD with SAM steps. Both gradients include the whole objective."""
 
     rho: float = 0.2
 

@@ -1,4 +1,4 @@
-"""What executors refuse, and in which words."""
+"""Refusals of the executors, with their messages."""
 
 import pytest
 

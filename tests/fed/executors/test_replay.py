@@ -105,7 +105,7 @@ def test_gradients_are_not_memory_of_the_weights():
 
 
 def graph_of(passes, form, x, y):
-    """How many operations were recorded, and the graph that is left of them."""
+    """Return the number of recorded operations, and the graph that is left of them."""
     recording = Recording(passes.gradients, form.leaves, x, y)
     recorded = (
         len(recording.module.graph.find_nodes(op="call_function", target=aten.bmm.default)),
@@ -293,7 +293,7 @@ def test_what_was_no_constant_is_found_at_the_second_pass(caplog):
 
 
 class Overwrites(nn.Linear):
-    """What others read: the batch."""
+    """A module that overwrites its batch."""
 
     def forward(self, x):
         return super().forward(x.mul_(0.5))

@@ -1,5 +1,7 @@
-"""Stacked clients: they agree with the plain executor, one number of slots gives one set of bits, and what cannot be
-stacked is refused."""
+"""Stacked clients: they agree with the plain executor, and a number of slots determines the bits.
+
+Models that cannot be stacked are refused.
+"""
 
 import weakref
 from dataclasses import replace
@@ -20,8 +22,9 @@ from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
 from tests.helpers.fed_kinds import run as run_kinds
 from tests.helpers.fed_runs import SIZES, digest, run
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # of a weight, after a few dozen steps
-FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # of a step: the other algorithms are slow tests
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # relative error of a weight after a few dozen steps
+# one algorithm for each form of a step; the others are slow tests
+FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")
 
 
 def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **options):

@@ -14,7 +14,7 @@ from fastsam.fed.executors import Setup, stacked
 from fastsam.fed.executors.base import LocalOptions
 from tests.helpers.interrupting import Interrupt, Tracer
 
-# Where levels of mapping are opened and closed.
+# functions that open and close levels of mapping
 TORCH = (str(Path(torch._functorch.__file__).parent / "vmap.py"),)
 
 

@@ -1,5 +1,4 @@
-"""What goes wrong in a later round only, after every trial has passed: it is told where it happened, and in which
-words."""
+"""Errors that appear in a later round, after all checks: the message says where, and why."""
 
 import math
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class Later:
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_loss_that_is_no_scalar_in_a_later_step(executor: str) -> None:
     def loss(scores, y):
-        """Of a single sample, the last batch of the client with five, it has a dimension."""
+        """Return a loss with a dimension for a single sample, which is the last batch of a client with five."""
         value = F.cross_entropy(scores, y)
         return value[None] if len(y) == 1 else value
 

@@ -22,7 +22,7 @@ def squares(out, y):
 
 
 def likelihood(out, y):
-    """Of a normal distribution whose mean and variance are the two outputs."""
+    """Return the loss of a normal distribution whose mean and variance are the two outputs."""
     return F.gaussian_nll_loss(out[:, 0], y.to(out.dtype), out[:, 1].exp())
 
 
@@ -53,7 +53,7 @@ def run(loss, outputs=1, **options):
 
 @pytest.mark.parametrize(("loss", "outputs"), [(logistic, 1), (squares, 1), (likelihood, 2), (squares, 3)])
 def test_outputs_that_are_not_one_per_class_have_no_accuracy(loss, outputs):
-    """argmax over one output is 0 for every sample: what stood there was the share of class 0."""
+    """The argmax of one output is always 0, so an accuracy would be the share of class 0."""
     result = run(loss, outputs, lr=0.03)
     last = result.history[-1]
     assert last["test_loss"] is not None and last["train_set_accuracy"] is None

@@ -1,4 +1,4 @@
-"""Parameters that stay with the client, beside a loop in plain torch in which every client has a head of its own."""
+"""Local parameters, compared with a loop in plain torch in which every client has a separate head."""
 
 import copy
 from typing import Any

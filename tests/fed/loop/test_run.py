@@ -31,7 +31,7 @@ KEYS = [
 
 
 def test_a_hand_written_loop_to_the_last_digit():
-    """`sampler` and `shuffle=False` fix everything but rounding: FedAvg as anybody writes it with torch.optim.SGD."""
+    """`sampler` and `shuffle=False` fix everything but rounding: FedAvg as written with torch.optim.SGD."""
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     active = [[0, 1], [4, 2, 3], [1, 3]]
     result = fed.run(
@@ -76,7 +76,7 @@ def without_seconds(result):
 
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(adaptive=True, rho=0.5), fed.MoFedSAM()], ids=repr)
 def test_the_same_bits_twice(algorithm):
-    """Whatever the number of threads and the state of torch's generator."""
+    """The bits do not depend on the number of threads or on torch's generator."""
     data, options = fed.digits(clients=10), {"rounds": 2, "participation": 0.4}
     threads, runs = torch.get_num_threads(), []
     try:
@@ -155,7 +155,7 @@ def test_numbers_of_other_types_give_the_same_bits():
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["vmap", "threads"])
 def test_nothing_heavy_is_imported_in_a_round(executor):
-    """The first run of a process, often that of the baseline, would seem slower than the others."""
+    """Otherwise the first run of a process, often a baseline, would seem slower."""
     code = f"""
 import sys
 from tests.helpers import oracle

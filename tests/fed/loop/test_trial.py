@@ -1,5 +1,5 @@
-"""What one step on a copy of the model finds before the first round: models, losses, batches and augmentations that
-would fail later."""
+"""Errors that a trial step on a copy of the model finds before the first round: in models, losses, batches and
+augmentations."""
 
 import random
 from typing import Any
@@ -70,8 +70,7 @@ def test_a_batch_of_ignored_labels_is_told_as_such(executor):
 
 
 def test_few_samples():
-    """A client with one sample, or fewer than a batch, trains on what it has: no batch is dropped, none is filled
-    up."""
+    """A client with one sample, or fewer than a batch, trains on all of them: batches are not dropped or padded."""
     sizes = [1, 3, 6, 5]
     clients = [(X[:n], Y[:n]) for n in sizes]
     record = start(clients=clients, participation=1.0, batch_size=4, local_epochs=2).history[0]
@@ -257,7 +256,7 @@ def test_a_bad_client_does_not_poison_the_round(algorithm, caplog):
 
 
 def test_a_displacement_that_overflows_is_excluded_too():
-    """Its loss is finite in every step; what it would send is not."""
+    """Its loss is finite in every step, but its delta is not."""
     clients = [(X, Y), (X * 1e30, Y)]
     result = start(nn.Linear(6, 3), clients, participation=1.0, lr=1e10, loss=lambda out, y: out.mean())
     assert result.history[0]["excluded"][0]["client"] == 1

@@ -1,5 +1,4 @@
-"""What users see of rows: parameters by name, vectors as torch makes them, the model. Never a private order, never
-padding."""
+"""Rows as users see them: parameters by name, vectors in torch's order, the model, without padding."""
 
 from dataclasses import dataclass
 
@@ -105,8 +104,7 @@ def test_what_is_no_row_is_refused(rows, call, words):
 
 
 class Accuracies:
-    """What a user writes who wants a number of the global model, in three ways; and what the run itself says is in the
-    record."""
+    """A number of the global model, computed by a user in three ways and compared with the record."""
 
     def __init__(self):
         self.seen, self.steps = [], []
@@ -154,7 +152,7 @@ def test_a_measure_sees_vectors_as_torch_makes_them_and_the_model(format, execut
 
 @dataclass(frozen=True)
 class Noisy(fed.Algorithm):
-    """Moves one filter of one parameter alone, found by its name."""
+    """An algorithm that changes one filter of one parameter, selected by name."""
 
     def local_update(self, server, client, round):
         q = torch.zeros_like(server["w"])
