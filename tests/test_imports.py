@@ -36,7 +36,7 @@ def _rooms() -> Iterator[tuple[str, tuple[str, ...]]]:
         rooms = tuple(f"fastsam.fed.{room}" for room in floor)
         asks = ("fastsam.backends", "fastsam.__version__") if floor[0] in ("common", "rundir", "loop") else ()
         known = below
-        if floor == ("algorithms",):  # of executors, algorithms know only the handle that their loops get
+        if floor == ("algorithms",):  # the only part of executors is the handle that loops get
             known = (*(room for room in below if room != "fastsam.fed.executors"), "fastsam.fed.executors.client")
         yield from ((room, (*known, *BELOW_FED, *asks)) for room in rooms)
         below += rooms

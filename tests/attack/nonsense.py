@@ -161,11 +161,8 @@ def _spoilt(rng: random.Random, saved: dict[str, Any]) -> dict[str, Any]:
             at = at[step]
         print(above, key, flush=True)
         old = at[key]
-        tensors = (
-            [old[:1], old.double(), old.to("meta"), old.flatten(), old.clone().fill_(float("nan"))]
-            if _is_matrix(old)
-            else []
-        )
+        tensors = [old[:1], old.double(), old.to("meta"), old.flatten(), torch.full_like(old, torch.nan)]
+        tensors *= _is_matrix(old)
         if isinstance(at, dict) and rng.random() < 0.2:
             del at[key]
         else:

@@ -29,11 +29,8 @@ def table(record: dict[str, Any]) -> str:
     """Return the results as Markdown: a row per attack, then the environment."""
     rows = []
     for one in record["attacks"]:
-        came = (
-            [f"left out: {one['left_out']}", ""]
-            if one["left_out"]
-            else [f"{one['trials']:,}", f"{len(one['failures'])}"]
-        )
+        numbers = [f"{one['trials']:,}", f"{len(one['failures'])}"]
+        came = [f"left out: {one['left_out']}", ""] if one["left_out"] else numbers
         rows.append([f"`{one['name']}`", one["promise"], *came])
     table = Table("", ["attack", "what is promised", "trials", "failures"], rows, aligned="llrr")
     e = record["environment"]

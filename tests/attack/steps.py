@@ -49,10 +49,8 @@ def by_signals(trial: Trial) -> int:
     """Interrupt a step at any instant by signals of a timer and of a thread. Later signals do not count."""
     plan = _plan(trial)
     seconds, rng = _seconds(plan), random.Random(trial.number)
-    return sum(
-        plan.interrupted(Alarm(max(rng.uniform(0, seconds), 1e-6), rng.random() < 0.5), anywhere=True)
-        for _ in range(TIMES)
-    )
+    alarms = (Alarm(max(rng.uniform(0, seconds), 1e-6), rng.random() < 0.5) for _ in range(TIMES))
+    return sum(plan.interrupted(alarm, anywhere=True) for alarm in alarms)
 
 
 PROMISE = "a step that is interrupted at any line of its code was made or not made, state included"

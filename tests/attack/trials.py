@@ -84,9 +84,8 @@ class Attack:
         """Make trials number `seed * STRIDE` and on, at least one, until `deadline` (of `time.monotonic`). Trials of
         values end with the first failure, which the folder `examples` keeps."""
         folder = examples and examples / self.name
-        return self._trials(
-            seed * STRIDE, lambda count: time.monotonic() < deadline and not (self.values and count.failures), folder
-        )
+        more = lambda count: time.monotonic() < deadline and not (self.values and count.failures)  # noqa: E731
+        return self._trials(seed * STRIDE, more, folder)
 
     def again(self, number: int) -> Count:
         """Make one trial."""

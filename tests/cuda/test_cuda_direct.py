@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,9 +68,7 @@ class Operands:
     ("dtype", "master"),
     [(torch.float32, False), (torch.float64, False), (torch.bfloat16, True), (torch.float16, False)],
 )
-def test_a_step_has_the_bits_of_the_ops(
-    direct: Emulation, dtype: torch.dtype, master: bool, adaptive: bool, save: bool
-) -> None:
+def test_a_step_has_the_ops_bits(direct: Any, dtype: torch.dtype, master: bool, adaptive: bool, save: bool) -> None:
     """Twice each into the same memory: the second call finds the tickets that the first one left."""
     kernels, found = direct.backend.load(), []
     adaptive = adaptive and not master
@@ -88,9 +87,8 @@ def test_a_step_has_the_bits_of_the_ops(
             weights = [] if not adaptive else o.params if save else masters
             kernels.norm_(o.sumsq, o.g1, weights, o.layout.table, columns)
             kernels.perturb_(o.params, o.backup, o.g1, o.layout.table, columns, o.sumsq, save)
-            kernels.update_(
-                o.params, o.backup, o.g2, o.layout.table, columns, rule, state, steps=steps, first=False, keep=master
-            )
+            more = {"steps": steps, "first": False, "keep": master}
+            kernels.update_(o.params, o.backup, o.g2, o.layout.table, columns, rule, state, **more)
         found.append(o.written())
     assert all(map(same_bits, *found))
     assert_sound(direct)
@@ -115,9 +113,8 @@ def test_weights_that_are_perturbed_apart_and_updated_in_place(
         apart = g1 if lent else [torch.full_like(p, torch.nan) for p in o.params]
         calls.norm_perturb_apart_(apart, g1, o.sumsq, adaptive)
         plain.norm_perturb_(saving.g1, saving.sumsq, adaptive)
-        assert all(map(same_bits, [*apart, o.sumsq], [*saving.params, saving.sumsq])) and all(
-            map(same_bits, o.params, before)
-        )
+        assert all(map(same_bits, [*apart, o.sumsq], [*saving.params, saving.sumsq]))
+        assert all(map(same_bits, o.params, before))
         for tensor in apart:
             tensor.fill_(torch.nan)
         for made, of, in_place in ((calls, o, True), (plain, saving, False)):
@@ -147,9 +144,7 @@ def test_a_step_is_three_launches_and_no_op_of_torch(direct: Emulation) -> None:
 
 
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
-def test_steps_of_an_optimizer(
-    direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer]
-) -> None:
+def test_steps_of_an_optimizer(direct: Emulation, monkeypatch: MonkeyPatch, base: type[torch.optim.Optimizer]) -> None:
     """Weights agree up to rounding with a parameter that has no gradient, because CUDA adds in a different order."""
     found = []
     for straight in (False, True):
@@ -184,7 +179,7 @@ class Small(nn.Module):
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_steps_of_an_exclusive_owner(
-    direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer], in_backward: bool
+    direct: Emulation, monkeypatch: MonkeyPatch, base: type[torch.optim.Optimizer], in_backward: bool
 ) -> None:
     """Steps with swapped storage have the bits and the launches of ordinary steps, and need no copy of the weights."""
     monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
@@ -210,7 +205,7 @@ def test_steps_of_an_exclusive_owner(
     assert all(map(same_bits, *found))
 
 
-def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatch: MonkeyPatch) -> None:
     """A replay would not; it saves the weights, also where steps before it exchanged them."""
     monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
@@ -237,9 +232,7 @@ def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatc
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_the_stream_of_every_call_is_the_current_one(
-    direct: Emulation, monkeypatch: pytest.MonkeyPatch, in_place: bool
-) -> None:
+def test_every_call_uses_the_current_stream(direct: Emulation, monkeypatch: MonkeyPatch, in_place: bool) -> None:
     o = Operands(torch.float32, False)
     calls = CudaCalls(o.params, o.backup, o.layout.table, hparams())
     for stream in (0x1230, 0x4560):
@@ -254,7 +247,7 @@ def test_the_stream_of_every_call_is_the_current_one(
         assert direct.count("last_stream") == 0x7890
 
 
-def test_during_a_capture_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_during_a_capture_nothing_is_allocated(monkeypatch: MonkeyPatch) -> None:
     """Tickets that a graph zeroes when it is replayed are not zero during the capture.
 
     So the ops serve until the first call outside of captures.

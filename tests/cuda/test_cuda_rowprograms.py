@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import nn
 
 from fastsam.fed.executors.rowprograms import RowPass
@@ -16,15 +17,7 @@ from fastsam_kernels import build, toolchain
 from tests.fed.executors.test_rowprograms import trained
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
-from tests.helpers.emulated_rows import (
-    ROWS,
-    emulated_programs,
-    epoch,
-    known_pass,
-    same_epochs,
-    uneven_epoch,
-    why_not,
-)
+from tests.helpers.emulated_rows import ROWS, emulated_programs, epoch, known_pass, same_epochs, uneven_epoch, why_not
 from tests.helpers.op_cases import same_bits
 from tests.helpers.places import ROOT
 
@@ -115,7 +108,7 @@ def test_rows_of_unequal_steps_are_one_launch(emulation: Emulation, steps: tuple
 @pytest.mark.parametrize("slots", [pytest.param(3, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("method", ["fedsam", pytest.param("fedgamma", marks=pytest.mark.slow)])
 def test_unlike_clients_train_in_one_launch(
-    emulation: Emulation, monkeypatch: pytest.MonkeyPatch, method: str, slots: int
+    emulation: object, monkeypatch: MonkeyPatch, method: str, slots: int
 ) -> None:
     """Neighbours or not (rows between them whose last batch is smaller): the bits of clients that train by themselves,
     in fewer launches."""

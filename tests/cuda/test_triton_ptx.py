@@ -67,10 +67,8 @@ def test_every_access_of_the_limbs_has_128_bits(found: dict) -> None:
 def test_every_storage_type_has_128_bits(found: dict, dtype: str) -> None:
     master = "" if dtype in ("fp32", "fp64") else " master"
     weight, state = WEIGHT[dtype] * ACCESS, STATE[dtype] * ACCESS
-    perturb, sgd = (
-        found[f"perturb_kernel {dtype} flat{master} no-seed"],
-        found[f"sgd_kernel {dtype} flat{master} {PLAIN}"],
-    )
+    perturb = found[f"perturb_kernel {dtype} flat{master} no-seed"]
+    sgd = found[f"sgd_kernel {dtype} flat{master} {PLAIN}"]
     assert perturb["wide_loads"] == 2 * weight + (state if master else 0)
     assert perturb["wide_stores"] == weight + state
     assert sgd["wide_loads"] == weight + 2 * state

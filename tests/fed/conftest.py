@@ -1,7 +1,5 @@
 """The executor of short federated runs in the tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from fastsam.fed.executors import auto, streams

@@ -93,9 +93,8 @@ except CaptureError as error:
 def test_a_capture_that_fails_says_why(work: str, reason: str) -> None:
     """CUDA refuses, or Python raises while a second stream is captured. A new process, because no capture may
     follow."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS.replace("{work}", work)], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", FAILS.replace("{work}", work)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "the step cannot be captured as a CUDA graph" in done.stdout and reason in done.stdout, done.stderr
 
 

@@ -162,11 +162,9 @@ class Emulation:
 @contextmanager
 def direct(library: Path) -> Iterator[None]:
     """Meanwhile `raw_calls.CudaCalls` finds this library's functions, and takes tensors of the CPU."""
-    own_library = libraries.library
+    own = libraries.library
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            libraries, "library", lambda device="cpu": str(library) if device == "cuda" else own_library(device)
-        )
+        patch.setattr(libraries, "library", lambda device="cpu": str(library) if device == "cuda" else own(device))
         patch.setattr(raw_calls, "_raw_stream", lambda device: 0)
         for cached in (raw_calls._function, raw_calls._rule):
             cached.cache_clear()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.executors.kernel_calls import Form
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
 from fastsam_kernels.columns import HParam
@@ -50,9 +49,7 @@ def classifier(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.R
     return nn.Sequential(*layers[:-1])
 
 
-def known_pass(
-    widths: Sequence[int], batch: int, activation: Callable[[], nn.Module] = nn.ReLU
-) -> tuple[RowPass, Form, Tensor, Tensor]:
+def known_pass(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU) -> tuple[Any, ...]:
     """A compared row program, the rows it is for, and samples: one label does not count."""
     passes, form = stacked(classifier(widths, activation), rows=ROWS)
     x, y = torch.randn(SAMPLES, widths[0]), torch.randint(widths[-1], (SAMPLES,))
@@ -81,9 +78,7 @@ def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
     return [form.z.detach().clone(), losses]
 
 
-def epoch(
-    widths: Sequence[int], batch: int, activation: Callable[[], nn.Module] = nn.ReLU, sam: bool = True
-) -> list[Tensor]:
+def epoch(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU, sam: bool = True) -> list[Tensor]:
     """All that two local steps write: with `sam` an adaptive perturbation, both gradients, momentum, q, a shift and
     clipping; else plain SGD."""
     found, form, x, y = known_pass(widths, batch, activation)

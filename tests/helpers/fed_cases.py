@@ -1,7 +1,5 @@
 """Every federated algorithm, its twin in `oracle`, and the options of a run under which they are compared."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

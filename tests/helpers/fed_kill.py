@@ -7,8 +7,6 @@ DIRECTORY` sends SIGINT in a round, and resumes. The output is JSON: the hashes 
 disturbed runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Four small clients, and the same samples in everything that a client may be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Short runs that take measures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

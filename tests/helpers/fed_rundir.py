@@ -1,7 +1,5 @@
 """Runs with a run directory, and the files in it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

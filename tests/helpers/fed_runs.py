@@ -1,7 +1,5 @@
 """Short federated runs of a small model on ragged clients, and the bits that they end in."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """An algorithm and an executor that fastsam does not know."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A small run and a stand-in for a GPU, for the tests of client states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An algorithm that delegates to another algorithm and stores its arguments and results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

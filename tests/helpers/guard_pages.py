@@ -70,12 +70,8 @@ def operands_of(op: Op, lengths: Sequence[int], rows: int, dtype: torch.dtype, f
     """Return the operands of a call, each between guards."""
     memory, layout = Guarded(at_end), Layout.of([torch.empty(n, device="meta") for n in lengths])
     compute = compute_dtype(dtype)
-    found = Operands(
-        memory=memory,
-        table=layout.table,
-        hparams=hparams_of(op, rows, "cpu", 1.0),
-        steps=torch.ones(rows, len(lengths)),
-    )
+    steps, hparams = torch.ones(rows, len(lengths)), hparams_of(op, rows, "cpu", 1.0)
+    found = Operands(memory=memory, table=layout.table, hparams=hparams, steps=steps)
     for name in dict.fromkeys((*op.operands, "params")):
         if name in (*STATE, *LONGS, "backup"):
             state = torch.int64 if name in LONGS else compute
@@ -160,9 +156,7 @@ def main() -> int:
             op.call(kernels, operands)
             torch.set_num_threads(1)
             if not finite(op, operands):
-                print(
-                    f"{op.name} read outside its segments: {name}, {rows} rows, {dtype}, flat={flat}, at_end={at_end}"
-                )
+                print(f"{op.name} read outside of segments: {name}, {rows} rows, {dtype}, flat={flat}, at_end={at_end}")
                 return 1
             done += 1
     sums = itertools.product((1, 4, 7), (1, 33, 1024), (torch.float32, torch.float64), (True, False))

@@ -17,9 +17,7 @@ def library(name: str) -> ModuleType:
     """
     if os.environ.get("FASTSAM_INTEGRATIONS"):
         return importlib.import_module(name)
-    return pytest.importorskip(
-        name, reason=f"{name} is not installed here: make test-integrations", exc_type=ImportError
-    )
+    return pytest.importorskip(name, reason=f"{name} is not installed; make test-integrations", exc_type=ImportError)
 
 
 _MISSING = re.compile(r"operator torchvision::(\w+) does not exist")

@@ -25,9 +25,7 @@ def hparams(rows: int = 1, **columns: float) -> Tensor:
 class Step:
     """The operands of one SAM step over SHAPES, drawn from a seed."""
 
-    def __init__(
-        self, seed: int = 0, dtype: torch.dtype = torch.float32, shapes: list[tuple[int, ...]] = SHAPES
-    ) -> None:
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def draw() -> list[Tensor]:

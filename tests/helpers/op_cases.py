@@ -189,9 +189,8 @@ class Buffer:
 
     def check(self) -> None:
         changed = (bits(self.memory) != self.before) & ~self.writable.to(self.memory.device)
-        assert not changed.any(), (
-            f"{self.name}: wrote outside its segments, at elements {changed.nonzero().flatten().tolist()[:8]}"
-        )
+        where = changed.nonzero().flatten().tolist()
+        assert not where, f"{self.name}: wrote outside its segments, at elements {where[:8]}"
 
 
 class Memory:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastsam_kernels import (
-    rules,
-    triton_dual,
-    triton_inner,
-    triton_norm,
-    triton_perturb,
-    triton_update,
-)
+from fastsam_kernels import rules, triton_dual, triton_inner, triton_norm, triton_perturb, triton_update
 from fastsam_kernels.conventions import compute_dtype
 from fastsam_kernels.rule import MOST_FIELDS
 from fastsam_kernels.triton_chunks import Operand
@@ -132,10 +126,8 @@ def variants() -> list[Variant]:
             Variant(triton_inner._inner_kernel, f32, aligned, options=total),
             Variant(triton_update._update_norm_kernel, f32, aligned, options=total),
         ]
-        found += [
-            Variant(triton_update._update_kernel, f32, aligned, absent=plain, options=update, rule=r)
-            for r in rules.RULES
-        ]
+        call = partial(Variant, triton_update._update_kernel, f32, aligned, absent=plain, options=update)
+        found += [call(rule=r) for r in rules.RULES]
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         master = dtype in (torch.float16, torch.bfloat16)
         found += [

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from fastsam_kernels import build, toolchain
 from tests.helpers.places import ROOT
@@ -48,9 +49,7 @@ def preloaded() -> list[str]:
     for name in _PRELOADED:
         path = toolchain.output_of([*toolchain.find_cxx(), f"-print-file-name={name}"]).strip()
         if not Path(path).is_absolute():
-            raise toolchain.BuildError(
-                f"{toolchain.find_cxx()[0]} has no {name}, which its sanitizers need (gcc brings it)"
-            )
+            raise toolchain.BuildError(f"{toolchain.find_cxx()[0]} has no {name}, which its sanitizers need")
         found.append(path)
     return found
 
@@ -91,9 +90,8 @@ def main() -> int:
     REPORTS.mkdir()
     env |= {name: f"{value}:log_path={REPORTS / 'found'}" for name, value in OPTIONS.items()}
     look = "from fastsam_kernels import libraries; print(libraries.library())"
-    used = subprocess.run(
-        [sys.executable, "-c", look], env=env, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    options: Any = {"capture_output": True, "text": True, "check": True}
+    used = subprocess.run([sys.executable, "-c", look], env=env, **options).stdout.strip()
     if Path(used) != library:
         print(f"{used} would be tested, not {library}", file=sys.stderr)
         return 1

@@ -162,9 +162,7 @@ def not_finite(rank: int) -> str:
             move()
             assert_same(pair.split, before, True, half) if now == 0 == half else None
         moved = [not torch.equal(whole(p), q) for p, q in zip(pair.split, before, strict=True)]
-        assert any(moved) == (half == 0), (
-            "an inf in the first gradient perturbs nothing, in the second it updates nothing"
-        )
+        assert any(moved) == (half == 0), "a first gradient with inf perturbs nothing, a second updates nothing"
     return "kept"
 
 

@@ -52,9 +52,7 @@ def resumed_in_memory(rank: int, wide: bool = True) -> str:
                 opt.eval()  # the weights of a one-pass variant
                 found = dcp.get_optimizer_state_dict(net, opt)
                 dcp.get_optimizer_state_dict(other, other_opt)
-                assert_same(
-                    list(other.parameters()), before, True, "asking a fresh optimizer for its state writes nothing"
-                )
+                assert_same(list(other.parameters()), before, True, "reading a fresh optimizer's state writes nothing")
             with torch.no_grad():
                 for p, q in zip(other.parameters(), net.parameters(), strict=True):
                     p.copy_(q)

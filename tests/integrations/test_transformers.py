@@ -225,9 +225,8 @@ def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
 def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated: str) -> None:
     start = tiny_model()
     clean = copy.deepcopy(start)
-    opt = FusedSAM(
-        groups(clean), torch.optim.AdamW, variant=fastsam.MSAM(rho=0.3), lr=0.02, betas=(0.9, 0.999), eps=1e-8
-    )
+    sam = fastsam.MSAM(rho=0.3)
+    opt = FusedSAM(groups(clean), torch.optim.AdamW, variant=sam, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
     for batches in list(windows(1))[:4]:
         opt.zero_grad()
         clean(**batches[0]).loss.backward()

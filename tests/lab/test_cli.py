@@ -87,9 +87,7 @@ def test_compare_runs_every_algorithm_and_seed(here: Path, capsys: pytest.Captur
         assert len(metrics(here / "cmp" / name)) == 2
 
 
-def test_compare_refuses_an_existing_directory_and_resumes_when_asked(
-    here: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_compare_refuses_an_existing_directory_without_resume(here: Path, capsys: pytest.CaptureFixture) -> None:
     command = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--run-dir", "cmp"]
     assert cli.main(command) == 0
     finished = {path: path.read_bytes() for path in (here / "cmp").rglob("*.jsonl")}
@@ -103,9 +101,8 @@ def test_compare_refuses_an_existing_directory_and_resumes_when_asked(
         path: path.read_bytes() for path in finished
     } == finished  # finished runs are reused, the new algorithm is added
     out = capsys.readouterr().out
-    assert "fedsam-seed0: all 3 rounds were done before" in out and "fedsam-seed0: round" not in out.replace(
-        "mofedsam", ""
-    )
+    assert "fedsam-seed0: all 3 rounds were done before" in out
+    assert "fedsam-seed0: round" not in out.replace("mofedsam", "")
     assert len(metrics(here / "cmp" / "mofedsam-seed0")) == 3
 
 
@@ -236,9 +233,7 @@ def test_a_run_directory_that_cannot_be_made_is_told(
     assert "file/new cannot be made (Not a directory); choose another run directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(["run"], marks=pytest.mark.slow), ["compare", "--algorithms", "scaffold"]]
-)
+@pytest.mark.parametrize("command", [["run"], ["compare", "--algorithms", "scaffold"]])
 def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
     here: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
@@ -257,9 +252,7 @@ def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
     assert cli.main(arguments) == 1
     message = capsys.readouterr().err.strip().splitlines()
     where = "full" if name == "run" else "full/scaffold-seed0"
-    assert message[-2].startswith(
-        f"error: no space is left for {where} (No space left on device). Its last checkpoint is whole"
-    )
+    assert message[-2].startswith(f"error: no space is left for {where} (No space left on device). Its last checkpoint")
     monkeypatch.undo()
     monkeypatch.chdir(here)
     assert cli.main(shlex.split(message[-1])[1:]) == 0
@@ -276,9 +269,8 @@ def test_numbered_directories(here: Path) -> None:
 
 def interrupt(arguments: list[str], run_dir: Path, rounds: int) -> subprocess.CompletedProcess:
     """Start the command, send SIGINT when `rounds` rounds are done, and wait for its end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastsam", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command, pipe = [sys.executable, "-m", "fastsam", *arguments], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     file, limit = run_dir / "metrics.jsonl", time.monotonic() + 120
     while not file.exists() or len(file.read_text().splitlines()) < rounds:
         assert process.poll() is None, process.communicate()

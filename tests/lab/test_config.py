@@ -95,9 +95,8 @@ def test_layers_the_later_wins(tmp_path: Path) -> None:
     assert (momentum.lr, momentum.options["beta"]) == (0.5, 0.4)
     flagged = resolve(tmp_path, FILE, "--lr", "0.9", "--beta=0.7", algorithm="mofedsam")
     assert (flagged.lr, flagged.options["beta"]) == (0.9, 0.7)
-    table = resolve(
-        tmp_path, FILE, "--lr", "0.9", "--mofedsam.lr", "0.8", "--mofedsam.beta", "0.6", algorithm="mofedsam"
-    )
+    flags = ["--lr", "0.9", "--mofedsam.lr", "0.8", "--mofedsam.beta", "0.6"]
+    table = resolve(tmp_path, FILE, *flags, algorithm="mofedsam")
     assert (table.lr, table.options["beta"]) == (0.8, 0.6)
 
 
@@ -257,10 +256,8 @@ def test_a_comparison_is_planned_before_it_runs(tmp_path: Path) -> None:
 
 def test_all_algorithms_are_compared_by_one_word(tmp_path: Path) -> None:
     every = list(fed.algorithms.registry)
-    for plan in (
-        compare.plan(read(tmp_path), ["all"]),
-        compare.plan(read(tmp_path, '[compare]\nalgorithms = ["all"]')),
-    ):
+    from_file = compare.plan(read(tmp_path, '[compare]\nalgorithms = ["all"]'))
+    for plan in (compare.plan(read(tmp_path), ["all"]), from_file):
         assert [c.algorithm for c in plan.configs] == every == list(plan.algorithms)
         assert plan.record()["compare"]["algorithms"] == every
 
@@ -317,9 +314,8 @@ def test_numbers_of_a_run_are_checked_before_it_starts(tmp_path: Path, line: str
 
 def test_a_users_loss_and_sampler(tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text("def everybody(round, generator): return range(3)\ndef loss(a, b): return 1")
-    made = experiment.keywords(
-        resolve(tmp_path, f"sampler = '{tmp_path}/parts.py:everybody'\nloss = '{tmp_path}/parts.py:loss'")
-    )
+    text = f"sampler = '{tmp_path}/parts.py:everybody'\nloss = '{tmp_path}/parts.py:loss'"
+    made = experiment.keywords(resolve(tmp_path, text))
     assert list(made["sampler"](0, None)) == [0, 1, 2] and made["loss"](0, 0) == 1
 
 

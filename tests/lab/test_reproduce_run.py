@@ -106,10 +106,8 @@ def test_what_the_command_says_of_wrong_words(capsys: Any) -> None:
         printed = capsys.readouterr()
         assert "--list shows all tables and figures and takes nothing else" in printed.err and not printed.out
     assert cli.main(["reproduce", "fedsam-table9"]) == 1 and "no table 'fedsam-table9'" in capsys.readouterr().err
-    assert (
-        cli.main(["reproduce", "fedsam-fig2", "--seeds", "one"]) == 1
-        and "--seeds takes integers" in capsys.readouterr().err
-    )
+    assert cli.main(["reproduce", "fedsam-fig2", "--seeds", "one"]) == 1
+    assert "--seeds takes integers" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -98,14 +98,12 @@ def test_table_4_averages_the_settings_of_tables_2_and_3() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_doubts_name_cells_that_exist(name: str) -> None:
     table = reproduce.load(name)
-    cells = [
-        (s.title, c.name, a, m) for s in table.sections for c in s.columns for a in s.published for m in table.metrics
-    ]
+    parts = [(s, c) for s in table.sections for c in s.columns]
+    cells = [(s.title, c.name, a, m) for s, c in parts for a in s.published for m in table.metrics]
     for entry in table.distrust:
         covered = [cell for cell in cells if entry.covers(*cell)]
-        assert covered and {cell[0] for cell in covered} == (
-            {entry.section} if entry.section else {s.title for s in table.sections}
-        )
+        titles = {entry.section} if entry.section else {s.title for s in table.sections}
+        assert covered and {cell[0] for cell in covered} == titles
         assert {c[1] for c in covered} >= set(entry.columns) and {c[2] for c in covered} >= set(entry.algorithms)
         assert {c[3] for c in covered} >= set(entry.metrics)
 

@@ -1,7 +1,5 @@
 """docs/algorithms.md and docs/own_algorithm.md say what the classes do."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections import OrderedDict
@@ -40,7 +38,7 @@ def run(algorithm, **options):
     loss = torch.nn.functional.mse_loss
     if isinstance(algorithm, Watched) and isinstance(
         algorithm._inner, fed.FedNTD
-    ):  # which needs labels; as many parameters
+    ):  # needs labels; has the same number of parameters
         model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
         clients, loss = [(x, torch.arange(4) % 2) for x, _ in clients], torch.nn.functional.cross_entropy
     if isinstance(algorithm, Watched) and isinstance(algorithm._inner, fed.FedBN):
@@ -79,14 +77,10 @@ def test_the_table_says_what_the_class_does(name):
     _, d, a, b, q, server, client, *_ = ROWS[name]
     step = watched._steps[-1]
     directions = {
-        NONE: "none",
-        "`g1`": "gradient",
-        "`w_old_i − w^t`": "constant",
-        "`alpha·(g1 − mu_i) − s`": "gradient minus dual",
-        "`L·g_p`": "gradient by drift",
-        "`g1 + kappa·D + last`": "gradient plus",
-        "`w^t + k·D_i − w`": "path",
-    }
+        NONE: "none", "`g1`": "gradient", "`w_old_i − w^t`": "constant",
+        "`alpha·(g1 − mu_i) − s`": "gradient minus dual", "`L·g_p`": "gradient by drift",
+        "`g1 + kappa·D + last`": "gradient plus", "`w^t + k·D_i − w`": "path",
+    }  # fmt: skip
     assert step.direction.value == directions[d]
     assert (step.gradient_offset is not None) == (q != NONE) and (step.proximal_coefficient != 0) == ("phi" in q)
     assert (a != "1") == (step.perturbed_weight != 1 or step.surrogate_gap != 0 or name == "fedspeed")

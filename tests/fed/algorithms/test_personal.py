@@ -1,7 +1,4 @@
-"""Algorithms whose clients have models of their own, beside loops in plain torch (`oracle.personal`): the shared model
-and every client's."""
-
-from __future__ import annotations
+"""Algorithms with client models, compared with loops in plain torch (`oracle.personal`)."""
 
 import functools
 from typing import Any
@@ -21,7 +18,7 @@ from tests.helpers.mutants.table import PERSONAL
 from tests.helpers.oracle import personal as unfused
 
 OPTIONS = oracle.Options(rounds=4, momentum=0.5, weight_decay=0.02, server_lr=0.7, shuffle=True, seed=3, epochs=2)
-SIZES = (8, 12, 5, 9, 23)  # of batches of 6 none ends with one sample, which BatchNorm could not train on
+SIZES = (8, 12, 5, 9, 23)  # no batch of 6 leaves a single sample, on which BatchNorm could not train
 TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
 
 
@@ -43,7 +40,7 @@ def batch_of(options: oracle.Options, batch: int) -> oracle.Options:
 
 
 def furthest(result: fed.Result, wanted: unfused.Ended) -> float:
-    """Over the shared model and those of all clients."""
+    """Return the largest difference over the shared model and all client models."""
     shared, own = wanted
     found = [apart(result.client_model(i), model) for i, model in enumerate(own)]
     return max([apart(result.model, shared), *found])
@@ -54,7 +51,7 @@ def ran(model: nn.Module, algorithm: Any, options: oracle.Options = OPTIONS, **m
 
 
 def sometimes(cases: Any, usual: Any) -> list[Any]:
-    """Parameters of a test, those that are not usual marked as slow."""
+    """Return parameters of a test; unusual ones are marked as slow."""
     return [pytest.param(c, marks=[] if usual(c) else [pytest.mark.slow]) for c in cases]
 
 
@@ -88,8 +85,7 @@ def test_fedbn_is_two_options_of_a_run():
 
 
 def test_buffers_alone_may_stay():
-    """Every parameter is averaged, the statistics are each client's own: beside a run whose buffers are averaged, its
-    parameters."""
+    """All parameters are averaged, as in a run that averages buffers, and statistics stay with the clients."""
     options = batch_of(OPTIONS, 6)
     local, averaged = (ran(normalised(), fed.FedSAM(), options, buffers=kind) for kind in ("local", "average"))
     assert same_bits(local.model, averaged.model), "in training a batch is normalised by its own statistics"
@@ -155,7 +151,7 @@ def test_the_head_of_fedrep_may_be_named():
 
 
 def test_fedrep_with_local_steps_and_sam():
-    """`local_steps` are those of the representation; SAM in both phases perturbs what is trained there alone."""
+    """`local_steps` counts steps of the representation; SAM perturbs only the parameters that a phase trains."""
     model = oracle.smooth_model()
     options = oracle.Options(**{**vars(OPTIONS), "epochs": 1})
     epoch = {i: -(-n // OPTIONS.batch) for i, n in enumerate(SIZES)}

@@ -1,6 +1,4 @@
-"""What algorithms refuse, and in which words."""
-
-from __future__ import annotations
+"""Refusals of the algorithms, with their messages."""
 
 import math
 
@@ -45,7 +43,7 @@ def resolved(*flags):
     (lambda: fed.FedExP(average="no"), "average.*'no'"),
     (lambda: fed.LocalUpdate(rho=-1), 'rho'),
     (lambda: fed.LocalUpdate(perturbed_weight=math.inf), 'perturbed_weight must'),
-    # fedexp has a step of its own
+    # fedexp computes the server's step size
     (lambda: once(fed.FedExP(), server_lr=0.5), 'FedExP has no learning rate: leave server_lr at 1, got 0.5'),
     # values outside their range
     (lambda: fed.FedAdam(beta1=1.5), 'beta1 .*<= 1, got 1.5'),

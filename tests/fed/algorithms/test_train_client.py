@@ -1,7 +1,5 @@
 """Loops of algorithms (`train_client`): distillation against plain loops, and the handle that a loop gets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +20,7 @@ from tests.helpers.oracle.loop import add, scaled, unit
 
 @dataclass(frozen=True)
 class SharpNTD(fed.FedNTD):
-    """FedNTD with SAM steps. Both gradients are those of the whole objective."""
+    """FedNTD with SAM steps. Both gradients include the whole objective."""
 
     rho: float = 0.2
 
@@ -82,13 +80,9 @@ def test_the_teacher_is_in_evaluation_mode_with_the_buffers_of_the_round():
     ).double()
     clients = oracle.ragged_clients(sizes=(8, 8))
     options = {
-        "participation": 1.0,
-        "buffers": "average",
-        "shuffle": False,
-        "batch_size": 8,
-        "lr": 0.3,
+        "participation": 1.0, "buffers": "average", "shuffle": False, "batch_size": 8, "lr": 0.3,
         "executor": "sequential",
-    }
+    }  # fmt: skip
     said: list[Any] = []
     fed.run(model, clients, Recorded(said), rounds=2, **options)
     received = [model, fed.run(model, clients, fed.FedAvg(), rounds=1, **options).model]

@@ -25,9 +25,8 @@ TESTS = [data(n, 10 + i) if n else None for i, n in enumerate(SIZES)]
 def start(clients: Any = CLIENTS, tests: Any = TESTS, **options: Any) -> fed.Result:
     torch.manual_seed(0)
     test = fed.ClientTestSets(tests) if tests is not None else None
-    return fed.run(
-        nn.Linear(4, 3), clients, fed.FedAvg(), **{"rounds": 2, "participation": 1.0, "test": test, **options}
-    )
+    options = {"rounds": 2, "participation": 1.0, "test": test, **options}
+    return fed.run(nn.Linear(4, 3), clients, fed.FedAvg(), **options)
 
 
 def accuracy(model: nn.Module, own: tuple[torch.Tensor, torch.Tensor]) -> float:

@@ -22,9 +22,8 @@ def test_the_bits_are_those_of_clients_that_are_there(executor: str, sizes: list
     plain = run(pairs(), executor="sequential", local_steps=5)
     made = run(fed.LazyClients(4, pairs().__getitem__, sizes), executor=executor, local_steps=5)
     assert torch.equal(weights(made), weights(plain))
-    read = run(
-        fed.LazyClients(4, lambda i: Rows(*pairs()[i])), executor=executor, collate=in_another_collate, local_steps=5
-    )
+    lazy = fed.LazyClients(4, lambda i: Rows(*pairs()[i]))
+    read = run(lazy, executor=executor, collate=in_another_collate, local_steps=5)
     assert torch.equal(weights(read), weights(plain))
     assert made.history[-1]["samples"] == plain.history[-1]["samples"]
 

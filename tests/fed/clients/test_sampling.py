@@ -102,9 +102,8 @@ def test_the_papers_sampling_as_a_callable():
 
 @pytest.mark.parametrize("kind", [list, tuple, set, np.array, torch.tensor, iter])
 def test_a_callable_may_return_any_iterable(kind):
-    result = fed.run(
-        oracle.smooth_model(), oracle.ragged_clients(), fed.FedAvg(), rounds=2, sampler=lambda t, g: kind([3, t])
-    )
+    model, clients = oracle.smooth_model(), oracle.ragged_clients()
+    result = fed.run(model, clients, fed.FedAvg(), rounds=2, sampler=lambda t, g: kind([3, t]))
     assert [r["samples"] for r in result.history] == [23 + 7, 23 + 16]
 
 
@@ -121,9 +120,7 @@ def test_a_callable_gets_a_generator_of_seed_and_round():
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.one_of(st.integers(), st.text()), max_size=4), st.lists(st.one_of(st.integers(), st.text()), max_size=4)
-)
+@given(*[st.lists(st.one_of(st.integers(), st.text()), max_size=4)] * 2)
 def test_seeds_depend_on_every_part(a, b):
     assert (seeds.derive(*a) == seeds.derive(*b)) == (repr(tuple(a)) == repr(tuple(b)))
     assert 0 <= seeds.derive(*a) < 2**63

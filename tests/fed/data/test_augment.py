@@ -37,9 +37,7 @@ def variants(image: torch.Tensor, pad: int) -> dict[bytes, tuple[bool, int, int]
     flip=st.sampled_from([0.0, 0.5, 1.0]),
     crop=st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_every_sample_becomes_a_flip_and_crop_of_itself(
-    seed: int, shape: tuple, pad: int, flip: float, crop: float
-) -> None:
+def test_every_sample_is_flipped_and_cropped(seed: int, shape: tuple, pad: int, flip: float, crop: float) -> None:
     x = torch.randn(6, *shape, generator=generator(seed)) + 1
     before = x.clone()
     made = FlipCrop(pad, flip, crop)(x, generator(seed))

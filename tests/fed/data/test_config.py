@@ -174,9 +174,8 @@ def test_its_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm
 
 
 def test_its_figures_of_the_splits() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)`(?:, (?:alpha )?([\d.]+)[^|]*)? \| (.*?) \|$", PAGE.partition("What the splits give")[2], re.M
-    )
+    part = PAGE.partition("What the splits give")[2]
+    rows = re.findall(r"^\| `(\w+)`(?:, (?:alpha )?([\d.]+)[^|]*)? \| (.*?) \|$", part, re.M)
     options = {
         "dirichlet": ("alpha", float),
         "pathological": ("classes_per_client", int),

@@ -178,10 +178,10 @@ def population(split: str, **options: object) -> Population:
 
 
 @pytest.mark.parametrize(
-    ("split", "options"), [("dirichlet", {"alpha": 0.1}), ("pathological", {"classes_per_client": 3})]
+    "own", [{"split": "dirichlet", "alpha": 0.1}, {"split": "pathological", "classes_per_client": 3}]
 )
-def test_prior_is_the_splits_routine_on_the_test_set(split: str, options: dict) -> None:
-    people = population(split, **options)
+def test_prior_is_the_splits_routine_on_the_test_set(own: dict) -> None:
+    people = population(**own)
     labels = people.test[1].numpy()
     made = client_slices("prior", people, seed=4)
     rng = np.random.RandomState(seeds.derive(4, "validation") % 2**32)

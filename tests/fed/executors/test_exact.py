@@ -1,7 +1,5 @@
-"""Exact executors end in the same bits as the plain one, whatever the algorithm and the number of slots; what may go
-wrong stops them all."""
-
-from __future__ import annotations
+"""Exact executors have the plain executor's bits for every algorithm and number of slots; an error stops all
+clients."""
 
 import _thread
 import json
@@ -279,7 +277,7 @@ NO_MODEL_TRAINS_WITH = ("resize_",)  # quantized tensors
 
 
 def names(text: str) -> set[str]:
-    """`nn.MaxPool3d` as MaxPool3d: what torch's list is about."""
+    """Return the class names in a text of torch's list, such as MaxPool3d for `nn.MaxPool3d`."""
     return {name.split(".")[-1] for name in re.findall(r"\* :(?:class|func):`torch\.([\w.]+)`", text)}
 
 

@@ -1,7 +1,5 @@
 """Every option and every variant of a local step on every executor, in float32 and so also by row programs."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest
@@ -14,12 +12,9 @@ from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, run
 
 OPTIONS = {
-    "momentum": {"momentum": 0.7},
-    "weight_decay": {"weight_decay": 0.1},
-    "clip_norm": {"clip_norm": 0.2},
-    "clip_scope": {"clip_norm": 0.2, "clip_scope": "linear"},
-    "optimizer": {"optimizer": torch.optim.RMSprop},
-}
+    "momentum": {"momentum": 0.7}, "weight_decay": {"weight_decay": 0.1}, "clip_norm": {"clip_norm": 0.2},
+    "clip_scope": {"clip_norm": 0.2, "clip_scope": "linear"}, "optimizer": {"optimizer": torch.optim.RMSprop},
+}  # fmt: skip
 
 
 class Steps(fed.Algorithm):

@@ -1,7 +1,5 @@
 """Local updates by optimizers of torch (`fed.run(optimizer=...)`), against loops in plain torch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,6 +1,4 @@
-"""What executors refuse, and in which words."""
-
-from __future__ import annotations
+"""Refusals of the executors, with their messages."""
 
 import pytest
 

@@ -1,7 +1,5 @@
 """The algorithms of fastsam keep to the contract that the algorithms of users are held to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

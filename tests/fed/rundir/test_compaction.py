@@ -67,9 +67,8 @@ def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> 
     clients = oracle.ragged_clients(sizes=[3] * (OFTEN[-1] + 1))
 
     def go(directory: Path, rounds: int, **options: Any) -> fed.Result:
-        return fed.run(
-            oracle.smooth_model(), clients, fed.FedDyn(), rounds=rounds, sampler=back, run_dir=directory, **options
-        )
+        options |= {"rounds": rounds, "sampler": back, "run_dir": directory}
+        return fed.run(oracle.smooth_model(), clients, fed.FedDyn(), **options)
 
     whole = go(tmp_path / "whole", 14)
     for rounds in (5, 12, 13, 14):

@@ -18,9 +18,8 @@ EXECUTORS = ("sequential", "threads", "vmap")
 
 def clients() -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)) for n in (5, 8, 6, 7)
-    ]
+    sizes = (5, 8, 6, 7)
+    return [(torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)) for n in sizes]
 
 
 def model() -> nn.Module:

@@ -52,10 +52,8 @@ def test_any_permutation_gives_the_same_bits_and_the_exact_sum(data):
 def test_any_grouping_gives_the_same_bits(seed, cut):
     """Partial sums of two machines, added limb by limb, are the sum of one."""
     generator = torch.Generator().manual_seed(seed)
-    vectors = [
-        torch.randn(33, generator=generator) * 10.0 ** float(torch.randint(-9, 5, (), generator=generator))
-        for _ in range(21)
-    ]
+    exponents = [float(torch.randint(-9, 5, (), generator=generator)) for _ in range(21)]
+    vectors = [torch.randn(33, generator=generator) * 10.0**e for e in exponents]
     whole, left, right = (FixedPointSum(torch.zeros(33), 21) for _ in range(3))
     for i, v in enumerate(vectors):
         whole.add_(v, 0.3)
@@ -111,10 +109,8 @@ def test_weights_are_exact():
     aggregate = FixedPointAggregate(terms=3, heaviest=1000)
     weights, values = [1, 1000, 37], [0.1, -3.7, 1e-5]
     for w, v in zip(weights, values):
-        assert (
-            aggregate.add_(w, {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}, {"loss": v})
-            is None
-        )
+        mean, total = {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}
+        assert aggregate.add_(w, mean, total, {"loss": v}) is None
     stored = [Fraction(torch.tensor(v).item()) for v in values]
     mean = sum(w * v for w, v in zip(weights, stored)) / sum(weights)
     assert aggregate.mean("x").item() == pytest.approx(float(mean), rel=3e-16)
