@@ -41,7 +41,9 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "gpu": (Figure("seconds", "Milliseconds of a round", lambda value: f"{1e3 * value:.1f}"),),
     "busy": (Figure("busy", "Part of a round in which the device is busy", "{:.0%}".format),),
 }
-FURTHER = {"variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", "{:.1f}".format)}
+FURTHER = {
+    "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", "{:.1f}".format)
+}
 LINES = ("ranks", "growth", "share")  # cases that have different contenders: a line each
 
 

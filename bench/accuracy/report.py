@@ -1,4 +1,4 @@
-"""The tables of docs/variants.md from the record of `python -m bench accuracy`: means, spreads, and differences of runs
+"""The tables of docs/variants_measured.md from the record of `python -m bench accuracy`: means, spreads, and differences of runs
 with the same seed. Nothing here trains."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from fastsam.lab.report.table import Table
 
-PROTOCOLS = {"steps": "for as many steps as SGD", "time": "in SGD's time"}
+PROTOCOLS = {"steps": "with the number of steps of SGD", "time": "in SGD's time"}
 Task = Mapping[str, Any]  # a case, with `who`: its rows by name
 
 
