@@ -1,5 +1,7 @@
-"""The tables of docs/variants_measured.md from the record of `python -m bench accuracy`: means, spreads, and differences of runs
-with the same seed. Nothing here trains."""
+"""The tables of docs/variants_measured.md from the record of `python -m bench accuracy`.
+
+They have means, spreads, and differences of runs with the same seed. Nothing here trains.
+"""
 
 from __future__ import annotations
 
