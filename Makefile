@@ -234,6 +234,9 @@ wheels: $(VENV)/.has-tests ## the sdist, the pure wheel and the compiled one, in
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip \
 	  --plat $(or $(PLAT),auto) --wheel-dir $(or $(OUT),dist) \
 	  $(foreach library,torch torch_cpu torch_cuda c10,--exclude lib$(library).so) build/wheel/*.whl
+	@$(BIN)/python -m twine check --strict $(or $(OUT),dist)/*
+	@$(BIN)/check-wheel-contents --ignore W009 $(or $(OUT),dist)/*.whl # W009: two packages in a wheel are meant
+	@$(BIN)/pyroma --min 8 .
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for
 # the results.
