@@ -162,7 +162,7 @@ format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check`
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
-	@for page in optimizer federated; do $(BIN)/jupytext -q --from md:markdown --to ipynb docs/tutorial_$$page.md; done
+	@$(BIN)/python tools/notebooks.py
 
 bench: $(READY) ## the optimizer part of a SAM step, ours and others': table, JSON, PNG. ARGS=--quick
 	@$(BIN)/python -m bench step $(ARGS)

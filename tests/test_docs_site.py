@@ -17,6 +17,7 @@ import fastsam
 from fastsam import fed
 from tests.helpers.pages import PAGES, anchors, blocks, links, text_of
 from tests.helpers.places import ROOT
+from tools import notebooks
 
 INDEX = "docs/index.md"
 
@@ -112,12 +113,31 @@ def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
         assert at.__doc__, f"fastsam.{name} has no docstring"
 
 
-@pytest.mark.parametrize("page", ["docs/tutorial_optimizer.md", "docs/tutorial_federated.md"])
-def test_the_notebooks_are_their_pages(page: str) -> None:
-    notebook = json.loads((ROOT / page).with_suffix(".ipynb").read_text())
-    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    expected = [block.code.strip() for block in blocks(page) if block.language == "python"]
-    assert code == expected, "a notebook differs from its page; `make format` writes it again"
+@pytest.mark.parametrize("name", notebooks.PAGES)
+def test_the_notebooks_are_their_pages(name: str) -> None:
+    """Their code is the page's, and every cell that prints has its output."""
+    cells = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    expected = [block.code.strip() for block in blocks(f"docs/{name}.md") if block.language == "python"]
+    again = "a notebook differs from its page: python tools/notebooks.py writes it again"
+    assert ["".join(cell["source"]) for cell in code] == expected, again
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], again
+    for cell in code:
+        assert bool(cell["outputs"]) == ("print(" in "".join(cell["source"])), again
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    assert all(text in text_of(f"docs/{name}.md") for text in texts), again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", notebooks.PAGES)
+def test_a_notebook_prints_what_its_code_prints(name: str) -> None:
+    made = notebooks.notebook(text_of(f"docs/{name}.md"))
+    kept = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())
+    shown, expected = (
+        [re.sub(r"[\d.]+", "", "".join(one["text"])) for cell in book["cells"] for one in cell.get("outputs", [])]
+        for book in (made, kept)
+    )  # numbers differ between machines
+    assert shown == expected
 
 
 @pytest.mark.slow
