@@ -53,8 +53,8 @@ def test_every_page_has_one_place(conf: ModuleType) -> None:
 
 def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
     """In each page that says how to do something, within its first fifteen lines."""
-    (pages,) = [pages for name, pages in conf.sections(text_of(INDEX)) if name == "How to"]
-    assert len(pages) > 10
+    pages = [page for name, found in conf.sections(text_of(INDEX)) if name.startswith("How to") for page in found]
+    assert len(pages) > 15
     for _, file in pages:
         lines = text_of(f"docs/{file}.md").splitlines()
         code = [
