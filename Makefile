@@ -84,8 +84,8 @@ docs: $(VENV)/.has-docs $(VENV)/.has-fastsam ## the documentation as a site: bui
 	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
 	@echo build/docs/index.html
 
-pictures: $(VENV)/.has-fastsam ## the pictures of README and of the site's first page, from bench/results
-	@$(BIN)/python tools/pictures.py
+pictures: $(VENV)/.has-fastsam ## the pictures of README and of the pages, from bench/results
+	@$(BIN)/python -m tools.pictures
 
 # A worker per processor. Neighbours stay together and in order, because they share what they build, until a worker is
 # done and takes half of what another has left. WORKERS=0: one process.

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fastsam
@@ -42,7 +43,7 @@ html_theme = "furo"
 html_logo = "pictures/logo.svg"
 html_title = f"fastsam {release}"
 html_show_copyright = False
-html_search_scorer = "search_scorer.js"
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 templates_path = ["_templates"]
 html_additional_pages = {"index": "front.html"}  # the site's own first address leads to docs/index.html
 
