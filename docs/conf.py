@@ -92,7 +92,7 @@ def with_tabs(text: str) -> str:
     def tabs(found: re.Match[str]) -> str:
         _, *parts = re.split(r"^\*\*(.+)\*\*$", found[1], flags=re.M)
         items = [
-            f":::{{tab-item}} {title}\n{body.rstrip()}\n:::\n"
+            f":::{{tab-item}} {title}\n\n{body.strip()}\n:::\n"
             for title, body in zip(parts[::2], parts[1::2], strict=True)
         ]
         return "\n".join(["::::{tab-set}", "", *items, "::::", ""])
