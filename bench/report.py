@@ -224,11 +224,11 @@ def short(record: Record) -> str:
         found += joint.tables([case for case in cases if case["part"] == "steps"])
     else:
         found = list(joint.tables(cases))
-    return "\n\n".join([*found, made_by(record)])
+    return "\n\n".join([*found, made_by(record, brief=True)])
 
 
-def made_by(record: Record) -> str:
-    """Return how and when a record was made, and why rows have no figures."""
+def made_by(record: Record, brief: bool = False) -> str:
+    """Return how and when a record was made, and why rows have no figures; later commands are counted if `brief`."""
     e, m, v = record["environment"], record["environment"]["machine"], record["environment"]["versions"]
     caches = ", ".join(f"{level} {size}" for level, size in m.get("caches", {}).items())
     where = ", ".join(m.get("gpus", [])[:1]) or f"{m['cpu']}, {m['cores']} cores ({caches}), {m['memory_gib']} GiB"
@@ -236,7 +236,7 @@ def made_by(record: Record) -> str:
     text = f"Made by `{e['command']}` on {e['date'][:10]}, commit `{commit(e)}`; {where}; "
     text += f"Python {v['python']}, {versions}."
     if added := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
-        text += f" Added to by {', '.join(added)}."
+        text += f" Added to by {f'{len(added)} later commands' if brief else ', '.join(added)}."
     left = len(record["left_out"])
     return "\n".join([text, *reasons(record["cases"]), *[f"No time was left for {left} cases."] * bool(left)])
 
