@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.helpers.pages import text_of
 from tests.helpers.places import ROOT
 
-HOLE = "…"  # what differs from case to case
+HOLE = "…"  # part of a message that differs from case to case
 ROOMS = ("*.py", "optim/*.py", "fed/common/*.py", "fed/loop/*.py", "fed/rundir/*.py")
 
 

@@ -1,6 +1,4 @@
-"""What binds the pages into a site (docs/conf.py), and that the site has every page and every public name."""
-
-from __future__ import annotations
+"""The settings of the site (docs/conf.py), and that the site has every page and every public name."""
 
 import importlib.util
 import json
@@ -98,7 +96,7 @@ def test_docstrings_become_rst(conf: ModuleType, docstring: str, rst: str) -> No
 def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
     page = conf.with_algorithms(text_of("docs/api.md"))
     shown = set(re.findall(r"^\.\. auto\w+:: fastsam\.([\w.]+)$", page, re.M))
-    names = set(fastsam.__all__) - {"variants"}  # whose names stand there one by one, as those of fed's rooms do
+    names = set(fastsam.__all__) - {"variants"}  # the page lists its names, and the names of fed's modules, one by one
     names |= {f"variants.{name}" for name in fastsam.variants.__all__ if name not in names}
     own = set(fed.__all__) - {"State"}  # which is a dict
     rooms = {name for name in own if isinstance(getattr(fed, name), ModuleType)}

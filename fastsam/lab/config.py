@@ -34,17 +34,8 @@ else:
 
 # keys that take an import path
 IMPORTING = (
-    "data",
-    "model",
-    "loss",
-    "lr",
-    "server_lr",
-    "sampler",
-    "available",
-    "weighting",
-    "augment",
-    "algorithm",
-    "metrics",
+    *("data", "model", "loss", "lr", "server_lr", "sampler"),
+    *("available", "weighting", "augment", "algorithm", "metrics", "optimizer"),
 )
 COMPARE_KEYS = ("algorithms", "seeds", "sweep")
 LONGEST_NAME = 120  # bytes; the algorithm and a number follow, and a file system takes 255
@@ -75,7 +66,7 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
 
     Raises:
         ConfigError: the file cannot be read, or a flag cannot be used.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist, and all flags have keys that exist.
     """
     path = Path(path)
     if path.is_dir():
@@ -83,6 +74,7 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
     try:
         content = read_json(path) if path.suffix == ".json" else tomllib.loads(read_bytes(path).decode())
     except FileNotFoundError:
+        _check_flag_keys(flags)  # the value of a mistyped flag is taken for the config
         raise FileNotFoundError(f"no config file {path} (looked in {Path.cwd()})") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
@@ -172,6 +164,14 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[st
         else:
             flat[key.replace("-", "_")] = value
     return flat, tables
+
+
+def _check_flag_keys(flags: Sequence[str]) -> None:
+    """Raise ConfigError if a flag is not a key of a run and not an option of a built-in algorithm."""
+    flat, _ = parse_flags(flags)
+    for key in flat:
+        if key not in KEYS and not takers_of(key) and not is_import_path(flat.get("algorithm", "")):
+            raise ConfigError(_unknown(key, flat.get("algorithm", RunConfig.algorithm), ()))
 
 
 def algorithm_class(name: str) -> Callable[..., Any]:

@@ -1,7 +1,5 @@
 """The federated benchmark: turns and the gate, with processes that only pretend to train; and one real race."""
 
-from __future__ import annotations
-
 import json
 import stat
 import sys
@@ -23,8 +21,8 @@ from fastsam import fed
 
 LOAD = Workload("mlp")
 
-# Answers as a worker does, at once. Its contender's name says how: `NAME SECONDS LOSS [LOG]`; in LOG it notes when it
-# was asked.
+# Answers as a worker does, at once. Its contender's name holds the answer: `NAME SECONDS LOSS [LOG]`. LOG is a file to
+# which it writes the time of each request.
 PRETENDER = """#!{python}
 import json, sys
 name, seconds, loss, *log = sys.argv[3].split()

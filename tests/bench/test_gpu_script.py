@@ -1,6 +1,4 @@
-"""The script behind `make gpu`: parts that fail, hang or cannot run do not hide the others."""
-
-from __future__ import annotations
+"""The script of `make gpu`: parts that fail, hang or cannot run do not hide other parts."""
 
 import re
 import sys
@@ -65,7 +63,7 @@ def test_the_real_parts() -> None:
 
 @pytest.mark.of_each_kind
 def test_the_tests_of_a_gpu_are_where_the_script_looks() -> None:
-    """Every module with a test marked `gpu`, or with one that takes each backend on each device there is."""
+    """The script's list has every module with a test marked `gpu`, or with a test of each backend on each device."""
     looked = [ROOT / path for path in gpu.GPU_TESTS.split()]
     assert all(path.exists() for path in looked)
     sign = re.compile(r"@pytest\.mark\.gpu\b|def test_\w+\([^)]*\b(every_)?backend: (backends\.)?Backend\b")

@@ -1,6 +1,4 @@
-"""The writer of tables and pages: what the files say stands on the pages, and every figure has its place."""
-
-from __future__ import annotations
+"""The writer of tables and pages: pages have the numbers of the files, and every figure has its place."""
 
 import json
 from dataclasses import asdict
@@ -23,12 +21,9 @@ def summary(value: float) -> dict[str, float]:
 
 def case(part: str, *rows: dict[str, Any], title: str = "a case", **facts: Any) -> dict[str, Any]:
     return {
-        "part": part,
-        "name": title,
-        "title": title,
-        **facts,
+        "part": part, "name": title, "title": title, **facts,
         "rows": [{"title": r["name"], "ours": True, **r} for r in rows],
-    }
+    }  # fmt: skip
 
 
 def federated(device: str = "cpu") -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The comparison of two trees (tools/bits.py): it names the cases that differ, and only these."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

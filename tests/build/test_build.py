@@ -1,7 +1,5 @@
 """The building of the libraries: what is found, what is run, what is offered afterwards, and the errors."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CUDA's part of the build: which compiler, which architectures, and that it never costs the CPU library."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 `make test-slow` runs them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The library built at first use: once per sources and compiler, in a folder that is the user's alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Wheels: which one comes out, and what is in it. The C++ here is a stand-in that compiles at once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

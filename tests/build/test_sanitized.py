@@ -1,7 +1,5 @@
 """That the sanitizers see what they are there for; `make test-sanitize` runs the kernels' tests under them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

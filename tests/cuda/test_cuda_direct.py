@@ -1,8 +1,6 @@
 """The direct way to the CUDA kernels (`raw_calls.CudaCalls`), emulated: the bits and the launches of the ops, and whole
 steps of `FusedSAM`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ def direct(emulation: Emulation) -> Iterator[Emulation]:
 
 
 class Operands:
-    """Of a step on SHAPES: the same numbers whenever they are made."""
+    """Operands of a step on `SHAPES`, always with the same numbers."""
 
     def __init__(self, dtype: torch.dtype, master: bool) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -152,8 +150,7 @@ def test_a_step_is_three_launches_and_no_op_of_torch(direct: Emulation) -> None:
 def test_steps_of_an_optimizer(
     direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer]
 ) -> None:
-    """The CUDA kernels add up in another order than the CPU's: the same weights up to rounding, with a parameter that
-    has no gradient too."""
+    """Weights agree up to rounding with a parameter that has no gradient, because CUDA adds in a different order."""
     found = []
     for straight in (False, True):
         if straight:
@@ -189,7 +186,7 @@ class Small(nn.Module):
 def test_steps_of_an_exclusive_owner(
     direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer], in_backward: bool
 ) -> None:
-    """The bits of the ordinary steps, in as many launches, without a copy of the weights."""
+    """Steps with swapped storage have the bits and the launches of ordinary steps, and need no copy of the weights."""
     monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     found = []
@@ -227,7 +224,7 @@ def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatc
         for capturing in (False, True, False):  # noqa: B007  (which the stand-in reads)
             model().backward()
             opt._engine._sync_params()
-            opt._engine.buckets[0].device = torch.device("cuda")  # whose streams may be captured
+            opt._engine.buckets[0].device = torch.device("cuda")  # a device whose streams may be captured
             with opt.perturbed():
                 moved.append(kept != [p.data_ptr() for p in model.parameters() if p.numel()])
                 opt.zero_grad()
@@ -258,8 +255,10 @@ def test_the_stream_of_every_call_is_the_current_one(
 
 
 def test_during_a_capture_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tickets that a graph fills with zeros when it is replayed are none before; so the ops serve, until a call outside
-    of captures."""
+    """Tickets that a graph zeroes when it is replayed are not zero during the capture.
+
+    So the ops serve until the first call outside of captures.
+    """
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     o = Operands(torch.float32, False)
     on_gpu: Any = type("Weight", (), {"device": torch.device("cuda", 0)})()

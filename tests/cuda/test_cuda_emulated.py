@@ -1,10 +1,8 @@
-"""The CUDA kernels, run on the CPU by an emulation (see `emulated.py`): every test of the ops, and what is particular
-to the kernels.
+"""The CUDA kernels, run on the CPU by an emulation (see `emulated.py`): every test of the ops, and tests of the
+kernels.
 
-That tests like these fail when an error is put into the kernels: test_cuda_seeded.py.
+test_cuda_seeded.py shows that tests like these fail if a kernel has an error.
 """
-
-from __future__ import annotations
 
 import inspect
 import itertools
@@ -91,8 +89,7 @@ def test_ops_in_several_launches_and_another_order(
     [(1, 4, 4096), (62, 4, 4096), (65, 4, 32764), (500, 4, 32764), (600, 7, 32764)],
 )
 def test_launches_per_step(emulation: Emulation, segments: int, launches: int, bytes_: int) -> None:
-    """norm, perturb, restore, update: one launch each, whatever the number of tensors, up to what a kernel's argument
-    holds."""
+    """Norm, perturb, restore and update take one launch each while the tensors fit the argument of a kernel."""
     emulation.order(0, 0)
     case = case_of([1 + i % 40 for i in range(segments)], rows=2)
     before = emulation.count("launches")
@@ -116,8 +113,7 @@ def test_small_segments_share_blocks(emulation: Emulation) -> None:
 
 @pytest.mark.parametrize("order", [0, 1, 7])
 def test_sums_do_not_see_who_shares_a_block(emulation: Emulation, order: int) -> None:
-    """Segments that share blocks, and the same with zeros behind them, which have blocks of their own: the same bits,
-    in every op that adds up."""
+    """Segments that share blocks have the bits of the same segments with padding, which fill separate blocks."""
     emulation.order(order, order % 2)
     kernels, sums = emulation.backend.load(), []
     shared = case_of([-(-length // 4) * 4 for length in SMALL_CLIENT], rows=2)

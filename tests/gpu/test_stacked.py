@@ -1,7 +1,5 @@
 """Stacked clients on a GPU: a step waits for nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -44,8 +42,7 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: pytest.Mon
 def test_row_programs_agree_with_those_of_the_cpu(
     algorithm: fed.Algorithm, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In shared memory, and in memory of the blocks' own: every product has the CPU's bits, sums over a batch may have
-    another order."""
+    """Products in shared and in global memory have the CPU's bits; sums over a batch may have a different order."""
     own, taken = RowPass.train_, []
     monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
     draw, weights = torch.Generator().manual_seed(0), []

@@ -46,7 +46,7 @@ def model() -> nn.Module:
 
 
 def pairs() -> list[tuple[Tensor, Tensor]]:
-    """Of 10, 11, 12 and 13 samples."""
+    """Return clients of 10, 11, 12 and 13 samples."""
     g = torch.Generator().manual_seed(0)
     return [(torch.randn(10 + i, 6, generator=g), torch.arange(10 + i) % 3) for i in range(4)]
 

@@ -1,4 +1,4 @@
-"""Runs with a run directory, and what they leave in it."""
+"""Runs with a run directory, and the files in it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from tests.helpers import oracle
 
 def start(directory: Path, **options: Any) -> fed.Result:
     keywords: dict[str, Any] = {
-        "rounds": 3,
-        "participation": 0.6,
-        "run_dir": directory,
-        "test": oracle.ragged_clients(sizes=(9,))[0],
+        "rounds": 3, "participation": 0.6, "run_dir": directory, "test": oracle.ragged_clients(sizes=(9,))[0],
         **options,
-    }
+    }  # fmt: skip
     return fed.run(
         keywords.pop("model", None) or oracle.smooth_model(),
         keywords.pop("clients", None) or oracle.ragged_clients(),
@@ -37,7 +34,7 @@ def snapshot(directory: Path) -> dict[str, str]:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """What was recorded of each round but its times."""
+    """Return the records of all rounds without their times."""
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith("seconds")}
         for line in (directory / "metrics.jsonl").read_text().splitlines()

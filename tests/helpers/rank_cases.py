@@ -1,6 +1,4 @@
-"""What the ranks of tests/fed/sums/test_ranks.py do; see `rank_group`."""
-
-from __future__ import annotations
+"""Functions of the ranks of tests/fed/sums/test_ranks.py; see `rank_group`."""
 
 import random
 from collections import Counter
@@ -204,8 +202,7 @@ class Counted:
 
 
 def exchanged(rank: int) -> list[dict[str, Any]]:
-    """Sums of six rounds of eight clients; "late" comes in round 3, on the last rank alone, and stays away in round
-    5."""
+    """Return sums of six rounds of eight clients; only the last rank has "late", in rounds 3 and 4."""
     ranks = Ranks(rank, dist.get_world_size()) if dist.is_initialized() else Ranks()
     exchange, found = Exchange(ranks), []
     for t in range(6):
@@ -240,7 +237,7 @@ def of_other_shape(rank: int) -> Any:
 
 
 def collectives(rank: int, rounds: int) -> dict[str, int]:
-    """How often a run of so many rounds calls which."""
+    """Return the number of calls of each collective in a run of `rounds` rounds."""
     with Counted() as calls:
         train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": rounds, "participation": 1.0, "sizes": (4, 4, 4, 4)})
     return dict(calls)

@@ -4,8 +4,6 @@ the update.
 It is given the gradients that `FusedSAM` saw, and says where the weights must be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

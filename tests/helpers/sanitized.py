@@ -6,8 +6,6 @@ the copy before the installed package, in the processes that tests start too. A 
 the test.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -18,15 +16,14 @@ from fastsam_kernels import build, toolchain
 from tests.helpers.places import ROOT
 
 FOLDER = ROOT / "build" / "sanitized"
-# The last -O is the one that counts. Leaks are not looked for: Python's own would drown ours, which
-# tests/attack/leaks.py counts.
+# The last -O counts. Leaks are not checked, because Python has many; tests/attack/leaks.py counts fastsam's.
 FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# Signals as tests expect them; odr: the copy's symbols stand beside those of no other library.
+# Signals as tests expect them; odr: the copy's symbols are loaded with no other library.
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:handle_abort=0:detect_odr_violation=0",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
 }
-REPORTS = FOLDER / "reports"  # of findings: what pytest captures is lost when its process ends
+REPORTS = FOLDER / "reports"  # reports of findings; pytest's captured output is lost when its process ends
 _PRELOADED = (
     "libasan.so",
     "libubsan.so",
@@ -46,7 +43,7 @@ def why_not() -> str | None:
 
 
 def preloaded() -> list[str]:
-    """The sanitizers' libraries. Raises BuildError where the compiler has none."""
+    """Return the sanitizers' libraries. Raise BuildError if the compiler has none."""
     found = []
     for name in _PRELOADED:
         path = toolchain.output_of([*toolchain.find_cxx(), f"-print-file-name={name}"]).strip()
@@ -59,7 +56,7 @@ def preloaded() -> list[str]:
 
 
 def compiler(folder: Path) -> Path:
-    """A compiler that adds `FLAGS` behind all others."""
+    """Write a compiler that adds `FLAGS` after all other flags."""
     script = folder / "c++"
     script.write_text(f'#!/bin/sh\nexec {" ".join(toolchain.find_cxx())} "$@" {" ".join(FLAGS)}\n')
     script.chmod(0o755)
@@ -67,7 +64,7 @@ def compiler(folder: Path) -> Path:
 
 
 def environment(packages: Path) -> dict[str, str]:
-    """Of a process that loads what was compiled so, from `packages` before all others."""
+    """Return the environment of a process that loads the sanitized build from `packages` before all others."""
     path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | OPTIONS | {"LD_PRELOAD": " ".join(preloaded()), "PYTHONPATH": path}
 

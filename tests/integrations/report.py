@@ -1,7 +1,7 @@
-"""Which trainer does what with FusedSAM: `python -m tests.integrations.report FILE.json` writes docs/compatibility.md
-from a run of the tests."""
+"""The features of FusedSAM that each trainer supports, as a page.
 
-from __future__ import annotations
+`python -m tests.integrations.report FILE.json` writes docs/compatibility.md from a run of the tests.
+"""
 
 import sys
 from typing import Any

@@ -1,6 +1,4 @@
-"""LightningCLI, and jsonargparse below it: options are what a signature shows."""
-
-from __future__ import annotations
+"""LightningCLI and jsonargparse: their options are the parameters of a signature."""
 
 from typing import Any
 
@@ -29,11 +27,8 @@ class Model(lightning.LightningModule):
 
 CLASS = "fastsam.integrations.lightning.CommandLineFusedSAM"
 QUIET = {
-    "logger": "false",
-    "enable_checkpointing": "false",
-    "enable_progress_bar": "false",
-    "enable_model_summary": "false",
-}
+    "logger": "false", "enable_checkpointing": "false", "enable_progress_bar": "false", "enable_model_summary": "false",
+}  # fmt: skip
 
 
 def trained_by(*arguments: str) -> dict[str, Any]:

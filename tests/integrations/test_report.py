@@ -1,6 +1,4 @@
-"""The page of what works in which trainer is what the tests' last record says, and has every marked test."""
-
-from __future__ import annotations
+"""The page of compatible trainers has the results of the last record, and every marked test."""
 
 import ast
 import copy

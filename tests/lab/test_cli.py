@@ -1,6 +1,4 @@
-"""The `fastsam` command: what a user types, what they get, and what bad input and Ctrl-C leave behind."""
-
-from __future__ import annotations
+"""The `fastsam` command: results and messages of runs and comparisons, of bad input, and of Ctrl-C."""
 
 import errno
 import json
@@ -34,7 +32,7 @@ rho = 0.1
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test works in a directory of its own, with a config file in it."""
+    """Enter a new directory with a config file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(CONFIG)
     return tmp_path
@@ -52,14 +50,9 @@ def test_run_writes_the_run_directory_and_says_where(here: Path, capsys: pytest.
     run_dir = here / "runs" / "small-fedsam-001"
     assert "run directory: runs/small-fedsam-001" in out and "fedsam: round 3/3" in out and "to 10 %" in out
     expected = {
-        "config.json",
-        "metrics.jsonl",
-        "summary.json",
-        "model.safetensors",
-        "environment.json",
-        "curves.png",
+        "config.json", "metrics.jsonl", "summary.json", "model.safetensors", "environment.json", "curves.png",
         "classes.png",
-    }
+    }  # fmt: skip
     assert expected <= {path.name for path in run_dir.iterdir()}
     assert [record["round"] for record in metrics(run_dir)] == [1, 2, 3]
     stored = json.loads((run_dir / "config.json").read_text())
@@ -77,17 +70,9 @@ def test_the_stored_config_repeats_the_run_in_the_next_directory(here: Path) -> 
 
 def test_compare_runs_every_algorithm_and_seed(here: Path, capsys: pytest.CaptureFixture) -> None:
     command = [
-        "compare",
-        "small.toml",
-        "--algorithms",
-        "fedavg,mofedsam",
-        "--seeds",
-        "0,1",
-        "--run-dir",
-        "cmp",
-        "--rounds",
+        "compare", "small.toml", "--algorithms", "fedavg,mofedsam", "--seeds", "0,1", "--run-dir", "cmp", "--rounds",
         "2",
-    ]
+    ]  # fmt: skip
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert re.search(r"fedavg +\d+\.\d\d ± \d+\.\d\d", out) and "run directory: cmp" in out
@@ -192,6 +177,10 @@ def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(here: Path, ca
             "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or an import path",
         ),
         (["run", "none.toml"], 1, "no config file none.toml"),
+        (["run", "none.toml", "--rho", "1"], 1, "no config file none.toml"),
+        (["run", "--roundz", "3"], 1, "unknown key 'roundz' (did you mean 'rounds'?)"),
+        (["run", "--lerning-rate", "3", "small.toml"], 1, "unknown key 'lerning_rate'"),
+        (["run", "none.toml", "--lerning-rate", "3"], 1, "unknown key 'lerning_rate'"),
         (["compare", "small.toml"], 1, "what shall be compared"),
         (
             ["compare", "small.toml", "--algorithms", "fedavg,fedsum"],

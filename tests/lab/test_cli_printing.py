@@ -1,6 +1,5 @@
-"""The `fastsam` command where it only prints: help, version, what there is, warnings; and what it imports for that."""
-
-from __future__ import annotations
+"""The `fastsam` command when it only prints: help, version, lists, warnings, and the modules that it imports for
+them."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""The examples run as they stand, and their files work with the command line."""
-
-from __future__ import annotations
+"""The examples run unchanged, and their files work with the command line."""
 
 import contextlib
 import io
@@ -22,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(name: str) -> str:
-    """What the example prints."""
+    """Return the output of the example."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")

@@ -1,7 +1,5 @@
 """Odd words and numbers on the command line: each a line that says what was expected, before anything is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

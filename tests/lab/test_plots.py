@@ -1,7 +1,5 @@
 """The figures, looked at through matplotlib's own objects: lines, bands, legends, colours, scales."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +10,7 @@ from fastsam.lab import plots
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Where the next figure that is saved can be looked at, as "figure"; of its files only the PNG is written, and
-    small."""
+    """Return a dict whose "figure" is the next figure that is saved. Only its PNG is written, in low resolution."""
     seen: dict = {}
 
     def save(made: Figure, path: Path) -> Path:
@@ -172,7 +169,7 @@ def test_surfaces_of_models_that_overflow_can_be_drawn(tmp_path: Path, monkeypat
 
 
 def sweep() -> dict:
-    """Two values of alpha; in the second one the seeds lie apart, and a variant has no run."""
+    """Return runs of two values of alpha; for the second value, seeds differ and a variant has no run."""
     low = {
         "fedavg": [records([0.1, 0.2])],
         "fedsam rho=0.1": [records([0.1, 0.3])],

@@ -1,7 +1,5 @@
 """The tables, report.md, report.html and summary.json of a comparison, from histories whose numbers are known."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -45,14 +43,8 @@ def test_table_of_single_runs() -> None:
     short = report.short_table([finished("a", 0, [0.25, 0.75, 0.5], 2), finished("b", 0, [0.125, 0.25], None)])
     header, rows = short.head, short.rows
     heads = [
-        "algorithm",
-        "test final %",
-        "test best %",
-        "clients % (prior)",
-        "rounds to 50 %",
-        "s per round",
-        "MB sent",
-    ]
+        "algorithm", "test final %", "test best %", "clients % (prior)", "rounds to 50 %", "s per round", "MB sent",
+    ]  # fmt: skip
     assert [head.replace("\n", " ") for head in header] == heads
     assert rows[0] == ["a", "50.00", "75.00", "60.00 ± 10.00", "2", "0.250", "12.0"]
     assert rows[1] == ["b", "25.00", "25.00", "60.00 ± 10.00", "–", "0.250", "12.0"]
@@ -101,12 +93,9 @@ def test_rounds_to_the_target_are_a_mean_and_no_median() -> None:
 
 def test_small_sizes_keep_two_digits() -> None:
     sent = {
-        "megabytes": 0.02834,
-        "state_megabytes": 0.0,
-        "client_megabytes": 0.00251,
-        "seconds_training": 0.1,
+        "megabytes": 0.02834, "state_megabytes": 0.0, "client_megabytes": 0.00251, "seconds_training": 0.1,
         "backprops": 1,
-    }
+    }  # fmt: skip
     runs = [finished("a", 0, [0.5], 1, **sent, megabytes_to_target=0.0141, seconds_to_target=1.0)]
     assert report.short_table(runs).rows[0][-1] == "0.028"
     assert tables.to_target(runs).rows[0][5] == "0.014"  # type: ignore[union-attr]

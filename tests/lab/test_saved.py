@@ -1,7 +1,5 @@
 """Runs read back from their directories."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
-from fastsam.fed.algorithms.base import Algorithm, Round
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.weights import own_weights
-from fastsam.fed.loop import client_state, trial_step
+from fastsam.fed.loop import client_state, trial_loop, trial_step
 from fastsam.fed.loop.algorithm_calls import Contract, contract_of
 from fastsam.fed.loop.contract import asked, check_begin
 from fastsam.fed.loop.evaluate import Evaluator
@@ -32,10 +32,8 @@ from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.compression import compression_of
 from fastsam.fed.stages.noise import noise_of
 from fastsam.fed.stages.order import chain
-from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.step.parameter_layout import ParameterLayout
-from fastsam.fed.step.teacher import check_term
 from fastsam.fed.sums.ranks import Ranks
 
 
@@ -79,7 +77,6 @@ def assemble(
         sampling.likely(settings.sampler, clients, settings.share_of(clients)),
         tried.changed_buffers,
         sized=population.sized,
-        batched=population.batched,
         measured=not isinstance(measures, Sequence) or len(measures) > 0,
         path_measures=sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else (),
     )
@@ -102,18 +99,15 @@ def assemble(
         settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
     clients = len(population.sizes)
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
-    step = _try(contract, population, settings, state, parameter_layout)
-    check(replace(facts, update=step))
-    if step.teacher is not None and tried.example is not None:
-        w = step.teacher.rows[0]
-        check_term(step.teacher, parameter_layout.model(w if w.dim() == 1 else w[0]), *tried.example)
-    trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
-        step.input_map is not None, tried.example, cohort,
+        tried.example, cohort,
         tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
-        population.batched, population.reads_draw, step.teacher is not None, step.phased,
+        population.batched, population.reads_draw, facts.name if contract.has_loop else "",
     )  # fmt: skip
+    update, has_phases = _try(contract, setup, population, settings, state, parameter_layout)
+    check(replace(facts, update=update, has_phases=has_phases))
+    trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     chosen = executors.choose(settings.executor, setup)
     vectors = client_state.vectors(algorithm, state.server) + (settings.compression is not None)
     nbytes = len(population.sizes) * vectors * w0.nbytes
@@ -140,14 +134,20 @@ def assemble(
 
 
 def _try(
-    contract: Contract, population: Population, settings: Settings, state: RunState, layout: ParameterLayout
-) -> LocalUpdate:
-    """Return the constants of a first client, so that an algorithm's errors come before anything is written."""
+    contract: Contract,
+    setup: executors.Setup,
+    population: Population,
+    settings: Settings,
+    state: RunState,
+    layout: ParameterLayout,
+) -> tuple[LocalUpdate, bool]:
+    """Call the algorithm for a first client, so that its errors come before anything is written. Return the client's
+    constants, and whether it has a loop with phases, or with further models."""
     lr = settings.lr_of(0)
     about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, layout,
                   settings.momentum, settings.seed)  # fmt: skip
     client = contract.init_client(state.server)
-    step = contract.local_updates(state.server, client_state.rows([client]), 1, about)[0][0]
+    constants = contract.local_updates(state.server, client_state.rows([client]), 1, about)[0]
     if getattr(contract.algorithm, "own_models", False):
         own, w = asked(contract.algorithm, "own_model", (state.server, client), None), state.server["w"]
         if not isinstance(own, Tensor) or (own.shape, own.dtype, own.device) != (w.shape, w.dtype, w.device):
@@ -156,5 +156,7 @@ def _try(
                 f"own_model must return the weights of one client, {w.dtype} {list(w.shape)} on {w.device}; the state "
                 f"that it gets has no dimension for rows. Got {got}"
             )
-    check_padding_of_step(step, layout)
-    return step
+    check_padding_of_step(constants[0], layout)
+    if not contract.has_loop:
+        return constants[0], False
+    return constants[0], trial_loop.attempt(contract, setup, population, settings, state, client, constants, about)

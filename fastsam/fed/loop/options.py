@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
 from fastsam.fed.step.memory_format import FORMATS
+
+Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ class Settings:
     clip_scope: str = option("full", "what is clipped: the whole step, or the step without the proximal term's linear "
                                      "half",
         choices=("full", "linear"))
+    optimizer: str | Optimizer | None = option(None,
+        "optimizer of the local steps: a class of torch.optim by name ('AdamW'), or a functools.partial of a class, in "
+        "a config its import path; its state begins anew for each client and round; none: SGD")
     server_lr: Rate = option(1.0,
         "learning rate of the server, a factor on the mean delta; or a formula such as '1/sqrt(round)', in Python also "
         "a function of t",
@@ -153,11 +158,14 @@ class Settings:
         requirements.check(requirements.Facts(self))
         self._check_rates()
         object.__setattr__(self, "loss", _function(self.loss))
+        object.__setattr__(self, "optimizer", _optimizer(self.optimizer))
 
     @property
     def local(self) -> LocalOptions:
         """The options of local steps."""
-        return LocalOptions(self.momentum, self.weight_decay, self.clip_norm, self.clip_scope)
+        make = self.optimizer
+        assert not isinstance(make, str)  # names are classes since __post_init__
+        return LocalOptions(self.momentum, self.weight_decay, self.clip_norm, self.clip_scope, make)
 
     @property
     def rule(self) -> Rule | None:
@@ -218,6 +226,20 @@ class Settings:
 
 # Options that may change when a run is resumed: the bits do not depend on them, or the identity has their effect.
 FREE = frozenset(name for name, row in table(Settings).items() if row.free)
+
+
+def _optimizer(made: str | Optimizer | None) -> Optimizer | None:
+    """Return an optimizer class by its name in `torch.optim`, or `made` itself. Raises ValueError for other values."""
+    known = {name: c for name, c in vars(torch.optim).items() if isinstance(c, type)}
+    if isinstance(made, str) and made in known:
+        return known[made]
+    if made is not None and (isinstance(made, torch.optim.Optimizer) or not callable(made)):
+        close = nearest(made, known) if isinstance(made, str) else ""
+        raise ValueError(
+            f"optimizer must be a class of torch.optim or its name, or a partial such as partial(torch.optim.AdamW, "
+            f"lr=1e-3); got {made!r}{close}"
+        )
+    return made
 
 
 def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:

@@ -34,7 +34,7 @@ from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
-from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.options import Optimizer, Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
@@ -82,6 +82,7 @@ def run(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     clip_scope: str = "full",
+    optimizer: str | Optimizer | None = None,
     server_lr: Rate = 1.0,
     seed: int = 0,
     test: Any = None,

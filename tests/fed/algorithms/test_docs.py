@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import OrderedDict
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,8 +94,8 @@ def test_the_table_says_what_the_class_does(name):
     size_of_w = watched._servers[0]["w"].shape
     assert {key for key, t in watched._servers[-1].items() if t.shape == size_of_w} == vectors(server)
     assert {key for key, t in watched._clients[0].items() if t.shape == size_of_w} == vectors(client)
-    beside = step.then.backward_passes if name == "ditto" else name == "apfl"
-    assert step.backward_passes + beside == watched.backward_passes
+    second_models = name in ("ditto", "apfl")
+    assert step.backward_passes + second_models == watched.backward_passes
     active, size = result.history[-1]["clients"], 10 * 4 / 1e6
     stays = type(watched._inner).own_parameters is not fed.Algorithm.own_parameters
     assert stays or result.history[-1]["megabytes_down"] == pytest.approx(active * watched.download_vectors * size)
@@ -134,9 +135,20 @@ def test_the_examples_of_own_algorithms_are_what_they_say():
         for p, q in zip(final(names["FedAvgM"](**options)), final(theirs(**options))):
             assert torch.equal(p, q)
     pairs = [(names["FedAvgM"](beta=0.0, rho=0.3), fed.FedSAM(rho=0.3)), (names["Scaffold"](), fed.SCAFFOLD())]
-    for ours, built_in in (*pairs, (names["OwnHead"](mu=0.0), fed.FedAvg())):
+    same_as_fedavg = (names["OwnHead"](mu=0.0), names["Plain"](), names["Sparse"](1.0), names["IFCA"](1))
+    for ours, built_in in (*pairs, *((algorithm, fed.FedAvg()) for algorithm in same_as_fedavg)):
         for p, q in zip(final(ours), final(built_in)):
             torch.testing.assert_close(p, q)
+    assert not all(map(torch.equal, final(names["Sparse"](0.1)), final(fed.FedAvg())))
+    names |= {"data": SimpleNamespace(classes=2), "model": model}
+    alone = fed.run(model, clients[:1], fed.FedAvg(), rounds=4)
+    protos = fed.run(model, clients, names["FedProto"](mu=0.0), rounds=4, participation=1.0)
+    for p, q in zip(protos.client_model(0).parameters(), alone.model.parameters()):
+        torch.testing.assert_close(p, q)
+    assert (
+        protos.history[0]["train_loss"]
+        != fed.run(model, clients, names["FedProto"](mu=9.0), rounds=4, participation=1.0).history[3]["train_loss"]
+    )
     # The received model says the same as the client's at its first step: where there is one step, nothing is distilled.
     for p, q in zip(final(names["Distilled"]()), final(fed.FedAvg())):
         torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-2)
@@ -154,7 +166,7 @@ def test_the_examples_of_own_algorithms_are_what_they_say():
 
 def test_the_page_of_own_algorithms_names_every_function_and_field():
     page = (ROOT / "docs" / "own_algorithm.md").read_text()
-    for function in ("init_server", "init_client", "local_update", "finish_client", "step_server"):
+    for function in ("init_server", "init_client", "local_update", "train_client", "finish_client", "step_server"):
         assert f"| `{function}(" in page
     for name in fed.Round.__dataclass_fields__:
         assert f"`{name}`" in page

@@ -4,7 +4,6 @@ and every client's."""
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.executors import Setup, stacked
 from fastsam.fed.executors.graph import Graph
-from fastsam.fed.step.local_update import Envelope
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
@@ -167,9 +165,7 @@ def test_fedrep_with_local_steps_and_sam():
 
     class Sharp(fed.FedRep):
         def local_update(self, server, client, round):
-            step = super().local_update(server, client, round)
-            sharp = {"direction": fed.Direction.GRADIENT, "rho": 0.3}
-            return replace(step, **sharp, then=replace(step.then, **sharp))
+            return fed.LocalUpdate(fed.Direction.GRADIENT, rho=0.3)
 
     flat = ran(model, fed.FedRep(head_epochs=1), options)
     sharp = ran(model, Sharp(head_epochs=1), options)
@@ -333,25 +329,14 @@ def test_a_wrong_line_is_noticed(mutant):
 
 
 @pytest.mark.parametrize("name", sometimes(["FedRep", "Ditto", "pFedMe", "APFL"], lambda name: name == "Ditto"))
-def test_executors_that_take_no_phases_say_so(name):
+def test_executors_that_take_no_loops_say_so(name):
     made, algorithm = ALL[name]
-    with pytest.raises(
-        ValueError, match="'vmap' cannot serve here: the algorithm's local steps have phases of their own"
-    ):
+    words = f"{name} trains each client in a loop of its own"
+    with pytest.raises(ValueError, match=f"'vmap' cannot serve here: {words}"):
         ran(made(), algorithm, executor="vmap")
-    setup = Setup(None, None, None, None, torch.device("cpu"), "auto", phased=True)
-    assert "phases" in (Graph.why_not(setup) or "") and "phases" in (stacked.why_not(setup) or "")
+    setup = Setup(None, None, None, None, torch.device("cpu"), "auto", loop=name)
+    assert words in (Graph.why_not(setup) or "") and words in (stacked.why_not(setup) or "")
     assert same_bits(ran(made(), algorithm, executor="auto").model, ran(made(), algorithm).model)
-
-
-@pytest.mark.slow
-def test_a_phase_that_comes_later_is_not_overlooked():
-    class Late(fed.Algorithm):
-        def local_update(self, server, client, round):
-            return fed.LocalUpdate(then=fed.LocalUpdate()) if round.index else fed.LocalUpdate()
-
-    with pytest.raises(ValueError, match="'vmap' cannot serve here: the algorithm's local steps have phases"):
-        ran(oracle.smooth_model(), Late(), executor="vmap")
 
 
 @pytest.mark.parametrize(
@@ -370,25 +355,13 @@ def test_a_phase_that_comes_later_is_not_overlooked():
         (lambda: fed.FedRep(head_epochs=0), {}, "head_epochs must be an integer >= 1"),
         (lambda: fed.Ditto(epochs=0), {}, "epochs must be an integer >= 1"),
         (lambda: fed.Ditto(lam=-1), {}, "lam must"),
-        (lambda: fed.LocalUpdate(only=()), {}, "trains nothing"),
-        (lambda: fed.LocalUpdate(envelope=Envelope(2, 0.1)), {}, "an envelope needs a proximal term"),
-        (lambda: Envelope(0, 0.1), {}, "steps must be an integer >= 1"),
         (lambda: fed.pFedMe(K=0), {}, "K must be an integer >= 1"),
-        (lambda: fed.LocalUpdate(full_gradient=True, then=fed.LocalUpdate()), {}, "a step with a further phase"),
         (fed.APFL(), {"model": normalised, "buffers": "average"}, "APFL needs one set of buffers"),
         (lambda: fed.APFL(alpha=1.5), {}, "alpha must .*<= 1, got 1.5"),
         (lambda: fed.APFL(eta_alpha=-1), {}, "eta_alpha .None for the local learning rate. must"),
-        (lambda: fed.Mixture(0.5), {}, "alpha must be a tensor of one number for each client, float64 .n., got 0.5"),
-        (lambda: fed.Mixture(torch.ones(2), -1), {}, "rate must"),
-        (lambda: fed.LocalUpdate(beside=torch.ones(3)), {},
-            "one model and how it learns.*a vector beside and no mixture"),
-        (lambda: fed.LocalUpdate(fed.Direction.GRADIENT, beside=torch.ones(3), mixture=fed.Mixture(torch.ones(1))), {},
-            "got the direction 'gradient'"),
     ],
     ids=["local_parameters", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",
-        "no own epochs", "repelled",
-         "nothing", "no term", "no steps", "no K", "full gradient", "two buffers", "too much", "away", "no vector",
-         "uphill", "no mixture", "sharp"],
+         "no own epochs", "repelled", "no K", "two buffers", "too much", "away"],
 )  # fmt: skip
 def test_what_does_not_fit(algorithm, options, words):
     with pytest.raises(ValueError, match=words):

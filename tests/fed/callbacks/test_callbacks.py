@@ -1,7 +1,5 @@
-"""Callbacks: what the loggers write (the libraries themselves: tests/integrations/test_trackers.py), early stopping and
-the best model, and progress on a terminal."""
-
-from __future__ import annotations
+"""Callbacks: output of the loggers (the libraries themselves: tests/integrations/test_trackers.py), early stopping, the
+best model, and progress on a terminal."""
 
 import csv
 import json
@@ -160,13 +158,10 @@ def test_progress_without_a_terminal_is_a_few_plain_lines(capsys: pytest.Capture
         for i in range(1, 41):
             progress(
                 {
-                    "round": i,
-                    "train_loss": 0.5,
-                    "test_accuracy": 0.25,
-                    "client_accuracy_mean": 0.3,
+                    "round": i, "train_loss": 0.5, "test_accuracy": 0.25, "client_accuracy_mean": 0.3,
                     "client_accuracy_std": 0.1,
                 }
-            )
+            )  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split("round ")[1].split("/")[0]) for line in lines] == [1, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
     assert lines[0] == "fedsam: round 1/40  loss 0.5000  test 25.00 %  clients 30.00 ± 10.00 %"
@@ -275,7 +270,7 @@ def test_what_it_says():
 
 
 def test_a_run_interrupted_and_resumed_stops_in_the_same_round(tmp_path):
-    """What was counted before is counted again; a run that was stopped stays stopped."""
+    """Counters are resumed, and a stopped run stays stopped."""
 
     class Interrupts(fed.Callback):
         def on_round(self, run, record):
@@ -331,10 +326,7 @@ def test_a_metric_that_is_not_there(tmp_path, caplog):
         start(tmp_path / "run", callbacks=[EarlyStopping("test_acuracy", mode="max")])
     with caplog.at_level(logging.WARNING, "fastsam.fed"):
         fed.run(
-            torch.nn.Linear(2, 2),
-            [(torch.ones(2, 2), torch.tensor([0, 1]))],
-            fed.FedAvg(),
-            rounds=1,
+            torch.nn.Linear(2, 2), [(torch.ones(2, 2), torch.tensor([0, 1]))], fed.FedAvg(), rounds=1,
             callbacks=[EarlyStopping()],
-        )
+        )  # fmt: skip
     assert "EarlyStopping: 'test_loss' had no value in any round" in caplog.text

@@ -1,6 +1,4 @@
-"""Test sets of the clients' own: what is told of each, and what is refused."""
-
-from __future__ import annotations
+"""Test sets of clients: their records and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ def wrong(outputs: torch.Tensor, labels: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["pairs", "lazy", "batches"])
 def test_each_client_is_tested_on_its_own(kind: str) -> None:
-    """Whatever the clients are: all of them in memory, loaded, or read in batches."""
+    """Clients are in memory, loaded, or read in batches."""
     clients: Any = CLIENTS
     if kind == "lazy":
         clients = fed.LazyClients(4, CLIENTS.__getitem__)

@@ -1,8 +1,6 @@
 """A client may be a pair, a data set, a loader, a tree of columns, or a list of samples: the same samples give the same
 bits."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
@@ -107,15 +105,10 @@ def test_a_drawing_data_set_gives_other_numbers_in_another_epoch() -> None:
         return F.cross_entropy(m(batch[0]), batch[1])
 
     run(
-        [noisy(*pairs()[0])],
-        loss=fed.BatchLoss(look),
-        rounds=1,
-        local_epochs=2,
-        batch_size=16,
-        shuffle=False,
+        [noisy(*pairs()[0])], loss=fed.BatchLoss(look), rounds=1, local_epochs=2, batch_size=16, shuffle=False,
         test=None,
-    )
-    once, again = seen[2], seen[4]  # after the two of the trial; of a step's two passes the first
+    )  # fmt: skip
+    once, again = seen[2], seen[4]  # seen[0] and seen[1] belong to the trial step; first pass of a step with two passes
     assert torch.equal(seen[2], seen[3]) and not torch.equal(once, again)
 
 
@@ -233,7 +226,7 @@ def in_files(folder: Path) -> list[tuple[Any, Any]]:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all clients together were larger than what is read into memory."""
+    """Lower the limit for reading clients into memory below the size of all clients."""
     monkeypatch.setattr(preparing, "LARGEST_READ", 1000)
 
 
@@ -382,7 +375,7 @@ def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: pytest
 
 
 def calls_before_the_first_round(many: int) -> int:
-    """Calls of functions, of Python's and of C's, that a run of so many clients makes."""
+    """Return the number of calls of Python and C functions that a run with `many` clients makes."""
     data, test = clients([4] * many), clients([32])[0]
     count = 0
 
@@ -402,7 +395,7 @@ def calls_before_the_first_round(many: int) -> int:
 
 def test_a_client_costs_few_calls_before_the_first_round() -> None:
     """Each of them is dealt a test sample, which takes ten: a hundred thousand clients are ready in two seconds."""
-    calls_before_the_first_round(10)  # what is imported and made once
+    calls_before_the_first_round(10)  # import modules and make objects that are made once
     few, many = (calls_before_the_first_round(n) for n in (1000, 3000))
     assert (many - few) / 2000 < 25
 

@@ -1,7 +1,5 @@
 """Clients that a function loads when they are sampled."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -117,7 +115,7 @@ class Slow:
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 def test_the_next_clients_are_loaded_while_others_train(executor: str) -> None:
-    """Also those of the next round; each once for every round, as without."""
+    """Clients of the next round are loaded early too, and each client once in each round."""
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5, "sampler": "fixed", "executor": executor}
     plain, ahead, none = run(pairs(), **options), Slow(), Slow()
     made = run(fed.LazyClients(4, ahead), **options)

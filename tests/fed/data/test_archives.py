@@ -1,8 +1,6 @@
 """CIFAR and EMNIST read from small archives in the published formats; archives that are missing, cut or of another data
 set."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -161,7 +159,7 @@ def pickled(**content: object) -> bytes:
 def test_what_an_archive_holds_is_checked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, bytes | None], message: str
 ) -> None:
-    """Archives with the right checksum: damaged by whoever made them, or of another data set."""
+    """The archives have the right checksum, but they are damaged or of a different data set."""
     files, _ = cifar_files(100)
     path = expect_cifar(monkeypatch, tmp_path, 100, {k: v for k, v in (files | change).items() if v is not None})
     with pytest.raises(ArchiveError, match=message):
@@ -175,7 +173,7 @@ def test_emnist_in_the_published_format(tmp_path: Path, monkeypatch: pytest.Monk
     assert (data.classes, data.in_shape, data.augment, data.name) == (62, (1, 28, 28), None, "EMNIST")
     raw = content["train"][0] / 255
     x, y = content["test"]
-    expected = (x.transpose(0, 2, 1) / 255 - raw.mean()) / raw.std()  # the stored images lie on their side
+    expected = (x.transpose(0, 2, 1) / 255 - raw.mean()) / raw.std()  # stored images are transposed
     assert np.allclose(data.test[0][:, 0].numpy(), expected, atol=1e-5) and data.test[1].tolist() == y
     pooled = torch.cat([x for x, _ in data]).double()
     assert pooled.mean().item() == pytest.approx(0, abs=1e-6) and pooled.std(correction=0).item() == pytest.approx(1)
@@ -260,7 +258,7 @@ CIFAR = "cifar-10-python.tar.gz"
 
 @pytest.fixture
 def server_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with small archives, whose checksums torchvision expects; the published addresses are nobody's."""
+    """Return a folder with small archives whose checksums torchvision expects; published addresses do not answer."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     folder = tmp_path / "server"
     folder.mkdir()
@@ -277,7 +275,7 @@ def test_a_download_is_unpacked_and_used_the_next_time(tmp_path: Path, server_fo
         assert len(cifar10(here, clients=3, download=True, url=f"{address}/{CIFAR}")) == 3
         assert len(emnist(here, clients=2, download=True, url=f"{address}/gzip.zip")) == 2
     assert sorted(p.name for p in here.iterdir()) == ["EMNIST", "cifar-10-batches-py", CIFAR, "gzip.zip"]
-    assert len(cifar10(here, clients=3, download=True)) == 3  # nobody is asked
+    assert len(cifar10(here, clients=3, download=True)) == 3  # without a request
     shutil.rmtree(here / "cifar-10-batches-py")
     assert len(cifar10(here, clients=3)) == 3
 

@@ -1,7 +1,5 @@
 """From a config to data: built-in sets by name, their keys, and a run on each kind of data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -210,12 +208,9 @@ def test_its_tables_name_every_data_set_split_and_model() -> None:
     for name in [*data.SETS, *data.SPLITS, *models.MODELS, *data.AUGMENTS]:
         assert f'| `"{name}"`' in PAGE, name
     counts = {
-        "cnn": (1, 8, 8, 10),
-        "mlp": (1, 8, 8, 10),
-        "emnist_cnn": (1, 28, 28, 62),
-        "lenet": (3, 32, 32, 10),
+        "cnn": (1, 8, 8, 10), "mlp": (1, 8, 8, 10), "emnist_cnn": (1, 28, 28, 62), "lenet": (3, 32, 32, 10),
         "resnet18_gn": (3, 32, 32, 10),
-    }
+    }  # fmt: skip
     for name, (*shape, classes) in counts.items():
         with torch.device("meta"):
             size = sum(p.numel() for p in models.MODELS[name](tuple(shape), classes).parameters())

@@ -1,7 +1,5 @@
 """Domains: one left out, clients inside each, image folders, and the digits under rotation and noise."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

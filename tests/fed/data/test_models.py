@@ -1,6 +1,4 @@
-"""The small models: shapes, sizes, initial weights from a seed alone, a user's own."""
-
-from __future__ import annotations
+"""The small models: shapes, sizes, initial weights that depend only on a seed, and user-defined models."""
 
 from pathlib import Path
 
@@ -18,18 +16,11 @@ def weights(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "shape", "parameters"),
     [
-        ("cnn", (1, 8, 8), 13_706),
-        ("cnn", (8, 8), 13_706),
-        ("cnn", (1, 28, 28), 105_866),
-        ("cnn", (3, 9, 11), None),
-        ("mlp", (1, 8, 8), 4_810),
-        ("emnist_cnn", (1, 8, 8), None),
-        ("lenet", (3, 32, 32), 797_962),
-        ("lenet", (16, 16), None),
-        ("resnet18_gn", (3, 32, 32), 11_181_642),
-        ("resnet18_gn", (1, 8, 8), None),
+        ("cnn", (1, 8, 8), 13_706), ("cnn", (8, 8), 13_706), ("cnn", (1, 28, 28), 105_866), ("cnn", (3, 9, 11), None),
+        ("mlp", (1, 8, 8), 4_810), ("emnist_cnn", (1, 8, 8), None), ("lenet", (3, 32, 32), 797_962),
+        ("lenet", (16, 16), None), ("resnet18_gn", (3, 32, 32), 11_181_642), ("resnet18_gn", (1, 8, 8), None),
     ],
-)
+)  # fmt: skip
 def test_models_take_their_inputs(name: str, shape: tuple[int, ...], parameters: int | None) -> None:
     model = models.build(name, shape, 10, seed=0)
     assert model(torch.randn(5, *shape)).shape == (5, 10)
@@ -68,7 +59,7 @@ def test_options_reach_the_model() -> None:
     [("cnn", (3, 8, 8)), ("emnist_cnn", (1, 12, 12)), ("lenet", (3, 16, 16)), ("resnet18_gn", (3, 16, 16))],
 )
 def test_images_whose_channels_come_last_are_refused(name: str, shape: tuple[int, int, int]) -> None:
-    """They have as many numbers, and would be cut into images of something else."""
+    """Their number of values is right, but they would be read as different images."""
     made, x = models.build(name, shape, 4, 0).eval(), torch.randn(5, *shape)
     with pytest.raises(ValueError, match=r"takes images \[n, .*channels come last: x.movedim\(-1, 1\)"):
         made(x.movedim(1, -1))

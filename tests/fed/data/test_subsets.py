@@ -1,6 +1,4 @@
-"""`fed.split`: subsets of one's own data set."""
-
-from __future__ import annotations
+"""`fed.split`: subsets of a user's data set."""
 
 from typing import Any
 

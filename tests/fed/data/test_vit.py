@@ -1,8 +1,6 @@
 """torchvision as it is found (missing, of another torch, without its compiled part), and its ViT-B/32 in federated
 rounds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -104,7 +102,7 @@ USE = """
     """
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # starts a process
 def test_what_the_compiled_part_would_declare_is_declared(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     for name, text in PARTS.items():
@@ -159,7 +157,7 @@ def trained(executor: str, **options: float) -> fed.Result:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap on the CPU
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap on the CPU
 def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -> None:
     one, *others = (trained(executor) for executor in ("sequential", "threads", "vmap"))
     start = models.build("vit_b_32", (3, 64, 64), 5, 0)

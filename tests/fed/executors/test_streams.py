@@ -91,8 +91,8 @@ def test_without_a_gpu_it_says_so(executor: str) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_a_trained_map_of_the_inputs_is_not_captured() -> None:
-    with pytest.raises(ValueError, match="map of the inputs"):
+def test_a_loop_of_an_algorithm_is_not_captured() -> None:
+    with pytest.raises(ValueError, match="FedRobust trains each client in a loop of its own"):
         train(fed.FedRobust(), executor="graph")
 
 

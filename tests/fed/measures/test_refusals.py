@@ -1,7 +1,5 @@
 """Measures that cannot be taken, and in which words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

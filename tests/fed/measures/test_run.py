@@ -1,6 +1,4 @@
-"""The measures that a run takes in its rounds: what it records, when, and that the run itself does not change."""
-
-from __future__ import annotations
+"""The measures of a run: their records, their rounds, and that they do not change the run."""
 
 import json
 import re
@@ -36,7 +34,7 @@ def test_measuring_everything_changes_no_bit_of_the_run():
         assert {k: v for k, v in after.items() if k not in ADDED and not k.startswith("seconds")} == {
             k: v for k, v in before.items() if not k.startswith("seconds")
         }
-    # Of FedSAM everything has a value but what belongs to FedSMOO; the same again at the second run.
+    # With FedSAM only the measure of FedSMOO has no value. A second run records the same values.
     assert {k for k in ADDED if measured.history[-1][k] is None} == {"dual_gap"}
     again = run(measures=list(NAMES), measure_options={"iterations": 3, "steps": 2})
     first, second = ([[r[k] for k in sorted(ADDED)] for r in run.history] for run in (measured, again))
@@ -137,7 +135,7 @@ def test_smoothness_and_variances_of_a_quadratic_run():
     last = result.history[-1]
     assert last["hessian_norm"] == pytest.approx(4, rel=1e-2)
     assert last["smoothness_clients"] == pytest.approx(4, rel=0.2) and last["smoothness_clients"] <= 4 + 1e-9
-    # by symmetry the global model moves along the second axis alone
+    # by symmetry only the second coordinate of the global model changes
     assert last["smoothness_global"] == pytest.approx(1)
     assert last["sigma_g"] == pytest.approx(4) and last["sigma_l"] == 0
     assert last["estimation_bias"] == pytest.approx(0, abs=1e-7)
@@ -197,7 +195,7 @@ ABOUT = Round(0, 0.1, 1, 3, 3, 1.0, 0.1, fed.ParameterLayout.of(LINEAR, Layout.o
 
 
 def taken(measures, order, bad=None):
-    """What a round records when the ends come in this order; `bad`: a client whose upload keeps it out of the sums."""
+    """Return the record of a round whose results arrive in `order`; `bad` is a client whose upload is excluded."""
     aggregate, w = FixedPointAggregate(3, 1), torch.zeros(256, dtype=torch.float64)
     for i in order:
         end = results()[i]

@@ -1,6 +1,4 @@
-"""What noise does not go together with: told before the run, with what would work."""
-
-from __future__ import annotations
+"""Options that noise excludes: the error comes before the run, with a remedy."""
 
 from pathlib import Path
 from typing import Any, ClassVar

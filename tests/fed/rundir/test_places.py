@@ -1,7 +1,5 @@
-"""What lies in a run directory beside the run's own files: nothing of it is followed, deleted, waited for or found too
-late."""
-
-from __future__ import annotations
+"""Foreign files in a run directory: they are not followed, deleted or waited for, and are noticed before a run
+starts."""
 
 import json
 import os
@@ -177,7 +175,7 @@ def test_two_runs_that_begin_at_once(tmp_path):
 
 
 def test_an_error_leaves_no_lock(tmp_path):
-    """Also while somebody holds the traceback, as a notebook does."""
+    """A held traceback, as a notebook holds one, does not keep the lock."""
 
     def stop(record):
         raise KeyError("mine")
