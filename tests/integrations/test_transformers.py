@@ -396,7 +396,9 @@ def _both(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.shows(
-    "transformers", "`SAMTrainer` with an optimizer that is no FusedSAM; `variant` together with an optimizer", "clear error"
+    "transformers",
+    "`SAMTrainer` with an optimizer that is no FusedSAM; `variant` together with an optimizer",
+    "clear error",
 )
 @pytest.mark.parametrize(
     ("given", "message"),
