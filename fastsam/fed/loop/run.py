@@ -168,9 +168,9 @@ def run(
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
         with trials:
             tried = (
-                trial_batch.attempt(trained, population, loss, batch_size)
+                trial_batch.try_batches(trained, population, loss, batch_size)
                 if isinstance(loss, BatchLoss)
-                else trial_step.attempt(trained, population, loss, batch_size)
+                else trial_step.try_pairs(trained, population, loss, batch_size)
             )
         registration.update(tried.draws is not None or population.reads_draw)
         trial_step.check_buffers(tried, settings.buffers)
