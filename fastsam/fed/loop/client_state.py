@@ -104,14 +104,14 @@ class PrefetchedState:
 
 
 class HostStateStorage:
-    """States are tensors in pinned host memory. They are copied to the device when they are needed, at most `ahead` of
-    them early.
+    """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most `ahead`
+    states earlier.
 
-    All copies in both directions use one separate stream. So a row of host memory is written only after earlier reads
-    of it, and read only after it is written, without further waits. The host waits for copies only at the end of a
-    round. The device holds the states of the clients that train, and `ahead` more: the next of the cohort, and at its
-    end those of the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A
-    tensor that several states share (a past model) is copied once and stays shared.
+    All copies in both directions use one separate stream. Therefore host memory is written only after earlier reads,
+    and read only after it is written, without further waits. The host waits for copies only at the end of a round. The
+    device holds the states of the clients that train, and `ahead` more states: first of the cohort, and at its end of
+    the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A tensor that
+    several states share (a past model) is copied once and stays shared.
     """
 
     where, prefetches = "host", True
@@ -296,8 +296,8 @@ def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:
-    """Return the number of vectors (of the size of "w") that a client keeps: what the algorithm declares, and at least
-    those of its first state."""
+    """Return the number of vectors (of the size of "w") that a client keeps, at least the vectors of its first
+    state."""
     begin = sum(t.nbytes for t in algorithm.init_client(server).values()) / max(server["w"].nbytes, 1)
     return max(begin, getattr(algorithm, "client_vectors", 0))
 
