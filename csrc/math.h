@@ -68,10 +68,14 @@ struct PerturbRule {
   FASTSAM_HD C perturbed(C w, C g) const { return moves ? w + step(w, g) : w; }
 };
 
-// Returns the unperturbed weight for `z`: the master copy if `z` is its rounding, else `z`, which was written.
-template <class C, class W>
-FASTSAM_HD C resynchronised(C master, W z) {
-  return same(narrow<W>(master), z) ? master : static_cast<C>(widen(z));
+// Returns the backup of the unperturbed weight `z`. A master copy stays if `z` is its rounding; else `z` was written.
+template <class O, class W>
+FASTSAM_HD O backup_of(O backup, W z) {
+  if constexpr (std::is_same_v<W, O>) {
+    return z;
+  } else {
+    return same(narrow<W>(backup), z) ? backup : static_cast<O>(widen(z));
+  }
 }
 
 // ---- a perturbation with a dual ------------------------------------------------------------------------------------

@@ -64,10 +64,9 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 OUTER = frozenset({"fastsam", "fastsam.__main__"})  # import what they like, and nobody inside imports them
 # What all agree on, and no implementation: the layout of the device scalars, the dtypes, what update rules are, the
-# words of row programs.
-SHARED = tuple(
-    f"fastsam_kernels.{name}" for name in ("columns", "conventions", "rule", "rules", "rowprograms.instructions")
-)
+# words of row programs, and a container.
+OPEN = ("columns", "conventions", "rule", "rules", "rowprograms.instructions", "weak_tensors")
+SHARED = tuple(f"fastsam_kernels.{name}" for name in OPEN)
 BACKEND_NAMES = frozenset({"native", "triton", "foreach", "reference"})
 EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"})
 # imported inside the function that needs them

@@ -15,7 +15,7 @@ inline void save_and_perturb_piece(W* z, O* o, const W* g, int64_t n, const Pert
     });
   } else {
     FASTSAM_SIMD for (int64_t i = 0; i < n; ++i) {
-      const C w = resynchronised<C>(o[i], z[i]);
+      const C w = backup_of(o[i], z[i]);
       o[i] = w;
       z[i] = narrow<W>(rule.perturbed(w, widen(g[i])));
     }
@@ -30,29 +30,19 @@ inline void perturb_piece(W* z, const O* o, const W* g, int64_t n, const Perturb
 
 // Computes both values of `save`; `place` is the place of the first element in the row.
 template <class W, class O>
-inline void perturb_stochastic_piece(W* z, O* o, const W* g, int64_t n, const PerturbRule<float>& rule, Random random,
-                                     uint32_t place, bool save) {
-  const auto moved = [=](float w, W base, int64_t i) {
-    const float y = widen(base) + rule.step(w, widen(g[i]));
-    return rule.moves ? stochastic<W>(y, random.bits(place + static_cast<uint32_t>(i))) : base;
+inline void perturb_stochastic_piece(W* z, O* o, const W* g, int64_t n, const StochasticRule& rule, uint32_t place,
+                                     bool save) {
+  const auto perturbed = [=](O w, int64_t i) {
+    return rule.perturbed(widen(w), convert<W>(w), g[i], place + static_cast<uint32_t>(i));
   };
-  if (!save) {
+  if (save) {
     FASTSAM_SIMD for (int64_t i = 0; i < n; ++i) {
-      const float w = widen(o[i]);
-      z[i] = moved(w, narrow<W>(w), i);
-    }
-  } else if constexpr (std::is_same_v<W, O>) {
-    FASTSAM_SIMD for (int64_t i = 0; i < n; ++i) {
-      const W w = z[i];
+      const O w = backup_of(o[i], z[i]);
       o[i] = w;
-      z[i] = moved(widen(w), w, i);
+      z[i] = perturbed(w, i);
     }
   } else {
-    FASTSAM_SIMD for (int64_t i = 0; i < n; ++i) {
-      const float w = resynchronised<float>(o[i], z[i]);
-      o[i] = w;
-      z[i] = moved(w, narrow<W>(w), i);
-    }
+    FASTSAM_SIMD for (int64_t i = 0; i < n; ++i) z[i] = perturbed(o[i], i);
   }
 }
 
@@ -68,7 +58,8 @@ inline void perturb_range(const PerturbArgs& args, bool stream, int64_t begin, i
       if constexpr (sizeof(W) == 2) {
         if (args.seed != nullptr) {
           const auto place = static_cast<uint32_t>(args.call.table[segment].offset + piece.begin);
-          perturb_stochastic_piece(z, o, g, piece.count, rule, Random(args.seed[row]), place, args.save);
+          perturb_stochastic_piece(z, o, g, piece.count, StochasticRule{rule, Random(args.seed[row])}, place,
+                                   args.save);
           return;
         }
       }
@@ -84,11 +75,7 @@ inline void perturb_range(const PerturbArgs& args, bool stream, int64_t begin, i
 
 template <class W, class O>
 inline void restore_piece(W* z, const O* o, int64_t n, bool stream) {
-  if constexpr (std::is_same_v<W, O>) {
-    write_each(z, n, stream, [=](int64_t i) FASTSAM_EACH { return o[i]; });
-  } else {
-    write_each(z, n, stream, [=](int64_t i) FASTSAM_EACH { return narrow<W>(widen(o[i])); });
-  }
+  write_each(z, n, stream, [=](int64_t i) FASTSAM_EACH { return convert<W>(o[i]); });
 }
 
 inline void restore_range(const RestoreArgs& args, bool stream, int64_t begin, int64_t end) {

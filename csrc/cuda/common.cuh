@@ -86,16 +86,6 @@ struct Operand {
   }
 };
 
-// Converts from one storage type to another. The bits are kept if the types are the same (a NaN keeps its payload).
-template <class To, class From>
-__device__ __forceinline__ To convert(From x) {
-  if constexpr (std::is_same_v<To, From>) {
-    return x;
-  } else {
-    return narrow<To>(widen(x));
-  }
-}
-
 // ---- the table -----------------------------------------------------------------------------------------------------
 
 // The segments of one launch: first the large ones, then the small ones, which share blocks. Both are in the row's

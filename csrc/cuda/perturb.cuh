@@ -32,13 +32,7 @@ struct Perturb {
   __device__ __forceinline__ void store(Loaded<N>& x, int i, const PerturbRule<C>& rule) const {
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
-      if constexpr (Save) {
-        if constexpr (kMaster) {
-          x.backup.x[lane] = resynchronised<C>(x.backup.x[lane], x.z.x[lane]);
-        } else {
-          x.backup.x[lane] = x.z.x[lane];
-        }
-      }
+      if constexpr (Save) x.backup.x[lane] = backup_of(x.backup.x[lane], x.z.x[lane]);
       const O w = x.backup.x[lane];
       x.z.x[lane] = rule.moves ? narrow<W>(rule.perturbed(widen(w), widen(x.g.x[lane]))) : convert<W>(w);
     }

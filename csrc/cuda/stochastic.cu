@@ -15,11 +15,6 @@ struct Stochastic {
   uint32_t place;  // place of the first element in the row
   bool save;
 
-  struct Rule {
-    PerturbRule<float> perturb;
-    Random random;
-  };
-
   template <int N>
   struct Loaded {
     Pack<W, N> z, g;
@@ -32,19 +27,12 @@ struct Stochastic {
     g.read(x.g, i);
   }
   template <int N>
-  __device__ __forceinline__ void store(Loaded<N>& x, int i, const Rule& rule) const {
+  __device__ __forceinline__ void store(Loaded<N>& x, int i, const StochasticRule& rule) const {
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
-      if (save) {
-        if constexpr (kMaster) {
-          x.backup.x[lane] = resynchronised<float>(x.backup.x[lane], x.z.x[lane]);
-        } else {
-          x.backup.x[lane] = x.z.x[lane];
-        }
-      }
-      const W base = convert<W>(x.backup.x[lane]);
-      const float e = rule.perturb.step(widen(x.backup.x[lane]), widen(x.g.x[lane]));
-      x.z.x[lane] = rule.perturb.moves ? stochastic<W>(widen(base) + e, rule.random.bits(place + i + lane)) : base;
+      if (save) x.backup.x[lane] = backup_of(x.backup.x[lane], x.z.x[lane]);
+      const O w = x.backup.x[lane];
+      x.z.x[lane] = rule.perturbed(widen(w), convert<W>(w), x.g.x[lane], place + i + lane);
     }
     if (save) backup.write(x.backup, i);
     z.write(x.z, i);
@@ -73,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) stochastic_kernel(const Params __gri
                                        : lane == SUMSQ ? p.sumsq[unit.row]
                                                        : 0.0; },
       [seed = p.seed + unit.row](const double* x) {
-        return typename Op::Rule{PerturbRule<float>(x, x[SUMSQ]), Random(*seed)};
+        return StochasticRule{PerturbRule<float>(x, x[SUMSQ]), Random(*seed)};
       });
 }
 
