@@ -69,6 +69,7 @@ class RawCalls:
     ) -> None:
         """See the class."""
         self._launch = launch
+        self._call_norm_perturb = _function("norm_perturb" + self._suffix)
         self._places = (ctypes.c_int64 * len(params))()  # addresses of the gradients
         self._params = params
         self._held: list[Any] = [backup, hparams]  # keeps the tensors allocated, so that their addresses stay valid
@@ -128,30 +129,33 @@ class RawCalls:
             refuse_freed(grads)
         self._pack(*places)
 
-    def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
+    def norm_perturb_(
+        self,
+        grads: Sequence[Tensor],
+        sumsq: Tensor,
+        adaptive: bool,
+        save: bool = True,
+        perturbed: Sequence[Tensor] | None = None,
+    ) -> None:
         """Compute `norm_` of these gradients into `sumsq`, float64 `[1]`, then `perturb_` with it.
 
-        `save` is the argument of `perturb_`. `adaptive` requires weights of `backup`'s dtype.
+        Args:
+            grads: one gradient per tensor of `params`.
+            sumsq: output, the squared norm.
+            adaptive: True if a group is adaptive, which requires weights of `backup`'s dtype.
+            save: the argument of `perturb_`.
+            perturbed: outputs, the perturbed weights, in place of `params`, which then are only read. They have the
+                shapes and dtype of `params`, and may be `grads`. The version counters of `params` are incremented, for
+                callers that then use these tensors in place of the weights.
         """
-        self._norm_perturb_(self._at, grads, sumsq, adaptive, save)
-
-    def norm_perturb_apart_(
-        self, apart: Sequence[Tensor], grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
-    ) -> None:
-        """Compute `norm_` and `perturb_`, and write the perturbed weights to `apart`; `params` are only read.
-
-        Tensors of `apart` have the shapes and dtype of `params`, and may be `grads`. The version counters of `params`
-        are incremented, for callers that then use `apart` in place of the weights.
-        """
-        words = (ctypes.c_int64 * len(apart)).from_address(self._apart_at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64))
-        words[:] = list(map(_address, apart))
-        self._norm_perturb_(self._apart_at, grads, sumsq, adaptive, False)
-
-    def _norm_perturb_(
-        self, at: tuple[int, int], grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool
-    ) -> None:
+        if perturbed is None:
+            at = self._at
+        else:
+            at = self._apart_at
+            start = at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64)
+            (ctypes.c_int64 * len(perturbed)).from_address(start)[:] = list(map(_address, perturbed))
         self._locate(grads)
-        if _function("norm_perturb" + self._suffix)(*at, _address(sumsq), adaptive, save):
+        if self._call_norm_perturb(*at, _address(sumsq), adaptive, save):
             raise RuntimeError(FAILED)
         _wrote(self._params)
 

@@ -123,10 +123,6 @@ class CopyBackup:
 
     # --- other memory for perturbed weights ---
 
-    def swaps(self, selection: Selection) -> bool:
-        """Return True if these parameters can get other memory now."""
-        return False
-
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> None:
         """Choose the memory of the perturbed weights."""
         raise NotImplementedError
@@ -224,9 +220,6 @@ class SwapBackup(CopyBackup):
 
     def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
         return (selection.tensors, None) if self.target is Target.PARAMS else super().direct_operands(selection)
-
-    def swaps(self, selection: Selection) -> bool:
-        return selection.swap is not None
 
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> None:
         """Choose the memory of the perturbed weights: the gradients' memory, if the caller clears the gradients next

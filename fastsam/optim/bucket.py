@@ -217,13 +217,13 @@ class Bucket:
 
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> Any:
         """Prepare to give these parameters other memory for their perturbed weights, if that is possible, and return
-        the `raw_calls` that then perturb them; else None.
+        the `raw_calls` that then perturb them; else None. The selection has a `swap`.
 
         If this is interrupted, `swap_back` of the backup ends it. donate: the caller clears the gradients next, so that
         their memory may be used.
         """
         backup = self.backup
-        if not backup.swaps(selection) or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # memory is not swapped when a graph is replayed
         backup.target = Target.PARAMS
         raw = self.raw_calls(selection)
@@ -277,11 +277,11 @@ class Bucket:
     ) -> None:
         """`norm_` and `perturb_` by the shorter way. Parameters that `swap` prepared get other memory."""
         self.held, backup = selection, self.backup
-        if not backup.is_swapped:
+        if selection.swap is None or not backup.is_swapped:
             raw.norm_perturb_(grads, sumsq, adaptive, backup.needs_save)
-            return
-        raw.norm_perturb_apart_(backup.perturbed(), grads, sumsq, adaptive)
-        backup.swap_in()
+        else:
+            raw.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=backup.perturbed())
+            backup.swap_in()
 
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Saves the weights and leaves them: a perturbation whose norm is zero."""

@@ -61,7 +61,6 @@ class Buffers:
         self.rule: Rule | None = rule_of(base)
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
         self.phase = Phase.IDLE
-        self.sumsq: Tensor | None = None  # float64 [1]: squared norm of the last direction
         self.buckets: list[Bucket] = []
         self.split = False  # some parameters are split among ranks
         self._gathering: list[Any] = []  # modules that gather parameters for a pass
@@ -90,29 +89,30 @@ class Buffers:
         _between.add(self._ref)
 
     @property
-    def _sum(self) -> Tensor:
-        assert self.sumsq is not None
-        return self.sumsq
+    def sumsq(self) -> Tensor | None:
+        """Squared norm of the last direction, float64 `[1]`; None before the first step."""
+        return self.__dict__.get("_sum")
 
     def collect_grads(self) -> list[Call]:
         """Brings the buffers in line with the parameters, their options and their state, and finds the gradients that
         are there. Raises RuntimeError for unusable ones and, in a first pass, when the model was given other
         parameters."""
         groups, state = self.base.param_groups, self.base.state
-        self._swap_back()
+        if self.exclusive and self.phase is not Phase.IDLE:
+            self._swap_back()
         if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
             self._sync_params()
             self._admit()
             self._refresh_options(groups)
             return [(bucket, *bucket.gather()) for bucket in self.buckets]
         first, guard = self.one_pass or self.phase is Phase.IDLE, self._guard
-        calls = None if guard is None else guard.gradients(groups, state, first)
+        calls = None if guard is None else guard.gradients(groups, state, first, reads_state=self.one_pass or not first)
         if calls is None:
             self._sync_params()
             self._admit()
             self._sync_state(state)
         assert self._guard is not None
-        if first and (abandoned := self._guard.abandoned()):
+        if first and (abandoned := self._guard.abandoned(state)):
             raise RuntimeError(
                 f"only this optimizer still refers to its parameters {abandoned}. The model has got other "
                 f"ones, as "
@@ -120,7 +120,10 @@ class Buffers:
                 "model.parameters() and "
                 "load this one's state_dict() into it"
             )
-        self._refresh_options(groups)
+        if self._scalars.changed(groups):
+            self._read_options()
+        if self._scalars.live:
+            self._scalars.copy_live()
         if calls is None or self._guard is not guard:
             calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
             self._guard.expect(calls, first)
@@ -133,14 +136,14 @@ class Buffers:
 
     def _swap_back(self) -> None:
         """Give parameters in separate perturbed memory their own memory back, before their addresses are read."""
-        if self.phase is not Phase.IDLE:
-            for bucket in self.buckets:
-                bucket.backup.swap_back()
+        for bucket in self.buckets:
+            bucket.backup.swap_back()
 
     def _refresh_options(self, groups: list[Group]) -> None:
         if self._scalars.changed(groups):
             self._read_options()
-        self._scalars.copy_live()
+        if self._scalars.live:
+            self._scalars.copy_live()
 
     def set_max_grad_norm(self, limit: float | None) -> None:
         """Set the limit of the combined gradient, from the next step on."""
@@ -214,8 +217,9 @@ class Buffers:
         for update in updates:
             update.adopt(scalars.kinds, self.base.state)
         self.perturbations = self.perturbations.to(device)
-        sumsq = torch.zeros(1, dtype=torch.float64, device=device)
-        self.sumsq = sumsq if self.sumsq is None else sumsq.copy_(self.sumsq)
+        before, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
+        if before is not None:
+            self._sum.copy_(before)
         guard = self._make_guard(params, buckets, left_out)
         # From here on nothing can fail.
         self.rule, self._scalars, self.buckets, self._updates = rule, scalars, buckets, updates

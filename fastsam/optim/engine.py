@@ -116,8 +116,8 @@ class Engine(Buffers):
             if not self.perturbs:
                 return self._skip_perturbation()
             calls = self._calls = self._with_directions(calls, scale)
-        if self._seed is not None:
-            self._seed.add_(1)
+        if self.stochastic_rounding:
+            self.perturbations.add_(1)
         self._move(calls, scale, donate)
 
     def _move(self, calls: list[Call], scale: Tensor | None, donate: bool = False) -> None:
@@ -129,7 +129,8 @@ class Engine(Buffers):
         raw = None
         if alone:
             bucket, selection, grads = calls[0]
-            raw = bucket.swap(selection, grads, donate) or bucket.raw_calls(selection)
+            raw = bucket.swap(selection, grads, donate) if selection.swap is not None else None
+            raw = raw or bucket.raw_calls(selection)
         if raw is None or (self._scalars.adaptive and calls[0][0].backup.is_master):
             self._norm(calls)
             if self.variant.rho_fn is not None:
@@ -241,12 +242,12 @@ class Engine(Buffers):
         ready.append(partial(setattr, self, "phase", self._updated))
         # One after the other, up to one that returns true, without a line of Python between them: where they are no
         # Python either, no signal is handled before the last one has returned.
-        kept = [update.kept() for update in self._updates]
+        copies = [(update, update.copies()) for update in self._updates if update.in_parts]
         try:
             if any(map(partial.__call__, ready)):
                 raise RuntimeError(COULD_NOT)
         except BaseException:
-            for update, before in zip(self._updates, kept, strict=True) if self.phase is not Phase.IDLE else ():
+            for update, before in copies if self.phase is not Phase.IDLE else ():
                 update.put_back(before)
             raise
         for bucket in self.buckets:

@@ -193,7 +193,9 @@ class FusedSAM(StepPhaseMixin, Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self._require_turn(closure)
+        engine = self._engine
+        if closure is not None or engine.one_pass or engine.phase is not Phase.PERTURBED:
+            self._require_turn(closure)
         share_groups(self)
         graph = torch.is_grad_enabled()
         try:
@@ -256,12 +258,12 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         gradients, and for those that a GradScaler has unscaled; the weights are then as they were. Raises RuntimeError
         with a variant of one pass, which has no first half.
         """
-        self._require_halves("first_step()")
-        self._require(
-            Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
-        )
-        share_groups(self)
         engine = self._engine
+        if engine.one_pass or engine.phase is not Phase.IDLE:
+            self._require_halves("first_step()")
+            remedy = "go on with second_step(), or go back with restore()"
+            self._require(Phase.IDLE, "first_step() was called already", remedy)
+        share_groups(self)
         engine.in_closure = engine.finishing = False  # which an interrupt may have left
         self._leftover.forget()
         self._scaling.refuse_unscaled(self)
@@ -280,12 +282,15 @@ class FusedSAM(StepPhaseMixin, Optimizer):
 
         `zero_grad=True` then clears the gradients. Raises RuntimeError without `first_step()`, if the step perturbs.
         """
-        self._require_second("second_step() without first_step()", "call first_step() after the first backward pass")
+        engine = self._engine
+        if engine.phase is not Phase.PERTURBED:
+            remedy = "call first_step() after the first backward pass"
+            self._require_second("second_step() without first_step()", remedy)
         try:
-            self._engine.finishing = True
+            engine.finishing = True
             self.step()  # which fires the hooks, and is what learning-rate schedulers watch
         finally:
-            self._engine.finishing = False
+            engine.finishing = False
         if zero_grad:
             self.zero_grad()
 

@@ -17,10 +17,17 @@ from fastsam.optim.sharded import is_sharded, refuse_options
 def share_groups(optimizer: Any) -> None:
     """Give the base optimizer the very groups and state of `optimizer`, also after somebody replaced them."""
     base = optimizer.base_optimizer
+    if (
+        base.param_groups is optimizer.param_groups
+        and base.state is optimizer.state
+        and base._optimizer_step_pre_hooks is optimizer._optimizer_step_pre_hooks
+        and base._optimizer_step_post_hooks is optimizer._optimizer_step_post_hooks
+    ):
+        return  # torch.compile cannot write them with torch 2.11
+    base.param_groups, base.state = optimizer.param_groups, optimizer.state
     # A hook on either optimizer fires once per step.
-    for name in ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(base, name) is not getattr(optimizer, name):  # torch.compile cannot write it with torch 2.11
-            setattr(base, name, getattr(optimizer, name))
+    base._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    base._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
 
 
 def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ class Scalars:
         self._options = options
         self._read: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
         self._seen: list[tuple[Any, ...]] = []
-        self._live: list[
+        self.live: list[
             tuple[int, int, Tensor, Tensor, bool]
         ] = []  # group, column, place in `tensor`, the user's tensor, negated
         self.kinds: tuple[Kind, ...] = ()  # per group; another object when one of them changed
@@ -198,7 +198,7 @@ class Scalars:
             self._mixed = self.tensor[:, :, [HParam.A, HParam.B]].clone()
             self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
         self._largest = self.tensor[:, :, HParam.RHO].clone()
-        self._live = live
+        self.live = live
         if kinds != self.kinds:
             self.kinds = kinds
         self.adaptive = any(bool(group["adaptive"]) for group in groups)
@@ -294,7 +294,7 @@ class Scalars:
 
     def copy_live(self) -> None:
         """Copies the options that are tensors; waits for nothing when they are on the device."""
-        for number, column, place, value, negated in self._live:
+        for number, column, place, value, negated in self.live:
             if torch.compiler.is_compiling():  # which must see that the place is part of the tensor
                 place = self.tensor[0, number, column]
             place.copy_(value.reshape(()), non_blocking=True)

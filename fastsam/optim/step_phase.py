@@ -237,9 +237,10 @@ class StepPhaseMixin:
 
     def _observed(self) -> bool:
         """Return True if a hook or a profiler looks at the step."""
-        own, everywhere = self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
-        after, everywhere_after = self._optimizer_step_post_hooks, _global_optimizer_post_hooks
-        return bool(own or after or everywhere or everywhere_after or profiler._is_profiler_enabled)
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        return bool(
+            hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled
+        )
 
     def _finishes(self) -> bool:
         """`second_step` is running, and what `step` is called with is a trainer's."""

@@ -60,7 +60,8 @@ class FusedUpdate:
 
     def __init__(self, bucket: Bucket, rule: Rule) -> None:
         self.bucket, self.rule = bucket, rule
-        self._in_parts = bucket.dtype in getattr(bucket.kernels, "WRITES_IN_PARTS", ())
+        # True if the update writes one part after the other (the reference), so that an interrupt may come between.
+        self.in_parts = bucket.dtype in getattr(bucket.kernels, "WRITES_IN_PARTS", ())
         self._plans: dict[Selection, Plan] = {}
         self._views: dict[str, list[Tensor]] = {}
 
@@ -98,8 +99,7 @@ class FusedUpdate:
         if plan is None or not (torch.compiler.is_compiling() or plan.holds(kinds)):
             plan = self._plans[selection] = self._plan(selection, kinds, state)
         # Whether a first update is skipped decides what the next one is, so here the host has to know.
-        found_inf = inputs.found_inf
-        if found_inf is not None and any(part.first for part in plan.parts) and found_inf.item() != 0:
+        if inputs.found_inf is not None and any(p.first for p in plan.parts) and inputs.found_inf.item() != 0:
             return [partial(bucket.backup.restore, selection)]
         calls: list[partial[Any]] = []
         for part in plan.parts:
@@ -119,30 +119,27 @@ class FusedUpdate:
     def _raw(self, part: Part, raw: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """The calls of a part by the shorter way. Where nothing moved they are those of the last step, with other
         gradients."""
-        bucket = self.bucket
-        in_place = bucket.backup.target is not Target.RESTORED
+        in_place = self.bucket.backup.target is not Target.RESTORED
         if part.raw == (raw, in_place) and raw.again(part.calls, grads):
             return part.calls
         # An interrupt on the way leaves the calls of another step, which are not to be made again.
         part.raw = None, False
+        bucket = self.bucket
         state, steps = operands_of(self.rule, bucket, part.kind)
         calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.backup.is_master, in_place)
         if raw.REPEATS:  # other calls hold the gradients, which must not outlive the step
             part.calls, part.raw = calls, (raw, in_place)
         return calls
 
-    def kept(self) -> dict[str, Tensor] | None:
-        """Copies of all that an update writes beside the weights, where it writes one after the other (the reference);
-        else None."""
-        if not self._in_parts:
-            return None
+    def copies(self) -> dict[str, Tensor]:
+        """Return copies of all that an update writes in addition to the weights."""
         return {name: tensor.clone() for name, tensor in self._written().items()}
 
-    def put_back(self, kept: dict[str, Tensor] | None) -> None:
-        """After an update that was interrupted: all is as it was when `kept` looked."""
-        for name, tensor in self._written().items() if kept is not None else ():
-            if kept is not None and name in kept:
-                tensor.copy_(kept[name])
+    def put_back(self, copies: dict[str, Tensor]) -> None:
+        """Take back an update that was interrupted, with what `copies` returned before it."""
+        for name, tensor in self._written().items():
+            if name in copies:
+                tensor.copy_(copies[name])
 
     def _written(self) -> dict[str, Tensor]:
         bucket = self.bucket

@@ -136,3 +136,10 @@ def test_a_step_keeps_no_gradient_alive(backend: str) -> None:
             for p in params:
                 p.grad = None
             assert [ref() for ref in refs] == [None, None]
+
+
+@pytest.mark.parametrize(("change", "found"), [("another entry", True), ("one entry less", False)])
+def test_a_pass_that_does_not_read_the_state_counts_its_entries(change: str, found: bool) -> None:
+    case = Case(True)
+    CHANGES[change](case)
+    assert (case.guard.gradients(case.groups, case.state, True, reads_state=False) is not None) is found
