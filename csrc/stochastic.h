@@ -2,7 +2,7 @@
 // kernels/rounding.py.
 #pragma once
 
-#include "math.h"
+#include "kernel_math.h"
 
 namespace fastsam {
 
@@ -41,8 +41,8 @@ FASTSAM_HD W stochastic(float y, uint32_t random) {
 }
 
 // perturb_ with stochastic rounding.
-struct StochasticRule {
-  PerturbRule<float> perturb;
+struct StochasticFunctor {
+  PerturbFunctor<float> perturb;
   Random random;
 
   // w: the unperturbed weight, or its master copy; rounded: the same in half precision; place: its place in the row.

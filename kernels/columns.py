@@ -1,7 +1,7 @@
 """The device scalars of a step: one row of `WIDTH` float64 numbers per arena row and parameter group.
 
 They are stored in one tensor `hparams` of shape `[rows or 1, groups, WIDTH]`. So no kernel needs a host value, and a
-captured CUDA graph follows a schedule. `csrc/math.h` declares the same columns in the same order, and a test compares
+captured CUDA graph follows a schedule. `csrc/kernel_math.h` declares the same columns in the same order, and a test compares
 the two.
 """
 

@@ -1,4 +1,4 @@
-"""The two passes of an optimizer's step without torch's dispatcher (`csrc/raw_frame.h`). The kernels and the bits are
+"""The two passes of an optimizer's step without torch's dispatcher (`csrc/direct_call_args.h`). The kernels and the bits are
 the same as with `native`.
 
 Callers must have checked their operands: one row, one dense tensor per segment of the table, all of one dtype, and
@@ -22,7 +22,7 @@ from . import build, libraries
 from .conventions import refuse_freed
 from .rule import all_fields
 
-_TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # csrc/launch.h
+_TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # csrc/kernel_args.h
 FAILED = "a kernel could not run: out of memory, or torch's threads or a launch on the GPU failed"
 Call = partial[Any]
 _address = torch.Tensor.data_ptr
@@ -99,7 +99,7 @@ class RawCalls:
     def _frame(
         self, params: Sequence[Tensor], table: Tensor, hparams: Tensor, stored: torch.dtype, backup: int
     ) -> tuple[int, int]:
-        """Return the addresses of a frame (`csrc/raw_frame.h`) and of the array of gradient addresses.
+        """Return the addresses of a frame (`csrc/direct_call_args.h`) and of the array of gradient addresses.
 
         `backup` is the address to which its offsets are relative, 0 without a backup.
         """

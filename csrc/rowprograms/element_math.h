@@ -1,5 +1,5 @@
 // Arithmetic of the elementwise operations of a row program, shared by the CPU (lane_math.h) and CUDA
-// (cuda/lines.cuh). There is no include guard, because each of them includes it in its namespaces. Before that they
+// (cuda/row_ops.cuh). There is no include guard, because each of them includes it in its namespaces. Before that they
 // define `Lanes`, a vector of float32 numbers or one number, `Places`, int32 numbers of the same size, and these
 // functions: every, chosen, by_lane, bits_of, from_bits, converted, all and magnitude.
 

@@ -176,7 +176,7 @@ def test_a_missing_weight_list_is_not_ignored(emulation: Emulation) -> None:
 
 @pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"no compiled kernels: {native.why_not('cpu')}")
 def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
-    """Both take their arithmetic from csrc/math.h and csrc/rules, and neither contracts a multiplication and an
+    """Both take their arithmetic from csrc/kernel_math.h and csrc/rules, and neither contracts a multiplication and an
     addition."""
 
     @explore(emulation.backend)
@@ -227,5 +227,5 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
 def test_every_element_is_met_once(
     emulation: Emulation, lengths: list[int], width: int, turns: int, enough: int
 ) -> None:
-    """csrc/index.h over all blocks and threads, at sizes that the emulation of whole kernels does not reach."""
+    """csrc/chunks.h over all blocks and threads, at sizes that the emulation of whole kernels does not reach."""
     assert emulation.walk(lengths, width, turns, enough) == -1

@@ -27,11 +27,11 @@ pytestmark = [
 ERRORS = {
     "none": {},
     "segment": {
-        "index.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]
+        "chunks.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]
     },
-    "last chunk": {"index.h": [("rest < chunk ? rest : chunk", "rest <= chunk ? rest - 1 : chunk")]},
-    "chunk begins": {"index.h": [("chunk_in_segment * chunk", "chunk_in_segment * (chunk + 1)")]},
-    "thread": {"index.h": [("(turn * threads + thread) * width", "(turn * (threads - 1) + thread) * width")]},
+    "last chunk": {"chunks.h": [("rest < chunk ? rest : chunk", "rest <= chunk ? rest - 1 : chunk")]},
+    "chunk begins": {"chunks.h": [("chunk_in_segment * chunk", "chunk_in_segment * (chunk + 1)")]},
+    "thread": {"chunks.h": [("(u * threads + thread) * width", "(u * (threads - 1) + thread) * width")]},
     "tail": {"cuda/elementwise.cuh": [("if (i < unit.count) {", "if (i <= unit.count) {")]},
     "whole packs": {"cuda/elementwise.cuh": [("unit.count - unit.count % width", "unit.count + unit.count % width")]},
     "row": {"cuda/common.cuh": [("unit.row * table.row_stride", "table.row_stride")]},

@@ -79,7 +79,7 @@ def test_the_same_bits_every_time(kernels: ModuleType, rows: int) -> None:
 
 
 def test_the_same_bits_as_the_cpu_kernels(compiled: ModuleType) -> None:
-    """From the same norm: the rules are those of csrc/math.h on both, without contraction."""
+    """From the same norm: the rules are those of csrc/kernel_math.h on both, without contraction."""
     if native.why_not("cpu") is not None:
         pytest.skip(f"native on the CPU: {native.why_not('cpu')}")
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):

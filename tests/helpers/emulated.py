@@ -38,7 +38,7 @@ SOURCES = (
     "../rowprograms/check.cpp",
 )
 REGISTRATIONS = ("ops_cuda.cpp", "ops_rows.cpp", "check.cpp")  # what sees torch's headers
-OWN_HEADERS = {"cuda/lines.cuh": "rowprograms.cu"}  # that one source alone has
+OWN_HEADERS = {"cuda/row_ops.cuh": "rowprograms.cu"}  # that one source alone has
 SHARED = "extern __shared__ __align__(16) unsigned char shared[];"  # of a kernel, and what it is on the host
 ON_HOST = "unsigned char* shared = emulation::dynamic_shared();"
 FLAGS = ("-O0", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fvisibility=hidden")
@@ -48,7 +48,7 @@ LIBRARY = "emulation.so"
 Changes = Mapping[str, Sequence[tuple[str, str]]]
 NONE: Changes = MappingProxyType({})
 ONLY_FLOAT: Changes = {
-    "launch.h": [("switch (call.weight) {", "switch (Type::f32) {")]
+    "kernel_args.h": [("switch (problem.weight) {", "switch (Type::f32) {")]
 }  # compiles in a fraction of the time
 
 

@@ -1,4 +1,4 @@
-"""`csrc/math.h` and `kernels/columns.py` name the same columns of `hparams`, in the same places."""
+"""`csrc/kernel_math.h` and `kernels/columns.py` name the same columns of `hparams`, in the same places."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastsam_kernels.columns import OWN, WIDTH, HParam
 from fastsam_kernels.rule import MOST_FIELDS
 from tests.helpers.places import ROOT
 
-MATH = ROOT / "csrc" / "math.h"
+MATH = ROOT / "csrc" / "kernel_math.h"
 
 pytestmark = pytest.mark.skipif(not MATH.exists(), reason=f"{MATH} is not there: the tests run outside the source tree")
 

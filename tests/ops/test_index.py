@@ -1,4 +1,4 @@
-"""csrc/index.h enumerated on the host, over all blocks and threads of the CUDA kernels and all ranges of the CPU's:
+"""csrc/chunks.h enumerated on the host, over all blocks and threads of the CUDA kernels and all ranges of the CPU's:
 every element is met once, none outside, packs begin where they are aligned. An off-by-one in a copy of it must be
 noticed.
 """
@@ -134,9 +134,9 @@ ERRORS = {
     "chunk begins one late": [("chunk_in_segment * chunk;", "chunk_in_segment * chunk + 1;")],
     "one element less": [("rest < chunk ? rest : chunk", "rest < chunk ? rest - 1 : chunk")],
     "one element more": [("rest < chunk ? rest : chunk", "rest < chunk ? rest + 1 : chunk")],
-    "neighbouring thread": [("(turn * threads + thread) * width", "(turn * threads + thread + 1) * width")],
-    "turns overlap": [("(turn * threads + thread) * width", "(turn * (threads - 1) + thread) * width")],
-    "packs overlap": [("(turn * threads + thread) * width", "(turn * threads + thread) * (width - 1)")],
+    "neighbouring thread": [("(u * threads + thread) * width", "(turn * threads + thread + 1) * width")],
+    "turns overlap": [("(u * threads + thread) * width", "(u * (threads - 1) + thread) * width")],
+    "packs overlap": [("(u * threads + thread) * width", "(u * threads + thread) * (width - 1)")],
 }
 
 
@@ -153,8 +153,8 @@ SHARED = {  # of blocks whose warps have a small segment each
 @pytest.mark.gpu_code  # each one compiled
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_seeded_error_in_the_index_is_found(tmp_path: Path, error: str) -> None:
-    """The same check on a copy of csrc/index.h with an off-by-one: red, whichever it is; without one, green."""
-    walker = compiled(tmp_path, {"index.h": ERRORS[error]})
+    """The same check on a copy of csrc/chunks.h with an off-by-one: red, whichever it is; without one, green."""
+    walker = compiled(tmp_path, {"chunks.h": ERRORS[error]})
     table = table_of([33, 0, 4096, 5, 4097, 70_000, 8192, 1])
     found = [walker.cuda(table, 2, width, turns, 4) for width, turns in ((4, 2), (2, 4))] + [walker.cpu(table, 2, 3)]
     assert any(found) == (error != "no error"), found
