@@ -51,7 +51,7 @@ FASTSAM_HD ChunkRange chunk_range_of(int64_t chunk_in_segment, int64_t length, i
 // thread has `width` of them, and neighbouring threads have neighbouring elements ----
 
 // Returns the first element in the chunk of the `u`-th vector of `width` elements of a thread.
-FASTSAM_HD int vector_of(int turn, int thread, int threads, int width) { return (turn * threads + thread) * width; }
+FASTSAM_HD int vector_of(int u, int thread, int threads, int width) { return (u * threads + thread) * width; }
 
 // Returns the chunk length for a row of `elements`: one sweep, or two, four or eight sweeps if at least `enough` chunks
 // remain.

@@ -1,4 +1,4 @@
-// The two passes of an optimizer's step without torch's dispatcher, called by kernels/raw_calls.py. Unpacking the
+// The two passes of an optimizer's step without torch's dispatcher, called by kernels/direct_calls.py. Unpacking the
 // arguments of an op costs 3 us, and 0.13 us per tensor and list, more than the work on a small model. Arrays of
 // addresses cost almost nothing.
 //

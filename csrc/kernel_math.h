@@ -8,7 +8,7 @@
 
 namespace fastsam {
 
-// The columns of `hparams`, as in kernels/columns.py. Columns from kFirstRuleHParam on belong to the update rule
+// The columns of `hparams`, as in kernels/hparams.py. Columns from kFirstRuleHParam on belong to the update rule
 // (rules/*.h).
 enum HParam : int {
   RHO = 0,

@@ -65,7 +65,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 OUTER = frozenset({"fastsam", "fastsam.__main__"})  # import what they like, and nobody inside imports them
 # What all agree on, and no implementation: the layout of the device scalars, the dtypes, what update rules are, the
 # words of row programs, and a container.
-OPEN = ("columns", "conventions", "rule", "rules", "rowprograms.instructions", "weak_tensors")
+OPEN = ("hparams", "constants", "rule", "rules", "rowprograms.instructions", "weak_tensors")
 SHARED = tuple(f"fastsam_kernels.{name}" for name in OPEN)
 BACKEND_NAMES = frozenset({"native", "triton", "foreach", "reference"})
 EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"})

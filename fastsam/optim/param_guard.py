@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import Bucket, Call
+from fastsam.optim.bucket import Bucket, BucketGrads
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import local
+from fastsam.optim.sharded import to_local
 
 try:  # private to torch: without it, every pass looks at every tensor in Python
     from torch._C._dynamo.guards import TensorGuards
@@ -68,7 +68,7 @@ class _Memory:
     def params(self) -> list[Tensor]:
         """The parameters, or this rank's parts of them, which may be replaced."""
         bucket = self._bucket
-        return list(map(local, bucket.params)) if bucket.sharded else bucket.params
+        return list(map(to_local, bucket.params)) if bucket.sharded else bucket.params
 
     def same(self) -> bool:
         params = self.params
@@ -100,7 +100,7 @@ class ParamGuard:
         groups: Groups,
         params: list[Tensor],
         buckets: Sequence[Bucket],
-        left_out: list[Tensor],
+        uninitialized: list[Tensor],
         before: ParamGuard | None,
     ) -> None:
         """
@@ -108,13 +108,13 @@ class ParamGuard:
             groups: parameter groups.
             params: all parameters of all groups, in order.
             buckets: buckets of the parameters that have buffers.
-            left_out: the other parameters.
+            uninitialized: the other parameters.
             before: guard that this one follows.
         """
-        self.params, self._left_out = params, left_out
+        self.params, self._uninitialized = params, uninitialized
         self._memories = list(map(_Memory, buckets))
         self._sizes = [len(g["params"]) for g in groups]
-        lists = [params, left_out, *(g["params"] for g in groups), *(bucket.params for bucket in buckets)]
+        lists = [params, uninitialized, *(g["params"] for g in groups), *(bucket.params for bucket in buckets)]
         self._lists = Counter(map(id, chain.from_iterable(lists)))  # how many of the optimizer's lists hold each
         self._entries: list[dict[str, Any]] = []
         self._most = 0  # the largest count of references of a parameter that only the optimizer has
@@ -165,7 +165,7 @@ class ParamGuard:
 
     # --- all at once ---
 
-    def expect(self, calls: Sequence[Call], first: bool) -> None:
+    def expect(self, calls: Sequence[BucketGrads], first: bool) -> None:
         """Expect gradients of the same parameters and kinds as in `calls`, in the next passes.
 
         Nothing is expected if the calls have other tensors than the parameters' own gradients.
@@ -186,7 +186,9 @@ class ParamGuard:
         """Return True if gradients are expected."""
         return first in self._expected
 
-    def gradients(self, groups: Groups, state: State, first: bool, reads_state: bool = True) -> list[Call] | None:
+    def gradients(
+        self, groups: Groups, state: State, first: bool, reads_state: bool = True
+    ) -> list[BucketGrads] | None:
         """Return the gradients if everything is as expected, and None if each has to be compared by itself.
 
         A second pass compares no kinds of parameters, because the first pass of its step did. A pass that does not
@@ -197,9 +199,9 @@ class ParamGuard:
             return None
         if len(state) != len(self._entries) or (reads_state and not self.same_state(state)):
             return None
-        if self._left_out and any_gradient(self._left_out):
+        if self._uninitialized and any_gradient(self._uninitialized):
             return None
-        calls: list[Call] = []
+        calls: list[BucketGrads] = []
         for bucket, selection, memory, absent, guard in expected:
             params = bucket.params
             if list(map(_data_ptr, params)) != memory.pointers:

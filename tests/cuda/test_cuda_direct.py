@@ -1,5 +1,5 @@
-"""The direct way to the CUDA kernels (`raw_calls.CudaCalls`), emulated: the bits and the launches of the ops, and whole
-steps of `FusedSAM`."""
+"""The direct way to the CUDA kernels (`direct_calls.CudaDirectCalls`), emulated: the bits and the launches of the ops,
+and whole steps of `FusedSAM`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastsam import FusedSAM
 from fastsam.arena import Layout
 from fastsam.optim import storage_swap
 from fastsam_kernels import native
-from fastsam_kernels.raw_calls import CudaCalls
+from fastsam_kernels.direct_calls import CudaDirectCalls
 from fastsam_kernels.rules import RULES
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
@@ -78,7 +78,7 @@ def test_a_step_has_the_bits_of_the_ops(
     columns = hparams(ADAPTIVE=float(adaptive), ETA=0.1)
     for straight in (True, False):
         o = Operands(dtype, master)
-        calls = CudaCalls(o.params, o.backup, o.layout.table, columns)
+        calls = CudaDirectCalls(o.params, o.backup, o.layout.table, columns)
         for rule, described in RULES.items():
             state, steps = o.state[: len(described.state)], o.steps if described.counter else None
             if straight:
@@ -109,8 +109,8 @@ def test_weights_that_are_perturbed_apart_and_updated_in_place(
     columns = hparams(ADAPTIVE=float(adaptive), ETA=0.1)
     saving, o = Operands(dtype, False), Operands(dtype, False)
     plain, calls = (
-        CudaCalls(saving.params, saving.backup, o.layout.table, columns),
-        CudaCalls(o.params, None, o.layout.table, columns),
+        CudaDirectCalls(saving.params, saving.backup, o.layout.table, columns),
+        CudaDirectCalls(o.params, None, o.layout.table, columns),
     )
     for rule, described in RULES.items():
         before, g1 = [p.clone() for p in o.params], [g.clone() for g in o.g1]
@@ -140,7 +140,7 @@ class Counted(TorchDispatchMode):
 
 def test_a_step_is_three_launches_and_no_op_of_torch(direct: Emulation) -> None:
     o = Operands(torch.float32, False)
-    calls, before = CudaCalls(o.params, o.backup, o.layout.table, hparams()), direct.count("launches")
+    calls, before = CudaDirectCalls(o.params, o.backup, o.layout.table, hparams()), direct.count("launches")
     with Counted():
         calls.norm_perturb_(o.g1, o.sumsq, False)
         for call in calls.update("sgd", o.state[:1], None, o.g2, False, False):
@@ -157,7 +157,7 @@ def test_steps_of_an_optimizer(
     found = []
     for straight in (False, True):
         if straight:
-            monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
+            monkeypatch.setattr(native, "direct_calls", lambda *operands: CudaDirectCalls(*operands[:4]))
         generator = torch.Generator().manual_seed(0)
         params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
         opt, before = FusedSAM(params, base, lr=0.1, backend="native"), direct.count("launches")
@@ -190,7 +190,7 @@ def test_steps_of_an_exclusive_owner(
     direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer], in_backward: bool
 ) -> None:
     """The bits of the ordinary steps, in as many launches, without a copy of the weights."""
-    monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
+    monkeypatch.setattr(native, "direct_calls", lambda *operands: CudaDirectCalls(*operands[:4]))
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     found = []
     for options in ({}, {"assume_no_alias": True, "optimizer_in_backward": in_backward}):
@@ -215,7 +215,7 @@ def test_steps_of_an_exclusive_owner(
 
 def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay would not; it saves the weights, also where steps before it exchanged them."""
-    monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
+    monkeypatch.setattr(native, "direct_calls", lambda *operands: CudaDirectCalls(*operands[:4]))
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -244,7 +244,7 @@ def test_the_stream_of_every_call_is_the_current_one(
     direct: Emulation, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     o = Operands(torch.float32, False)
-    calls = CudaCalls(o.params, o.backup, o.layout.table, hparams())
+    calls = CudaDirectCalls(o.params, o.backup, o.layout.table, hparams())
     for stream in (0x1230, 0x4560):
         monkeypatch.setattr(calls, "_stream", lambda stream=stream: stream)
         calls.norm_perturb_(o.g1, o.sumsq, False)
@@ -263,5 +263,5 @@ def test_during_a_capture_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     o = Operands(torch.float32, False)
     on_gpu: Any = type("Weight", (), {"device": torch.device("cuda", 0)})()
-    assert native.raw_calls([on_gpu], None, o.layout.table, hparams()) is None
-    assert native.raw_calls(o.params, o.backup, o.layout.table, hparams()) is not None
+    assert native.direct_calls([on_gpu], None, o.layout.table, hparams()) is None
+    assert native.direct_calls(o.params, o.backup, o.layout.table, hparams()) is not None

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fastsam import backends
-from fastsam_kernels import build, libraries, native, raw_calls, toolchain
+from fastsam_kernels import build, direct_calls, libraries, native, toolchain
 from tests.helpers.places import HELPERS
 
 SOURCES = (
@@ -31,7 +31,7 @@ SOURCES = (
     "accumulate.cu",
     "update.cu",
     "tickets.cu",
-    "raw_calls.cu",
+    "direct_calls.cu",
     "rowprograms.cu",
     "ops_cuda.cpp",
     "ops_rows.cpp",
@@ -185,17 +185,17 @@ class Emulation:
 
 @contextmanager
 def direct(library: Path) -> Iterator[None]:
-    """Meanwhile `raw_calls.CudaCalls` finds this library's functions, and takes tensors of the CPU."""
+    """Meanwhile `direct_calls.CudaDirectCalls` finds this library's functions, and takes tensors of the CPU."""
     own_library = libraries.library
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             libraries, "library", lambda device="cpu": str(library) if device == "cuda" else own_library(device)
         )
-        patch.setattr(raw_calls, "_raw_stream", lambda device: 0)
-        for cached in (raw_calls._function, raw_calls._rule):
+        patch.setattr(direct_calls, "_raw_stream", lambda device: 0)
+        for cached in (direct_calls._function, direct_calls._rule):
             cached.cache_clear()
         yield
-    for cached in (raw_calls._function, raw_calls._rule):
+    for cached in (direct_calls._function, direct_calls._rule):
         cached.cache_clear()
 
 

@@ -30,7 +30,7 @@ RECORDED = Path(__file__).with_name("instructions.json")
 ONLY_FLOAT = ("kernel_args.h", "switch (problem.weight) {", "switch (Type::f32) {")
 ONLY_SMALL = (
     "cuda/common.cuh",
-    ": in_parts<large>(call, lists, chunk, most, reversed, f);",
+    ": in_parts<large>(problem, lists, chunk, most, reversed, f);",
     ": static_cast<int>(large);",
 )
 SOURCES = ("norm", "perturb", "accumulate", "update")

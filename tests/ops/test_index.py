@@ -134,7 +134,7 @@ ERRORS = {
     "chunk begins one late": [("chunk_in_segment * chunk;", "chunk_in_segment * chunk + 1;")],
     "one element less": [("rest < chunk ? rest : chunk", "rest < chunk ? rest - 1 : chunk")],
     "one element more": [("rest < chunk ? rest : chunk", "rest < chunk ? rest + 1 : chunk")],
-    "neighbouring thread": [("(u * threads + thread) * width", "(turn * threads + thread + 1) * width")],
+    "neighbouring thread": [("(u * threads + thread) * width", "(u * threads + thread + 1) * width")],
     "turns overlap": [("(u * threads + thread) * width", "(u * (threads - 1) + thread) * width")],
     "packs overlap": [("(u * threads + thread) * width", "(u * threads + thread) * (width - 1)")],
 }
@@ -142,8 +142,8 @@ ERRORS = {
 
 SHARED = {  # of blocks whose warps have a small segment each
     "row's small segments in one": [("(block - table.whole) * kWarps +", "(block - table.whole) +")],
-    "thread of a block": [("unit.thread = threadIdx.x % kWarp;", "unit.thread = threadIdx.x;")],
-    "chunks of small segments": [("  unit.chunk += table.less[unit.segment];\n", "")],
+    "thread of a block": [("tile.thread = threadIdx.x % kWarp;", "tile.thread = threadIdx.x;")],
+    "chunks of small segments": [("  tile.chunk += table.less[tile.segment];\n", "")],
     "a block less": [("(segments - large + kWarps - 1) / kWarps;", "(segments - large) / kWarps;")],
     "longer than a warp": [("segment.length <= most;", "segment.length <= most + 4;")],
     "launches in their order": [("(reversed ? parts - 1 - launched : launched)", "launched")],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM
 from fastsam.optim import param_guard
-from fastsam.optim.buffers import Phase
+from fastsam.optim.param_tracking import WeightState
 
 pytestmark = pytest.mark.skipif(param_guard.TensorGuards is None, reason="this torch has no such guards")
 SHAPES = [(3, 4), (1,), (), (2, 1, 3), (0,)]
@@ -54,7 +54,7 @@ def other_data(grad: Tensor, data: Tensor) -> None:
 def expected(opt: FusedSAM) -> bool:
     """Return True if the guard expects gradients in the pass that comes next."""
     engine = opt._engine
-    return engine._guard is not None and engine._guard.expects(engine.phase is Phase.IDLE)
+    return engine._guard is not None and engine._guard.expects(engine.weight_state is WeightState.ORIGINAL)
 
 
 CHANGES: dict[str, Callable[[Case], Any]] = {

@@ -12,7 +12,7 @@ from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.mixture import Mixture
-from fastsam_kernels.columns import HParam
+from fastsam_kernels.hparams import HParam
 
 _PLAIN = LocalUpdate()
 
@@ -42,7 +42,7 @@ class Beside:
         g = run()
         shared.z.copy_(w)
         hparams = self.form.hparams[0, 0]
-        hparams[HParam.A], hparams[HParam.LR] = self.alpha[0], shared.hparams[0, 0, HParam.LR]
+        hparams[HParam.G2_COEF], hparams[HParam.LR] = self.alpha[0], shared.hparams[0, 0, HParam.LR]
         if first and self.rate:
             views = shared.layout.views((v - w)[0])
             slope = sum((views[i].double() * d.double()).sum() for i, d in zip(g.slots, g.tensors, strict=True))

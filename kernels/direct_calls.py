@@ -1,5 +1,5 @@
-"""The two passes of an optimizer's step without torch's dispatcher (`csrc/direct_call_args.h`). The kernels and the bits are
-the same as with `native`.
+"""The two passes of an optimizer's step without torch's dispatcher (`csrc/direct_call_args.h`). The kernels and the
+bits are the same as with `native`.
 
 Callers must have checked their operands: one row, one dense tensor per segment of the table, all of one dtype, and
 gradients with the memory order of their weights.
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from . import build, libraries
-from .conventions import refuse_freed
-from .rule import all_fields
+from .constants import check_not_freed
+from .rule import pad_state
 
 _TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # csrc/kernel_args.h
 FAILED = "a kernel could not run: out of memory, or torch's threads or a launch on the GPU failed"
@@ -49,7 +49,7 @@ def _function(name: str) -> Any:
     return function
 
 
-class RawCalls:
+class DirectCalls:
     """The calls of a step on the CPU on the weights `params`. They are valid while no operand is reallocated.
 
     Args:
@@ -126,7 +126,7 @@ class RawCalls:
         """Store the addresses of the gradients. Raises FreedError if a gradient has no memory."""
         places = list(map(_address, grads))
         if not all(places):
-            refuse_freed(grads)
+            check_not_freed(grads)
         self._pack(*places)
 
     def norm_perturb_(
@@ -176,7 +176,7 @@ class RawCalls:
         `params`, without a backup.
         """
         self._locate(grads)
-        places = [None if field is None else _address(field) for field in (*all_fields(state), steps)]
+        places = [None if field is None else _address(field) for field in (*pad_state(state), steps)]
         # Clear these first: the old calls have the address of `_state`, and an interrupt may come after it is replaced.
         self._made = []
         self._state = (ctypes.c_void_p * len(places))(*places)
@@ -194,7 +194,7 @@ class RawCalls:
         return True
 
 
-class CudaCalls(RawCalls):
+class CudaDirectCalls(DirectCalls):
     """The calls of a step on a GPU, on the current stream.
 
     Each object has private memory for partial sums and tickets, so that a call allocates nothing.

@@ -18,7 +18,7 @@ Lists = list[list[Tensor] | None]
 Forms = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]  # shapes and strides of tensors
 
 
-class Plan:
+class TensorLists:
     """The parsed form of a table. Segments without an element are not in its lists."""
 
     def __init__(self, table: Tensor) -> None:
@@ -106,9 +106,9 @@ class Plan:
         return self._views.set(field, (place, forms, views))[2]
 
 
-_plans: WeakTensorMap[Plan] = WeakTensorMap()
+_plans: WeakTensorMap[TensorLists] = WeakTensorMap()
 
 
-def plan_of(table: Tensor) -> Plan:
+def tensor_lists_of(table: Tensor) -> TensorLists:
     """Return the plan of a table. The table must not change afterwards."""
-    return _plans.get(table) or _plans.set(table, Plan(table))
+    return _plans.get(table) or _plans.set(table, TensorLists(table))
