@@ -89,7 +89,7 @@ OPS: dict[str, Op] = {
         Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
         Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
            _ADAM, {"steps": "steps"}),
-        # CLIP_FULL is set, so phi*w is inside the clipped norm and the op reads the weights.
+        # CLIP_INCLUDES_PROX is set, so phi*w is inside the clipped norm and the op reads the weights.
         Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
            {"g1": "g1", "q": "q"}, sums=True),
         Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),

@@ -254,7 +254,7 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
 def test_no_kernel_names_a_parameter_as_tritons_launcher_does() -> None:
     """A kernel parameter with the name of a variable in Triton's generated launcher would be overwritten there."""
     launched = 0
-    for module in ("dual", "inner", "norm", "perturb", "update"):
+    for module in ("dual", "reductions", "norm", "perturb", "update"):
         functions = vars(importlib.import_module(f"fastsam_kernels.triton_{module}"))
         for kernel in (value for name, value in functions.items() if name.endswith("_kernel")):
             names = inspect.signature(kernel.fn).parameters
