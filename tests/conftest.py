@@ -1,6 +1,4 @@
-"""What has to be set before the first test module is imported, and what tests of several modules share."""
-
-from __future__ import annotations
+"""Settings that must precede the import of the first test module, and fixtures of several modules."""
 
 import os
 import signal
@@ -23,19 +21,19 @@ from tests.helpers.op_cases import parameter
 # `make_fx` makes a mode of fake tensors for every value that it records, and each of these keeps the stack, which is
 # deep under pytest: half of the time of a short federated run.
 fake_tensors.traceback = SimpleNamespace(extract_stack=list)  # type: ignore[assignment]
-# So does `torch.manual_seed`, for every kind of device that has not been used: a millisecond or two for each.
+# `torch.manual_seed` does the same for every kind of device that has not been used, in a millisecond or two each.
 for devices in (torch.cuda, torch.mtia, torch.xpu):
     devices.traceback = SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 
 if os.environ.get("FASTSAM_INTEGRATIONS"):
     with_torchvision()  # before the first of the libraries that import it
 
-# A process started in the background of a script ignores Ctrl-C, and so do its children; some tests send it.
+# A process started in the background of a script ignores Ctrl-C, and its children do too; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers (`pytest -n`) share the processors: torch's own threads beside them would only wait for each other."""
+    """Divide torch's threads among the workers of `pytest -n`, which share the processors."""
     if workers := getattr(config, "workerinput", {}).get("workercount"):
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
@@ -48,14 +46,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Among several workers, a test that is marked `alone` waits until the others' tests have ended, and they wait for
     it."""
-    cache = getattr(item.config, "cache", None)  # pytest may have been told to keep none
+    cache = getattr(item.config, "cache", None)  # None if pytest runs without a cache
     if not hasattr(item.config, "workerinput") or cache is None:
         return (yield)
     import fcntl  # here, because Windows has none
 
     folder = cache.mkdir("workers")
     with open(folder / "turn", "w") as turn, open(folder / "work", "w") as work:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # kept while one waits for its work, so that nobody begins before it
+        fcntl.flock(turn, fcntl.LOCK_EX)  # held while a test waits for its lock, so that later tests queue up
         fcntl.flock(work, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(turn, fcntl.LOCK_UN)
         try:
@@ -81,10 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _parameters(interpreter: bool) -> list[object]:
-    """The backends as parameters of a fixture; one that is unavailable is a skip that says why."""
+    """Return the backends as parameters of a fixture; an unavailable backend is skipped with the reason."""
     found = list(backends.table())
     if not interpreter:
-        # Where there is no GPU, `every_backend` says so often enough.
+        # Without a GPU, `every_backend` already reports the skipped ones.
         devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         found = [b for b in found if b.device in devices and (b.name, b.device) != ("triton", "cpu")]
     return [parameter(b) for b in found]
@@ -104,7 +102,7 @@ def every_backend(request: pytest.FixtureRequest) -> backends.Backend:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory is NaN, so that what reads it is seen."""
+    """Fill uninitialised memory with NaN, so that reads of it are noticed."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

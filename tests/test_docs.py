@@ -1,8 +1,6 @@
 """The Python of README and docs/ runs as the page lets a reader copy it: by itself, or after the page's own first block
 or blocks."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re
@@ -18,12 +16,12 @@ from fastsam import fed
 from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented, says
 from tools import quoted_code
 
-MOST_ROUNDS = 2  # of a federated run: it is the code that is tried, not what comes of it
+MOST_ROUNDS = 2  # rounds of a federated run: the code is tested, not its results
 PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python" and not block.quoted]
 
 
 def cases() -> Iterator[tuple[str, list[Block]]]:
-    """What runs together, in fresh names: a block with what it goes on from."""
+    """Yield the blocks that run together in a new namespace: a block and the blocks that it continues."""
     for page in PAGES:
         first, *others = [block for block in PYTHON if block.page == page] or [None]
         if first is None:
@@ -37,7 +35,7 @@ def cases() -> Iterator[tuple[str, list[Block]]]:
 
 
 CASES = dict(cases())
-CLAIMS: dict[str, Callable[[dict[str, Any]], bool]] = {  # of what comes of a page's blocks
+CLAIMS: dict[str, Callable[[dict[str, Any]], bool]] = {  # results of the blocks of a page
     "docs/tutorial_optimizer.md": lambda names: (
         names["rise"](names["flat"]) < names["rise"](names["plain"])
         and min(names["accuracy"](names[model]) for model in ("plain", "flat", "half", "one_pass")) > 0.9
@@ -47,7 +45,8 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], bool]] = {  # of what comes of a pa
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a federated run, one client after the other, since nothing is recorded for so few."""
+    """Shorten federated runs, and train one client after the other, because a recording takes longer than few
+    rounds."""
     run = fed.run
 
     def short(*arguments: Any, rounds: int, **options: Any) -> fed.Result:
@@ -108,6 +107,6 @@ def test_quoted_code_is_the_package_s() -> None:
 
 
 def test_python_is_fenced() -> None:
-    """What is only indented would be copied, and run by nobody."""
+    """Code that is only indented would not be tested."""
     python = re.compile(r"(def|class|import|from) \S|@\w+$|(fed|opt|fastsam)\.\w+\(")
     assert not [(page, line) for page in PAGES for line in indented(page) if python.match(line)]

@@ -1,7 +1,5 @@
-"""The commands of README and docs/ exist: targets of make, modules of Python, and what `fastsam` understands. None of
-them is run."""
-
-from __future__ import annotations
+"""The commands of README and docs/ exist: targets of make, modules of Python, options of `fastsam`. They are not
+run."""
 
 import argparse
 import functools
@@ -22,7 +20,7 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.M))
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 OURS = {"bench", "fastsam", "fastsam_kernels", "tests"}
 READERS_OWN = {"my_script.py", "repro.py", "train.py"}  # files of the reader's, or of another project
-HOLES = {"POINTS": "5", "TABLE": "fedsam-table2"}  # words in the place of what a reader chooses
+HOLES = {"POINTS": "5", "TABLE": "fedsam-table2"}  # values for the words that a reader replaces
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -43,22 +41,13 @@ def test_there_are_commands_of_every_kind() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "make tests",
-        "make test WOKERS=0",
-        "python -m bench.reports",
-        "python -m bench step --contender x",
-        "python tools/key.py",
-        "pip install 'fused-sam[labs]'",
-        "fastsam runs",
-        "fastsam runs examples/digits.toml",
-        "fastsam run examples/digits.toml --rhoo 1",
-        "fastsam compare CONFIG --algorithms fedsam --seed x",
-        "fastsam reproduce fedsam-table9",
-        "fastsam reproduce fedsam-table2 --scale --no-such-key 1",
-        "fastsam info --jsn",
-        "torchrun --nproc-per-node 2 -m fastsam run CONFIG --clients many",
+        "make tests", "make test WOKERS=0", "python -m bench.reports", "python -m bench step --contender x",
+        "python tools/key.py", "pip install 'fused-sam[labs]'", "fastsam runs", "fastsam runs examples/digits.toml",
+        "fastsam run examples/digits.toml --rhoo 1", "fastsam compare CONFIG --algorithms fedsam --seed x",
+        "fastsam reproduce fedsam-table9", "fastsam reproduce fedsam-table2 --scale --no-such-key 1",
+        "fastsam info --jsn", "torchrun --nproc-per-node 2 -m fastsam run CONFIG --clients many",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_one_is_noticed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises((AssertionError, ValueError, OSError, SystemExit)):
@@ -69,7 +58,7 @@ def check(command: str) -> None:
     """Raises whatever shows that it would not work as it is written."""
     program, *arguments = words(command)
     name = program.rpartition("/")[2]
-    if name == "torchrun":  # what it starts is another command
+    if name == "torchrun":  # it starts a different command
         at = next(n for n, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
         name, arguments = "python", arguments[at:]
     {"make": check_make, "python": check_python, "pip": check_pip, "fastsam": check_fastsam}[name](arguments)
@@ -112,7 +101,8 @@ def check_python(arguments: Sequence[str]) -> None:
 def check_fastsam(arguments: Sequence[str]) -> None:
     bare = [word.strip("[]") for word in arguments]
     top = cli.parser()
-    if len(bare) == 1 or "..." in bare or "--help" in bare or "--key" in bare:  # what it is called, and no example
+    # a name or a pattern, and not an example
+    if len(bare) == 1 or "..." in bare or "--help" in bare or "--key" in bare:
         chosen = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
         assert bare[0] in (*chosen.choices, "--version", "--help"), f"no command {bare[0]}"
         left_out = ("...", "--help", "--key", "value", "options")
@@ -139,8 +129,7 @@ def check_plans(name: str, scale: str | None, flags: tuple[str, ...]) -> None:
 
 
 def example(path: str) -> Path:
-    """The config of a command; in the place of one that the reader makes, or that a run or a comparison leaves, an
-    example."""
+    """Return the config of a command, or an example in place of a config that a reader or an earlier command makes."""
     if (ROOT / path).is_file():
         return ROOT / path
     return ROOT / "examples" / ("digits_sharpness.toml" if path.endswith("config.json") else "digits.toml")

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages that fastsam really gives."""
+"""docs/recipes.md quotes messages that fastsam really gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.helpers.pages import text_of
 from tests.helpers.places import ROOT
 
-HOLE = "…"  # what differs from case to case
+HOLE = "…"  # part of a message that differs from case to case
 ROOMS = ("*.py", "optim/*.py", "fed/common/*.py", "fed/loop/*.py", "fed/rundir/*.py")
 
 
@@ -24,7 +24,7 @@ def texts() -> Iterator[str]:
 
 
 def test_its_quotes_are_messages() -> None:
-    quotes = re.findall(r"^> (.+)$", text_of("docs/troubleshooting.md"), re.M)
+    quotes = re.findall(r"^> (.+)$", text_of("docs/recipes.md"), re.M)
     assert len(quotes) >= 10
     told = list(texts())
     for quote in quotes:

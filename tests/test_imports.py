@@ -1,6 +1,4 @@
-"""The import rules: who may import whom, read from the sources; and what `import fastsam` must not touch."""
-
-from __future__ import annotations
+"""The import rules: permitted imports, read from the sources, and modules that `import fastsam` must not load."""
 
 import ast
 import graphlib
@@ -17,13 +15,14 @@ import pytest
 from tests.helpers.places import ROOT
 
 # A module may import from its own group and from the groups named; the first group whose prefix fits is its own.
-# The rooms of `fed` stand on floors, each room only on those below it; `lab` is above them. Only ops and optim run
-# kernels, and only backends knows where they are (`product` and `rowprograms` have what is no backend's).
+# Folders of `fed` are ordered in levels: a folder imports from lower levels only, and `lab` is above them. Only ops
+# and optim run kernels, and only backends knows where they are (`product` and `rowprograms` belong to no backend).
 BELOW_FED = ("fastsam.optim", "fastsam.step", "fastsam.ops", "fastsam.arena", "fastsam.extras")
 FLOORS = (  # from the ground up; rooms of one floor do not know each other
     ("common", "sums"),
     ("aggregation", "clients", "models", "step"),
-    ("algorithms", "data", "executors"),
+    ("data", "executors"),
+    ("algorithms",),
     ("measures", "privacy"),
     ("rundir", "stages"),
     ("callbacks",),
@@ -36,7 +35,10 @@ def _rooms() -> Iterator[tuple[str, tuple[str, ...]]]:
     for floor in FLOORS:
         rooms = tuple(f"fastsam.fed.{room}" for room in floor)
         asks = ("fastsam.backends", "fastsam.__version__") if floor[0] in ("common", "rundir", "loop") else ()
-        yield from ((room, (*below, *BELOW_FED, *asks)) for room in rooms)
+        known = below
+        if floor == ("algorithms",):  # the only part of executors is the handle that loops get
+            known = (*(room for room in below if room != "fastsam.fed.executors"), "fastsam.fed.executors.client")
+        yield from ((room, (*known, *BELOW_FED, *asks)) for room in rooms)
         below += rooms
 
 
@@ -47,10 +49,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "fastsam.ops",
         (
-            "fastsam.arena",
-            "fastsam.backends",
-            "fastsam_kernels.product",
-            "fastsam_kernels.rowprograms",
+            "fastsam.arena", "fastsam.backends", "fastsam_kernels.product", "fastsam_kernels.rowprograms",
         ),
     ),
     ("fastsam.extras", ()),
@@ -61,12 +60,13 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     *_rooms(),
     ("fastsam.fed", BELOW_FED),
     ("fastsam.lab", ("fastsam.fed", *BELOW_FED, "fastsam.backends", "fastsam.__version__", "fastsam.FusedSAM")),
-)
+)  # fmt: skip
 OUTER = frozenset({"fastsam", "fastsam.__main__"})  # import what they like, and nobody inside imports them
-# What all agree on, and no implementation: the layout of the device scalars, the dtypes, what update rules are, the
-# words of row programs, and a container.
-OPEN = ("hparams", "constants", "rule", "rules", "rowprograms.instructions", "weak_tensors")
-SHARED = tuple(f"fastsam_kernels.{name}" for name in OPEN)
+# Definitions that all backends share: the layout of the device scalars, dtypes, update rules, row programs' words.
+SHARED = tuple(
+    f"fastsam_kernels.{name}"
+    for name in ("hparams", "constants", "rule", "rules", "rowprograms.instructions", "weak_tensors")
+)
 BACKEND_NAMES = frozenset({"native", "triton", "foreach", "reference"})
 EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"})
 # imported inside the function that needs them
@@ -89,9 +89,9 @@ def modules() -> dict[str, Path]:
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
-    """Absolute names of what `tree` imports, with their lines.
+    """Yield absolute names of the imports of `tree` with their lines.
 
-    `from a import b` gives `a.b`, which may be a module or a name in one.
+    `from a import b` gives `a.b`, which may be a module or a name in a module.
     """
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
@@ -126,9 +126,9 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
 
 
 def named_strings(source: str, names: frozenset[str]) -> list[str]:
-    """String constants of `source` that are one of `names`.
+    """Return string constants of `source` that are one of `names`.
 
-    What `find_spec` looks for is no backend but a package, which torch.compile needs as well.
+    The argument of `find_spec` is left out, because it is a package and not a backend; torch.compile needs it too.
     """
     tree = ast.parse(source)
     packages = {
@@ -173,8 +173,8 @@ def test_every_module_has_a_rule() -> None:
 
 
 def test_every_module_is_on_the_design_page() -> None:
-    """Those of `fastsam`, `fastsam.lab` and `fastsam.fed`, rooms included; below these, a room's docstring says what is
-    in it."""
+    """The page lists the modules of `fastsam`, `fastsam.lab` and `fastsam.fed`, and the folders of `fed`, whose
+    docstring lists their modules."""
     page = (ROOT / "docs" / "design.md").read_text()
     paths = [p for folder in ("", "fed", "lab") for p in (ROOT / "fastsam" / folder).iterdir()]
     rooms = [
@@ -280,7 +280,7 @@ print(json.dumps({
 
 
 def test_import_fastsam_touches_no_cuda_no_compiler_and_nothing_heavy(tmp_path: Path) -> None:
-    """Even where FASTSAM_JIT=1 asks for compiling: at first use, not at import."""
+    """FASTSAM_JIT=1 compiles at first use, and not at import."""
     env = {**os.environ, "FASTSAM_JIT": "1", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", PROBE], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120

@@ -103,7 +103,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "MOON": {"mu": 2.0, "features": "0"},
     "MimeLite": {"beta": 0.3, "momentum_form": "heavy_ball"},
 }
-NOT_STACKED = ("FedRobust", "FedGMT", "FedNTD", "FedSOL", "MOON", "FedRep", "Ditto", "pFedMe", "APFL", "FedBN")
+LOOPS = ("FedRobust", "FedGMT", "FedNTD", "FedSOL", "MOON", "FedRep", "Ditto", "pFedMe", "APFL")
+NOT_STACKED = (*LOOPS, "FedBN")
 
 # name: (algorithm, options of the run). "model", "sizes" and "slots" are options of `train` below.
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -215,6 +216,11 @@ def _cases_of_options() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"dropout, {executor}", partial(train, fed.FedSAM(), executor, module=Dropout())
         yield f"own algorithm, {executor}", partial(train, OwnAlgorithm(), executor)
     yield "own algorithm, vmap", partial(train, OwnAlgorithm(), "vmap", slots=3)
+    for name in LOOPS:
+        case, batch_norm = partial(train, getattr(fed, name)(), "sequential"), clients((8, 16, 8, 12))
+        yield f"{name}, dropout", partial(case, module=Dropout())
+        yield f"{name}, kept buffers", partial(case, batch_norm, normed(), batch_size=4, buffers="keep")
+        yield f"{name}, clip and local steps", partial(case, clip_norm=0.05, **STEPS)
 
 
 def _cases_of_clients() -> Iterator[tuple[str, Callable[[], str]]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastsam.fed import algorithms, callbacks
 from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, and what an own one is made of
+from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.client_test_sets import ClientTestSets
@@ -23,15 +24,13 @@ from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.loop.rates import TorchSchedule
 from fastsam.fed.loop.run import run
+from fastsam.fed.measures import NamedMeasures
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.stages.compression import TopK
-from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_update import Envelope, lr_sum
-from fastsam.fed.step.mixture import Mixture
+from fastsam.fed.step.local_update import lr_sum
 from fastsam.fed.step.pilot import Pilot
-from fastsam.fed.step.teacher import Teacher, divergence
 from fastsam.fed.sums.ranks import RankError
 
 if TYPE_CHECKING:
@@ -45,19 +44,16 @@ __all__ = [
     "Callback",
     "CallbackError",
     "ClientError",
-    "FederatedData",
-    "Envelope",
-    "InputMap",
-    "LazyClients",
-    "Mixture",
     "ClientTestSets",
+    "FederatedData",
+    "LazyClients",
+    "NamedMeasures",
     "Pilot",
     "Privacy",
     "RankError",
     "Result",
     "RunDirectoryError",
     "Stop",
-    "Teacher",
     "TopK",
     "TorchSchedule",
     "algorithms",

@@ -76,14 +76,8 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--sweep", metavar="KEY=A,B", action="append", help="run every value of a key; given again: all combinations"
     )
-    compare.add_argument(
-        "--surface",
-        metavar="POINTS",
-        type=int,
-        nargs="?",
-        const=51,
-        help="loss surfaces of the final models on a grid [51]",
-    )
+    text = "loss surfaces of the final models on a grid [51]"
+    compare.add_argument("--surface", metavar="POINTS", type=int, nargs="?", const=51, help=text)
     reproduce.add_argument("table", metavar="TABLE", nargs="?", help="its name, such as fedlesam-table2")
     reproduce.add_argument("--list", action="store_true", help="the tables and figures, and what each needs")
     reproduce.add_argument(
@@ -96,19 +90,10 @@ def parser() -> argparse.ArgumentParser:
             "--seeds", metavar="0,1", help="each algorithm once per seed; default: those of the file or table"
         )
     for command in (run, compare, reproduce):
-        command.add_argument(
-            "--run-dir",
-            type=Path,
-            metavar="DIR",
-            help="where results go; default: a new numbered directory under runs/",
-        )
-        command.add_argument(
-            "--trust",
-            action="append",
-            default=[],
-            metavar="PACKAGE",
-            help="an installed package that the config may import",
-        )
+        text = "where results go; default: a new numbered directory under runs/"
+        command.add_argument("--run-dir", type=Path, metavar="DIR", help=text)
+        text = "an installed package that the config may import"
+        command.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=text)
         command.add_argument(
             "--resume",
             action="store_true",

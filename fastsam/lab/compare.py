@@ -192,9 +192,9 @@ def _seed(value: Any) -> int:
 
 
 def _unique(names: Sequence[str], what: str) -> None:
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if twice is not None:
-        raise ConfigError(f"the {what} {twice!r} is named twice; each {what} runs once")
+    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if repeated is not None:
+        raise ConfigError(f"the {what} {repeated!r} is named twice; each {what} runs once")
 
 
 def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
@@ -259,12 +259,12 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
     keys = ("rounds", share, "local_epochs", "batch_size", "model", "client_test_split")
     firsts = {short_name(c.algorithm): c for c in reversed(plan.configs)}
     configs = {data_key(c): c for c in reversed(plan.configs)}
-    told = {
+    data_facts = {
         name: _data_facts(configs[next(key for key, one in data.items() if one is shown)], shown)
         for name, shown in by_swept_data(plan, data).items()
     }
     return {
-        **_merged(told),
+        **_merged(data_facts),
         **{key: getattr(config, key) for key in keys if key not in swept},
         **{f"swept {axis.name}": ", ".join(axis.values) for axis in plan.sweep},
         **{name: _settings(firsts[short_name(name)], swept) for name in plan.algorithms},
@@ -276,45 +276,38 @@ def _data_facts(config: RunConfig, data: FederatedData) -> dict[str, str]:
     sizes = [len(y) for _, y in data.clients]
     split = f"{config.split}(alpha={config.alpha:g})" if config.split == "dirichlet" else config.split
     per_client = f"{min(sizes)} to {max(sizes)}" if min(sizes) != max(sizes) else f"{sizes[0]}"
-    made = {
+    facts = {
         "data": f"{data.name}: {sum(sizes)} training and {len(data.test[1])} test samples, {data.classes} classes",
         "clients": f"{len(data)} with {per_client} samples each",
     }
-    return made if data.priors is None else made | {"split": f"{split}, seed {config.split_seed}"}
+    return facts if data.priors is None else facts | {"split": f"{split}, seed {config.split_seed}"}
 
 
-def _merged(told: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def _merged(data_facts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return one line for each fact that is the same in all data sets, and one line per data set for other facts.
 
     Lines of the second kind have the data set's name in their key.
     """
-    made: dict[str, str] = {}
-    for key in dict.fromkeys(key for facts in told.values() for key in facts):
-        texts = {name: facts[key] for name, facts in told.items() if key in facts}
-        if len({*texts.values()}) == 1 and len(texts) == len(told):
-            made[key] = next(iter(texts.values()))
-        else:
-            made |= {f"{key}, {name}": text for name, text in texts.items()}
-    return made
+    lines: dict[str, str] = {}
+    for key in dict.fromkeys(key for facts in data_facts.values() for key in facts):
+        texts = {name: facts[key] for name, facts in data_facts.items() if key in facts}
+        common = len({*texts.values()}) == 1 and len(texts) == len(data_facts)
+        lines |= {key: next(iter(texts.values()))} if common else {f"{key}, {n}": text for n, text in texts.items()}
+    return lines
 
 
 def _settings(config: RunConfig, swept: set[str]) -> str:
-    own = {"lr": config.lr, "lr_decay": config.lr_decay, **config.options}
-    return ", ".join(f"{key} {value}" for key, value in own.items() if key not in swept)
+    settings = {"lr": config.lr, "lr_decay": config.lr_decay, **config.options}
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if key not in swept)
 
 
 Data = Mapping[str, FederatedData]
 
 
 def train(
-    built: Experiment,
-    directory: Path,
-    resume: bool,
-    console: Console,
-    label: str,
-    resume_command: str,
+    built: Experiment, directory: Path, resume: bool, console: Console, label: str, resume_command: str,
     every: int | None = None,
-) -> FinishedRun:
+) -> FinishedRun:  # fmt: skip
     """Train one run.
 
     Args:
@@ -339,8 +332,7 @@ def train(
             raise
         raise OSError(
             f"no space is left for {directory} ({error.strerror}). Its last checkpoint is whole; make room, and "
-            f"continue with:\n  "
-            f"{resume_command}"
+            f"continue with:\n  {resume_command}"
         ) from error
     short, config = short_name(built.config.algorithm), built.config
     lr = config.lr if isinstance(config.lr, float) else None

@@ -34,17 +34,8 @@ else:
 
 # keys that take an import path
 IMPORTING = (
-    "data",
-    "model",
-    "loss",
-    "lr",
-    "server_lr",
-    "sampler",
-    "available",
-    "weighting",
-    "augment",
-    "algorithm",
-    "metrics",
+    *("data", "model", "loss", "lr", "server_lr", "sampler"),
+    *("available", "weighting", "augment", "algorithm", "metrics", "optimizer"),
 )
 COMPARE_KEYS = ("algorithms", "seeds", "sweep")
 LONGEST_NAME = 120  # bytes; the algorithm and a number follow, and a file system takes 255
@@ -75,7 +66,7 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
 
     Raises:
         ConfigError: the file cannot be read, or a flag cannot be used.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist, and all flags have keys that exist.
     """
     path = Path(path)
     if path.is_dir():
@@ -83,6 +74,7 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
     try:
         content = read_json(path) if path.suffix == ".json" else tomllib.loads(read_bytes(path).decode())
     except FileNotFoundError:
+        _check_flag_keys(flags)  # the value of a mistyped flag is taken for the config
         raise FileNotFoundError(f"no config file {path} (looked in {Path.cwd()})") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
@@ -92,7 +84,9 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
         raise ConfigError(f"{path} must hold keys and values, got {type(content).__name__}")
     if path.suffix == ".json":
         content = with_current_options(content)
-    tables = {key: value for key, value in content.items() if isinstance(value, dict) and key not in TABLES}
+    tables = {
+        key: value for key, value in content.items() if isinstance(value, dict) and key not in {*TABLES, *OPTION_TABLES}
+    }
     values = {key: value for key, value in content.items() if key not in tables}
     compare = tables.pop("compare", {})
     for key, value in compare.items():
@@ -103,9 +97,12 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
 
 
 def with_current_options(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored config.json with today's names: options renamed, and privacy options moved to their table."""
+    """Return a stored config.json with today's names, and with options of privacy and measures in their tables."""
     found = with_current_names(stored)
     flat = {("clip" if key == "clip_update" else key): found.pop(key) for key in _FLAT_PRIVACY if key in found}
+    settings = found.pop("measure_options", None)
+    if settings:
+        found["measures"] = {"names": found.get("measures", []), **settings}
     return found | {"privacy": flat} if flat else found
 
 
@@ -172,6 +169,14 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[st
         else:
             flat[key.replace("-", "_")] = value
     return flat, tables
+
+
+def _check_flag_keys(flags: Sequence[str]) -> None:
+    """Raise ConfigError if a flag is not a key of a run and not an option of a built-in algorithm."""
+    flat, _ = parse_flags(flags)
+    for key in flat:
+        if key not in KEYS and not takers_of(key) and not is_import_path(flat.get("algorithm", "")):
+            raise ConfigError(_unknown(key, flat.get("algorithm", RunConfig.algorithm), ()))
 
 
 def algorithm_class(name: str) -> Callable[..., Any]:
@@ -264,7 +269,8 @@ def _merge_layers(
         flags = {name: check_type(name, text, made[name].kinds, True) for name, text in
                  source.flag_tables.get(key, {}).items()}  # fmt: skip
         if flags:
-            values[key] = (values.get(key) or {}) | flags
+            filed_table = values.get(key) or {}
+            values[key] = ({"names": filed_table} if isinstance(filed_table, list) else filed_table) | flags
     return filed, values, options
 
 

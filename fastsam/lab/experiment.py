@@ -26,7 +26,7 @@ from fastsam.fed.rundir.result import Result
 from fastsam.lab.config import ConfigError, algorithm_class
 from fastsam.lab.keys import RunConfig, is_pattern, set_options, set_parameters
 
-_IMPORTED = ("loss", "lr", "server_lr", "sampler", "available", "weighting")  # options that may be functions
+_IMPORTED = ("loss", "lr", "server_lr", "sampler", "available", "weighting", "optimizer")  # may be functions
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ one trial.
 Prints trials and failures; the exit code is 1 when something failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

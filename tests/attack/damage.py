@@ -1,7 +1,5 @@
 """Run directories that were damaged: refused and left as they are, or continued in the same bits; never in others."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from tests.attack.trials import Attack, Trial
 from tests.helpers.fed_rundir import records, snapshot, start
 
 BEFORE, AFTER = 2, 3  # rounds that the damaged run has, and is resumed to
-BITS = 200  # of a trial that flips them one by one
+BITS = 200  # bits that a trial flips one by one
 
 
 def _flip(data: bytearray, rng: random.Random) -> bytes:
@@ -46,7 +44,7 @@ HOW: dict[str, Callable[[bytearray, random.Random], bytes]] = {
 
 @dataclass(frozen=True)
 class Original:
-    """A run of `BEFORE` rounds, and what it comes to after `AFTER`."""
+    """A run of `BEFORE` rounds, and its result after `AFTER` rounds."""
 
     directory: Path
     model: bytes

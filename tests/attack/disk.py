@@ -1,8 +1,6 @@
 """Disks that are full, or that may not be written: told with the file's name, and with some room the run goes on in the
 same bits."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -28,8 +26,8 @@ class Whole(NamedTuple):
     directory: Path
     model: bytes
     records: list[dict[str, Any]]
-    syncs: int  # of files to the disk
-    bytes: int  # of its largest file
+    syncs: int  # number of files synchronised to the disk
+    bytes: int  # size of the run's largest file
 
 
 def go(directory: Path, rounds: int = ROUNDS) -> fed.Result:
@@ -64,7 +62,7 @@ def _full_after(syncs: int, directory: Path) -> int:
 
 
 def _limited_to(size: int, directory: Path) -> None:
-    """The run with files of at most so many bytes: a write stops somewhere in the middle."""
+    """Limit the size of files, so that a write of the run fails in the middle."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     go(directory)
@@ -92,7 +90,7 @@ def no_room(trial: Trial) -> int:
 
 
 def read_only(trial: Trial) -> int:
-    """The directory, the one of the checkpoint, or some files may not be written, by somebody who is not root."""
+    """Make the directory, the checkpoint's directory or some files read-only, without the rights of root."""
     directory, rng = trial.folder / "run", trial.rng
     shutil.copytree(trial.common.directory, directory)
     paths = [directory, *sorted(directory.rglob("*"))]

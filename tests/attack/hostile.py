@@ -1,6 +1,4 @@
-"""Files that would run code if somebody loaded them carelessly: nothing of them runs."""
-
-from __future__ import annotations
+"""Files with code that careless loading would run: fastsam must not run it."""
 
 import builtins
 import gzip
@@ -30,7 +28,7 @@ from tests.helpers.fed_rundir import start
 
 
 class Payload:
-    """Leaves a file behind when it is loaded."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, marker: Path, how: str) -> None:
         self.marker, self.how = marker, how
@@ -64,7 +62,7 @@ def _array(payload: Any, protocol: int) -> bytes:
 
 
 def _zip(payload: Any, protocol: int) -> bytes:
-    """As numpy's archives are, with a pickle where an array is named, and with one that climbs out."""
+    """Return an archive as numpy writes it, with a pickle in place of an array and a path outside of the folder."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("x.npy", _array(payload, protocol))
@@ -138,17 +136,11 @@ def _run_directory(place: str) -> Callable[[bytes, Path], None]:
 
 
 DOORS: dict[str, Callable[[bytes, Path], None]] = {
-    "data in .npz": _npz,
-    "a split's indices": _indices,
-    "an archive": _archive,
-    "an unpacked archive": _unpacked,
-    "weights": _weights,
-    "a config": _config,
-    "the manifest": _run_directory("checkpoint/manifest.json"),
+    "data in .npz": _npz, "a split's indices": _indices, "an archive": _archive, "an unpacked archive": _unpacked,
+    "weights": _weights, "a config": _config, "the manifest": _run_directory("checkpoint/manifest.json"),
     "the server's file": _run_directory("checkpoint/server-*"),
-    "the clients' file": _run_directory("checkpoint/clients-*"),
-    "the records": _run_directory("metrics.jsonl"),
-}
+    "the clients' file": _run_directory("checkpoint/clients-*"), "the records": _run_directory("metrics.jsonl"),
+}  # fmt: skip
 
 
 def files_with_code(trial: Trial) -> int:
@@ -184,16 +176,10 @@ def configs_with_code(trial: Trial) -> int:
     module = rng.choice(tried)
     path = rng.choice(
         [
-            f"{module}:run",
-            f"{module}.x:y",
-            "own.py:system",
-            "own.py:run",
-            "own:system",
-            "builtins:exec",
-            "os:system",
+            f"{module}:run", f"{module}.x:y", "own.py:system", "own.py:run", "own:system", "builtins:exec", "os:system",
             "own.py:os",
         ]
-    )
+    )  # fmt: skip
     key = rng.choice(IMPORTING)
     before = set(sys.modules)
     options = f"[{key}_options]\ncommand = 'touch ran'\n" if key in ("data", "model") else ""

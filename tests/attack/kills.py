@@ -1,7 +1,4 @@
-"""Runs that are killed, in every way that a machine has: resumed, they end in the bits of a run that nobody
-disturbed."""
-
-from __future__ import annotations
+"""Runs that are killed in different ways. After a resume they must have the bits of an undisturbed run."""
 
 import os
 import resource
@@ -17,7 +14,7 @@ from tests.attack.trials import Attack, Trial
 from tests.helpers.fed_kill import DIED, dies_at, digest, finish, forked, train
 
 ROUNDS, LONG = 3, 9
-INTERRUPTED = 130  # what `forked` leaves with after Ctrl-C
+INTERRUPTED = 130  # exit code of `forked` after Ctrl-C
 ALONE: dict[str, Any] = {"executor": "sequential", "dropout": 0.0}
 THREADS: dict[str, Any] = {"executor": "threads", "slots": 3, "dropout": 0.0}  # which take no model that draws
 _NEVER = 10**9
@@ -28,12 +25,13 @@ class Whole(NamedTuple):
 
     digest: str
     operations: int  # on files
-    bytes: int  # of its largest file
+    bytes: int  # size of the run's largest file
     seconds: float
 
 
 def whole(folder: Path, rounds: int, **options: Any) -> Whole:
-    train(folder / "warm", rounds=1, **options)  # what is imported at first use takes its time once, here
+    # modules are imported at first use, so that the measured run does not spend time on it
+    train(folder / "warm", rounds=1, **options)
     began = time.perf_counter()
     train(folder / "whole", rounds=rounds, **options)
     seconds = time.perf_counter() - began
@@ -63,7 +61,7 @@ def at_an_operation(trial: Trial) -> int:
 
 
 def in_a_write(trial: Trial) -> int:
-    """The kernel kills it in the middle of a write: no file may have more than so many bytes."""
+    """Kill a run in the middle of a write, by a limit on the size of its files, and resume it."""
     directory, size = trial.folder / "run", trial.rng.randrange(trial.common.bytes)
 
     def limited() -> None:

@@ -1,6 +1,4 @@
-"""What is repeated takes no more memory, tensors or files in the end than in the beginning."""
-
-from __future__ import annotations
+"""Operations that are repeated: memory, tensors and open files must not grow with the number of repetitions."""
 
 import gc
 import io
@@ -17,9 +15,9 @@ from tests.helpers import oracle
 from tests.helpers.fed_rundir import start
 from tests.helpers.sam_oracle import backward, make_parameters
 
-WARM, TIMES = 12, 30  # of a whole run; of steps a hundred times as many
+WARM, TIMES = 12, 30  # repetitions of a whole run; a step is repeated a hundred times as often
 STEPS = 100
-OBJECTS, KILOBYTES = 400, 4096  # what may come beside: caches that fill, the allocator's own
+OBJECTS, KILOBYTES = 400, 4096  # allowed growth, for caches that fill and for the allocator
 Work = Callable[[Path], None]
 
 
@@ -64,7 +62,7 @@ def _optimizers(folder: Path) -> None:
 
 
 def _refused(folder: Path) -> None:
-    """A run that is told apart before it begins, and one that ends in its first round."""
+    """Start a run that is refused before its first round, and a run that fails in its first round."""
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if output.requires_grad and output.shape[0] == 1:
@@ -98,15 +96,12 @@ def _used() -> dict[str, int]:
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
     tensors = sum(isinstance(one, torch.Tensor) for one in objects)
     return {
-        "tensors": tensors,
-        "objects": len(objects),
-        "files": len(os.listdir("/proc/self/fd")),
-        "kilobytes": resident,
-    }
+        "tensors": tensors, "objects": len(objects), "files": len(os.listdir("/proc/self/fd")), "kilobytes": resident,
+    }  # fmt: skip
 
 
 def repeated(trial: Trial) -> int:
-    """Each subject in turn: what it holds after some times, and after many more."""
+    """Compare the resources of one subject after `WARM` repetitions with its resources after `TIMES` more."""
     name = sorted(SUBJECTS)[trial.number % len(SUBJECTS)]
     work = SUBJECTS[name]()
     for _ in range(WARM):

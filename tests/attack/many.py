@@ -1,7 +1,5 @@
 """A hundred thousand clients: started, and a round, in seconds and with memory that follows the data."""
 
-from __future__ import annotations
-
 import resource
 import time
 

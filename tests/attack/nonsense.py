@@ -1,7 +1,4 @@
-"""Options, states, flags and config files drawn from what nobody means: taken, or refused by fastsam itself in words;
-never anything else."""
-
-from __future__ import annotations
+"""Random options, states, flags and config files: fastsam accepts them or refuses them with a message."""
 
 import contextlib
 import copy
@@ -32,7 +29,7 @@ from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bit
 
 TIMES = 20  # trials that share a process
 
-# What a run takes, and what is next to it. Not: what compiles, or fetches.
+# Plausible options of a run and values near them. Options that compile or download are left out.
 PLAUSIBLE: dict[str, list[Any]] = {
     "rounds": [1, 2], "local_epochs": [1, 2], "local_steps": [1, 3],
     "local_parameters": ["2", ["0.*", "2.bias"], "head"],
@@ -48,7 +45,7 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "loss": ["cross_entropy", "nll_loss", "mse_loss", "relu"],
     "client_test_split": ["all", "equal"], "eval_every": [1, 7],
     "measures": [["sharpness"], ["drifts", "consistency"], ["x"]],
-    "measure_options": [{}, {"x": 1}], "metrics": [{"x": len}, {}], "target": [0.5], "buffers": ["average", "keep"],
+    "metrics": [{"x": len}, {}], "target": [0.5], "buffers": ["average", "keep"],
     "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"],
     "slots": [1, 3, 10**6],
     "memory_format": ["preserve", "channels_last"],
@@ -66,7 +63,7 @@ Refusal = (TypeError, ValueError, RuntimeError)
 
 @contextmanager
 def in_words() -> Iterator[None]:
-    """What is refused inside is refused by fastsam, or by torch's class of optimizer, and in words."""
+    """Accept errors of the block only if fastsam or torch's optimizer class raised them with a message."""
     try:
         yield
     except AssertionError as error:
@@ -99,13 +96,8 @@ def options_of_a_run(trial: Trial) -> int:
 
 
 BASES = [
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.NAdam,
-]
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam,
+]  # fmt: skip
 OPTIMIZER: dict[str, list[Any]] = {
     "rho": [0.0, 0.05, torch.tensor(0.1), 1e30], "adaptive": [False, True], "eta": [0.01],
     "lr": [0.1, torch.tensor(0.1)], "momentum": [0.9],
@@ -169,11 +161,8 @@ def _spoilt(rng: random.Random, saved: dict[str, Any]) -> dict[str, Any]:
             at = at[step]
         print(above, key, flush=True)
         old = at[key]
-        tensors = (
-            [old[:1], old.double(), old.to("meta"), old.flatten(), old.clone().fill_(float("nan"))]
-            if _is_matrix(old)
-            else []
-        )
+        tensors = [old[:1], old.double(), old.to("meta"), old.flatten(), torch.full_like(old, torch.nan)]
+        tensors *= _is_matrix(old)
         if isinstance(at, dict) and rng.random() < 0.2:
             del at[key]
         else:
@@ -186,7 +175,7 @@ def _is_matrix(value: Any) -> bool:
 
 
 def states_of_the_optimizer(trial: Trial) -> int:
-    """What is refused changes nothing: the next step is that of an optimizer to which nothing was given."""
+    """Load a damaged state dict. If it is refused, the next step must equal the step of an untouched optimizer."""
     rng = trial.rng
     params = make_parameters([(5, 3), (4,)], torch.float32)
     base = rng.choice(BASES[:5])
@@ -218,11 +207,11 @@ WORDS = [
     "a=b", "{a=1}", "../..", "/dev/null", "ä", "auto", "a:b", "x.py:y", "os:system", "'", '"', "\n", "--", "-", "0x10",
     "1_0", ",", ",,", "*",
 ]  # fmt: skip
-SKIPPED = ("download", "model", "data_dir", "device")  # what takes long, and what fetches
+SKIPPED = ("download", "model", "data_dir", "device")  # keys that take long or download
 
 
 def _flags(rng: random.Random) -> list[str]:
-    """Up to three keys as flags, with a word of their own or any."""
+    """Return flags for up to three keys, with a choice of the key or any word as value."""
     found = []
     for key in rng.sample([key for key in KEYS if key not in SKIPPED], rng.randint(0, 3)):
         own = [str(choice) for choice in KEYS[key].choices or ()]
@@ -243,19 +232,15 @@ def _command(rng: random.Random) -> list[str]:
         ]
     if name == "compare":
         more = [
-            "--seeds",
-            rng.choice([*WORDS, "0"]),
-            "--sweep",
-            rng.choice([*WORDS, "lr=0.1"]),
-            "--surface",
+            "--seeds", rng.choice([*WORDS, "0"]), "--sweep", rng.choice([*WORDS, "lr=0.1"]), "--surface",
             rng.choice(["0", "x", "-1"]),
-        ]
+        ]  # fmt: skip
         return [name, "small.toml", "--algorithms", rng.choice([*WORDS, "fedavg"]), *more[: rng.choice([0, 2, 4, 6])]]
     return [name, rng.choice(WORDS), *rng.choice([[], ["--list"], ["--seeds", rng.choice(WORDS)]])]
 
 
 def _says(words: list[str]) -> None:
-    """A command ends with a code, and what it says of an error was written for users."""
+    """Run a command. It must end with an exit code, and its error text must be written for users."""
     said = io.StringIO()
     print(words, flush=True)
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -270,8 +255,7 @@ def _says(words: list[str]) -> None:
 
 
 def warm(folder: Path) -> None:
-    """What is imported at first use is imported once; figures are named, and not drawn, which is most of what a small
-    command does."""
+    """Import the modules that a first run imports, and replace drawing, which takes most of a small command's time."""
     from matplotlib.figure import Figure
 
     Figure.savefig = lambda figure, path, **options: Path(path).write_bytes(b"not drawn")  # type: ignore

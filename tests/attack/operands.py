@@ -1,10 +1,8 @@
-"""Ops on tables and tensors that are next to right ones: no access outside of the operands, and no number that the
-reference does not give.
+"""Ops on tables and tensors that are almost right.
 
-Every operand lies between pages that cannot be touched (`guard_pages`): who goes beyond one ends with a signal.
+An op must not access memory outside of its operands, and must not return numbers that differ from the reference. Every
+operand lies between pages that cannot be accessed (`guard_pages`), so that an access beyond its end raises a signal.
 """
-
-from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
@@ -74,7 +72,7 @@ CHANGES: tuple[Callable[[random.Random, Tensor], Any], ...] = (
 
 
 def _table(rng: random.Random, table: Tensor) -> Any:
-    """Some entries far away or a little off, rows twice, gone or in another order; or no table."""
+    """Return a table with wrong entries, with rows that are repeated, missing or reordered, or no table."""
     kind = rng.randrange(5)
     if kind == 0 or not len(table):
         return rng.choice(CHANGES)(rng, table)
@@ -129,15 +127,14 @@ def spoilt(rng: random.Random, given: Arguments) -> Arguments:
 
 
 def _placed(value: Any, make: Callable[[int, torch.dtype], Tensor]) -> Any:
-    """The same numbers in the same order in memory that `make` gives; what has no such memory is left as it is."""
+    """Return a copy of `value` in the storage that `make` allocates, with the same strides.
+
+    Values without dense CPU storage are returned unchanged.
+    """
     if isinstance(value, list):
         return [_placed(one, make) for one in value]
-    if (
-        not isinstance(value, Tensor)
-        or value.device.type != "cpu"
-        or value.layout != torch.strided
-        or value.is_complex()
-    ):
+    dense = isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided
+    if not dense or value.is_complex():
         return value
     span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
     if (
@@ -154,7 +151,7 @@ def _plain(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _tensors(given: Arguments) -> Iterator[tuple[str, Tensor]]:
-    """Those that have numbers."""
+    """Yield the dense CPU tensors of the arguments by name."""
     for name, value in given.items():
         for i, t in enumerate(value if isinstance(value, list) else [value]):
             whole = isinstance(t, Tensor) and t.device.type == "cpu" and t.layout == torch.strided
@@ -172,8 +169,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _same_numbers(given: Arguments, expected: Arguments, name: str) -> None:
-    """Within the tolerances of the ops' tests, those of the coarsest operand; where the reference has no finite numbers
-    nothing is said."""
+    """Compare with the tolerance of the operand of lowest precision, unless the reference gives non-finite numbers."""
     numbers = [t for _, t in _tensors(expected) if t.is_floating_point()]
     if not all(t.isfinite().all() for t in numbers):
         return
@@ -182,9 +178,7 @@ def _same_numbers(given: Arguments, expected: Arguments, name: str) -> None:
         if a.is_floating_point():
             size = max(1.0, float(b.abs().max())) if b.numel() else 1.0
             far = (a.double() - b.double()).abs() - 4 * rtol * b.double().abs() - 4 * atol * size
-            assert not (far > 0).any(), (
-                f"{name}: {what} differs from the reference by up to {float((a - b).abs().max()):g}"
-            )
+            assert not (far > 0).any(), f"{name}: {what} differs from the reference by up to {(a - b).abs().max():g}"
         else:
             assert torch.equal(a, b), f"{name}: {what} differs from the reference"
 
@@ -205,8 +199,11 @@ def _as_checked(name: str, given: Arguments) -> Arguments:
 
 
 def _call(name: str, given: Arguments, call: Callable[[Arguments], object]) -> bool:
-    """Whether it was taken. What is refused writes nothing; what is taken gives the reference's numbers, where that
-    takes it."""
+    """Return True if the op accepted the arguments.
+
+    A refused call must not write. An accepted call must give the numbers of the reference, if the reference accepts it
+    too.
+    """
     memory = Guarded(at_end=True)
     placed = {key: _placed(value, memory.tensor) for key, value in given.items()}
     before = {key: _placed(value, _plain) for key, value in given.items()}
@@ -219,7 +216,7 @@ def _call(name: str, given: Arguments, call: Callable[[Arguments], object]) -> b
         return False
     try:
         getattr(reference, name)(**_as_checked(name, expected))
-    except Exception:
+    except Refusal:
         return True
     _same_numbers(placed, expected, name)
     return True

@@ -1,7 +1,5 @@
 """Runs of several processes of which one dies."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from tests.attack.trials import Attack, Trial
 from tests.helpers import fed_ranks
 from tests.helpers.rank_group import on_ranks
 
-STEPS = 60  # of a loss; what a rank of two or three takes in four rounds
+STEPS = 60  # number of loss evaluations of one rank in four rounds
 
 
 def loses_a_rank(rank: int, folder: Path, name: str, lost: int, step: int) -> str:

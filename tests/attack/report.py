@@ -1,7 +1,7 @@
-"""What came of the attacks, in lines and on the page: `python -m tests.attack.report FILE.json` writes
-docs/reliability.md from it."""
+"""Results of the attacks as text and as a page.
 
-from __future__ import annotations
+`python -m tests.attack.report FILE.json` writes docs/reliability.md.
+"""
 
 import sys
 from typing import Any
@@ -26,14 +26,11 @@ def line(attack: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: a row per attack, and what they were made with."""
+    """Return the results as Markdown: a row per attack, then the environment."""
     rows = []
     for one in record["attacks"]:
-        came = (
-            [f"left out: {one['left_out']}", ""]
-            if one["left_out"]
-            else [f"{one['trials']:,}", f"{len(one['failures'])}"]
-        )
+        numbers = [f"{one['trials']:,}", f"{len(one['failures'])}"]
+        came = [f"left out: {one['left_out']}", ""] if one["left_out"] else numbers
         rows.append([f"`{one['name']}`", one["promise"], *came])
     table = Table("", ["attack", "what is promised", "trials", "failures"], rows, aligned="llrr")
     e = record["environment"]

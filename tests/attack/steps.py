@@ -1,7 +1,5 @@
 """Steps of `FusedSAM` that something interrupts: made or not made, with nothing lost."""
 
-from __future__ import annotations
-
 import random
 import time
 
@@ -37,7 +35,7 @@ def at_lines(trial: Trial) -> int:
 
 
 def _seconds(plan: Plan) -> float:
-    """Of the shortest of some steps."""
+    """Return the shortest duration of five steps in seconds."""
     found = []
     for _ in range(5):
         case = plan.make()
@@ -48,14 +46,11 @@ def _seconds(plan: Plan) -> float:
 
 
 def by_signals(trial: Trial) -> int:
-    """Signals of the system's timer and of another thread, at any instant of a step; those that came after it do not
-    count."""
+    """Interrupt a step at any instant by signals of a timer and of a thread. Later signals do not count."""
     plan = _plan(trial)
     seconds, rng = _seconds(plan), random.Random(trial.number)
-    return sum(
-        plan.interrupted(Alarm(max(rng.uniform(0, seconds), 1e-6), rng.random() < 0.5), anywhere=True)
-        for _ in range(TIMES)
-    )
+    alarms = (Alarm(max(rng.uniform(0, seconds), 1e-6), rng.random() < 0.5) for _ in range(TIMES))
+    return sum(plan.interrupted(alarm, anywhere=True) for alarm in alarms)
 
 
 PROMISE = "a step that is interrupted at any line of its code was made or not made, state included"

@@ -1,7 +1,5 @@
 """Every attack for a short time; `make attack` gives them longer."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,18 +17,11 @@ SECONDS = 20
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [attack.name for attack in ATTACKS])
 def test_finds_nothing(name: str, tmp_path: Path) -> None:
-    """In a process of its own, as an attack forks."""
+    """Run one trial of each attack in a separate process, because an attack forks."""
     command = [
-        sys.executable,
-        "-m",
-        "tests.attack",
-        "--only",
-        name,
-        "--minutes",
-        str(SECONDS / 60),
-        "--out",
+        sys.executable, "-m", "tests.attack", "--only", name, "--minutes", str(SECONDS / 60), "--out",
         str(tmp_path / "made.json"),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
     )

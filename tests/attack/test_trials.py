@@ -1,7 +1,4 @@
-"""That an attack sees what it is for: signals, hangs, exceptions and silence are failures, each with the number that
-repeats it; and its page."""
-
-from __future__ import annotations
+"""Signals, hangs, exceptions and silence are failures of an attack, each with the number that repeats it."""
 
 import ctypes
 import json
@@ -18,7 +15,7 @@ from tests.attack.trials import STRIDE, Attack, Trial
 
 
 def ends(trial: Trial) -> int:
-    """Five of six in a way of its own."""
+    """Fail in five of six trials, each time in a different way."""
     kind = trial.number % 6
     print(f"kind {kind}", flush=True)
     if kind == 1:
@@ -35,12 +32,9 @@ def ends(trial: Trial) -> int:
 
 
 FOUND = {
-    1: "ended by SIGSEGV",
-    2: "ValueError: mine (test_trials.py:",
-    3: "hangs: nothing after 0.5 s",
-    4: "the process ended with 0 and no answer",
-    5: "the process ended with 0 and no answer",
-}
+    1: "ended by SIGSEGV", 2: "ValueError: mine (test_trials.py:", 3: "hangs: nothing after 0.5 s",
+    4: "the process ended with 0 and no answer", 5: "the process ended with 0 and no answer",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FOUND)
@@ -97,13 +91,8 @@ def made(**changed: Any) -> dict[str, Any]:
         "machine": {"cpu": "CPU", "cores": 2}, "versions": {"python": "3.11", "torch": "2.13"},
     }  # fmt: skip
     attack = {
-        "name": "mine",
-        "promise": "nothing ends",
-        "trials": 1200,
-        "failures": [],
-        "seconds": 60.0,
-        "left_out": None,
-    }
+        "name": "mine", "promise": "nothing ends", "trials": 1200, "failures": [], "seconds": 60.0, "left_out": None,
+    }  # fmt: skip
     return {"kind": report.KIND, "environment": environment, "seed": 0, "minutes": 1, "attacks": [attack | changed]}
 
 
@@ -117,7 +106,7 @@ def test_the_page_is_filled_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no place marked"):
         report.PAGE.fill("", made())
     (tmp_path / "made.json").write_text("{}")
-    with pytest.raises(ValueError, match="no record of"):
+    with pytest.raises(ValueError, match="must be a record of"):
         report.PAGE.read(tmp_path / "made.json")
 
 

@@ -1,11 +1,9 @@
-"""What an attack is: trials that are drawn from their number, each in a process of its own, until a deadline.
+"""Attacks: trials that are drawn from their number and run, each in a separate process, until a deadline.
 
 A trial that returns has found nothing. An exception, a signal that ends its process, and silence for longer than
-`patience` are failures. Trials of values are drawn by hypothesis, many in one process: it makes a failing one as simple
-as it can, and keeps it in a folder of examples, from which the next run begins.
+`patience` are failures. Trials of values are drawn by hypothesis, many in one process. Hypothesis simplifies a failing
+trial and stores it in a folder of examples, with which the next run begins.
 """
-
-from __future__ import annotations
 
 import faulthandler
 import json
@@ -29,14 +27,17 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 STRIDE = 1_000_000  # numbers of trials that belong to a seed
-_SAID = 800  # characters of the beginning, and of the end, of what a trial printed: they are kept with its failure
+_SAID = 800  # characters of the start and of the end of a failing trial's output that are reported
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One of an attack: what it draws from `rng` follows from its number alone.
+    """One trial of an attack. All values that it draws from `rng` follow from its number.
 
-    folder: empty at the start, and its own. common: what the attack prepared for all trials.
+    Attributes:
+        number (int): number of the trial.
+        folder: private folder, empty at the start.
+        common: object that the attack prepared for all trials.
     """
 
     number: int
@@ -47,7 +48,7 @@ class Trial:
 
 @dataclass
 class Count:
-    """What came of an attack: trials, and the failures with the number that repeats each; or why it was left out."""
+    """Results of an attack: number of trials, failures with the number that repeats each, or why it was left out."""
 
     trials: int = 0
     left_out: str | None = None
@@ -57,16 +58,16 @@ class Count:
 
 @dataclass(frozen=True)
 class Attack:
-    """A promise, and what tries to break it.
+    """A promise, and the trials that try to break it.
 
     Args:
-        trial: function that returns how many things it tried; what it prints is kept for the report of a failure.
-        prepare: function that makes what all trials have in common, once in a folder.
+        trial: function that returns the number of things it tried; its output is stored with the report of a failure.
+        prepare: function that makes the object that all trials have in common, once in a folder.
         share (float): share of the time of all attacks.
         patience (float): seconds after which a trial hangs.
-        forked (bool): False for trials that start processes of their own, and cannot be ended by what they attack.
+        forked (bool): False for trials that start processes and must not be ended by the attacked code.
         values (int): number of trials of values that hypothesis draws in one process; 0 for other trials.
-        why_not: function that returns the reason why it cannot run here, or None.
+        why_not: function that returns the reason why the attack cannot run here, or None.
     """
 
     name: str
@@ -83,9 +84,8 @@ class Attack:
         """Make trials number `seed * STRIDE` and on, at least one, until `deadline` (of `time.monotonic`). Trials of
         values end with the first failure, which the folder `examples` keeps."""
         folder = examples and examples / self.name
-        return self._trials(
-            seed * STRIDE, lambda count: time.monotonic() < deadline and not (self.values and count.failures), folder
-        )
+        more = lambda count: time.monotonic() < deadline and not (self.values and count.failures)  # noqa: E731
+        return self._trials(seed * STRIDE, more, folder)
 
     def again(self, number: int) -> Count:
         """Make one trial."""
@@ -109,7 +109,7 @@ class Attack:
         return count
 
     def _one(self, number: int, common: Any, examples: Path | None) -> tuple[int, str]:
-        """Return how many things were tried, and what failed."""
+        """Return the number of things that were tried, and the text of a failure."""
         with TemporaryDirectory(prefix="fastsam-trial-") as place:
             (folder := Path(place) / "own").mkdir()
             trial = Trial(number, folder, common, random.Random(number))
@@ -151,7 +151,7 @@ def _in_a_child(trial: Trial, patience: float, work: Callable[[], int]) -> tuple
     pid = os.fork()
     if pid == 0:
         try:
-            os.setsid()  # so that what it starts ends with it
+            os.setsid()  # a new session, so that child processes end with it
             _speak_into(said)
             answer.write_text(json.dumps(_outcome(work)))
         finally:
@@ -171,7 +171,7 @@ def _in_a_child(trial: Trial, patience: float, work: Callable[[], int]) -> tuple
 
 
 def _speak_into(file: Path) -> None:
-    """What this process prints, and where a signal hit it, goes to a file."""
+    """Redirect output and the stack of a fatal signal to a file."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,6 +1,4 @@
-"""What tests the benchmarks is `slow`, but for one of each kind."""
-
-from __future__ import annotations
+"""Marks: tests of the benchmarks are `slow`, except one of each kind."""
 
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those for the GPU's kernels (`make test-cuda`) and those marked `of_each_kind` stay as they are."""
+    """Mark all tests as slow except tests of GPU code (`make test-cuda`) and tests marked `of_each_kind`."""
     for item in items:
         if Path(__file__).parent in item.path.parents and not any(
             item.get_closest_marker(name) for name in ("gpu_code", "of_each_kind")

@@ -1,6 +1,4 @@
-"""The table of what variants are worth: its tasks and statistics, by numbers made by hand, and the page."""
-
-from __future__ import annotations
+"""The accuracy benchmark: its tasks and statistics, compared with numbers computed by hand, and its page."""
 
 import math
 from typing import Any
@@ -58,13 +56,8 @@ def test_tuning_sees_neither_the_test_set_nor_wrong_labels(name: str) -> None:
 
 def test_the_grid_is_tried_whole_and_its_best_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = {
-        (0.02, 0.02): 0.1,
-        (0.02, 0.05): 0.7,
-        (0.02, 0.15): 0.2,
-        (0.1, 0.02): 0.7,
-        (0.1, 0.05): 0.3,
-        (0.1, 0.15): 0,
-    }
+        (0.02, 0.02): 0.1, (0.02, 0.05): 0.7, (0.02, 0.15): 0.2, (0.1, 0.02): 0.7, (0.1, 0.05): 0.3, (0.1, 0.15): 0,
+    }  # fmt: skip
 
     def scored(task: Any, contender: Any, trial: Any, seed: int, steps: int, tuning: bool) -> Any:
         assert tuning

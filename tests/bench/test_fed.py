@@ -1,7 +1,5 @@
 """The federated benchmark: turns and the gate, with processes that only pretend to train; and one real race."""
 
-from __future__ import annotations
-
 import json
 import stat
 import sys
@@ -23,8 +21,8 @@ from fastsam import fed
 
 LOAD = Workload("mlp")
 
-# Answers as a worker does, at once. Its contender's name says how: `NAME SECONDS LOSS [LOG]`; in LOG it notes when it
-# was asked.
+# Answers as a worker does, at once. Its contender's name holds the answer: `NAME SECONDS LOSS [LOG]`. LOG is a file to
+# which it writes the time of each request.
 PRETENDER = """#!{python}
 import json, sys
 name, seconds, loss, *log = sys.argv[3].split()
@@ -135,9 +133,8 @@ def test_the_models_and_the_data_are_those_of_the_description() -> None:
     assert parameters(Workload("mlp:1333")) == 75 * 1333 + 10
     data = LOAD.data()
     assert len(data) == 100 and all(x.shape == (64, 64) and y.shape == (64,) for x, y in data)
-    assert {x.dtype for x, _ in data} == {np.dtype("float32")} and set(np.concatenate([y for _, y in data])) == set(
-        range(10)
-    )
+    assert {x.dtype for x, _ in data} == {np.dtype("float32")}
+    assert set(np.concatenate([y for _, y in data])) == set(range(10))
     assert Workload("cnn", clients=2).data()[1][0].shape == (64, 1, 28, 28)
 
 
@@ -185,9 +182,7 @@ def kernel(stream: int, begin: float, duration: float) -> dict[str, Any]:
         ([kernel(8, 2, 1), kernel(7, 0, 8)], 1.0, 9 / 8, 2),  # one inside another, and not in their order
     ],
 )
-def test_how_busy_kernels_keep_a_device(
-    kernels: list[dict[str, Any]], busy: float, at_once: float, streams: int
-) -> None:
+def test_occupation_of_a_device(kernels: list[dict[str, Any]], busy: float, at_once: float, streams: int) -> None:
     found = on_gpu.occupation(kernels)
     assert found == {"kernels": len(kernels), "streams": streams, "busy": busy, "at_once": at_once}
 
@@ -227,10 +222,8 @@ def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> Non
             assert [(row["at"], row["executor"]) for row in found] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
     assert ("fedsam", "streams", 31) in taken and ("fedavg", "vmap", 100) in taken and ("fedavg", "auto", None) in taken
     assert on_gpu.rowprograms.maker is maker
-    assert (
-        next(on_gpu.measured(jobs["mlp:200 vmap, without row programs"](), 1e9))["title"]
-        == "MLP:200, fedavg, by clients"
-    )
+    case = next(on_gpu.measured(jobs["mlp:200 vmap, without row programs"](), 1e9))
+    assert case["title"] == "MLP:200, fedavg, by clients"
     assert on_gpu.rowprograms.maker(None) is None
 
 

@@ -1,7 +1,5 @@
 """The comparison of two trees (tools/bits.py): it names the cases that differ, and only these."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -12,9 +10,7 @@ from tools import bits, bits_fed
 
 
 @pytest.mark.slow
-def test_a_changed_tree_differs_in_the_cases_that_it_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_tree_differs_only_in_changed_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "fastsam", tree / "fastsam")
     shutil.copytree(ROOT / "kernels", tree / "kernels")

@@ -1,12 +1,11 @@
 """The building of the libraries: what is found, what is run, what is offered afterwards, and the errors."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 from fastsam_kernels import build, toolchain
 from tests.helpers.building import clean_linux, needs_compiler, without_ninja
@@ -17,7 +16,7 @@ pytestmark = clean_linux
 @needs_compiler
 @pytest.mark.parametrize("ninja", [True, False])
 def test_build_publishes_and_is_found_until_a_source_changes(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ninja: bool
+    sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch, ninja: bool
 ) -> None:
     if ninja and not toolchain._ninja():
         pytest.skip("ninja is not installed")
@@ -54,7 +53,7 @@ def test_ninja_compiles_only_what_changed(sources: Path, tmp_path: Path) -> None
 @needs_compiler
 @pytest.mark.parametrize("ninja", [True, False])
 def test_a_failure_shows_the_compilers_words_and_leaves_the_old_library(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ninja: bool
+    sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch, ninja: bool
 ) -> None:
     if not ninja:
         without_ninja(monkeypatch)
@@ -67,7 +66,7 @@ def test_a_failure_shows_the_compilers_words_and_leaves_the_old_library(
     assert path.read_bytes() == before
 
 
-def test_what_is_missing_is_named(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
     assert "no-such-compiler not found" in str(build.why_not())
     monkeypatch.delenv("CXX")
@@ -78,7 +77,7 @@ def test_what_is_missing_is_named(sources: Path, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out").exists()
 
 
-def test_torch_missing_or_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_missing_or_too_old_is_named(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with (
         monkeypatch.context() as patch,
@@ -127,16 +126,14 @@ def test_a_file_in_the_way_suggests_the_cache(sources: Path, tmp_path: Path) -> 
         build.publish(build.BuildResult({}, "nothing"), tmp_path / "out")
 
 
-def test_bad_job_count_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_job_count_is_named(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("MAX_JOBS", "many")
     with pytest.raises(build.BuildError, match="MAX_JOBS must be a positive number, got 'many'"):
         toolchain._jobs()
 
 
 @needs_compiler
-def test_command_line(
-    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_line(sources: Path, tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     assert build.main(["--no-cuda", "--out", str(tmp_path / "out")]) == 0
     assert str(tmp_path / "out" / "libfastsam_cpu.so") in capsys.readouterr().out
     monkeypatch.setenv("CXX", "no-such-compiler")

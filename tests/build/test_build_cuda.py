@@ -1,12 +1,11 @@
 """CUDA's part of the build: which compiler, which architectures, and that it never costs the CPU library."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from fastsam_kernels import build, toolchain
 from tests.helpers.building import clean_linux, needs_compiler, script
@@ -32,7 +31,7 @@ def test_cuda_code_for_each_architecture_this_nvcc_knows(tmp_path: Path) -> None
         codes(ancient)
 
 
-def test_cuda_architectures_by_the_variable_that_torch_extensions_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_architectures_by_the_variable_that_torch_extensions_use(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5;9.0a+PTX")
     assert toolchain.gencode("unused") == [
         "-gencode=arch=compute_75,code=sm_75",
@@ -44,9 +43,7 @@ def test_cuda_architectures_by_the_variable_that_torch_extensions_use(monkeypatc
         toolchain.gencode("unused")
 
 
-def test_cuda_is_built_where_it_can_run_or_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_is_built_where_it_can_run_or_where_it_is_asked_for(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     cpu_torch, cuda_torch = (toolchain.Torch("2.13.0", cuda, tmp_path) for cuda in (None, "13.0"))
     monkeypatch.setenv("CUDACXX", fake_nvcc(tmp_path / "nvcc", ""))
     assert build._wants_cuda(cuda_torch, None) and not build._wants_cuda(cpu_torch, None)
@@ -66,9 +63,7 @@ def test_cuda_is_built_where_it_can_run_or_where_it_is_asked_for(
 
 
 @needs_compiler
-def test_a_failing_nvcc_costs_the_cuda_library_alone(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_nvcc_costs_only_the_cuda_library(sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (sources / "cuda").mkdir()
     (sources / "cuda" / "ops_cuda.cpp").touch()
     monkeypatch.setenv(
@@ -86,7 +81,7 @@ def test_a_failing_nvcc_costs_the_cuda_library_alone(
     assert set(build.installed(tmp_path / "asked").paths) == set(refused.value.built) == {"cpu"}
 
 
-def test_a_toolkit_without_nvcc_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_toolkit_without_nvcc_is_passed_over(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """`CUDA_HOME` is set for many reasons, also where only the run time is."""
     found = fake_nvcc(tmp_path / "nvcc", "")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -102,7 +97,7 @@ def test_a_toolkit_without_nvcc_is_passed_over(tmp_path: Path, monkeypatch: pyte
 
 @needs_compiler
 def test_an_nvcc_that_does_not_run_costs_no_cpu_library_of_the_cache(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     (sources / "cuda").mkdir()
     (sources / "cuda" / "ops_cuda.cpp").touch()

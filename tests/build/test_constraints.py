@@ -1,7 +1,5 @@
 """The versions that `make` installs."""
 
-from __future__ import annotations
-
 import re
 import sys
 

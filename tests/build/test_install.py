@@ -3,8 +3,6 @@
 `make test-slow` runs them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -15,15 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.installing import (
-    build_wheel,
-    copy_checkout,
-    environ,
-    install,
-    layered,
-    require_pip_and_setuptools,
-    run,
-)
+from tests.helpers.installing import build_wheel, copy_checkout, environ, install, layered
+from tests.helpers.installing import require_pip_and_setuptools, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -231,9 +222,7 @@ def test_sdist(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("ninja", [True, False])
-def test_jit_at_first_use_by_two_processes_at_once(
-    checkout: Path, tmp_path: Path, elsewhere: Path, ninja: bool
-) -> None:
+def test_jit_at_first_use_by_two_processes(checkout: Path, tmp_path: Path, elsewhere: Path, ninja: bool) -> None:
     if ninja and not shutil.which("ninja", path=environ()["PATH"]):
         pytest.skip("ninja is not installed")
     env = layered(tmp_path / "env")

@@ -1,11 +1,10 @@
 """The library built at first use: once per sources and compiler, in a folder that is the user's alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from fastsam_kernels import build, toolchain
 from tests.helpers.building import clean_linux, needs_compiler, script
@@ -14,9 +13,7 @@ pytestmark = clean_linux
 
 
 @needs_compiler
-def test_jit_builds_once_per_sources_and_compiler(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jit_builds_once_per_sources_and_compiler(sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FASTSAM_CUDA", "0")
     first = build.jit()
@@ -33,7 +30,7 @@ def test_jit_builds_once_per_sources_and_compiler(
 
 
 @needs_compiler
-def test_jit_leaves_nothing_half_made(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jit_leaves_nothing_half_made(sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (sources / "ops.cpp").write_text("nonsense\n")
     with pytest.raises(build.BuildError, match="nonsense"):
@@ -41,9 +38,7 @@ def test_jit_leaves_nothing_half_made(sources: Path, tmp_path: Path, monkeypatch
     assert [path.name for path in build.cache_dir().iterdir()] == ["lock"]
 
 
-def test_jit_says_when_the_cache_cannot_be_written(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jit_says_when_the_cache_cannot_be_written(sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     if build.why_not():
         pytest.skip(str(build.why_not()))
     (tmp_path / "cache").touch()
@@ -56,7 +51,7 @@ def test_jit_says_when_the_cache_cannot_be_written(
 @pytest.mark.parametrize("who", ["others can write to the cache", "belongs to user", "is a link"])
 @pytest.mark.parametrize("where", ["the cache", "its libraries"])
 def test_jit_loads_nothing_that_others_could_have_put_there(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, who: str
+    sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch, where: str, who: str
 ) -> None:
     """A library at the path that everybody can predict: refused before it is looked at."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -74,7 +69,7 @@ def test_jit_loads_nothing_that_others_could_have_put_there(
 
 
 @needs_compiler
-def test_jits_folders_are_the_users_alone(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jits_folders_are_the_users_alone(sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FASTSAM_CUDA", "0")
     before = os.umask(0o002)

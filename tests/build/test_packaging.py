@@ -1,7 +1,5 @@
 """Wheels: which one comes out, and what is in it. The C++ here is a stand-in that compiles at once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -99,11 +97,8 @@ def test_pure_wheel_holds_every_module_and_every_source(checkout: Path, tmp_path
     assert_pure(wheel)
     modules = {f"fastsam/{p.relative_to(checkout / 'fastsam')}" for p in (checkout / "fastsam").rglob("*.py")}
     modules |= {f"fastsam_kernels/{p.relative_to(checkout / 'kernels')}" for p in (checkout / "kernels").rglob("*.py")}
-    sources = {
-        f"fastsam_kernels/csrc/{p.relative_to(checkout / 'csrc')}"
-        for p in (checkout / "csrc").rglob("*")
-        if p.is_file()
-    }
+    csrc = checkout / "csrc"
+    sources = {f"fastsam_kernels/csrc/{p.relative_to(csrc)}" for p in csrc.rglob("*") if p.is_file()}
     assert modules | sources <= names(wheel)
     # Without it a type checker takes no notice of a package's annotations, and the metadata promises them ("Typing ::
     # Typed").
@@ -167,9 +162,7 @@ def test_asking_for_native_makes_a_failure_an_error(checkout: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_compiled_wheel_is_tagged_for_the_platform_and_the_next_pure_one_is_clean(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_compiled_wheels_have_platform_tags_and_pure_wheels_none(checkout: Path, tmp_path: Path) -> None:
     wheel, printed = build_wheel(checkout, tmp_path / "out", FASTSAM_NATIVE="1", FASTSAM_CUDA="0")
     tag = wheel.stem.split("-", 2)[2]
     assert tag.startswith("cp310-abi3-linux_"), tag

@@ -1,7 +1,5 @@
 """That the sanitizers see what they are there for; `make test-sanitize` runs the kernels' tests under them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -31,11 +29,9 @@ extern "C" int too_large(int x) { volatile int y = x; return y + 2147483647; }
 def test_a_finding_ends_the_process(tmp_path: Path, call: str, told: str | None) -> None:
     (tmp_path / "wrong.cpp").write_text(SOURCE)
     library = tmp_path / "wrong.so"
-    subprocess.run(
-        [sanitized.compiler(tmp_path), "-shared", "-fPIC", tmp_path / "wrong.cpp", "-o", library], check=True
-    )
+    wrong = wrong
+    subprocess.run([sanitized.compiler(tmp_path), "-shared", "-fPIC", wrong, "-o", library], check=True)
     script = f"import ctypes; ctypes.CDLL({str(library)!r}).{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=sanitized.environment(tmp_path), capture_output=True, text=True
-    )
+    options = {"env": sanitized.environment(tmp_path), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", script], **options)
     assert (done.returncode == 0) is (told is None) and (told or "") in done.stderr, done.stderr

@@ -1,8 +1,6 @@
 """Builds in a folder that several processes share, as the tests' workers do: one after the other, or one compiles what
 another is writing."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

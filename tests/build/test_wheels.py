@@ -1,7 +1,5 @@
 """The workflow that builds, tests and publishes the packages."""
 
-from __future__ import annotations
-
 import re
 
 from tests.helpers.places import ROOT

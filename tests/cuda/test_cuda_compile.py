@@ -1,10 +1,8 @@
-"""The CUDA library, compiled by nvcc for every architecture that is shipped, and what its machine code says.
+"""The CUDA library for every architecture that is shipped, checked by its machine code.
 
 No GPU is needed: nvcc compiles without one, and `cuobjdump` (which Triton's package carries) reads registers, memory
 and instructions.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import re
@@ -35,7 +33,7 @@ BOUNDS = {"perturb": 72} | dict.fromkeys(
     64,
 )
 BOUNDS["update_rmsprop"] = 80  # three fields
-# With g1, q and shift beside several fields: six or more streams, of which two blocks keep enough under way.
+# With g1, q and shift and several fields, two blocks keep enough of the six or more streams under way.
 WIDE, GENERAL = frozenset(f"update_{rule}" for rule in RULES if rule not in ("sgd", "lion")), 128
 # A register or two too many, in kernels that no default takes: Adam (sm_80) and RMSprop (sm_90) in double precision,
 # the general form (sm_100) of RMSprop, and of bSAM, which has no use for it.
@@ -66,14 +64,14 @@ class Kernel:
     """One kernel of one architecture."""
 
     op: str
-    types: str  # of the template, as mangled: f d 4bf16 3f16
+    types: str  # template types as mangled: f d 4bf16 3f16
     segments: int  # capacity of its table; 0: it has none
     arch: str
     usage: dict[str, int] = field(default_factory=dict)
     instructions: list[str] = field(default_factory=list, repr=False)
 
     def count(self, *names: str) -> int:
-        """How many instructions begin with one of `names`."""
+        """Return the number of instructions that begin with one of `names`."""
         words = (re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for text in self.instructions)
         return sum(word.startswith(names) for word in words)
 
@@ -90,8 +88,7 @@ def parse(name: str, arch: str) -> Kernel | None:
 
 @pytest.fixture(scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libfastsam_cuda.so. Where pytest has a cache the objects are kept in it, so that only what changed is
-    compiled."""
+    """Return libfastsam_cuda.so. If pytest has a cache, it keeps the objects and only changed sources are compiled."""
     cache = getattr(request.config, "cache", None)
     work = Path(cache.mkdir("cuda-build")) if cache else tmp_path_factory.mktemp("objects")
     with pytest.MonkeyPatch.context() as patch:
@@ -187,8 +184,7 @@ def test_no_local_memory_and_few_registers(kernels: list[Kernel]) -> None:
     ],
 )
 def test_accesses_of_128_bits(kernels: list[Kernel], op: str, types: str, turns: int) -> None:
-    """As many wide loads and stores as the operands and turns of a sweep ask for; all to global memory, none
-    generic."""
+    """Wide loads and stores equal the number of operands times the unrolling, all of them to global memory."""
     loads, stores = (bytes_ // 4 * turns for bytes_ in BYTES[op])
     for kernel in of(kernels, op, types):
         assert kernel.count("LDG.E.128", "LDG.E.EF.128") >= loads, kernel
@@ -208,12 +204,9 @@ def test_loads_come_before_the_barrier(kernels: list[Kernel]) -> None:
 # Instructions of the float kernels on sm_90, as nvcc 13.0 makes them: searching the table, making the rule, wide and
 # narrow accesses, tail.
 INSTRUCTIONS = {
-    ("norm", "fLb0E"): 464,
-    ("perturb", "ffLb1E"): 632,
-    ("restore", "ff"): 256,
-    ("update_sgd", "ffLb0E"): 1008,
+    ("norm", "fLb0E"): 464, ("perturb", "ffLb1E"): 632, ("restore", "ff"): 256, ("update_sgd", "ffLb0E"): 1008,
     ("update_adam", "ffLb0E"): 1576,
-}
+}  # fmt: skip
 
 
 @needs_cuobjdump

@@ -1,14 +1,13 @@
 """The direct way to the CUDA kernels (`direct_calls.CudaDirectCalls`), emulated: the bits and the launches of the ops,
 and whole steps of `FusedSAM`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +45,7 @@ def direct(emulation: Emulation) -> Iterator[Emulation]:
 
 
 class Operands:
-    """Of a step on SHAPES: the same numbers whenever they are made."""
+    """Operands of a step on `SHAPES`, always with the same numbers."""
 
     def __init__(self, dtype: torch.dtype, master: bool) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -69,9 +68,7 @@ class Operands:
     ("dtype", "master"),
     [(torch.float32, False), (torch.float64, False), (torch.bfloat16, True), (torch.float16, False)],
 )
-def test_a_step_has_the_bits_of_the_ops(
-    direct: Emulation, dtype: torch.dtype, master: bool, adaptive: bool, save: bool
-) -> None:
+def test_a_step_has_the_ops_bits(direct: Any, dtype: torch.dtype, master: bool, adaptive: bool, save: bool) -> None:
     """Twice each into the same memory: the second call finds the tickets that the first one left."""
     kernels, found = direct.backend.load(), []
     adaptive = adaptive and not master
@@ -90,9 +87,8 @@ def test_a_step_has_the_bits_of_the_ops(
             weights = [] if not adaptive else o.params if save else masters
             kernels.norm_(o.sumsq, o.g1, weights, o.layout.table, columns)
             kernels.perturb_(o.params, o.backup, o.g1, o.layout.table, columns, o.sumsq, save)
-            kernels.update_(
-                o.params, o.backup, o.g2, o.layout.table, columns, rule, state, steps=steps, first=False, keep=master
-            )
+            more = {"steps": steps, "first": False, "keep": master}
+            kernels.update_(o.params, o.backup, o.g2, o.layout.table, columns, rule, state, **more)
         found.append(o.written())
     assert all(map(same_bits, *found))
     assert_sound(direct)
@@ -117,9 +113,8 @@ def test_weights_that_are_perturbed_apart_and_updated_in_place(
         apart = g1 if lent else [torch.full_like(p, torch.nan) for p in o.params]
         calls.norm_perturb_(g1, o.sumsq, adaptive, save=False, perturbed=apart)
         plain.norm_perturb_(saving.g1, saving.sumsq, adaptive)
-        assert all(map(same_bits, [*apart, o.sumsq], [*saving.params, saving.sumsq])) and all(
-            map(same_bits, o.params, before)
-        )
+        assert all(map(same_bits, [*apart, o.sumsq], [*saving.params, saving.sumsq]))
+        assert all(map(same_bits, o.params, before))
         for tensor in apart:
             tensor.fill_(torch.nan)
         for made, of, in_place in ((calls, o, True), (plain, saving, False)):
@@ -149,11 +144,8 @@ def test_a_step_is_three_launches_and_no_op_of_torch(direct: Emulation) -> None:
 
 
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
-def test_steps_of_an_optimizer(
-    direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer]
-) -> None:
-    """The CUDA kernels add up in another order than the CPU's: the same weights up to rounding, with a parameter that
-    has no gradient too."""
+def test_steps_of_an_optimizer(direct: Emulation, monkeypatch: MonkeyPatch, base: type[torch.optim.Optimizer]) -> None:
+    """Weights agree up to rounding with a parameter that has no gradient, because CUDA adds in a different order."""
     found = []
     for straight in (False, True):
         if straight:
@@ -187,9 +179,9 @@ class Small(nn.Module):
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_steps_of_an_exclusive_owner(
-    direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer], in_backward: bool
+    direct: Emulation, monkeypatch: MonkeyPatch, base: type[torch.optim.Optimizer], in_backward: bool
 ) -> None:
-    """The bits of the ordinary steps, in as many launches, without a copy of the weights."""
+    """Steps with swapped storage have the bits and the launches of ordinary steps, and need no copy of the weights."""
     monkeypatch.setattr(native, "direct_calls", lambda *operands: CudaDirectCalls(*operands[:4]))
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     found = []
@@ -213,7 +205,7 @@ def test_steps_of_an_exclusive_owner(
     assert all(map(same_bits, *found))
 
 
-def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatch: MonkeyPatch) -> None:
     """A replay would not; it saves the weights, also where steps before it exchanged them."""
     monkeypatch.setattr(native, "direct_calls", lambda *operands: CudaDirectCalls(*operands[:4]))
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
@@ -227,7 +219,7 @@ def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatc
         for capturing in (False, True, False):  # noqa: B007  (which the stand-in reads)
             model().backward()
             opt._engine._sync_params()
-            opt._engine.buckets[0].device = torch.device("cuda")  # whose streams may be captured
+            opt._engine.buckets[0].device = torch.device("cuda")  # a device whose streams may be captured
             with opt.perturbed():
                 moved.append(kept != [p.data_ptr() for p in model.parameters() if p.numel()])
                 opt.zero_grad()
@@ -240,9 +232,7 @@ def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatc
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_the_stream_of_every_call_is_the_current_one(
-    direct: Emulation, monkeypatch: pytest.MonkeyPatch, in_place: bool
-) -> None:
+def test_every_call_uses_the_current_stream(direct: Emulation, monkeypatch: MonkeyPatch, in_place: bool) -> None:
     o = Operands(torch.float32, False)
     calls = CudaDirectCalls(o.params, o.backup, o.layout.table, hparams())
     for stream in (0x1230, 0x4560):
@@ -257,9 +247,11 @@ def test_the_stream_of_every_call_is_the_current_one(
         assert direct.count("last_stream") == 0x7890
 
 
-def test_during_a_capture_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tickets that a graph fills with zeros when it is replayed are none before; so the ops serve, until a call outside
-    of captures."""
+def test_during_a_capture_nothing_is_allocated(monkeypatch: MonkeyPatch) -> None:
+    """Tickets that a graph zeroes when it is replayed are not zero during the capture.
+
+    So the ops serve until the first call outside of captures.
+    """
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     o = Operands(torch.float32, False)
     on_gpu: Any = type("Weight", (), {"device": torch.device("cuda", 0)})()

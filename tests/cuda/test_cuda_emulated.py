@@ -1,10 +1,8 @@
-"""The CUDA kernels, run on the CPU by an emulation (see `emulated.py`): every test of the ops, and what is particular
-to the kernels.
+"""The CUDA kernels, run on the CPU by an emulation (see `emulated.py`): every test of the ops, and tests of the
+kernels.
 
-That tests like these fail when an error is put into the kernels: test_cuda_seeded.py.
+test_cuda_seeded.py shows that tests like these fail if a kernel has an error.
 """
-
-from __future__ import annotations
 
 import inspect
 import itertools
@@ -78,9 +76,7 @@ def test_ops(emulation: Emulation, test: Callable[..., None], options: dict[str,
 
 
 @pytest.mark.parametrize(("test", "options"), OPS)
-def test_ops_in_several_launches_and_another_order(
-    small: Emulation, test: Callable[..., None], options: dict[str, object]
-) -> None:
+def test_ops_in_several_launches(small: Emulation, test: Callable[..., None], options: dict) -> None:
     small.order(7, 1)
     test(small.backend, **options)
     assert_sound(small)
@@ -91,8 +87,7 @@ def test_ops_in_several_launches_and_another_order(
     [(1, 4, 4096), (62, 4, 4096), (65, 4, 32764), (500, 4, 32764), (600, 7, 32764)],
 )
 def test_launches_per_step(emulation: Emulation, segments: int, launches: int, bytes_: int) -> None:
-    """norm, perturb, restore, update: one launch each, whatever the number of tensors, up to what a kernel's argument
-    holds."""
+    """Norm, perturb, restore and update take one launch each while the tensors fit the argument of a kernel."""
     emulation.order(0, 0)
     case = case_of([1 + i % 40 for i in range(segments)], rows=2)
     before = emulation.count("launches")
@@ -116,8 +111,7 @@ def test_small_segments_share_blocks(emulation: Emulation) -> None:
 
 @pytest.mark.parametrize("order", [0, 1, 7])
 def test_sums_do_not_see_who_shares_a_block(emulation: Emulation, order: int) -> None:
-    """Segments that share blocks, and the same with zeros behind them, which have blocks of their own: the same bits,
-    in every op that adds up."""
+    """Segments that share blocks have the bits of the same segments with padding, which fill separate blocks."""
     emulation.order(order, order % 2)
     kernels, sums = emulation.backend.load(), []
     shared = case_of([-(-length // 4) * 4 for length in SMALL_CLIENT], rows=2)
@@ -128,11 +122,8 @@ def test_sums_do_not_see_who_shares_a_block(emulation: Emulation, order: int) ->
         for (at, length, *_), (to, *_) in zip(shared.table.tolist(), case.table.tolist(), strict=True):
             for field, values in zip((x, y, s), drawn, strict=True):
                 field[:, to : to + length] = values[:, at : at + length]
-        hparams, out, pairs = (
-            case.hparams(),
-            torch.full((3, 2), torch.nan, dtype=torch.float64),
-            torch.empty(2, 2).double(),
-        )
+        hparams, pairs = case.hparams(), torch.empty(2, 2).double()
+        out = torch.full((3, 2), torch.nan, dtype=torch.float64)
         kernels.norm_(out[0], [x], [y], case.table, hparams)
         kernels.dual_norm_(out[1], [x], y, s, case.table, hparams)
         kernels.update_norm_(out[2], [y], y, [x], case.table, hparams, [s], s)
@@ -204,9 +195,8 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
                     operands = params, backup, grads, case.table, case.hparams(name)
                     kernels.update_(*operands, name, state, **options, **counts)
                     outputs[-1] += [memory.read(operand) for operand in written]
-            kernels.dual_perturb_(
-                params, backup, fields[1], grads, fields[0], case.table, case.hparams(), case.sums(), fields[2]
-            )
+            h = case.hparams()
+            kernels.dual_perturb_(params, backup, fields[1], grads, fields[0], case.table, h, case.sums(), fields[2])
             outputs[-1] += [memory.read(operand) for operand in written]
         assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True))
 
@@ -224,8 +214,6 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
     ],
     ids=["ragged", "long", "many"],
 )
-def test_every_element_is_met_once(
-    emulation: Emulation, lengths: list[int], width: int, turns: int, enough: int
-) -> None:
+def test_elements_are_met_once(emulation: Emulation, lengths: list[int], width: int, turns: int, enough: int) -> None:
     """csrc/chunks.h over all blocks and threads, at sizes that the emulation of whole kernels does not reach."""
     assert emulation.walk(lengths, width, turns, enough) == -1

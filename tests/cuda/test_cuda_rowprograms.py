@@ -1,8 +1,6 @@
 """Row programs as a CUDA kernel, run on the CPU by an emulation: the bits of the CPU's row programs, errors that are
 found, and nvcc's report."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import nn
 
 from fastsam.fed.executors.rowprograms import RowPass
@@ -18,15 +17,7 @@ from fastsam_kernels import build, toolchain
 from tests.fed.executors.test_rowprograms import trained
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
-from tests.helpers.emulated_rows import (
-    ROWS,
-    emulated_programs,
-    epoch,
-    known_pass,
-    same_epochs,
-    uneven_epoch,
-    why_not,
-)
+from tests.helpers.emulated_rows import ROWS, emulated_programs, epoch, known_pass, same_epochs, uneven_epoch, why_not
 from tests.helpers.op_cases import same_bits
 from tests.helpers.places import ROOT
 
@@ -69,8 +60,10 @@ def test_an_epoch_has_the_bits_of_the_cpu(emulation: Emulation, name: str) -> No
 
 @pytest.mark.parametrize("batch", [13, pytest.param(29, marks=pytest.mark.slow)])
 def test_lines_whose_order_is_that_of_16_lanes(emulation: Emulation, batch: int) -> None:
-    """Sums over 8 to 15 and over 24 or more neighbours (biases' gradients, losses) have the bits of AVX-512; two steps
-    of others are as near as so many roundings leave them."""
+    """Sums over 8 to 15 and over 24 or more neighbours (bias gradients, losses) have the bits of AVX-512.
+
+    After two steps other sums agree up to rounding.
+    """
     expected = epoch((17, 9, 5), batch, sam=False)
     emulation.order(0, 0)
     with emulated_programs():
@@ -115,7 +108,7 @@ def test_rows_of_unequal_steps_are_one_launch(emulation: Emulation, steps: tuple
 @pytest.mark.parametrize("slots", [pytest.param(3, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("method", ["fedsam", pytest.param("fedgamma", marks=pytest.mark.slow)])
 def test_unlike_clients_train_in_one_launch(
-    emulation: Emulation, monkeypatch: pytest.MonkeyPatch, method: str, slots: int
+    emulation: object, monkeypatch: MonkeyPatch, method: str, slots: int
 ) -> None:
     """Neighbours or not (rows between them whose last batch is smaller): the bits of clients that train by themselves,
     in fewer launches."""
@@ -130,8 +123,7 @@ def test_unlike_clients_train_in_one_launch(
 
 
 def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulation) -> None:
-    """A kernel cannot raise: a label that is no class, and a place that is no sample, are seen in that row's loss, and
-    in no other."""
+    """A kernel cannot raise, so a wrong label or sample index makes the loss of its row NaN, and no other loss."""
     emulation.order(0, 0)
     with emulated_programs():
         found, form, x, y = known_pass((12, 9, 4), 5)
@@ -226,8 +218,8 @@ def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("arch", toolchain.CUDA_ARCHS)
 def test_registers_and_shared_memory(arch: str, tmp_path: Path) -> None:
-    """128 registers, with which two blocks fit a multiprocessor; nothing in local memory; shared memory is what the
-    launch asks for."""
+    """Two blocks of 128 registers fit a multiprocessor, nothing is in local memory, and shared memory is as
+    launched."""
     source = build.csrc() / "cuda" / "rowprograms.cu"
     argv = [
         str(toolchain.find_nvcc()), *build.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v",

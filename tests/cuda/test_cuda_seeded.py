@@ -1,7 +1,5 @@
 """Errors put into a copy of the CUDA kernels, one at a time, must u the emulated steps red (see `emulated.py`)."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -84,8 +82,7 @@ test_cuda_seeded.fixed_steps(Emulation(Path(sys.argv[1])))
 
 
 def fixed_steps(emulation: Emulation) -> None:
-    """A few steps whose layouts meet every branch of the indexing; of the last, three blocks have a small segment for
-    each warp."""
+    """Take steps whose layouts reach every branch of the indexing; the last has a small segment for each warp."""
     assert emulation.walk([33, 0, 4096, 5, 4097, 100_000], 4, 2, 4) == -1
     for shift, rows, order in ((0, 1, 0), (0, 2, 1), (1, 2, 1)):
         emulation.order(1 - order, order)

@@ -1,8 +1,8 @@
-"""Machine code of the float32 kernels for sm_80, sm_90 and sm_100, seen without a GPU: 128-bit accesses, nothing in
-local memory, registers within bounds, and as many instructions per element as were recorded
-(`python -m tests.helpers.sass --record` after a change that is meant)."""
+"""Machine code of the float32 kernels for sm_80, sm_90 and sm_100, checked without a GPU.
 
-from __future__ import annotations
+It has 128-bit accesses, no local memory, bounded registers, and the recorded number of instructions per element
+(`python -m tests.helpers.sass --record` after an intended change).
+"""
 
 import json
 from pathlib import Path
@@ -29,7 +29,10 @@ Table = dict[tuple[str, str, str], Code]
 
 @pytest.fixture(scope="module")
 def codes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """By kind, op and architecture. Where pytest has a cache the CUDA kernels stay in it until their sources change."""
+    """Return instruction counts by kind, op and architecture.
+
+    If pytest has a cache, the CUDA kernels stay in it until their sources change.
+    """
     found: Table = {}
     if toolchain.find_nvcc() is not None:
         kept = getattr(request.config, "cache", None)
@@ -48,8 +51,7 @@ def of(codes: Table, kind: str, op: str) -> list[Code]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", CUDA)
 def test_accesses_of_128_bits(codes: Table, kind: str, op: str) -> None:
-    """As many wide loads and stores per element as the op has operands: nothing is read or written in smaller pieces on
-    this way."""
+    """Wide loads and stores per element equal the number of operands, so no access is narrower."""
     registry = OPS[op.replace("_sgd", "")]
     for code in of(codes, kind, op):
         packs = code.elements // 4
@@ -58,7 +60,7 @@ def test_accesses_of_128_bits(codes: Table, kind: str, op: str) -> None:
 
 
 def test_the_backup_passes_the_cache(codes: Table) -> None:
-    """As many accesses per element as there are of the backup, and no others: what is wanted soon keeps its place."""
+    """Exactly the accesses to the backup bypass the cache, so that operands that are needed soon stay in it."""
     for op in CUDA:
         for code in of(codes, "cuda", op):
             assert code.once == (code.elements // 4 if op in ("perturb", "restore") else 0), code

@@ -4,8 +4,6 @@ device.
 Only the launch itself is counted instead of run. The interpreter, which other tests use, has none of this.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

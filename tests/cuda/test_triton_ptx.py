@@ -1,7 +1,4 @@
-"""What the Triton kernels become for an H100 (sm_90), seen without one: 128-bit accesses, nothing spilled, nothing
-approximated."""
-
-from __future__ import annotations
+"""The Triton kernels compiled for an H100 (sm_90), without a GPU: 128-bit accesses, no spills, exact arithmetic."""
 
 import json
 import os
@@ -24,7 +21,7 @@ WEIGHT = {"fp32": 1, "fp64": 2, "fp16": 0.5, "bf16": 0.5}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """Per kernel and variant: counts over its PTX, and what the assembler says that it needs."""
+    """Return counts over the PTX, and the resources that the assembler reports, per kernel and variant."""
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     command = [sys.executable, str(HELPERS / "ptx.py"), "90"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -70,10 +67,8 @@ def test_every_access_of_the_limbs_has_128_bits(found: dict) -> None:
 def test_every_storage_type_has_128_bits(found: dict, dtype: str) -> None:
     master = "" if dtype in ("fp32", "fp64") else " master"
     weight, state = WEIGHT[dtype] * ACCESS, STATE[dtype] * ACCESS
-    perturb, sgd = (
-        found[f"perturb_kernel {dtype} flat{master} no-seed"],
-        found[f"sgd_kernel {dtype} flat{master} {PLAIN}"],
-    )
+    perturb = found[f"perturb_kernel {dtype} flat{master} no-seed"]
+    sgd = found[f"sgd_kernel {dtype} flat{master} {PLAIN}"]
     assert perturb["wide_loads"] == 2 * weight + (state if master else 0)
     assert perturb["wide_stores"] == weight + state
     assert sgd["wide_loads"] == weight + 2 * state
@@ -97,14 +92,13 @@ def test_nothing_spilled_fused_or_approximated(found: dict) -> None:
 
 
 def test_no_atomics_but_the_ticket_of_a_row(found: dict) -> None:
-    """An integer, taken with release and acquire: the last program sees what the others stored. Other atomics would add
-    in any order."""
+    """The ticket is an integer with acquire and release, so that the last program sees all partial sums.
+
+    Other atomics would add in any order.
+    """
     for kernel, counts in found.items():
         takes = kernel.split()[0] in (
-            "norm_kernel",
-            "dual_norm_kernel",
-            "update_norm_kernel",
-            "inner_kernel",
+            "norm_kernel", "dual_norm_kernel", "update_norm_kernel", "inner_kernel",
             *(f"{name}_kernel" for name, rule in RULES.items() if rule.counter),
-        )
+        )  # fmt: skip
         assert counts["tickets"] == counts["atomics"] == takes, kernel

@@ -1,6 +1,4 @@
-"""How short federated runs are trained in the tests."""
-
-from __future__ import annotations
+"""The executor of short federated runs in the tests."""
 
 import pytest
 
@@ -10,9 +8,10 @@ from tests.helpers.fake_cuda import FakeCuda
 
 @pytest.fixture(autouse=True)
 def a_short_run_is_sequential(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test names no executor, clients train one after the other: recording passes for stacked clients takes
-    longer than the few rounds of these runs. tests/fed/executors has every algorithm and option on every executor, and
-    the rule itself.
+    """Select the sequential executor for tests that name none.
+
+    Recording passes for stacked clients would take longer than these few rounds. tests/fed/executors has every
+    algorithm and option on every executor, and the default choice.
     """
     if request.path.parent.name != "executors":
         monkeypatch.setattr(auto, "rule", lambda setup: ("sequential", "the run is short"))

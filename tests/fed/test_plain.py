@@ -1,7 +1,5 @@
 """FedAvg and FedSAM of `fed.run` next to the fifty lines of plain torch in `fastsam.fed.plain`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that need a GPU: `pytest -m gpu` (with the CUDA cases of the other tests), or `make gpu`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 

@@ -1,10 +1,8 @@
-"""Every compiled CUDA kernel once on small, ragged operands: what compute-sanitizer is run on.
+"""Every compiled CUDA kernel once on small, ragged operands, for compute-sanitizer.
 
-`PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized.py` (every tensor is then
-an allocation of its own, so that an access beyond its end is seen).
+`PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized.py` allocates every
+tensor separately, so that an access beyond its end is noticed.
 """
-
-from __future__ import annotations
 
 import sys
 from pathlib import Path
@@ -28,7 +26,7 @@ LAYOUTS = {
 def every_op(kernels: Any, step: Step, shift: int) -> torch.Tensor:
     """Call all ops on the operands of `step` and return Adam's counts of steps, one each.
 
-    With `shift` the gradients lie off every alignment.
+    With `shift`, gradients are not aligned.
     """
     device = step.sumsq.device
     rows, table, hparams = step.sumsq.numel(), step.table, step.hparams
@@ -58,7 +56,7 @@ def every_op(kernels: Any, step: Step, shift: int) -> torch.Tensor:
 
 
 def federated_ops(kernels: Any, step: Step, grads: list[torch.Tensor], hparams: torch.Tensor, q: torch.Tensor) -> None:
-    """The ops that federated training adds, and what it asks of the others."""
+    """Call the ops of federated training, and its variants of the other ops."""
     rows, table, device = step.sumsq.numel(), step.table, step.sumsq.device
     mu, s, eps = (torch.zeros_like(step.momentum) for _ in range(3))
     kernels.dual_norm_(step.sumsq, grads, mu, s, table, hparams)
@@ -76,8 +74,8 @@ def federated_ops(kernels: Any, step: Step, grads: list[torch.Tensor], hparams: 
 
 
 def row_programs() -> None:
-    """Passes and epochs of dense clients, in shared memory and in memory of the blocks' own, with partial batches and
-    labels that do not count."""
+    """Run passes and epochs of dense clients in shared and in global memory, with partial batches and ignored
+    labels."""
     clients = [(torch.randn(n, 64), torch.randint(10, (n,))) for n in (20, 20, 7)]
     clients[0][1][3] = -100
     for hidden in (32, 700):

@@ -1,7 +1,5 @@
 """CUDA graphs: captured steps, replayed after the schedule changed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import ModuleType
@@ -93,11 +91,10 @@ except CaptureError as error:
 
 @pytest.mark.parametrize(("work", "reason"), [("looks", "captur"), ("raises", "ZeroDivisionError: the reason")])
 def test_a_capture_that_fails_says_why(work: str, reason: str) -> None:
-    """Whether CUDA refused, or Python raised while a second stream was captured. In a process of its own: no other
-    capture may follow."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS.replace("{work}", work)], cwd=ROOT, capture_output=True, text=True
-    )
+    """CUDA refuses, or Python raises while a second stream is captured. A new process, because no capture may
+    follow."""
+    command = [sys.executable, "-c", FAILS.replace("{work}", work)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "the step cannot be captured as a CUDA graph" in done.stdout and reason in done.stdout, done.stderr
 
 

@@ -3,8 +3,6 @@
 A backend that is missing fails here, because a machine with a GPU is expected to have both.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

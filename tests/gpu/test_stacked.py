@@ -1,9 +1,8 @@
 """Stacked clients on a GPU: a step waits for nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from fastsam import fed
 from fastsam.fed.executors.cuda import Cuda
@@ -15,7 +14,7 @@ from tests.helpers.emulated_rows import classifier
 from tests.helpers.gpu_step import DEVICE
 
 
-def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatch) -> None:
     """Ragged clients, whose rows are gathered and put back; from the second round on, when every shape has been
     recorded and compared."""
     own, rounds = Vmap._tick, [0]
@@ -41,11 +40,8 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: pytest.Mon
 @pytest.mark.skipif(native.why_not("cuda") is not None, reason=f"{native.why_not('cuda')}")
 @pytest.mark.parametrize("hidden", [32, 700])
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM()], ids=["fedavg", "fedsam"])
-def test_row_programs_agree_with_those_of_the_cpu(
-    algorithm: fed.Algorithm, hidden: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In shared memory, and in memory of the blocks' own: every product has the CPU's bits, sums over a batch may have
-    another order."""
+def test_row_programs_agree_with_the_cpus(algorithm: fed.Algorithm, hidden: int, monkeypatch: MonkeyPatch) -> None:
+    """Products in shared and in global memory have the CPU's bits; sums over a batch may have a different order."""
     own, taken = RowPass.train_, []
     monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
     draw, weights = torch.Generator().manual_seed(0), []

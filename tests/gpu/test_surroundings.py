@@ -1,7 +1,5 @@
 """Streams, torch.compile with its own code generator, and mixed precision, on a GPU."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest
@@ -14,7 +12,7 @@ from tests.helpers.gpu_step import DEVICE, Step, same
 
 
 def test_steps_on_several_streams(kernels: ModuleType) -> None:
-    """Each stream's steps are what they would be alone, bit for bit: no scratch memory is shared."""
+    """Steps on each stream have the bits of steps without other streams, so no scratch memory is shared."""
     together, alone = ([Step([700_000, 3, 8193], 1 + i % 2, seed=i) for i in range(6)] for _ in range(2))
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in together]
@@ -60,7 +58,7 @@ def test_compiled_training_steps(backend: str) -> None:
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_weights_whose_memory_is_exchanged(monkeypatch: pytest.MonkeyPatch, backend: str, streams: int) -> None:
-    """The bits of ordinary steps, where the optimizer has the passes' stream and where it has another."""
+    """Steps with swapped storage have the bits of ordinary steps, also if the optimizer runs on a different stream."""
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CUDA", 0)
     passes, updates = torch.cuda.Stream(), torch.cuda.Stream()
     results = []

@@ -1,1 +1,1 @@
-"""What tests of several modules share: cases, oracles, tolerances, doubles, programs that tests run."""
+"""Code that several test modules share: cases, oracles, tolerances, doubles, programs that tests run."""

@@ -1,6 +1,4 @@
-"""A small machine for the tests of the benchmarks, and a record that nobody measured."""
-
-from __future__ import annotations
+"""A small machine for the tests of the benchmarks, and an invented record."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Scripts in place of compilers, and which tests need real ones."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Crosses that are too wide for `make test`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +8,9 @@ import pytest
 
 
 def one_in(count: int, *axes: Iterable[Any]) -> list[Any]:
-    """The product of the axes, as parameters. One in `count` of them is met by `make test`, the others are slow.
+    """Return the product of the axes as parameters. `make test` runs one in `count` of them, the others are slow.
 
-    Those that are met lie on diagonals: every value of every axis is among them, with other values of the other axes.
+    It runs diagonals, in which every value of every axis occurs with different values of the other axes.
     """
     values = [list(axis) for axis in axes]
     return [

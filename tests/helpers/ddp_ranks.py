@@ -1,7 +1,5 @@
 """FusedSAM under DistributedDataParallel, on one rank of two."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

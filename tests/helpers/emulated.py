@@ -1,11 +1,8 @@
-"""The CUDA kernels on the CPU: csrc/cuda compiled as plain C++ against `emulation/cuda_runtime.h`, offered as a
-backend.
+"""The CUDA kernels on the CPU: csrc/cuda compiled as plain C++ against `emulation/cuda_runtime.h`, used as a backend.
 
 It is the code that nvcc compiles, from the registration of the ops down to the last index, run block by block with a
-fiber per thread. What it cannot show is what only the hardware has: blocks that run at the same time, and speed.
+fiber per thread. It cannot show blocks that run at the same time, or speed.
 """
-
-from __future__ import annotations
 
 import ctypes
 import re
@@ -23,23 +20,12 @@ from fastsam_kernels import build, direct_calls, libraries, native, toolchain
 from tests.helpers.places import HELPERS
 
 SOURCES = (
-    "norm.cu",
-    "perturb.cu",
-    "stochastic.cu",
-    "dual.cu",
-    "inner.cu",
-    "accumulate.cu",
-    "update.cu",
-    "tickets.cu",
-    "direct_calls.cu",
-    "rowprograms.cu",
-    "ops_cuda.cpp",
-    "ops_rows.cpp",
-    "../rowprograms/check.cpp",
-)
-REGISTRATIONS = ("ops_cuda.cpp", "ops_rows.cpp", "check.cpp")  # what sees torch's headers
-OWN_HEADERS = {"cuda/row_ops.cuh": "rowprograms.cu"}  # that one source alone has
-SHARED = "extern __shared__ __align__(16) unsigned char shared[];"  # of a kernel, and what it is on the host
+    "norm.cu", "perturb.cu", "stochastic.cu", "dual.cu", "inner.cu", "accumulate.cu", "update.cu", "tickets.cu",
+    "direct_calls.cu", "rowprograms.cu", "ops_cuda.cpp", "ops_rows.cpp", "../rowprograms/check.cpp",
+)  # fmt: skip
+REGISTRATIONS = ("ops_cuda.cpp", "ops_rows.cpp", "check.cpp")  # sources that include torch's headers
+OWN_HEADERS = {"cuda/lines.cuh": "rowprograms.cu"}  # included by only one source
+SHARED = "extern __shared__ __align__(16) unsigned char shared[];"  # a declaration in a kernel, replaced by ON_HOST
 ON_HOST = "unsigned char* shared = emulation::dynamic_shared();"
 FLAGS = ("-O0", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fvisibility=hidden")
 CHECKS = ("-fsanitize=alignment,bounds",)
@@ -53,7 +39,7 @@ ONLY_FLOAT: Changes = {
 
 
 def _steps(csrc: Path, ready: Path | None, kept: Sequence[str], fast: bool) -> list[toolchain.Step]:
-    """kept: sources whose objects lie in `ready`."""
+    """Return the build steps. `kept` names sources whose objects are in `ready`."""
     flags, checks = (("-O2", *FLAGS[1:]), ()) if fast else (FLAGS, CHECKS)
     torch_, cxx = toolchain.find_torch(), toolchain.find_cxx()
     steps, objects = [], []
@@ -74,17 +60,14 @@ def _steps(csrc: Path, ready: Path | None, kept: Sequence[str], fast: bool) -> l
 def compile_library(
     folder: Path, changes: Changes = NONE, *, namespace: str = NAMESPACE, ready: Path | None = None, fast: bool = False
 ) -> Path:
-    """Builds the emulation in `folder`, where a later call compiles only what changed.
+    """Build the emulation in `folder`, where a later call compiles only changed sources.
 
-    namespace
-        Where its ops are registered, for the CPU.
-    changes
-        Replaces texts of sources (named as below csrc/) by others: `{file: [(old, new)]}`.
-    ready
-        A folder with an emulation of the sources as they are. Its registration (the slow part) serves this one too, and
-        where no header changes all objects but those of the changed sources.
-    fast
-        As compilers make code for the host of a GPU, without checks.
+    Args:
+        namespace: namespace of its ops, which are registered for the CPU.
+        changes: texts of sources to replace, by file name below csrc/: `{file: [(old, new)]}`.
+        ready: folder with an emulation of the unchanged sources. Its registration (the slow part) is reused, and if no
+            header changes also the objects of unchanged sources.
+        fast: compile with the options that compilers use for the host of a GPU, without checks.
     """
     changed = {OWN_HEADERS.get(name, Path(name).name) for name in changes}
     kept = [*REGISTRATIONS, "emulation.cpp"]
@@ -94,11 +77,8 @@ def compile_library(
     registered = [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]
     on_host = [(SHARED, ON_HOST), *changes.get("cuda/rowprograms.cu", ())]
     changes = {
-        **changes,
-        "cuda/ops_cuda.cpp": registered,
-        "cuda/ops_rows.cpp": registered,
-        "cuda/rowprograms.cu": on_host,
-    }
+        **changes, "cuda/ops_cuda.cpp": registered, "cuda/ops_rows.cpp": registered, "cuda/rowprograms.cu": on_host,
+    }  # fmt: skip
     with toolchain.locked(folder):
         copy_sources(build.csrc(), folder / "csrc", changes)
         toolchain.execute(_steps(folder / "csrc", ready, kept, fast), folder)
@@ -137,7 +117,7 @@ class _Backend(backends.Backend):
 
 
 class Emulation:
-    """A loaded emulation: its kernels as a backend (`backend`), and what it counted."""
+    """A loaded emulation: its kernels as a backend (`backend`), and the launches and accesses that it counted."""
 
     def __init__(self, library: Path, namespace: str = NAMESPACE) -> None:
         self._definitions = torch.library.Library(namespace, "DEF")
@@ -168,14 +148,10 @@ class Emulation:
         lengths_ = (ctypes.c_int64 * len(lengths))(*lengths)
         return int(
             function(
-                lengths_,
-                ctypes.c_int64(len(lengths)),
-                width,
-                turns,
-                ctypes.c_int64(enough),
+                lengths_, ctypes.c_int64(len(lengths)), width, turns, ctypes.c_int64(enough),
                 ctypes.c_void_p(counts.data_ptr()),
             )
-        )
+        )  # fmt: skip
 
     def count(self, name: str) -> int:
         """launches, blocks, largest_argument (bytes), misaligned or out_of_bounds (accesses), since it was loaded;
@@ -186,11 +162,9 @@ class Emulation:
 @contextmanager
 def direct(library: Path) -> Iterator[None]:
     """Meanwhile `direct_calls.CudaDirectCalls` finds this library's functions, and takes tensors of the CPU."""
-    own_library = libraries.library
+    own = libraries.library
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            libraries, "library", lambda device="cpu": str(library) if device == "cuda" else own_library(device)
-        )
+        patch.setattr(libraries, "library", lambda device="cpu": str(library) if device == "cuda" else own(device))
         patch.setattr(direct_calls, "_raw_stream", lambda device: 0)
         for cached in (direct_calls._function, direct_calls._rule):
             cached.cache_clear()
@@ -203,8 +177,10 @@ _LOADED: dict[str, Emulation] = {}
 
 
 def loaded(folder: Path, changes: Changes = NONE, namespace: str = NAMESPACE) -> Emulation:
-    """The emulation with these changes, built in `folder`; the one of a process where several test modules ask for it:
-    torch takes a namespace's registration once."""
+    """Return the emulation with these changes, built in `folder`.
+
+    Several modules of one process get the same object, because torch registers a namespace only once.
+    """
     if namespace not in _LOADED:
         _LOADED[namespace] = Emulation(compile_library(folder, changes, namespace=namespace), namespace)
     return _LOADED[namespace]

@@ -1,7 +1,4 @@
-"""Local epochs by row programs, of the CPU and of emulated CUDA kernels (see `emulated.py`), and what tells one from
-the other."""
-
-from __future__ import annotations
+"""Local epochs by row programs, on the CPU and by emulated CUDA kernels (see `emulated.py`), and their comparison."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.executors.kernel_calls import Form
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
 from fastsam_kernels.hparams import HParam
@@ -24,7 +20,7 @@ from tests.helpers.op_cases import same_bits
 from tests.helpers.stacked_passes import stacked
 
 ROWS, SAMPLES, STEPS = 3, 40, 2
-# Of the hyper-parameters, all of which matter; with these the gradients are clipped.
+# Hyper-parameters that all matter; with these values the gradients are clipped.
 NUMBERS = {
     "RHO": 0.05, "PERTURB_EPS": 1e-12, "ETA": 0.01, "LR": 0.1, "DECAY": 0.01, "PROX_MU": 0.02,
     "G2_COEF": 0.9, "G1_COEF": 0.1, "CLIP": 0.5,
@@ -32,7 +28,7 @@ NUMBERS = {
 
 
 def why_not() -> str | None:
-    """Why the bits of emulated row programs cannot be compared with those of the CPU; None when they can."""
+    """Return the reason why emulated row programs cannot be compared with the CPU's bits, or None."""
     info = Path("/proc/cpuinfo")
     fused = info.exists() and " fma " in info.read_text()
     return emulated.why_not() or native.why_not("cpu") or (None if fused else "products round twice on this processor")
@@ -40,7 +36,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def emulated_programs(namespace: str = emulated.NAMESPACE) -> Iterator[None]:
-    """Meanwhile row programs are those of the emulated CUDA kernels."""
+    """Use the emulated CUDA kernels for row programs."""
     ops = getattr(torch.ops, namespace)
     made = ops.rowwise.default, ops.rowwise_steps_.default, ops.row_program.default
     with pytest.MonkeyPatch.context() as patch:
@@ -54,9 +50,7 @@ def classifier(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.R
     return nn.Sequential(*layers[:-1])
 
 
-def known_pass(
-    widths: Sequence[int], batch: int, activation: Callable[[], nn.Module] = nn.ReLU
-) -> tuple[RowPass, Form, Tensor, Tensor]:
+def known_pass(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU) -> tuple[Any, ...]:
     """A compared row program, the rows it is for, and samples: one label does not count."""
     passes, form = stacked(classifier(widths, activation), rows=ROWS)
     x, y = torch.randn(SAMPLES, widths[0]), torch.randint(widths[-1], (SAMPLES,))
@@ -70,7 +64,7 @@ def known_pass(
 
 
 def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
-    """What so many local steps of each row write: in one call, or row by row."""
+    """Return all tensors that epochs of `steps` local steps write, in one call or row by row."""
     found, form, x, y = known_pass((12, 9, 4), 5)
     form.hparams[..., HParam.LR] = 0.1
     wanted = torch.randint(SAMPLES, (ROWS, 5 * max(steps)), generator=torch.Generator().manual_seed(1))
@@ -85,9 +79,7 @@ def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
     return [form.z.detach().clone(), losses]
 
 
-def epoch(
-    widths: Sequence[int], batch: int, activation: Callable[[], nn.Module] = nn.ReLU, sam: bool = True
-) -> list[Tensor]:
+def epoch(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU, sam: bool = True) -> list[Tensor]:
     """All that two local steps write: with `sam` an adaptive perturbation, both gradients, momentum, q, a shift and
     clipping; else plain SGD."""
     found, form, x, y = known_pass(widths, batch, activation)
@@ -114,7 +106,8 @@ def epoch(
 
 
 def same_epochs(emulation: Emulation, namespace: str, widths: Sequence[int], batch: int, **options: Any) -> None:
-    """The bits of the CPU's, in three orders of the threads: what a missing barrier lets through depends on it."""
+    """Compare with the bits of the CPU in three orders of the threads, because the effect of a missing barrier depends
+    on the order."""
     expected = epoch(widths, batch, **options)
     assert all(t.isfinite().all() for t in expected)
     for order in (0, 1, 7):

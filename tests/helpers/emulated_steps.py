@@ -1,8 +1,6 @@
 """A whole SAM step of emulated CUDA kernels against the reference, and small inputs that meet what otherwise only large
 models meet."""
 
-from __future__ import annotations
-
 import itertools
 from types import ModuleType
 

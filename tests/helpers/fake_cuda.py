@@ -1,10 +1,9 @@
-"""A stand-in for CUDA on the CPU: streams that know what is ordered after what, graphs that notice what a real replay
-would not see.
+"""A stand-in for CUDA on the CPU: streams with an order of operations, and graphs that miss what a real replay misses.
 
-Everything runs at once, in the order of the calls, so results say nothing about order. `Watch` does: it sees every
-operation of the dispatcher (with the backend "reference" that is all of them), on which stream it is, and which memory
-it reads and writes. Accesses to one memory from two streams must be ordered by waits (vector clocks); memory is never
-given back while it watches, so no address is used twice.
+Everything runs at once, in the order of the calls, so results do not depend on streams. `Watch` sees every operation of
+the dispatcher (all operations of the backend "reference"), its stream, and the memory that it reads and writes.
+Accesses to one storage from two streams must be ordered by waits (vector clocks). Memory is not freed during a watch,
+so that no address is used twice.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class FakeStream:
             self.clock[stream] = max(self.clock.get(stream, 0), count)
 
     def synchronize(self) -> None:
-        """The host waits: what it queues from now on, and what it reads itself, comes after what is done here."""
+        """Wait on the host, so that later queued operations and reads of the host follow this stream's operations."""
         FakeCuda.active.wait_stream(self)
 
     def done(self, stream: FakeStream, count: int) -> bool:
@@ -48,7 +47,7 @@ class FakeStream:
 
 @dataclass(frozen=True)
 class FakeEvent:
-    """What was done when it was recorded."""
+    """An event that stores the operations that precede it."""
 
     clock: dict[FakeStream, int]
 
@@ -197,5 +196,5 @@ class Watch(TorchDispatchMode):
 
 
 def place(tensor: Tensor) -> int:
-    """What tells memory of two tensors apart."""
+    """Return a number that identifies the storage of a tensor."""
     return tensor.untyped_storage().data_ptr()

@@ -1,6 +1,4 @@
-"""Every federated algorithm beside its twin in `oracle`, and the options of a run under which they are compared."""
-
-from __future__ import annotations
+"""Every federated algorithm, its twin in `oracle`, and the options of a run under which they are compared."""
 
 import functools
 import math
@@ -12,9 +10,10 @@ import torch
 from torch import nn
 
 from fastsam import fed
+from fastsam.fed.algorithms.base import has_loop
 from tests.helpers import oracle
 
-# Partial participation, one round with everybody, a client that comes back after a pause.
+# Partial participation, one round with all clients, a client that returns after a pause.
 ACTIVE = [[0, 3], [1, 2, 4], [3], [0, 1, 2, 3, 4], [2, 3], [0, 4]]
 
 # name: (algorithm, its hyper-parameters). The twin in `oracle` has the same name and takes the same ones.
@@ -83,8 +82,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedrobust-diag": ("FedRobust", {"lam": 0.3, "ascent_steps": 3, "form": "diag"}),
     "fedrobust-radius": ("FedRobust", {"ascent_steps": 2, "eta_2": 0.5, "form": "full", "radius": (0.2, 0.1)}),
 }
-NOT_STACKED = ("fedrobust", "fedgmt", "fedntd", "fedsol", "moon")  # with a teacher or a map of the inputs
-# What the two spell differently.
+NOT_STACKED = tuple(name for name, made in fed.algorithms.registry.items() if has_loop(made()))
+# Options whose names or values differ in the twin.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "fedsam-schedule": {"rho": lambda t: (0.3, 0.2, 0.1)[min(t, 2)]},
     "fedgloss-sgd": {"rho": lambda t: (0.1, 0.2, 0.3)[min(t, 2)]},
@@ -137,6 +136,6 @@ def replayed(
 
 @functools.cache
 def unfused(method: str, options: str, dtype: torch.dtype) -> torch.nn.Module:
-    """What the oracle says of a case on `smooth_model`."""
+    """Return the oracle's model for a case on `smooth_model`."""
     model, clients = oracle.smooth_model(dtype), oracle.ragged_clients(dtype)
     return oracle.run(model, clients, theirs(method), options_of(method, options), ACTIVE)

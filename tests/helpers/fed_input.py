@@ -1,7 +1,5 @@
 """A run of one round on one client of six samples, to be started with one thing that is wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,14 +1,11 @@
-"""Runs one federated run in forked processes and kills them; tests/fed/rundir/test_checkpoint.py starts this file, in a
-process of its own, and tests/attack/kills.py calls it.
+"""Federated runs in forked processes that are killed, for tests/fed/rundir/test_checkpoint.py and
+tests/attack/kills.py.
 
-    python -m tests.helpers.fed_kill random DIRECTORY KILLS SEED    SIGKILL after random times, resumed until a run ends
-    python -m tests.helpers.fed_kill every DIRECTORY EACH           dies at each EACH-th operation on a file in turn,
-    resumed once python -m tests.helpers.fed_kill interrupt DIRECTORY            SIGINT in mid-round, then resumed
-
-Prints as JSON the hash of what an undisturbed run leaves, and those of the disturbed ones.
+`python -m tests.helpers.fed_kill random DIRECTORY KILLS SEED` kills (SIGKILL) after random times, resumed to the end.
+`... every DIRECTORY EACH` ends at each EACH-th operation on a file in turn, and is resumed once. `... interrupt
+DIRECTORY` sends SIGINT in a round, and resumes. The output is JSON: the hashes of an undisturbed run and of the
+disturbed runs.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -98,15 +95,17 @@ def kill_at_random(directory: Path, kills: int, seed: int) -> list[str]:
 
 
 def dies_at(directory: Path, count: int) -> int:
-    """Dies just before the `count`-th operation on a file of the run directory; returns how many there were, if there
-    were fewer."""
+    """End just before the `count`-th operation on a file of the run directory.
+
+    Return the number of operations if there were fewer.
+    """
     seen = [0]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") or isinstance(arguments[0], int):
             return
         path = str(arguments[0])
-        if str(directory) in path or os.sep not in path:  # a name alone is of a folder that has a descriptor
+        if str(directory) in path or os.sep not in path:  # a bare name belongs to a folder that has a descriptor
             seen[0] += 1
             if seen[0] > count:
                 os._exit(DIED)

@@ -1,7 +1,5 @@
 """Four small clients, and the same samples in everything that a client may be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -46,7 +44,7 @@ def model() -> nn.Module:
 
 
 def pairs() -> list[tuple[Tensor, Tensor]]:
-    """Of 10, 11, 12 and 13 samples."""
+    """Return clients of 10, 11, 12 and 13 samples."""
     g = torch.Generator().manual_seed(0)
     return [(torch.randn(10 + i, 6, generator=g), torch.arange(10 + i) % 3) for i in range(4)]
 

@@ -1,7 +1,5 @@
 """Short runs that take measures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn
@@ -20,11 +18,7 @@ def run(
     clients = oracle.ragged_clients() if clients is None else clients
     test = oracle.ragged_clients(sizes=(40,), seed=9)[0]
     settings: dict[str, Any] = {
-        "rounds": 3,
-        "batch_size": 5,
-        "participation": 0.6,
-        "test": test,
-        "backend": "reference",
-    }
+        "rounds": 3, "batch_size": 5, "participation": 0.6, "test": test, "backend": "reference",
+    }  # fmt: skip
     model = oracle.smooth_model() if model is None else model
     return fed.run(model, clients, algorithm or fed.FedSAM(rho=0.1), measures=measures, **(settings | options))

@@ -5,8 +5,6 @@ KEYWORDS: rounds, algorithms (comma-separated, of `ALGORITHMS`), executor, slots
 kills itself then).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Tables of refused calls: (call, expected words) or (call, expected words, error), an error being a ValueError where
 none is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

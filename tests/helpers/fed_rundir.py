@@ -1,6 +1,4 @@
-"""Runs with a run directory, and what they leave in it."""
-
-from __future__ import annotations
+"""Runs with a run directory, and the files in it."""
 
 import hashlib
 import json
@@ -13,12 +11,9 @@ from tests.helpers import oracle
 
 def start(directory: Path, **options: Any) -> fed.Result:
     keywords: dict[str, Any] = {
-        "rounds": 3,
-        "participation": 0.6,
-        "run_dir": directory,
-        "test": oracle.ragged_clients(sizes=(9,))[0],
+        "rounds": 3, "participation": 0.6, "run_dir": directory, "test": oracle.ragged_clients(sizes=(9,))[0],
         **options,
-    }
+    }  # fmt: skip
     return fed.run(
         keywords.pop("model", None) or oracle.smooth_model(),
         keywords.pop("clients", None) or oracle.ragged_clients(),
@@ -37,7 +32,7 @@ def snapshot(directory: Path) -> dict[str, str]:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """What was recorded of each round but its times."""
+    """Return the records of all rounds without their times."""
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith("seconds")}
         for line in (directory / "metrics.jsonl").read_text().splitlines()

@@ -1,7 +1,5 @@
 """Short federated runs of a small model on ragged clients, and the bits that they end in."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence
@@ -19,13 +17,8 @@ FLOAT = torch.float32
 SIZES = (7, 12, 1, 22, 12, 7, 5, 30)  # batches of 5, of 2 and of 1: each shape is recorded
 FIRST = {name: key for key, (name, _) in reversed(cases.METHODS.items())}  # one case per algorithm
 OPTIONS: dict[str, Any] = {
-    "rounds": 3,
-    "participation": 0.8,
-    "batch_size": 5,
-    "momentum": 0.3,
-    "weight_decay": 0.01,
-    "local_epochs": 2,
-}
+    "rounds": 3, "participation": 0.8, "batch_size": 5, "momentum": 0.3, "weight_decay": 0.01, "local_epochs": 2,
+}  # fmt: skip
 
 
 class Drops(nn.Module):

@@ -1,7 +1,5 @@
 """An algorithm and an executor that fastsam does not know."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class Scaffold:
 
 
 class Reordered(executors.Executor):
-    """Trains with the plain executor, clients in another order every time; to be put into the registry in its place."""
+    """The plain executor with a different order of clients every time, for its place in the registry."""
 
     def __init__(self, setup: executors.Setup) -> None:
         self.inner = Sequential(setup)

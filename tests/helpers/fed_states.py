@@ -1,6 +1,4 @@
-"""What the tests of client states share: a small run, and a stand-in for a GPU."""
-
-from __future__ import annotations
+"""A small run and a stand-in for a GPU, for the tests of client states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,19 +19,15 @@ CPU = torch.device("cpu")
 
 def train(algorithm: Any, **options: Any) -> fed.Result:
     keywords: dict[str, Any] = {
-        "rounds": 6,
-        "batch_size": 5,
-        "participation": 0.5,
-        "weighting": "samples",
-        "executor": "sequential",
-    } | options
+        "rounds": 6, "batch_size": 5, "participation": 0.5, "weighting": "samples", "executor": "sequential",
+    } | options  # fmt: skip
     clients = oracle.ragged_clients(torch.float32, keywords.pop("sizes", SIZES))
     torch.manual_seed(0)
     return fed.run(oracle.smooth_model(torch.float32), clients, algorithm, test=clients[0], **keywords)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that has memory of its own (1 MB), to the store of client states and to the executors."""
+    """Present a device with separate memory of 1 MB to the store of client states and to the executors."""
     monkeypatch.setattr(client_state, "Cuda", FakeCuda)
     monkeypatch.setattr(client_state, "apart", lambda device: True)
     monkeypatch.setattr(client_state, "total_memory", lambda device: 10**6)

@@ -1,6 +1,4 @@
-"""An algorithm that looks on: it delegates to another one and keeps what passes through."""
-
-from __future__ import annotations
+"""An algorithm that delegates to another algorithm and stores its arguments and results."""
 
 from typing import Any
 
@@ -11,12 +9,14 @@ from fastsam.fed import State
 
 
 class Watched:
-    """Delegates to `inner`. Nothing is copied: an algorithm does not write what it was handed.
+    """An algorithm that delegates to `inner`. It copies nothing, because an algorithm must not write its arguments.
 
-    _servers: the server's states, the first one included. _kept: by client, the rounds that it took part in and its
-    states after them.
-    _steps: every local step. _ends: in the order of training, the round, what a client's row left behind (a
-    `ClientResults` of one), and the server's state that it had received.
+    Attributes:
+        _servers: the server's states, beginning with the initial state.
+        _kept: per client, pairs of a round and the state after it.
+        _steps: all local updates.
+        _ends: in the order of training, the round, the client's result (a `ClientResults` of one) and the server's
+            state that it had received.
     """
 
     def __init__(self, inner: Any) -> None:

@@ -1,7 +1,5 @@
 """A page of docs/ whose figures come from a record of a run, kept in bench/results/."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -17,15 +15,15 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class GeneratedPage:
-    """`docs/PAGE.md` with the place `<!-- NAME:last -->` ... `<!-- /NAME -->`, and `bench/results/NAME.json`, of the
-    record's own `kind`."""
+    """A page `docs/PAGE.md` with the marks `<!-- NAME:last -->` ... `<!-- /NAME -->`, filled from
+    `bench/results/NAME.json`, whose kind is `kind`."""
 
     page_name: str
     name: str
     kind: str
-    source: str  # what writes such a record, for the error
+    source: str  # program that writes such a record, for the error
     table: Callable[[Record], str]  # Markdown
-    check: Callable[[Record], None] = lambda record: None  # raises ValueError for what no page is made of
+    check: Callable[[Record], None] = lambda record: None  # raises ValueError if the record is unfit for the page
 
     @property
     def path(self) -> Path:
@@ -36,15 +34,15 @@ class GeneratedPage:
         return ROOT / "bench" / "results" / f"{self.name}.json"
 
     def read(self, path: Path) -> Record:
-        """The record of a file. Raises ValueError when it is none, or one that no page is made of."""
+        """Return the record of a file. Raise ValueError if it is a different file, or unfit for the page."""
         record = json.loads(path.read_text())
         if not isinstance(record, dict) or record.get("kind") != self.kind:
-            raise ValueError(f"{path} is no record of {self.source}, whose kind is {self.kind!r}")
+            raise ValueError(f"{path} must be a record of {self.source}, with the kind {self.kind!r}")
         self.check(record)
         return record
 
     def fill(self, text: str, record: Record) -> str:
-        """The page's text with the table of `record` in its marked place. Raises ValueError where there is none."""
+        """Return the page's text with the table of `record` at its mark. Raise ValueError if the mark is missing."""
         if f"<!-- {self.name}:last -->" not in text:
             raise ValueError(f"the page has no place marked `<!-- {self.name}:last -->` ... `<!-- /{self.name} -->`")
         return report.fill(text, {f"{self.name}:last": self.table(record)})

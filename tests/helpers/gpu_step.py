@@ -1,7 +1,5 @@
 """One SAM step over a list of tensors on the GPU, straight through the kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import ModuleType
 

@@ -1,10 +1,8 @@
-"""Every op on operands that end, or begin, at memory that cannot be touched: `python guard_pages.py BACKEND`.
+"""Every op on operands that end, or begin, next to memory that cannot be accessed: `python guard_pages.py BACKEND`.
 
-Run in a process of its own: what goes one element too far, reading or writing, ends it (SIGSEGV). `--beyond read|write`
-does so on purpose. Inside, paddings between the segments are NaN, so that what reads them shows in the results.
+It runs in a separate process, because an access one element too far ends it (SIGSEGV). `--beyond read|write` makes such
+an access on purpose. Padding between segments is NaN, so that reads of it change the results.
 """
-
-from __future__ import annotations
 
 import argparse
 import ctypes
@@ -37,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Guarded:
-    """Memory between two pages that cannot be touched; it lives as long as this does."""
+    """Memory between two pages that cannot be accessed; it is freed with this object."""
 
     def __init__(self, at_end: bool) -> None:
         self.at_end = at_end
@@ -69,15 +67,11 @@ class Guarded:
 
 
 def operands_of(op: Op, lengths: Sequence[int], rows: int, dtype: torch.dtype, flat: bool, at_end: bool) -> Operands:
-    """The operands of a call, each with guards of its own."""
+    """Return the operands of a call, each between guards."""
     memory, layout = Guarded(at_end), Layout.of([torch.empty(n, device="meta") for n in lengths])
     compute = compute_dtype(dtype)
-    found = Operands(
-        memory=memory,
-        table=layout.table,
-        hparams=hparams_of(op, rows, "cpu", 1.0),
-        steps=torch.ones(rows, len(lengths)),
-    )
+    steps, hparams = torch.ones(rows, len(lengths)), hparams_of(op, rows, "cpu", 1.0)
+    found = Operands(memory=memory, table=layout.table, hparams=hparams, steps=steps)
     for name in dict.fromkeys((*op.operands, "params")):
         if name in (*STATE, *LONGS, "backup"):
             state = torch.int64 if name in LONGS else compute
@@ -98,7 +92,7 @@ def operands_of(op: Op, lengths: Sequence[int], rows: int, dtype: torch.dtype, f
 
 
 def finite(op: Op, operands: Operands) -> bool:
-    """Whether all that the op wrote is a number, in the segments."""
+    """Return True if the op wrote only finite numbers into the segments."""
     sums = operands["sumsq"].isfinite().all() and operands["products"].isfinite().all()
     rows = operands["sumsq"].numel()
     for name in op.writes:
@@ -162,9 +156,7 @@ def main() -> int:
             op.call(kernels, operands)
             torch.set_num_threads(1)
             if not finite(op, operands):
-                print(
-                    f"{op.name} read outside its segments: {name}, {rows} rows, {dtype}, flat={flat}, at_end={at_end}"
-                )
+                print(f"{op.name} read outside of segments: {name}, {rows} rows, {dtype}, flat={flat}, at_end={at_end}")
                 return 1
             done += 1
     sums = itertools.product((1, 4, 7), (1, 33, 1024), (torch.float32, torch.float64), (True, False))

@@ -4,8 +4,6 @@ Environments are made without downloading anything: `layered` lends a new one th
 symbolic links, except fastsam itself, and pip is always the running one (`pip --python`).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -22,15 +20,8 @@ from tests.helpers.places import ROOT
 SITE = Path(sysconfig.get_path("purelib"))
 PACKAGED = ("fastsam", "kernels", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")
 SETTINGS = (
-    "CXX",
-    "CUDACXX",
-    "CUDA_HOME",
-    "FASTSAM_NATIVE",
-    "FASTSAM_CUDA",
-    "FASTSAM_JIT",
-    "PYTHONPATH",
-    "XDG_CACHE_HOME",
-)
+    "CXX", "CUDACXX", "CUDA_HOME", "FASTSAM_NATIVE", "FASTSAM_CUDA", "FASTSAM_JIT", "PYTHONPATH", "XDG_CACHE_HOME",
+)  # fmt: skip
 
 
 def require_pip_and_setuptools() -> None:
@@ -45,7 +36,7 @@ def require_pip_and_setuptools() -> None:
 
 
 def copy_checkout(target: Path) -> Path:
-    """What a wheel is made from, without anything built."""
+    """Copy the sources of a wheel, without build products."""
     ignore = shutil.ignore_patterns("*.so", "native.json", "__pycache__")
     for name in PACKAGED:
         source = ROOT / name
@@ -68,20 +59,15 @@ def run(*argv: str | Path, cwd: Path, ok: bool = True, timeout: float = 600, **s
     """stdout and stderr of a command; asserts that it succeeds, or, with `ok=False`, that it fails."""
     command = [str(argument) for argument in argv]
     done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environ(**settings),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, cwd=cwd, env=environ(**settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=timeout,
-    )
+    )  # fmt: skip
     assert (done.returncode == 0) == ok, f"{command} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
 
 
 def build_wheel(checkout: Path, out: Path, **settings: Any) -> tuple[Path, str]:
-    """The wheel that `pip` makes of `checkout` in this environment, and what was printed."""
+    """Return the wheel that `pip` makes of `checkout` in this environment, and pip's output."""
     options = ("-v", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", out)
     printed = run(sys.executable, "-m", "pip", "wheel", *options, checkout, cwd=out.parent, **settings)
     (wheel,) = out.glob("*.whl")
@@ -89,7 +75,8 @@ def build_wheel(checkout: Path, out: Path, **settings: Any) -> tuple[Path, str]:
 
 
 def layered(folder: Path, *, python: str = sys.executable, only: tuple[str, ...] | None = None) -> Path:
-    """The Python of a new environment that sees this one's packages (`only`: those alone), but no fastsam."""
+    """Return the Python of a new environment with this one's packages (`only`: just the named ones), without
+    fastsam."""
     run(python, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     lent = folder / "lent"
     lent.mkdir()
@@ -104,6 +91,6 @@ def layered(folder: Path, *, python: str = sys.executable, only: tuple[str, ...]
 
 
 def install(python: Path, *what: str | Path, cwd: Path, **settings: Any) -> str:
-    """`pip install` into the environment of `python`, from this disk alone."""
+    """Run `pip install` without network in the environment of `python`."""
     options = ("-v", "--no-deps", "--no-index", "--no-build-isolation")
     return run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what, cwd=cwd, **settings)

@@ -1,7 +1,5 @@
 """Steps of a training that are interrupted somewhere, and the promises that hold afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Other people's libraries, for the tests in `tests/integrations/`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -13,23 +11,25 @@ import torch
 
 
 def library(name: str) -> ModuleType:
-    """The module. Where it is not installed the test module is skipped; under `make test-integrations`, which installs
-    all, that is an error."""
+    """Return the module.
+
+    If it is not installed, skip the test module, or fail under `make test-integrations`, which installs all libraries.
+    """
     if os.environ.get("FASTSAM_INTEGRATIONS"):
         return importlib.import_module(name)
-    return pytest.importorskip(
-        name, reason=f"{name} is not installed here: make test-integrations", exc_type=ImportError
-    )
+    return pytest.importorskip(name, reason=f"{name} is not installed; make test-integrations", exc_type=ImportError)
 
 
 _MISSING = re.compile(r"operator torchvision::(\w+) does not exist")
-_declared: list[torch.library.Library] = []  # what is declared lasts as long as these
+_declared: list[torch.library.Library] = []  # keeps the declarations of operators alive
 
 
 def with_torchvision() -> None:
-    """Makes `import torchvision` work beside a torch without CUDA, for libraries that import it and need no operator of
-    it. One that was built for CUDA cannot load its operators there, and its import fails where it describes the first
-    of them; the names alone are then declared."""
+    """Make `import torchvision` work with a torch without CUDA, for libraries that use no operator of it.
+
+    A torchvision that was built for CUDA cannot load its operators there, and its import fails at the first of their
+    descriptions. So the names of the operators are declared.
+    """
     for _ in range(8):
         try:
             importlib.import_module("torchvision")

@@ -1,6 +1,4 @@
-"""Tensors and tables that do not fit an op: what callers get wrong, each as a change of what was right."""
-
-from __future__ import annotations
+"""Tensors and tables that do not fit an op, each as a change of a right one."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """One SAM step through the compiled ops: its operands, what it writes as a digest, and the call of every op."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -35,9 +33,7 @@ def hparams(rows: int = 1, **columns: float) -> Tensor:
 class Step:
     """The operands of one SAM step over SHAPES, drawn from a seed."""
 
-    def __init__(
-        self, seed: int = 0, dtype: torch.dtype = torch.float32, shapes: list[tuple[int, ...]] = SHAPES
-    ) -> None:
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def draw() -> list[Tensor]:
@@ -60,7 +56,7 @@ class Step:
         return digest_of(*self.params, self.backup, self.m, self.sumsq)
 
     def run_dual(self) -> str:
-        """A perturbation with a dual, and what a federated round adds up; the digest of all that it wrote."""
+        """Perturb with a dual and accumulate as in a federated round. Return the digest of all written tensors."""
         half, seed = [p.bfloat16() for p in self.params], torch.tensor([7])
         g1 = [g.bfloat16() for g in self.g1]
         native.perturb_(half, self.backup, g1, self.table, self.h, self.sumsq, True, seed)
@@ -114,12 +110,8 @@ def calls(step: Step) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "accumulate_": (
             ops.accumulate_.default,
             (
-                torch.zeros(9).long(),
-                torch.zeros(9).long(),
-                torch.ones(2, 9),
-                0.5,
-                torch.ones(9),
+                torch.zeros(9).long(), torch.zeros(9).long(), torch.ones(2, 9), 0.5, torch.ones(9),
                 torch.zeros(2).double(),
             ),
         ),
-    }
+    }  # fmt: skip

@@ -1,7 +1,5 @@
 """Values that no caller thinks of, for whatever takes one."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -12,7 +10,7 @@ from torch import nn
 
 
 class Hostile:
-    """Whose conversions raise what no caller thinks of."""
+    """An object whose conversions raise unexpected errors."""
 
     def __float__(self) -> float:
         raise ZeroDivisionError("no")

@@ -1,6 +1,4 @@
-"""Trainings with MSAM and with the last gradient, whose weights rest at the perturbed point."""
-
-from __future__ import annotations
+"""Trainings with MSAM and with the last gradient, which store the perturbed weights between steps."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Inputs for the tests of the ops: drawn layouts and values, placed in memory between guard bands.
 
-An operand's values are kept in a canonical form, a field `[rows, row_size]` of which only the segments of the table
-mean anything. `Memory` places them where an op finds them (a field, or scattered tensors; aligned or not), and
-afterwards knows what may have changed.
+An operand's values are kept in a canonical form: a field `[rows, row_size]` of which only the segments of the table
+have a meaning. `Memory` places them as an op expects them (a field, or scattered tensors; aligned or not), and checks
+later which elements have changed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Case:
     alone: tuple[int, int] | None = None  # (r, n): the one row is row r of a case of n rows
 
     def row(self, r: int) -> Case:
-        """Row `r` as a case of its own, with the same values."""
+        """Return row `r` as a separate case with the same values."""
         return replace(self, rows=1, alone=(r, self.rows))
 
     def _rows(self, values: Tensor) -> Tensor:
@@ -105,14 +105,15 @@ class Case:
         return self._rows(torch.randint(-(2**62), 2**62, (self._drawn,), generator=self.generator("seeds")))
 
     def mask(self) -> Tensor:
-        """Which elements of the canonical form are in a segment."""
+        """Return the mask of the elements of the canonical form that are in a segment."""
         mask = torch.zeros(self.rows, self.stride, dtype=torch.bool)
         for offset, length, _, _ in self.table.tolist():
             mask[:, offset : offset + length] = True
         return mask
 
     def hparams(self, rule: str = "sgd", **columns: float) -> Tensor:
-        """Different values in every row and group, those of `rule` about what its class has; `columns` fixes some."""
+        """Return different values in every row and group, near the defaults of the rule's class; `columns` fixes
+        some."""
         draw = torch.rand(
             self._drawn, self.groups, NUM_HPARAMS, dtype=torch.float64, generator=self.generator("hparams")
         )
@@ -121,8 +122,9 @@ class Case:
             hparams[..., COLUMNS[name]] = low + (high - low) * draw[..., COLUMNS[name]]
         for name in ("ADAPTIVE", "CLIP_INCLUDES_PROX", "DECOUPLED"):
             hparams[..., COLUMNS[name]] = (draw[..., COLUMNS[name]] > 0.5).double()
-        own = rules.find(rule).rule_hparams(group_of(rule))
-        for column, value in zip(range(FIRST_RULE_HPARAM, NUM_HPARAMS), own, strict=False):
+        for column, value in zip(
+            range(FIRST_RULE_HPARAM, NUM_HPARAMS), rules.find(rule).rule_hparams(group_of(rule)), strict=False
+        ):
             hparams[..., column] = float(value) * (0.9 + 0.1 * draw[..., column])
         if rule == "sgd":
             hparams[..., sgd.NESTEROV] = (draw[..., sgd.NESTEROV] > 0.5).double()
@@ -131,22 +133,14 @@ class Case:
         return self._rows(hparams)
 
 
-# What the columns are drawn from, and the rules' options that are no defaults of their classes.
+# Ranges of the columns, and options of the rules that differ from the defaults of their classes.
 RANGES = {
-    "RHO": (-0.3, 0.3),
-    "PERTURB_EPS": (1e-12, 1e-3),
-    "ETA": (0.01, 0.1),
-    "LR": (0.01, 0.2),
-    "DECAY": (0.0, 0.1),
-    "PROX_MU": (0.0, 0.5),
-    "G2_COEF": (0.5, 1.0),
-    "G1_COEF": (-0.5, 0.5),
-    "CLIP": (0.5, 50.0),
-    "PENALTY": (0.5, 2.0),
-}
+    "RHO": (-0.3, 0.3), "PERTURB_EPS": (1e-12, 1e-3), "ETA": (0.01, 0.1), "LR": (0.01, 0.2), "DECAY": (0.0, 0.1),
+    "PROX_MU": (0.0, 0.5), "G2_COEF": (0.5, 1.0), "G1_COEF": (-0.5, 0.5), "CLIP": (0.5, 50.0), "PENALTY": (0.5, 2.0),
+}  # fmt: skip
 RULE_OPTIONS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9, "dampening": 0.5}, "adam": {"betas": (0.9, 0.99)}}
 RULE_OPTIONS |= {"adagrad": {"lr_decay": 0.1}, "rmsprop": {"momentum": 0.9}}
-# By name; of the rules' own those that tests name.
+# Columns by name, including the columns of rules that tests name.
 COLUMNS = {column.name: int(column) for column in HParam}
 COLUMNS |= {"MOMENTUM": sgd.MOMENTUM, "DAMPENING": sgd.DAMPENING, "NESTEROV": sgd.NESTEROV}
 COLUMNS |= {"BETA1": adam.BETA1, "BETA2": adam.BETA2, "EPS": adam.EPS}
@@ -189,7 +183,7 @@ def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES, max_rows: int
 
 @dataclass
 class Buffer:
-    """Memory with guard bands, all NaN where nothing was placed, and what an op may write of it."""
+    """Memory with guard bands and NaN between values, and the mask of elements that an op may write."""
 
     name: str
     memory: Tensor
@@ -201,9 +195,8 @@ class Buffer:
 
     def check(self) -> None:
         changed = (bits(self.memory) != self.before) & ~self.writable.to(self.memory.device)
-        assert not changed.any(), (
-            f"{self.name}: wrote outside its segments, at elements {changed.nonzero().flatten().tolist()[:8]}"
-        )
+        where = changed.nonzero().flatten().tolist()
+        assert not where, f"{self.name}: wrote outside its segments, at elements {where[:8]}"
 
 
 class Memory:
@@ -255,7 +248,7 @@ class Memory:
         return tensors
 
     def snapshot(self) -> None:
-        """What is in memory now must still be there later, outside what may be written."""
+        """Store the memory, to check later that only writable elements have changed."""
         for buffer in self.buffers:
             buffer.snapshot()
 
@@ -285,7 +278,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Compares with the tolerance of `dtype`, by default that of `actual`."""
+    """Compare with the tolerance of `dtype`, by default the dtype of `actual`."""
     rtol, atol = TOLERANCE[dtype or actual.dtype]
     torch.testing.assert_close(actual.double().cpu(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
 

@@ -1,6 +1,4 @@
-"""The pages for readers, and what stands in them to be copied: blocks of code, commands, links."""
-
-from __future__ import annotations
+"""The pages for readers, and the parts of them that can be copied: blocks of code, commands, links."""
 
 import re
 import shlex
@@ -13,7 +11,7 @@ from tests.helpers.places import ROOT
 
 FRONT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 PAGES = (*FRONT, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
-# How a page says what of it a block needs. Without either sentence every block runs by itself.
+# Sentences by which a page says that blocks depend on others. Without them every block runs by itself.
 AFTER_THE_FIRST = "The other Python blocks of this page run after this one."
 IN_TURN = "The Python blocks of this page go on from each other."
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})\s*(\S*)")
@@ -24,8 +22,13 @@ _PROGRAMS = ("fastsam", "make", "pip", "python", "torchrun")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. line: of its first line of code, from 1. left_out: why the page says that it is not run. quoted:
-    whether it is quoted from the package (tools/quoted_code.py), where it is tested."""
+    """A fenced block.
+
+    Attributes:
+        line (int): number of its first line of code, from 1.
+        left_out: the reason that the page gives for not running it.
+        quoted (bool): True if it is quoted from the package (tools/quoted_code.py) and tested there.
+    """
 
     page: str
     line: int
@@ -48,7 +51,7 @@ def text_of(page: str) -> str:
 
 
 def says(page: str, sentence: str) -> bool:
-    """Whether it stands there, on one line or on two."""
+    """Return True if the page has the sentence, on one line or on two."""
     return sentence in " ".join(text_of(page).split())
 
 
@@ -102,8 +105,10 @@ def indented(page: str) -> list[str]:
 
 
 def commands(page: str) -> list[str]:
-    """The shell commands of a page: lines of its blocks that are no Python, and code in its prose. Comments and prompts
-    are left out, and so are the commands that made a figure, which belong to their commits."""
+    """Return the shell commands of a page: lines of blocks without Python, and code in its prose.
+
+    Comments, prompts, and the commands that made a figure (they belong to their commits) are left out.
+    """
     shell = [block.code for block in blocks(page) if block.language in ("", "bash", "console", "sh")]
     lines = "".join(shell).splitlines()
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^Made by `.*", "", without_fences(page), flags=re.M))
@@ -112,7 +117,7 @@ def commands(page: str) -> list[str]:
 
 
 def words(command: str) -> list[str]:
-    """Of a command, without the variables before it and the comment behind it."""
+    """Return the words of a command without variables before it and a comment after it."""
     found = shlex.split(command, comments=True)
     while found and re.fullmatch(r"[A-Z_]+=\S*", found[0]):
         del found[0]
@@ -131,7 +136,7 @@ def links(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """What `page.md#...` can name: its headings, as GitHub makes anchors of them (and MyST with
+    """Return the anchors of `page.md#...`: its headings as GitHub writes them (and MyST with
     `myst_heading_anchors`)."""
     found: set[str] = set()
     for heading in re.findall(r"^#{1,6} +(.*?) *#*$", without_fences(page), re.M):

@@ -1,4 +1,4 @@
-"""Where things are in a checkout."""
+"""Folders of a checkout."""
 
 from pathlib import Path
 

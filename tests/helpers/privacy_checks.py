@@ -1,7 +1,7 @@
-"""What must hold of noise, clip and accountant, each as a function that raises AssertionError: the tests call them, and
-so do the mutants."""
+"""Properties of noise, clipping and accountant, as functions that raise AssertionError.
 
-from __future__ import annotations
+The tests call them, and the mutants do too.
+"""
 
 import math
 from functools import cache
@@ -20,8 +20,10 @@ PRIVACY = frozenset(table(fed.Privacy))
 
 
 def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, **options: Any) -> fed.Result:
-    """Train a linear model of `size` inputs and 8 classes on 8 clients, which hardly move unless `lr` is given. Options
-    of privacy are given by their own names."""
+    """Train a linear model of `size` inputs and 8 classes on 8 clients, which hardly move unless `lr` is given.
+
+    Options of privacy are given by their names.
+    """
     g = torch.Generator().manual_seed(0)
     data = [(torch.randn(4, size, generator=g), torch.randint(0, 8, (4,), generator=g)) for _ in range(CLIENTS)]
     torch.manual_seed(0)
@@ -56,7 +58,7 @@ def scale(expected: float, size: int = 2000, **options: Any) -> None:
 
 
 def scales() -> None:
-    """z * clip / (cohort that is expected), whoever came."""
+    """The noise is z * clip / (expected cohort), whatever clients came."""
     came = [r["clients"] for r in run(participation=0.5, seed=3).history]
     assert came != [4]  # a cohort unlike the expected one tells the two denominators apart
     scale(2 * 0.5 / 4, participation=0.5, seed=3)
@@ -65,7 +67,7 @@ def scales() -> None:
 
 
 def local_scale() -> None:
-    """Each client's own noise, in the mean of those who came."""
+    """The mean of the clients that took part has the noise of each client."""
     scale(2 * 0.5 / math.sqrt(2), participation=0.25, sampler="fixed", noise="local")
 
 
@@ -79,7 +81,7 @@ def denominator() -> None:
 
 
 def clipped() -> None:
-    """No row is longer than the limit, by no rounding; those that were not longer keep their bits."""
+    """No row is longer than the bound, also after rounding, and shorter rows keep their bits."""
     for dtype in (torch.float32, torch.float64):
         g = torch.Generator().manual_seed(0)
         for limit in (1e-3, 0.7, 1.0, 1e3):
@@ -97,7 +99,7 @@ def clipped() -> None:
 
 @cache
 def package(kind: str, relation: str, count: int, *numbers: float) -> float:
-    """Epsilon at delta 1e-5 by dp-accounting's own accountant, of an event of the package, so many times."""
+    """Return epsilon at delta 1e-5 by dp-accounting's accountant for `count` events of the package."""
     import dp_accounting as dp
 
     relations = dp.NeighboringRelation
@@ -115,7 +117,7 @@ def package(kind: str, relation: str, count: int, *numbers: float) -> float:
 
 
 def epsilon(noise: str, sampler: str, participation: float, rounds: int = 7) -> float:
-    """Ours, of 10 clients and noise multiplier 1.2, at delta 1e-5, asked for round by round."""
+    """Return fastsam's epsilon after `rounds` rounds of 10 clients, with noise multiplier 1.2, at delta 1e-5."""
     made = Accountant(law(noise, sampler, participation, 10, 1.2, lambda rounds: 3), 1e-5)
     return [made.epsilon(t + 1) for t in range(rounds)][-1]
 
@@ -134,7 +136,8 @@ def without_replacement() -> None:
 
 
 def unsampled() -> None:
-    """Everybody in every round, or once an epoch (10 clients, 3 a round: four rounds), or by noise of their own."""
+    """All clients take part in every round, or once an epoch (10 clients, 3 a round: four rounds), or add noise
+    locally."""
     for sampler in ("bernoulli", "fixed", "shuffled"):
         same(epsilon("central", sampler, 1.0), "gaussian", "ADD_OR_REMOVE_ONE", 7, 1.2)
     same(epsilon("central", "shuffled", 0.3), "gaussian", "ADD_OR_REMOVE_ONE", 2, 1.2)
@@ -142,7 +145,7 @@ def unsampled() -> None:
 
 
 def every_round() -> None:
-    """Of one round, where epsilon is 0 by another bound, and of thousands, as the package has it."""
+    """Epsilon of one round, where a different bound gives 0, and of thousands equals the package's."""
     import dp_accounting as dp
 
     for z, delta in ((1.0, 1e-5), (40.0, 0.03), (3e4, 1e-4), (0.3, 1e-9)):

@@ -1,9 +1,7 @@
-"""Compiles the Triton kernels for a GPU that need not be there, and prints what is in their PTX as JSON.
+"""Compiler of the Triton kernels for a GPU that need not exist, which prints counts over their PTX as JSON.
 
-Run in a process of its own, since one process either compiles Triton's kernels or interprets them.
+It runs in a separate process, because a process either compiles Triton's kernels or interprets them.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -11,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastsam_kernels import (
-    rules,
-    triton_dual,
-    triton_norm,
-    triton_perturb,
-    triton_reductions,
-    triton_update,
-)
+from fastsam_kernels import rules, triton_dual, triton_norm, triton_perturb, triton_reductions, triton_update
 from fastsam_kernels.constants import compute_dtype
 from fastsam_kernels.rule import MAX_STATE
 from fastsam_kernels.triton_chunks import Operand
@@ -35,7 +27,7 @@ from fastsam_kernels.triton_tables import DTYPES
 
 FIELDS = ("backup", "state0", "state1", "state2", "q", "shift", "mu", "s", "eps")
 OPERANDS = ("grads", "weights", "g1", "x", "y")
-TUPLES = {  # of other arguments
+TUPLES = {  # other arguments
     "plan": ("*i64", "*i64"),
     "hparams": ("*fp64", "i32", "i32"),
     "sums": ("*fp64", "i32", "i32", "*fp64", "*i32"),
@@ -62,7 +54,7 @@ class Variant:
     master: bool = False
     absent: tuple[str, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
-    rule: str = ""  # of an update; all fields of its state are there
+    rule: str = ""  # rule of an update, with all fields of its state
 
     @property
     def name(self) -> str:
@@ -90,7 +82,7 @@ class Variant:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def source(self) -> ASTSource:
-        """What Triton makes of a call with such operands."""
+        """Return Triton's source of a call with such operands."""
         constants = {"COMPUTE": DTYPES[compute_dtype(self.dtype)].value, "ALIGNED": self.aligned} | dict(self.options)
         constants |= dict.fromkeys(self.absent)
         if self.rule:
@@ -117,7 +109,7 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """What the tests look at: every kernel, and the storage types of those that move the weights."""
+    """Return the variants that are tested: every kernel, with the storage types of kernels that move the weights."""
     found = []
     save, update = (("SAVE", True),), (("FIRST", False), ("KEEP", False))
     plain = ("g1", "q", "shift", "sumsq_v", "grad_scale", "found_inf")
@@ -134,10 +126,8 @@ def variants() -> list[Variant]:
             Variant(triton_reductions._inner_kernel, f32, aligned, options=total),
             Variant(triton_update._update_norm_kernel, f32, aligned, options=total),
         ]
-        found += [
-            Variant(triton_update._update_kernel, f32, aligned, absent=plain, options=update, rule=r)
-            for r in rules.RULES
-        ]
+        call = partial(Variant, triton_update._update_kernel, f32, aligned, absent=plain, options=update)
+        found += [call(rule=r) for r in rules.RULES]
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         master = dtype in (torch.float16, torch.bfloat16)
         found += [

@@ -1,7 +1,5 @@
 """A model whose loss is a quadratic with known values, for the tests of the measures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

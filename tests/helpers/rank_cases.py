@@ -1,6 +1,4 @@
-"""What the ranks of tests/fed/sums/test_ranks.py do; see `rank_group`."""
-
-from __future__ import annotations
+"""Functions of the ranks of tests/fed/sums/test_ranks.py; see `rank_group`."""
 
 import random
 from collections import Counter
@@ -98,26 +96,20 @@ CASES: dict[str, dict[str, Any]] = {
 
 def train(rank: int, case: dict[str, Any], run_dir: Path | None = None, **more: Any) -> tuple[str, float, int]:
     """The hash of a run, its state in megabytes, and how often a client was excluded or an outlier."""
-    options: dict[str, Any] = (
-        {"rounds": 3, "batch_size": 5, "participation": 0.6, "executor": "sequential"} | case | more
-    )
+    defaults: Any = {"rounds": 3, "batch_size": 5, "participation": 0.6, "executor": "sequential"}
+    options = defaults | case | more
     clients = oracle.ragged_clients(torch.float32, options.pop("sizes", SIZES))
     clients[3] = (options.pop("poison", 1.0) * clients[3][0], clients[3][1])
     torch.manual_seed(0)
     model = options.pop("model", lambda: oracle.smooth_model(torch.float32))()
     result = fed.run(model, clients, options.pop("algorithm"), run_dir=run_dir, test=clients[0], **options)
-    return (
-        digest(result),
-        result.summary()["state_megabytes"],
-        sum(len(r["excluded"]) + len(r["outliers"]) for r in result.history),
-    )
+    problems = sum(len(r["excluded"]) + len(r["outliers"]) for r in result.history)
+    return digest(result), result.summary()["state_megabytes"], problems
 
 
 def train_all(rank: int, folder: Path | None) -> dict[str, Any]:
-    return {
-        name: train(rank, case, None if folder is None else folder / name.replace(" ", "-"))
-        for name, case in CASES.items()
-    }
+    folders = {name: folder and folder / name.replace(" ", "-") for name in CASES}
+    return {name: train(rank, case, folders[name]) for name, case in CASES.items()}
 
 
 def other_directories(rank: int, folder: Path) -> Any:
@@ -170,9 +162,7 @@ def other_weights(rank: int) -> Any:
 def own_dice(rank: int) -> Any:
     """A sampler that draws from a generator of each process."""
     dice = random.Random(rank)
-    return train(
-        rank, {"algorithm": fed.SCAFFOLD(), "sampler": lambda t, generator: dice.sample(range(len(SIZES)), 4)}
-    )[0]
+    return train(rank, {"algorithm": fed.SCAFFOLD(), "sampler": lambda t, g: dice.sample(range(len(SIZES)), 4)})[0]
 
 
 W = torch.zeros(3)
@@ -204,8 +194,7 @@ class Counted:
 
 
 def exchanged(rank: int) -> list[dict[str, Any]]:
-    """Sums of six rounds of eight clients; "late" comes in round 3, on the last rank alone, and stays away in round
-    5."""
+    """Return sums of six rounds of eight clients; only the last rank has "late", in rounds 3 and 4."""
     ranks = Ranks(rank, dist.get_world_size()) if dist.is_initialized() else Ranks()
     exchange, found = Exchange(ranks), []
     for t in range(6):
@@ -240,7 +229,7 @@ def of_other_shape(rank: int) -> Any:
 
 
 def collectives(rank: int, rounds: int) -> dict[str, int]:
-    """How often a run of so many rounds calls which."""
+    """Return the number of calls of each collective in a run of `rounds` rounds."""
     with Counted() as calls:
         train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": rounds, "participation": 1.0, "sizes": (4, 4, 4, 4)})
     return dict(calls)

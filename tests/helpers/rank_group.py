@@ -1,10 +1,8 @@
-"""Functions on several ranks of one machine, without a launcher: processes that fork from one that has torch, so that
-each is there at once.
+"""Functions on several ranks of one machine, without a launcher.
 
-A function takes its rank and the arguments; the answer is, per rank, its result, or the exception as text.
+The processes fork from a process that has imported torch, so that they start at once. A function takes its rank and the
+arguments. The answer has, per rank, its result, or the exception as text.
 """
-
-from __future__ import annotations
 
 import multiprocessing
 import os
@@ -20,8 +18,10 @@ _context.set_forkserver_preload(["fastsam.fed", "torch.distributed", "tests.help
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, patience: float = 60.0) -> list[Any]:
-    """What `work(rank, *arguments)` returns on each rank; it must be a function of a module. Raises TimeoutError for
-    one that hangs."""
+    """Return the result of `work(rank, *arguments)` on each rank; `work` must be a function of a module.
+
+    Raise TimeoutError if a rank hangs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         answers = [_context.Pipe(duplex=False) for _ in range(size)]
         processes = [

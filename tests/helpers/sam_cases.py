@@ -1,6 +1,4 @@
-"""What the tests of FusedSAM have in common: bases, closures, a small model and its training."""
-
-from __future__ import annotations
+"""Bases, closures, a small model and its training, for the tests of FusedSAM."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from fastsam import FusedSAM, backends
 from tests.helpers.sam_oracle import backward, landscape, make_parameters
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
-# Two that are fused, one that is not.
+# Two fused bases and an unfused base.
 BASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
     "adamw": (ADAMW, {"lr": 0.05}),

@@ -4,8 +4,6 @@ the update.
 It is given the gradients that `FusedSAM` saw, and says where the weights must be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,10 +84,8 @@ def landscape(params: Sequence[Tensor], step: int) -> Tensor:
 def make_parameters(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu", seed: int = 0
 ) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in shapes
-    ]
+    g = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64).to(device, dtype)) for shape in shapes]
 
 
 def gradients(params: Sequence[Tensor]) -> list[Tensor | None]:

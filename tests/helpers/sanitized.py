@@ -6,27 +6,25 @@ the copy before the installed package, in the processes that tests start too. A 
 the test.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from fastsam_kernels import build, toolchain
 from tests.helpers.places import ROOT
 
 FOLDER = ROOT / "build" / "sanitized"
-# The last -O is the one that counts. Leaks are not looked for: Python's own would drown ours, which
-# tests/attack/leaks.py counts.
+# The last -O counts. Leaks are not checked, because Python has many; tests/attack/leaks.py counts fastsam's.
 FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# Signals as tests expect them; odr: the copy's symbols stand beside those of no other library.
+# Signals as tests expect them; odr: the copy's symbols are loaded with no other library.
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:handle_abort=0:detect_odr_violation=0",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
 }
-REPORTS = FOLDER / "reports"  # of findings: what pytest captures is lost when its process ends
+REPORTS = FOLDER / "reports"  # reports of findings; pytest's captured output is lost when its process ends
 _PRELOADED = (
     "libasan.so",
     "libubsan.so",
@@ -46,20 +44,18 @@ def why_not() -> str | None:
 
 
 def preloaded() -> list[str]:
-    """The sanitizers' libraries. Raises BuildError where the compiler has none."""
+    """Return the sanitizers' libraries. Raise BuildError if the compiler has none."""
     found = []
     for name in _PRELOADED:
         path = toolchain.output_of([*toolchain.find_cxx(), f"-print-file-name={name}"]).strip()
         if not Path(path).is_absolute():
-            raise toolchain.BuildError(
-                f"{toolchain.find_cxx()[0]} has no {name}, which its sanitizers need (gcc brings it)"
-            )
+            raise toolchain.BuildError(f"{toolchain.find_cxx()[0]} has no {name}, which its sanitizers need")
         found.append(path)
     return found
 
 
 def compiler(folder: Path) -> Path:
-    """A compiler that adds `FLAGS` behind all others."""
+    """Write a compiler that adds `FLAGS` after all other flags."""
     script = folder / "c++"
     script.write_text(f'#!/bin/sh\nexec {" ".join(toolchain.find_cxx())} "$@" {" ".join(FLAGS)}\n')
     script.chmod(0o755)
@@ -67,7 +63,7 @@ def compiler(folder: Path) -> Path:
 
 
 def environment(packages: Path) -> dict[str, str]:
-    """Of a process that loads what was compiled so, from `packages` before all others."""
+    """Return the environment of a process that loads the sanitized build from `packages` before all others."""
     path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | OPTIONS | {"LD_PRELOAD": " ".join(preloaded()), "PYTHONPATH": path}
 
@@ -94,9 +90,8 @@ def main() -> int:
     REPORTS.mkdir()
     env |= {name: f"{value}:log_path={REPORTS / 'found'}" for name, value in OPTIONS.items()}
     look = "from fastsam_kernels import libraries; print(libraries.library())"
-    used = subprocess.run(
-        [sys.executable, "-c", look], env=env, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    options: Any = {"capture_output": True, "text": True, "check": True}
+    used = subprocess.run([sys.executable, "-c", look], env=env, **options).stdout.strip()
     if Path(used) != library:
         print(f"{used} would be tested, not {library}", file=sys.stderr)
         return 1

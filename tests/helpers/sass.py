@@ -5,8 +5,6 @@ tests/cuda/test_sass.py compares; `python -m tests.helpers.sass triton` prints t
 either compiles Triton's kernels or interprets them).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -43,8 +41,8 @@ CUDA = {
     "update_sgd": ("update_kernelINS_3sgd4RuleEffLb0E", 4 * 2),
     "update_adam": ("update_kernelINS_4adam4RuleEffLb0E", 4 * 1),
 }
-TRITON_ELEMENTS = 4096 // 128  # of a thread in a whole chunk
-TRITON_ACCUMULATED = 512 // 128  # of a thread of accumulate_
+TRITON_ELEMENTS = 4096 // 128  # elements of a thread in a full chunk
+TRITON_ACCUMULATED = 512 // 128  # elements of a thread in accumulate_
 
 
 @dataclass
@@ -53,12 +51,12 @@ class Code:
 
     op: str
     arch: str
-    elements: int  # of a thread in a sweep
+    elements: int  # elements of a thread in one loop iteration
     registers: int = 0
     local: int = 0  # bytes of stack and local memory
     wide_loads: int = 0
     wide_stores: int = 0
-    once: int = 0  # of both, those that leave the second-level cache first
+    once: int = 0  # loads and stores that the second-level cache evicts first
     spills: int = 0  # instructions that access local memory
     instructions: int = 0
     per_element: float = field(init=False)
@@ -68,7 +66,7 @@ class Code:
 
 
 def cuobjdump() -> str | None:
-    """The disassembler: on PATH, where it is as new as nvcc, else the one that Triton's package carries."""
+    """Return the disassembler: on PATH if it is as new as nvcc, else the one in Triton's package."""
     spec = find_spec("triton")
     carried = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
     return shutil.which("cuobjdump") or (str(carried) if carried and carried.is_file() else None)
@@ -116,21 +114,14 @@ def _compile(source: Path, own: Sequence[str], arch: str, cubin: Path) -> None:
     flags = [flag for flag in build.NVCC_FLAGS if not flag.startswith(("-MD", "-M"))]
     part = cubin.with_suffix(".part")
     argv = [
-        nvcc,
-        f"-ccbin={cxx[0]}",
-        *flags,
-        *own,
-        f"-arch=sm_{arch}",
-        "-cubin",
-        str(source),
-    ]
+        nvcc, f"-ccbin={cxx[0]}", *flags, *own, f"-arch=sm_{arch}", "-cubin", str(source),
+    ]  # fmt: skip
     subprocess.run([*argv, "-o", str(part)], check=True, capture_output=True, text=True)
     os.replace(part, cubin)
 
 
 def cuda_code(cache: Path) -> list[Code]:
-    """The float32 CUDA kernels for all architectures; what did not change since the last call with `cache` is not
-    compiled again."""
+    """Return the float32 CUDA kernels for all architectures. With `cache` only changed sources are compiled."""
     with toolchain.locked(cache), tempfile.TemporaryDirectory() as folder:
         csrc = Path(folder) / "csrc"
         shutil.copytree(build.csrc(), csrc)
@@ -198,13 +189,9 @@ def triton_code_elsewhere() -> list[Code]:
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.helpers.sass", "triton"],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
+            [sys.executable, "-m", "tests.helpers.sass", "triton"], cwd=ROOT, env=env, capture_output=True, text=True,
             check=False,
-        )
+        )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"the Triton kernels do not compile: {done.stderr}")
     return [_restored(kernel) for kernel in json.loads(done.stdout)]

@@ -1,9 +1,7 @@
-"""Sharded parameters on one of several ranks, beside the same training unsharded; for `rank_group.on_ranks`.
+"""Sharded parameters on one of several ranks, compared with the same training unsharded; for `rank_group.on_ranks`.
 
-Every function raises AssertionError on the rank where a promise is broken, and returns "kept".
+Every function raises AssertionError on a rank where a promise is broken, and returns "kept".
 """
-
-from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,21 +26,15 @@ BASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.05}),
     "nadam": (torch.optim.NAdam, {"lr": 0.05}),  # makes its own step
 }
-# Those whose norms and inner products are of the gradients alone have the bits of the unsharded step, where these sums
+# Variants whose norms and inner products depend only on gradients have the bits of the unsharded step if these sums
 # are exact.
 EXACT = {
-    "sam": SAM(0.3),
-    "gsam": GSAM(0.3, alpha=0.4),
-    "wsam": WSAM(0.3, gamma=0.8),
-    "last": LastGradient(0.3),
-}
+    "sam": SAM(0.3), "gsam": GSAM(0.3, alpha=0.4), "wsam": WSAM(0.3, gamma=0.8), "last": LastGradient(0.3),
+}  # fmt: skip
 CLOSE = {
-    "asam": SAM(0.3, True),
-    "looksam": LookSAM(0.3, k=2),
-    "friendly": FriendlySAM(0.3),
-    "vasso": VaSSO(0.3),
+    "asam": SAM(0.3, True), "looksam": LookSAM(0.3, k=2), "friendly": FriendlySAM(0.3), "vasso": VaSSO(0.3),
     "msam": MSAM(0.3),
-}
+}  # fmt: skip
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -104,7 +96,7 @@ def placing(mesh: DeviceMesh, *placements: Sequence[Placement] | None) -> Place:
 
 
 def steps_beside_unsharded(rank: int, wide: bool) -> str:
-    """Also shards of rank 0 alone, parameters that are repeated, and plain ones beside them."""
+    """Compare also shards that only rank 0 has, repeated parameters, and plain parameters next to them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mixes: dict[str, tuple[Sequence[Placement] | None, ...]] = {
         "mixed": ([Shard(0)], [Replicate()], None),
@@ -123,7 +115,7 @@ def steps_beside_unsharded(rank: int, wide: bool) -> str:
                 for dtype in (torch.float32, torch.bfloat16) if wide and name in EXACT else (torch.float32,):
                     pair = Pair(place, base, dtype, variant=sam)
                     for number in range(4):
-                        exact = name in EXACT and base != "nadam"  # of which torch has other arithmetic for DTensors
+                        exact = name in EXACT and base != "nadam"  # torch's arithmetic of nadam differs for DTensors
                         pair.step(number, exact, (mix, base, name, dtype))
     return "kept"
 
@@ -155,7 +147,7 @@ def one_sum_a_step(rank: int) -> str:
 
 
 def not_finite(rank: int) -> str:
-    """An inf that one rank has is everybody's."""
+    """An inf on one rank counts on all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for half in range(2):
         pair = Pair(placing(mesh, [Shard(0)], [Replicate()]), "sgd", skip_nonfinite=True)
@@ -165,14 +157,12 @@ def not_finite(rank: int) -> str:
             pair.grads(2 + now)
             if now == half:
                 bad = integers(SHAPES[0], 1)
-                bad[-1, -1] = torch.inf  # of the last rank that has any of it
+                bad[-1, -1] = torch.inf  # an element of the last rank that has a part of it
                 pair.split[0].grad = pair.place(0, bad)
             move()
             assert_same(pair.split, before, True, half) if now == 0 == half else None
         moved = [not torch.equal(whole(p), q) for p, q in zip(pair.split, before, strict=True)]
-        assert any(moved) == (half == 0), (
-            "an inf in the first gradient perturbs nothing, in the second it updates nothing"
-        )
+        assert any(moved) == (half == 0), "a first gradient with inf perturbs nothing, a second updates nothing"
     return "kept"
 
 
@@ -180,7 +170,7 @@ def not_finite(rank: int) -> str:
 
 
 class Net(nn.Module):
-    """A root with parameters of its own beside its children's, fewer rows than ranks among them."""
+    """A root with parameters in addition to its children's, some with fewer rows than there are ranks."""
 
     def __init__(self, width: int = 9) -> None:
         super().__init__()
@@ -234,7 +224,7 @@ def fsdp_steps(rank: int, base: str = "sgd", variant: str = "sam") -> str:
 
 
 def no_stale_copy(rank: int) -> str:
-    """The root keeps what it gathered after a forward pass without a backward pass."""
+    """The root keeps gathered parameters after a forward pass without a backward pass."""
     net, plain = sharded_net(), Net()
     opt, plain_opt = (FusedSAM(m.parameters(), torch.optim.SGD, rho=0.5, lr=0.1) for m in (net, plain))
     found: list[list[float]] = []
@@ -291,7 +281,7 @@ def clipped(rank: int) -> str:
 
 
 def tensor_parallel(rank: int) -> str:
-    """Tensor parallelism alone, and with fully_shard on a mesh of two dimensions; with repeated shards (HSDP) too."""
+    """Compare tensor parallelism, also with fully_shard on a two-dimensional mesh and with repeated shards (HSDP)."""
     for layout in ("tp", "fsdp and tp", "hsdp"):
         net, plain = Net(8), Net(8)  # torch's plans need widths that the ranks divide
         if layout == "hsdp":

@@ -1,7 +1,5 @@
 """Checkpoints of sharded parameters, on one of several ranks, as `sharded_ranks`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -36,13 +34,9 @@ def step_in(net: nn.Module, opt: FusedSAM, number: int, dtype: torch.dtype) -> N
 
 
 CHECKPOINTS: list[tuple[str, SAM, torch.dtype]] = [
-    ("sgd", SAM(0.3), torch.float32),
-    ("plain sgd", SAM(0.3), torch.bfloat16),
-    ("adamw", VaSSO(0.3), torch.float32),
-    ("adamw", SAM(0.3), torch.bfloat16),
-    ("nadam", SAM(0.3), torch.float32),
-    ("sgd", MSAM(0.3), torch.float32),
-]
+    ("sgd", SAM(0.3), torch.float32), ("plain sgd", SAM(0.3), torch.bfloat16), ("adamw", VaSSO(0.3), torch.float32),
+    ("adamw", SAM(0.3), torch.bfloat16), ("nadam", SAM(0.3), torch.float32), ("sgd", MSAM(0.3), torch.float32),
+]  # fmt: skip
 
 
 def resumed_in_memory(rank: int, wide: bool = True) -> str:
@@ -55,12 +49,10 @@ def resumed_in_memory(rank: int, wide: bool = True) -> str:
             if own:
                 found = opt.state_dict()
             else:
-                opt.eval()  # of a variant of one pass
+                opt.eval()  # the weights of a one-pass variant
                 found = dcp.get_optimizer_state_dict(net, opt)
                 dcp.get_optimizer_state_dict(other, other_opt)
-                assert_same(
-                    list(other.parameters()), before, True, "asking a fresh optimizer for its state writes nothing"
-                )
+                assert_same(list(other.parameters()), before, True, "reading a fresh optimizer's state writes nothing")
             with torch.no_grad():
                 for p, q in zip(other.parameters(), net.parameters(), strict=True):
                     p.copy_(q)

@@ -1,8 +1,6 @@
 """Small archives in the published formats of CIFAR and EMNIST, and torchvision told to expect them instead of the
 published ones."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import hashlib
@@ -137,8 +135,7 @@ def small_emnist(monkeypatch: pytest.MonkeyPatch, root: Path) -> Content:
 
 @contextmanager
 def served(folder: Path, declared_length: int | None = None) -> Iterator[str]:
-    """The address of a server of the files in `folder`; declared_length: what it says of their size, whatever is
-    sent."""
+    """Serve the files in `folder` and yield the address; `declared_length` replaces the size in the headers."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *arguments: Any) -> None:
@@ -150,7 +147,7 @@ def served(folder: Path, declared_length: int | None = None) -> Iterator[str]:
 
     class Server(http.server.ThreadingHTTPServer):
         def handle_error(self, *arguments: Any) -> None:
-            """Of a client that asks and goes away, as torchvision does to find out whether an address redirects."""
+            """Ignore a client that disconnects, as torchvision does to find out whether an address redirects."""
 
     server = Server(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -1,7 +1,5 @@
 """Passes of a few stacked clients, replayed and plain."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -32,7 +30,7 @@ def stacked(
 
 
 def same(passes: StackedPasses, form: Form, x: Tensor, y: Tensor) -> Found:
-    """A replayed pass, beside the plain one."""
+    """Compare a replayed pass with the plain pass."""
     found = passes.replays.run(form.leaves, x, y)
     assert found is not None, "nothing is replayed"
     losses, grads, slots = found

@@ -1,10 +1,8 @@
-"""How far a backend may be from the reference in float64 on the same (upcast) inputs. One table for all tests.
+"""Largest differences of a backend from the reference in float64 on the same (upcast) inputs: one table for all tests.
 
 `TOLERANCE[dtype]` is `(rtol, atol)` of a tensor of that dtype, for operands of order 1. The arithmetic of an op is some
 20 operations deep, each rounded to a unit roundoff u, and its intermediate values are at most some 50 in size.
 """
-
-from __future__ import annotations
 
 import torch
 
@@ -21,12 +19,11 @@ TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
 
 
 def trajectory(dtype: torch.dtype, steps: int) -> tuple[float, float]:
-    """`(rtol, atol)` of weights after `steps` steps that were fed the same gradients: the roundings of the steps add
-    up, at most linearly.
+    """Return `(rtol, atol)` of weights after `steps` steps with the same gradients.
 
-    Adam divides by the root of a second moment, which makes a rounding of the gradient's square relative to the step:
-    hence the 4. Half-precision weights are compared through their float32 master copy, which is what a trajectory is
-    made of.
+    Rounding errors of the steps add up at most linearly. Adam divides by the root of a second moment, which makes a
+    rounding of the gradient's square relative to the step: hence the 4. Half-precision weights are compared through
+    their float32 master copy.
     """
     rtol, atol = TOLERANCE[torch.float32 if dtype.itemsize == 2 else dtype]
     return 4 * steps * rtol, 4 * steps * atol

@@ -1,6 +1,4 @@
-"""What Triton's interpreter loads and stores, counted element by element."""
-
-from __future__ import annotations
+"""Counts of the elements that Triton's interpreter loads and stores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

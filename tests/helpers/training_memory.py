@@ -1,11 +1,9 @@
-"""The memory of whole trainings, passes included: `python -m tests.helpers.training_memory [LAYERS WIDTH DEVICE]`.
+"""The memory of trainings, passes included: `python -m tests.helpers.training_memory [LAYERS WIDTH DEVICE]`.
 
-Three steps of a chain of square linear layers per optimizer, each in a process of its own. Counted is what lies beyond
-the weights, in bytes per parameter: resident memory (the kernel's VmHWM and VmRSS), because torch's profiler makes an
-exclusive owner's step an ordinary one; on a GPU what torch's allocator has given out.
+Three steps of a chain of square linear layers per optimizer, each in a separate process. The result is memory in
+addition to the weights, in bytes per parameter. On a CPU it is resident memory (the kernel's VmHWM and VmRSS), because
+torch's profiler turns the storage swap off; on a GPU it is the memory that torch's allocator has given out.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -50,7 +48,7 @@ def _train(name: str, layers: int, width: int, device: str) -> tuple[float, floa
     dtype = torch.bfloat16 if name.startswith("bfloat16") else torch.float32
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device, dtype)
     x, warm = torch.randn(BATCH, width).to(device, dtype), nn.Linear(width, width).to(device, dtype)
-    warm(x).sum().backward()  # what the first backward pass of a process takes
+    warm(x).sum().backward()  # allocate what the first backward pass of a process needs
     del warm
     weights = sum(p.numel() for p in model.parameters())
     optimizer = OPTIMIZERS[name](model.parameters())

@@ -1,8 +1,6 @@
 """The table of trainings that `tests/optim/test_contracts.py` runs every contract over: variant x base x dtype x
 options."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple

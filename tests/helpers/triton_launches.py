@@ -5,8 +5,6 @@ Run in a separate process as `python -m tests.helpers.triton_launches FOLDER`, w
 TRITON_LIBCUDA_PATH=FOLDER and FOLDER in LD_LIBRARY_PATH, after `build_libcuda(FOLDER)`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess

@@ -1,5 +1,5 @@
 """The variants of SAM: a problem, a float64 loop of each from its paper's equations, written without fastsam, and
-trainings to hold beside it."""
+trainings to compare with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def problem(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Callable[[Sequence[Tensor], int], Tensor]]:
-    """Three tensors, and a loss of them that has another gradient at every point and in every step."""
+    """Return three tensors, and a loss of them whose gradient differs at every point and in every step."""
     generator = torch.Generator().manual_seed(3)
     params = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 7), (33,), (2, 3, 4))]
     targets = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in params]
@@ -69,15 +69,15 @@ class Paper:
         return RHO
 
     def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
-        """What the base optimizer is given."""
+        """Return the gradient for the base optimizer."""
         return g2
 
     def resting(self, g: Tensor) -> Tensor:
-        """What it is given in a step without a perturbation."""
+        """Return the gradient of a step without a perturbation."""
         return g
 
     def correction(self) -> Tensor | None:
-        """What is subtracted after its step, times the learning rate."""
+        """Return what is subtracted after the base optimizer's step, divided by the learning rate."""
         return None
 
 
@@ -213,12 +213,12 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
 
 
 def against_momentum(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Tensor) -> Tensor:
-    """Becker et al. 2024: the weights rest at w - rho*v/||v||."""
+    """Becker et al. 2024: stored weights are w - rho*v/||v||."""
     return -flat([optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params])
 
 
 def along_gradient(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Tensor) -> Tensor:
-    """Jo et al. 2025 with a staleness of one, the gradient being the one that made the last update."""
+    """Jo et al. 2025 with a staleness of one: the gradient made the last update."""
     return -g if optimizer.param_groups[0].get("maximize") else g
 
 
@@ -254,7 +254,7 @@ def one_pass_loop(ahead: Ahead, base: str, steps: int, limit: float = math.inf) 
 class Case(NamedTuple):
     sam: SAM
     paper: Callable[[], Paper]
-    perturbed: tuple[bool, ...] = (True,) * 6  # of six steps
+    perturbed: tuple[bool, ...] = (True,) * 6  # True for each of six steps that perturbs
 
     @property
     def passes(self) -> int:
@@ -285,7 +285,7 @@ CASES: dict[str, Case] = {
 
 
 class Training(NamedTuple):
-    """Parameters, which somebody else than the optimizer has to hold, and the optimizer."""
+    """Parameters and optimizer; the optimizer does not keep the parameters alive."""
 
     params: list[nn.Parameter]
     opt: FusedSAM
@@ -324,8 +324,10 @@ def fused(
     groups: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> Training:
-    """A training of this problem after so many steps. `layouts` may give the parameters other places in memory;
-    `groups` has the numbers of the parameters of each group."""
+    """Return a training of this problem after `steps` steps.
+
+    `layouts` may change the parameters' memory; `groups` has the numbers of the parameters of each group.
+    """
     start, _ = problem(dtype)
     cls, own = BASES[base]
     params = [nn.Parameter(p) for p in start]

@@ -1,7 +1,5 @@
 """SAM around ZeroRedundancyOptimizer on one of several ranks, for `rank_group.on_ranks`."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,8 +11,7 @@ ADAM = torch.optim.Adam
 
 
 def trained(opt: FusedSAM, params: list[torch.nn.Parameter]) -> list[np.ndarray]:
-    """The weights after four steps; arrays, because a tensor on its way to another process needs the one that sent
-    it."""
+    """Return the weights after four steps, as arrays, because a tensor sent to another process needs its sender."""
 
     def closure() -> Tensor:
         loss = landscape(params, 0)
@@ -29,8 +26,8 @@ def trained(opt: FusedSAM, params: list[torch.nn.Parameter]) -> list[np.ndarray]
 
 
 def beside_zero(rank: int) -> tuple[list[np.ndarray], list[np.ndarray], int, str]:
-    """The weights with the state on all ranks and with each rank's part of it; how many parameters have their state
-    here; and what ZeroRedundancyOptimizer hears as the optimizer around FusedSAM."""
+    """Return the weights with the state on all ranks and with each rank's part of it, the number of parameters with
+    state on this rank, and the error of a ZeroRedundancyOptimizer around FusedSAM."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # a second and a half, for its TorchScript
 
     whole, parted = (make_parameters([(5, 3), (8,), (4,)], torch.float32) for _ in range(2))

@@ -1,6 +1,4 @@
-"""What the marked tests show, written to the file that FASTSAM_COMPATIBILITY names: `make test-integrations` does."""
-
-from __future__ import annotations
+"""Results of the marked tests, written to the file that FASTSAM_COMPATIBILITY names (`make test-integrations`)."""
 
 import json
 import os

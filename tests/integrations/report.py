@@ -1,7 +1,7 @@
-"""Which trainer does what with FusedSAM: `python -m tests.integrations.report FILE.json` writes docs/compatibility.md
-from a run of the tests."""
+"""The features of FusedSAM that each trainer supports, as a page.
 
-from __future__ import annotations
+`python -m tests.integrations.report FILE.json` writes docs/compatibility.md from a run of the tests.
+"""
 
 import sys
 from typing import Any
@@ -17,6 +17,7 @@ PACKAGES: dict[
     "Lightning": "lightning",
     "timm": "timm",
     "peft": "peft",
+    "skorch": "skorch",
     "Flower": "flwr",
     "Opacus": "opacus",
     "pytorch-optimizer": "pytorch-optimizer",
@@ -39,13 +40,12 @@ def check(record: dict[str, Any]) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: a row per feature, the libraries in order, and what it was tried with."""
-    lines = ["| library | version | feature | result | test in `tests/integrations/` |", "|---|---|---|---|---|"]
+    """Return the page's table: a row per feature, with the versions of the libraries."""
+    lines = ["| library | feature | result |", "|---|---|---|"]
     for library, package in PACKAGES.items():
-        version = record["versions"][package] if package else ""
+        version = f" {record['versions'][package]}" if package else ""
         for row in (row for row in record["rows"] if row["library"] == library):
-            test = row["test"].removeprefix("tests/integrations/")
-            lines.append(f"| {library} | {version} | {row['feature']} | {row['result']} | `{test}` |")
+            lines.append(f"| {library}{version} | {row['feature']} | {row['result']} |")
     return "\n".join([*lines, f"\nMade on {record['date']} with torch {record['versions']['torch']}."])
 
 

@@ -1,7 +1,5 @@
 """Accelerate around FusedSAM: both halves of a step, accumulation, clipping, a GradScaler."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainers that clip: with a variant that combines both gradients, the optimizer clips in their place."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

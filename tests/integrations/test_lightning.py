@@ -1,6 +1,4 @@
-"""Lightning's own trainer around FusedSAM, beside the same steps in a plain loop."""
-
-from __future__ import annotations
+"""Lightning's trainer with FusedSAM, compared with the same steps in a plain loop."""
 
 import copy
 from collections.abc import Callable
@@ -76,11 +74,8 @@ class OnePass(Model):
 
 def fit(model: Model, *callbacks: Any, ckpt_path: str | None = None, **settings: Any) -> Any:
     quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
     trainer = lightning.Trainer(
         **{**quiet, "accelerator": "cpu", "max_epochs": 1, **settings}, callbacks=list(callbacks)
     )
@@ -229,8 +224,10 @@ def test_the_callback_refuses_what_cannot_work(
 
 
 def scaled() -> list[Any]:
-    """What `precision="16-mixed"` is on a GPU; on a CPU the trainer takes bf16 in its place. A power of two, so the
-    scale rounds nothing."""
+    """Return a plugin as `precision="16-mixed"` makes it on a GPU; on a CPU the trainer would take bf16.
+
+    The scale is a power of two, so it rounds nothing.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     return [lightning.pytorch.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)]
 

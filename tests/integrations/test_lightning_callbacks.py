@@ -1,7 +1,5 @@
 """`SAMCallback` with a stand-in for Lightning: its lazy class, and the callbacks that it refuses by their names."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from types import ModuleType, SimpleNamespace
@@ -60,25 +58,18 @@ def test_without_lightning_only_the_callback_is_missing(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("callback", "sam", "refused"),
     [
-        ("GradientAccumulationScheduler", SAM(), True),
-        ("EMAWeightAveraging", MSAM(), True),
-        ("EMAWeightAveraging", SAM(), False),
-        ("StochasticWeightAveraging", MSAM(), True),
-        ("Own", MSAM(), False),
+        ("GradientAccumulationScheduler", SAM(), True), ("EMAWeightAveraging", MSAM(), True),
+        ("EMAWeightAveraging", SAM(), False), ("StochasticWeightAveraging", MSAM(), True), ("Own", MSAM(), False),
     ],
-)
+)  # fmt: skip
 def test_a_callback_is_refused_by_its_name(callback: str, sam: SAM, refused: bool) -> None:
     model: Any = nn.Linear(2, 1)
     model.automatic_optimization, model.log = True, print
     opt = FusedSAM(model.parameters(), torch.optim.SGD, variant=sam, lr=0.1, momentum=0.9)
     trainer = SimpleNamespace(
-        optimizers=[opt],
-        callbacks=[KINDS[callback]()],
-        accumulate_grad_batches=1,
-        precision_plugin=None,
-        gradient_clip_algorithm=None,
-        gradient_clip_val=1.0,
-    )
+        optimizers=[opt], callbacks=[KINDS[callback]()], accumulate_grad_batches=1, precision_plugin=None,
+        gradient_clip_algorithm=None, gradient_clip_val=1.0,
+    )  # fmt: skip
     made = lightning.SAMCallback()
     if not refused:
         return made.on_fit_start(trainer, model)

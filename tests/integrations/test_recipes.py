@@ -1,6 +1,4 @@
-"""What docs/trainers.md says of timm, peft and Flower, beside the same steps in a plain loop."""
-
-from __future__ import annotations
+"""The recipes of docs/trainers.md for timm, peft and Flower, compared with the same steps in a plain loop."""
 
 import copy
 from typing import Any
@@ -118,7 +116,7 @@ def test_a_client_app(monkeypatch: pytest.MonkeyPatch) -> None:
     from flwr.clientapp import ClientApp
     from flwr.supercore.task_identity import TaskIdentity
 
-    for name in ("task_id", "run_id", "node_id"):  # what a server would be; only a message of its own asks
+    for name in ("task_id", "run_id", "node_id"):  # fields that a server would set; only its messages read them
         monkeypatch.setattr(TaskIdentity, f"_{name}", 0)
     app = ClientApp()
 

@@ -1,6 +1,4 @@
-"""The page of what works in which trainer is what the tests' last record says, and has every marked test."""
-
-from __future__ import annotations
+"""The page of compatible trainers has the results of the last record, and every marked test."""
 
 import ast
 import copy
@@ -52,4 +50,4 @@ def test_a_row_shows_the_version_that_was_tried() -> None:
     record = PAGE.read(PAGE.results)
     row = record["rows"][0]
     version = record["versions"][PACKAGES[row["library"]]]
-    assert f"| {row['library']} | {version} | {row['feature']} | {row['result']} |" in table(record)
+    assert f"| {row['library']} {version} | {row['feature']} | {row['result']} |" in table(record)

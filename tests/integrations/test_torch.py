@@ -1,5 +1,4 @@
-"""What torch has around an optimizer (GradScaler, ZeroRedundancyOptimizer, torch.compile); loops and checkpoints of
-other SAM classes."""
+"""torch's classes around an optimizer, and loops and checkpoints of other SAM classes."""
 
 from __future__ import annotations
 
@@ -198,8 +197,10 @@ def test_the_bases_checkpoint_goes_on() -> None:
 @pytest.mark.shows("Composer's `SAM`", "`interval=k` is `interval=k`: one step in k perturbs", "works")
 @pytest.mark.parametrize("interval", [2, 3])
 def test_an_interval(interval: int) -> None:
-    """Beside its rule: a step perturbs where (t + 1) % interval == 0, counted from 0, else it is the base optimizer's.
-    Ours perturbs in the first of k, so that theirs begins one before."""
+    """Compare with the peer's rule: a step perturbs if (t + 1) % interval == 0, counted from 0.
+
+    FusedSAM perturbs in the first of `interval` steps, so the peer begins one step earlier.
+    """
     loop, expected = Loop(variant=variants.SAM(rho=0.3, interval=interval), rho=None), Loop()
     base = SGD(expected.model.parameters(), **OPTIONS)
     params = list(expected.model.parameters())

@@ -1,7 +1,5 @@
 """The loggers with the libraries themselves, on files of this machine; and records as a data frame."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

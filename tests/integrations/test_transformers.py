@@ -1,6 +1,4 @@
-"""transformers' own Trainer around FusedSAM, beside the same steps in a plain loop."""
-
-from __future__ import annotations
+"""transformers' Trainer with FusedSAM, compared with the same steps in a plain loop."""
 
 import copy
 import os
@@ -47,12 +45,8 @@ def tiny_model(dropout: float = 0.0) -> nn.Module:
 
 def arguments(folder: Path, **settings: Any) -> Any:
     defaults = {
-        "max_steps": 4,
-        "weight_decay": 0.1,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "lr_scheduler_type": "constant",
-    }
+        "max_steps": 4, "weight_decay": 0.1, "save_strategy": "no", "logging_steps": 1, "lr_scheduler_type": "constant",
+    }  # fmt: skip
     return transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, learning_rate=0.02, optim="adamw_torch", seed=0,
         per_device_train_batch_size=SIZE, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
@@ -61,7 +55,7 @@ def arguments(folder: Path, **settings: Any) -> Any:
 
 
 class InOrder:
-    """The samples as they stand, so that a plain loop meets the same ones; and losses as a mean over micro-batches."""
+    """A trainer that keeps the samples in order, as a plain loop, and averages losses over micro-batches."""
 
     def get_batch_samples(self, *arguments: Any) -> Any:
         batches, _ = super().get_batch_samples(*arguments)  # type: ignore[misc]
@@ -170,7 +164,10 @@ def test_the_steps_of_a_plain_loop(tmp_path: Path, accumulated: int, settings: d
 
 
 class Scaled(Trainer):
-    """What `fp16=True` is on a GPU; Accelerate asks for one. A power of two, so the scale rounds nothing."""
+    """A trainer whose Accelerate has a gradient scaler, as `fp16=True` has on a GPU.
+
+    The scale is a power of two, so it rounds nothing.
+    """
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -193,7 +190,7 @@ def test_a_grad_scaler_unscales_the_second_gradient(tmp_path: Path, accumulated:
 
 
 def test_sam_moves_elsewhere_than_the_trainer_alone(tmp_path: Path) -> None:
-    """What the comparisons above would not notice, should both leave the second pass out."""
+    """The tests above would not notice if both loops left out the second pass."""
     start = tiny_model()
     with_sam, without = copy.deepcopy(start), copy.deepcopy(start)
     trained(tmp_path, with_sam, fastsam.SAM(rho=0.5))
@@ -228,9 +225,8 @@ def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
 def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated: str) -> None:
     start = tiny_model()
     clean = copy.deepcopy(start)
-    opt = FusedSAM(
-        groups(clean), torch.optim.AdamW, variant=fastsam.MSAM(rho=0.3), lr=0.02, betas=(0.9, 0.999), eps=1e-8
-    )
+    sam = fastsam.MSAM(rho=0.3)
+    opt = FusedSAM(groups(clean), torch.optim.AdamW, variant=sam, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
     for batches in list(windows(1))[:4]:
         opt.zero_grad()
         clean(**batches[0]).loss.backward()
@@ -255,7 +251,7 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: a loss over the tokens of all micro-batches", "works")
 def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -> None:
-    """Its loss is a sum over the tokens of a micro-batch, divided by the number of those of the whole step."""
+    """The loss is a sum over the tokens of a micro-batch, divided by the number of tokens of the whole step."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
@@ -288,11 +284,8 @@ def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -
 def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, sam: fastsam.SAM) -> None:
     """Shuffled data, dropout, and a schedule; the checkpoint falls into the middle of an epoch of three steps."""
     settings = {
-        "max_steps": 7,
-        "gradient_accumulation_steps": 2,
-        "lr_scheduler_type": "linear",
-        "save_strategy": "steps",
-    }
+        "max_steps": 7, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear", "save_strategy": "steps",
+    }  # fmt: skip
 
     def trainer(folder: str) -> Any:
         args = arguments(tmp_path / folder, save_steps=5, **settings)
@@ -430,7 +423,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(
 def test_an_optimizer_that_chooses_its_parameters_is_refused(
     tmp_path: Path, chosen: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers answers for GaLore, and for its factories; neither is installed here."""
+    """The answer equals transformers' answer for GaLore and for its factories, which are not installed here."""
     monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: chosen))
     with pytest.raises(ValueError, match="optim='.*adamw_torch' chooses its parameters itself"):
         trained(tmp_path, tiny_model())

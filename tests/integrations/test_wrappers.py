@@ -1,6 +1,4 @@
-"""Optimizers that wrap others, by their own libraries: as FusedSAM's base, and around it."""
-
-from __future__ import annotations
+"""Optimizers that wrap other optimizers, from their libraries: as FusedSAM's base, and around it."""
 
 from typing import Any
 
@@ -28,7 +26,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def private(model: nn.Module, opt: FusedSAM, **options: Any) -> tuple[nn.Module, Any]:
-    """What Opacus makes of both, in full batches; without noise and clipping its gradient is the ordinary one."""
+    """Return model and optimizer as Opacus wraps them, in full batches.
+
+    Without noise and clipping the gradient is the ordinary one.
+    """
     opacus = library("opacus")
     options = {"noise_multiplier": 0.0, "max_grad_norm": 1e6, "poisson_sampling": False} | options
     data = DataLoader(TensorDataset(X), batch_size=len(X))
@@ -53,8 +54,7 @@ def test_a_private_base_is_refused() -> None:
     "ignore:Secure RNG turned off", "ignore:Full backward hook", "ignore:Using a non-full backward"
 )
 def test_two_passes_inside_a_private_optimizer_are_refused() -> None:
-    """Both ways to write them: through Opacus' wrapper, and with halves of one's own, of which Opacus would add the
-    gradients."""
+    """Opacus would add the gradients of both passes, through its wrapper and with separate first and second steps."""
     model = tiny_model()
     opt = FusedSAM(model.parameters(), SGD, rho=0.3, **OPTIONS)
     module, wrapped = private(model, opt)
@@ -102,7 +102,7 @@ def test_lookahead_as_the_base_is_refused() -> None:
 
 @pytest.mark.shows("pytorch-optimizer", "`Lookahead(FusedSAM(...))` with `step(closure)`", "works")
 def test_lookahead_around() -> None:
-    """Beside its rule by hand, in steps of a plain loop."""
+    """Compare with the rule of Lookahead, written by hand around the steps of a plain loop."""
     model, expected = tiny_model(), tiny_model()
     opt = library("pytorch_optimizer").Lookahead(FusedSAM(model.parameters(), SGD, rho=0.3, **OPTIONS), k=2, alpha=0.5)
     inner = FusedSAM(expected.parameters(), SGD, rho=0.3, **OPTIONS)

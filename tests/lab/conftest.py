@@ -1,8 +1,6 @@
 """Figures that no test looks at are named and not drawn (slow tests draw them), and clients train one after the
 other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ DRAWN = ("test_plots",)  # files whose figures are figures
 
 @pytest.fixture(autouse=True)
 def quick_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting type takes a second per figure, which is most of what a small command does."""
+    """Replace the typesetting, which takes a second per figure and most of a small command's time."""
     if request.path.stem not in DRAWN and not request.node.get_closest_marker("slow"):
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", name_file)
 

@@ -1,7 +1,5 @@
 """The end of `fastsam info`: the one thing worth doing first on a machine, and where to begin."""
 
-from __future__ import annotations
-
 import pytest
 
 from fastsam.lab import advice, cli

@@ -1,6 +1,4 @@
-"""The `fastsam` command: what a user types, what they get, and what bad input and Ctrl-C leave behind."""
-
-from __future__ import annotations
+"""The `fastsam` command: results and messages of runs and comparisons, of bad input, and of Ctrl-C."""
 
 import errno
 import json
@@ -34,7 +32,7 @@ rho = 0.1
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test works in a directory of its own, with a config file in it."""
+    """Enter a new directory with a config file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(CONFIG)
     return tmp_path
@@ -52,14 +50,9 @@ def test_run_writes_the_run_directory_and_says_where(here: Path, capsys: pytest.
     run_dir = here / "runs" / "small-fedsam-001"
     assert "run directory: runs/small-fedsam-001" in out and "fedsam: round 3/3" in out and "to 10 %" in out
     expected = {
-        "config.json",
-        "metrics.jsonl",
-        "summary.json",
-        "model.safetensors",
-        "environment.json",
-        "curves.png",
+        "config.json", "metrics.jsonl", "summary.json", "model.safetensors", "environment.json", "curves.png",
         "classes.png",
-    }
+    }  # fmt: skip
     assert expected <= {path.name for path in run_dir.iterdir()}
     assert [record["round"] for record in metrics(run_dir)] == [1, 2, 3]
     stored = json.loads((run_dir / "config.json").read_text())
@@ -77,17 +70,9 @@ def test_the_stored_config_repeats_the_run_in_the_next_directory(here: Path) -> 
 
 def test_compare_runs_every_algorithm_and_seed(here: Path, capsys: pytest.CaptureFixture) -> None:
     command = [
-        "compare",
-        "small.toml",
-        "--algorithms",
-        "fedavg,mofedsam",
-        "--seeds",
-        "0,1",
-        "--run-dir",
-        "cmp",
-        "--rounds",
+        "compare", "small.toml", "--algorithms", "fedavg,mofedsam", "--seeds", "0,1", "--run-dir", "cmp", "--rounds",
         "2",
-    ]
+    ]  # fmt: skip
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert re.search(r"fedavg +\d+\.\d\d ± \d+\.\d\d", out) and "run directory: cmp" in out
@@ -102,9 +87,7 @@ def test_compare_runs_every_algorithm_and_seed(here: Path, capsys: pytest.Captur
         assert len(metrics(here / "cmp" / name)) == 2
 
 
-def test_compare_refuses_an_existing_directory_and_resumes_when_asked(
-    here: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_compare_refuses_an_existing_directory_without_resume(here: Path, capsys: pytest.CaptureFixture) -> None:
     command = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--run-dir", "cmp"]
     assert cli.main(command) == 0
     finished = {path: path.read_bytes() for path in (here / "cmp").rglob("*.jsonl")}
@@ -118,9 +101,8 @@ def test_compare_refuses_an_existing_directory_and_resumes_when_asked(
         path: path.read_bytes() for path in finished
     } == finished  # finished runs are reused, the new algorithm is added
     out = capsys.readouterr().out
-    assert "fedsam-seed0: all 3 rounds were done before" in out and "fedsam-seed0: round" not in out.replace(
-        "mofedsam", ""
-    )
+    assert "fedsam-seed0: all 3 rounds were done before" in out
+    assert "fedsam-seed0: round" not in out.replace("mofedsam", "")
     assert len(metrics(here / "cmp" / "mofedsam-seed0")) == 3
 
 
@@ -192,6 +174,10 @@ def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(here: Path, ca
             "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or an import path",
         ),
         (["run", "none.toml"], 1, "no config file none.toml"),
+        (["run", "none.toml", "--rho", "1"], 1, "no config file none.toml"),
+        (["run", "--roundz", "3"], 1, "unknown key 'roundz' (did you mean 'rounds'?)"),
+        (["run", "--lerning-rate", "3", "small.toml"], 1, "unknown key 'lerning_rate'"),
+        (["run", "none.toml", "--lerning-rate", "3"], 1, "unknown key 'lerning_rate'"),
         (["compare", "small.toml"], 1, "what shall be compared"),
         (
             ["compare", "small.toml", "--algorithms", "fedavg,fedsum"],
@@ -247,9 +233,7 @@ def test_a_run_directory_that_cannot_be_made_is_told(
     assert "file/new cannot be made (Not a directory); choose another run directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(["run"], marks=pytest.mark.slow), ["compare", "--algorithms", "scaffold"]]
-)
+@pytest.mark.parametrize("command", [["run"], ["compare", "--algorithms", "scaffold"]])
 def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
     here: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
@@ -268,9 +252,7 @@ def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
     assert cli.main(arguments) == 1
     message = capsys.readouterr().err.strip().splitlines()
     where = "full" if name == "run" else "full/scaffold-seed0"
-    assert message[-2].startswith(
-        f"error: no space is left for {where} (No space left on device). Its last checkpoint is whole"
-    )
+    assert message[-2].startswith(f"error: no space is left for {where} (No space left on device). Its last checkpoint")
     monkeypatch.undo()
     monkeypatch.chdir(here)
     assert cli.main(shlex.split(message[-1])[1:]) == 0
@@ -287,9 +269,8 @@ def test_numbered_directories(here: Path) -> None:
 
 def interrupt(arguments: list[str], run_dir: Path, rounds: int) -> subprocess.CompletedProcess:
     """Start the command, send SIGINT when `rounds` rounds are done, and wait for its end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastsam", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command, pipe = [sys.executable, "-m", "fastsam", *arguments], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     file, limit = run_dir / "metrics.jsonl", time.monotonic() + 120
     while not file.exists() or len(file.read_text().splitlines()) < rounds:
         assert process.poll() is None, process.communicate()

@@ -1,6 +1,5 @@
-"""The `fastsam` command where it only prints: help, version, what there is, warnings; and what it imports for that."""
-
-from __future__ import annotations
+"""The `fastsam` command when it only prints: help, version, lists, warnings, and the modules that it imports for
+them."""
 
 import json
 import re
@@ -10,28 +9,28 @@ import warnings
 from pathlib import Path
 
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 from fastsam.lab import cli
 from fastsam.lab.usage import TOPICS
 from tests.helpers.places import ROOT
 
 
-def test_info_shows_versions_and_every_backend(capsys: pytest.CaptureFixture) -> None:
+def test_info_shows_versions_and_every_backend(capsys: CaptureFixture) -> None:
     import torch
 
     from fastsam import backends
 
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
-    assert re.search(rf"^torch +{re.escape(torch.__version__.split('+')[0])}", out, re.M) and re.search(
-        r"^numpy +\d", out, re.M
-    )
+    assert re.search(rf"^torch +{re.escape(torch.__version__.split('+')[0])}", out, re.M)
+    assert re.search(r"^numpy +\d", out, re.M)
     for backend in backends.table():
         line = next(line for line in out.splitlines() if re.match(rf"{backend.name} +{backend.device} ", line))
         assert (" yes" in line) == backend.available and (backend.available or backend.reason in line)
 
 
-def test_info_as_json_says_the_same(capsys: pytest.CaptureFixture) -> None:
+def test_info_as_json_says_the_same(capsys: CaptureFixture) -> None:
     from fastsam import backends
 
     assert cli.main(["info", "--json"]) == 0
@@ -42,9 +41,7 @@ def test_info_as_json_says_the_same(capsys: pytest.CaptureFixture) -> None:
     assert found["auto"] == backends.backend() and found["advice"] and found["versions"]["numpy"]
 
 
-def test_a_printed_config_gives_the_same_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_printed_config_repeats_the_run(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--rounds", "7", "--algorithm", "fedsam", "--rho", "0.3"]
     assert cli.main(["run", str(ROOT / "examples" / "digits.toml"), *words, "--print-config"]) == 0
@@ -57,7 +54,7 @@ def test_a_printed_config_gives_the_same_run_again(
     assert json.loads(capsys.readouterr().out)["compare"]["algorithms"] == ["fedavg", "fedsam"]
 
 
-def test_help_lists_every_key_and_algorithm(capsys: pytest.CaptureFixture) -> None:
+def test_help_lists_every_key_and_algorithm(capsys: CaptureFixture) -> None:
     from fastsam.fed import algorithms
     from fastsam.lab.keys import KEYS
 
@@ -79,7 +76,7 @@ def test_help_lists_every_key_and_algorithm(capsys: pytest.CaptureFixture) -> No
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_knows_commands_and_keys(shell: str, capsys: pytest.CaptureFixture) -> None:
+def test_completion_knows_commands_and_keys(shell: str, capsys: CaptureFixture) -> None:
     pytest.importorskip("shtab")
     assert cli.main(["--print-completion", shell]) == 0
     text = capsys.readouterr().out
@@ -90,9 +87,7 @@ def test_completion_knows_commands_and_keys(shell: str, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("command", ["run", "compare", "reproduce", "info"])
 @pytest.mark.parametrize("columns", [80, 120])
-def test_help_is_as_wide_as_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str, columns: int
-) -> None:
+def test_help_fits_the_terminal(monkeypatch: MonkeyPatch, capsys: CaptureFixture, command: str, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit):
         cli.main([command, "--help", *(["all"] if command in ("run", "compare") else [])])
@@ -102,7 +97,7 @@ def test_help_is_as_wide_as_the_terminal(
     assert len({re.match(r"  \w+ +", line).end() for line in keys}) <= 1
 
 
-def test_no_command_prints_help_and_version_prints_the_version(capsys: pytest.CaptureFixture) -> None:
+def test_no_command_prints_help_and_version_prints_the_version(capsys: CaptureFixture) -> None:
     assert cli.main([]) == 2
     assert "run" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0
@@ -117,7 +112,7 @@ def test_without_torch_the_message_is_clear(command: list[str]) -> None:
     assert "fastsam needs PyTorch: pip install 'torch>=2.10'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_warning_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_is_one_line(capsys: CaptureFixture, monkeypatch: MonkeyPatch) -> None:
     def warn(arguments: object, flags: object) -> int:
         warnings.warn("the kernels are not built", stacklevel=1)
         return 0

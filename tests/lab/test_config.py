@@ -1,8 +1,6 @@
 """The config of a run: layers, types, unknown keys, another algorithm's options, the record that gives the same run
 again."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -46,7 +44,7 @@ def test_the_signature_of_run_is_the_table() -> None:
     keywords = {name: p for name, p in inspect.signature(fed.run).parameters.items() if p.kind is p.KEYWORD_ONLY}
     rows, hints, doc = table(Settings), get_type_hints(fed.run), inspect.getdoc(fed.run)
     assert keywords.keys() - rows.keys() == {"test", "collate", "run_dir", "resume", "callbacks", "progress", "config"}
-    assert keywords["rounds"].default is inspect.Parameter.empty  # who calls `run` says how long
+    assert keywords["rounds"].default is inspect.Parameter.empty  # callers of `run` always give the number of rounds
     for name, row in rows.items():
         default = row.default if name == "rounds" else keywords[name].default
         assert (hints[name], type(default), default) == (row.kind, type(row.default), row.default), name
@@ -97,32 +95,20 @@ def test_layers_the_later_wins(tmp_path: Path) -> None:
     assert (momentum.lr, momentum.options["beta"]) == (0.5, 0.4)
     flagged = resolve(tmp_path, FILE, "--lr", "0.9", "--beta=0.7", algorithm="mofedsam")
     assert (flagged.lr, flagged.options["beta"]) == (0.9, 0.7)
-    table = resolve(
-        tmp_path, FILE, "--lr", "0.9", "--mofedsam.lr", "0.8", "--mofedsam.beta", "0.6", algorithm="mofedsam"
-    )
+    flags = ["--lr", "0.9", "--mofedsam.lr", "0.8", "--mofedsam.beta", "0.6"]
+    table = resolve(tmp_path, FILE, *flags, algorithm="mofedsam")
     assert (table.lr, table.options["beta"]) == (0.8, 0.6)
 
 
 def test_flags_take_dashes_and_underscores_and_every_type(tmp_path: Path) -> None:
     flags = [
-        "--local-epochs",
-        "3",
-        "--batch_size=4",
-        "--clip-norm",
-        "10",
-        "--shuffle",
-        "false",
-        "--model-options",
+        "--local-epochs", "3", "--batch_size=4", "--clip-norm", "10", "--shuffle", "false", "--model-options",
         '{"hidden": 8}',
-    ]
+    ]  # fmt: skip
     made = resolve(tmp_path, FILE, *flags, "--target", "none", "--balanced", "--split", "iid", "--seed", "-1")
     assert (made.local_epochs, made.batch_size, made.clip_norm, made.shuffle, made.model_options) == (
-        3,
-        4,
-        10.0,
-        False,
-        {"hidden": 8},
-    )
+        3, 4, 10.0, False, {"hidden": 8},
+    )  # fmt: skip
     assert made.target is None and made.balanced is True and made.seed == -1
 
 
@@ -234,7 +220,7 @@ def test_the_record_gives_the_same_config(tmp_path: Path, algorithm: str, flags:
 
 def test_every_key_of_the_record_that_has_a_meaning_is_there(tmp_path: Path) -> None:
     record = resolve(tmp_path, FILE, algorithm="fedsam").record()
-    foreign = {"balanced", "classes_per_client", "min_samples", "indices", "duplicates"}  # of other splits
+    foreign = {"balanced", "classes_per_client", "min_samples", "indices", "duplicates"}  # options of other splits
     foreign |= {"classes", "data_options", "data_dir", "download", "test_data", "held_out", "clients_per_domain"}
     assert set(keys.KEYS) - set(record) == foreign
     assert record["fedsam"] == {"rho": 0.3, "adaptive": False, "eta": 0.0}
@@ -262,21 +248,16 @@ def test_a_users_algorithm_and_an_option_with_the_name_of_a_key(tmp_path: Path) 
 def test_a_comparison_is_planned_before_it_runs(tmp_path: Path) -> None:
     plan = compare.plan(read(tmp_path), ["fedavg", "mofedsam"], ["0", "3"])
     assert [(c.algorithm, c.seed, c.lr) for c in plan.configs] == [
-        ("fedavg", 0, 0.2),
-        ("fedavg", 3, 0.2),
-        ("mofedsam", 0, 0.5),
-        ("mofedsam", 3, 0.5),
-    ]
+        ("fedavg", 0, 0.2), ("fedavg", 3, 0.2), ("mofedsam", 0, 0.5), ("mofedsam", 3, 0.5),
+    ]  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(plan.record()))
     assert compare.plan(config.read(tmp_path / "config.json")) == plan
 
 
 def test_all_algorithms_are_compared_by_one_word(tmp_path: Path) -> None:
     every = list(fed.algorithms.registry)
-    for plan in (
-        compare.plan(read(tmp_path), ["all"]),
-        compare.plan(read(tmp_path, '[compare]\nalgorithms = ["all"]')),
-    ):
+    from_file = compare.plan(read(tmp_path, '[compare]\nalgorithms = ["all"]'))
+    for plan in (compare.plan(read(tmp_path), ["all"]), from_file):
         assert [c.algorithm for c in plan.configs] == every == list(plan.algorithms)
         assert plan.record()["compare"]["algorithms"] == every
 
@@ -322,15 +303,10 @@ def test_unknown_data_and_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "participation = 0.0",
-        "participation = 1.5",
-        "lr = -1.0",
-        "lr = nan",
-        "rounds = 0",
-        "target = 80.0",
+        "participation = 0.0", "participation = 1.5", "lr = -1.0", "lr = nan", "rounds = 0", "target = 80.0",
         "sampler = 'all'",
     ],
-)
+)  # fmt: skip
 def test_numbers_of_a_run_are_checked_before_it_starts(tmp_path: Path, line: str) -> None:
     with pytest.raises(ValueError, match=line.split()[0]):
         experiment.keywords(resolve(tmp_path, line))
@@ -338,9 +314,8 @@ def test_numbers_of_a_run_are_checked_before_it_starts(tmp_path: Path, line: str
 
 def test_a_users_loss_and_sampler(tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text("def everybody(round, generator): return range(3)\ndef loss(a, b): return 1")
-    made = experiment.keywords(
-        resolve(tmp_path, f"sampler = '{tmp_path}/parts.py:everybody'\nloss = '{tmp_path}/parts.py:loss'")
-    )
+    text = f"sampler = '{tmp_path}/parts.py:everybody'\nloss = '{tmp_path}/parts.py:loss'"
+    made = experiment.keywords(resolve(tmp_path, text))
     assert list(made["sampler"](0, None)) == [0, 1, 2] and made["loss"](0, 0) == 1
 
 

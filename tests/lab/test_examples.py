@@ -1,6 +1,4 @@
-"""The examples run as they stand, and their files work with the command line."""
-
-from __future__ import annotations
+"""The examples run unchanged, and their files work with the command line."""
 
 import contextlib
 import io
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytest import CaptureFixture, MonkeyPatch
 
 from fastsam import fed
 from fastsam.fed import models
@@ -22,7 +21,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(name: str) -> str:
-    """What the example prints."""
+    """Return the output of the example."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -57,9 +56,7 @@ def test_own_algorithm_is_fedavgm() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_the_commands_in_the_examples_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_commands_in_the_examples_work(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(EXAMPLES)  # runs/ must not land in the checkout
     assert cli.main(["run", "examples/own_data.toml", "--rounds", "2"]) == 0
@@ -71,10 +68,8 @@ def test_the_commands_in_the_examples_work(
     assert (tmp_path / "runs" / "digits-compare-001" / "fedavgm-seed0" / "summary.json").exists()
 
 
-def test_the_private_example_runs_fedsam_with_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(
-        "dp_accounting", reason="epsilon is computed by dp-accounting: pip install 'fused-sam[privacy]'"
-    )
+def test_the_private_example_runs_fedsam_with_noise(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    pytest.importorskip("dp_accounting", reason="epsilon needs dp-accounting: pip install 'fused-sam[privacy]'")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", str(EXAMPLES / "private.toml"), "--rounds", "2", "--run-dir", "run"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -97,7 +92,7 @@ def test_fused_sam_learns() -> None:
 
 
 @pytest.fixture
-def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_after_the_other(monkeypatch: MonkeyPatch) -> None:
     """Nothing is recorded for so few rounds."""
     train = fed.run
     monkeypatch.setattr(fed, "run", lambda *given, **options: train(*given, **options, executor="sequential"))

@@ -1,7 +1,5 @@
 """Odd words and numbers on the command line: each a line that says what was expected, before anything is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 from fastsam.fed import data
 from fastsam.lab import cli
@@ -30,7 +29,7 @@ OWN_SPLIT = "\n".join(line for line in CONFIG.splitlines() if not line.startswit
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(CONFIG)
     return tmp_path
@@ -66,7 +65,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=lambda text: text[:60],
 )
-def test_is_told_in_one_line(here: Path, capsys: pytest.CaptureFixture, words: str, told: str) -> None:
+def test_is_told_in_one_line(here: Path, capsys: CaptureFixture, words: str, told: str) -> None:
     assert cli.main(words.split(" ")) == 1
     printed = capsys.readouterr().err.strip()
     assert re.search(f"^error: .*{told}", printed) and "\n" not in printed
@@ -119,7 +118,7 @@ def test_the_seed_of_a_split_is_what_numpy_takes(split: str) -> None:
     assert len(data.partition.make(split, labels, 2, np.int64(2**32 - 1), **options)) == 2
 
 
-def test_info_says_which_extras_are_there(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_says_which_extras_are_there(capsys: CaptureFixture, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_version", lambda package: cli.MISSING if package == "torchvision" else "1.2.3")
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
@@ -131,9 +130,7 @@ def test_info_says_which_extras_are_there(capsys: pytest.CaptureFixture, monkeyp
     )
 
 
-def test_a_package_that_is_not_there_is_told_without_a_traceback(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_one_message(capsys: CaptureFixture, monkeypatch: MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchvision", None)
@@ -153,9 +150,7 @@ def test_a_package_that_is_not_there_is_told_without_a_traceback(
         ("pipe.npz", "run small.toml --split own --indices pipe.npz"),
     ],
 )
-def test_a_named_pipe_is_refused_instead_of_waited_for(
-    here: Path, capsys: pytest.CaptureFixture, name: str, words: str
-) -> None:
+def test_a_named_pipe_is_refused(here: Path, capsys: CaptureFixture, name: str, words: str) -> None:
     os.mkfifo(here / name)
     (here / "small.toml").write_text(OWN_SPLIT)
     assert cli.main(words.split()) == 1
@@ -174,9 +169,7 @@ def test_a_named_pipe_is_refused_instead_of_waited_for(
         ),
     ],
 )
-def test_what_is_nested_too_deeply_is_told(
-    here: Path, capsys: pytest.CaptureFixture, name: str, words: str, told: str
-) -> None:
+def test_too_deep_nesting_is_an_error(here: Path, capsys: CaptureFixture, name: str, words: str, told: str) -> None:
     (here / name).write_text(("a = " if name.endswith("toml") else "") + 100_000 * "[")
     (here / "small.toml").write_text(OWN_SPLIT)
     assert cli.main(words.split()) == 1
@@ -185,13 +178,12 @@ def test_what_is_nested_too_deeply_is_told(
 
 
 def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:
-    run = subprocess.run(
-        f"{sys.executable} -m fastsam info | true", shell=True, capture_output=True, text=True, timeout=120
-    )
+    command = f"{sys.executable} -m fastsam info | true"
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and run.stderr == ""
 
 
-def test_clients_of_a_config_without_samples_and_with_one(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_clients_of_a_config_without_samples_and_with_one(here: Path, capsys: CaptureFixture) -> None:
     """An empty one is named in one line, as a file and in a list; one sample, or fewer than a batch, is trained on."""
     rng = np.random.RandomState(0)
     for name, size in (("c0", 12), ("c1", 0), ("c2", 1), ("test", 9)):
@@ -211,9 +203,7 @@ def test_clients_of_a_config_without_samples_and_with_one(here: Path, capsys: py
     assert (record["clients"], record["samples"], record["steps"], record["excluded"]) == (2, 13, 2, [])
 
 
-def test_an_algorithm_that_cannot_be_run_so_does_not_stop_a_comparison(
-    here: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_refused_algorithm_does_not_stop_a_comparison(here: Path, capsys: CaptureFixture) -> None:
     words = "compare small.toml --algorithms feddyn,fedavg --server-lr 0.5 --run-dir both"
     assert cli.main(words.split()) == 1
     assert re.search("error: feddyn-seed0: the server's step of FedDyn has no learning rate", capsys.readouterr().err)

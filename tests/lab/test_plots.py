@@ -1,19 +1,17 @@
 """The figures, looked at through matplotlib's own objects: lines, bands, legends, colours, scales."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from pytest import MonkeyPatch
 
 from fastsam.lab import plots
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Where the next figure that is saved can be looked at, as "figure"; of its files only the PNG is written, and
-    small."""
+def drawn(monkeypatch: MonkeyPatch) -> dict:
+    """Return a dict whose "figure" is the next figure that is saved. Only its PNG is written, in low resolution."""
     seen: dict = {}
 
     def save(made: Figure, path: Path) -> Path:
@@ -28,7 +26,7 @@ def records(accuracies: list[float | None]) -> list[dict]:
     return [{"round": i + 1, "test_accuracy": a, "train_loss": 2.0 + i} for i, a in enumerate(accuracies)]
 
 
-def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     # In "two" a seed has no evaluation in round 2.
     histories = {"one": [records([0.125, 0.25])], "two": [records([0.125, 0.25]), records([0.375, None])]}
@@ -44,14 +42,11 @@ def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypat
     assert len(accuracy.collections) == 1  # the band of "two"
     labels = [text.get_text() for text in seen["figure"].legends[0].get_texts()]
     assert labels == ["one", "two (2 seeds)", "target 75 %"]
-    assert (accuracy.get_xlabel(), accuracy.get_ylabel(), error.get_ylabel()) == (
-        "round",
-        "test accuracy (%)",
-        "test error (%)",
-    )
+    found = (accuracy.get_xlabel(), accuracy.get_ylabel(), error.get_ylabel())
+    assert found == ("round", "test accuracy (%)", "test error (%)")
 
 
-def test_curves_of_a_run_without_accuracy_show_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_of_a_run_without_accuracy_show_the_loss(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.curves({"": {"one": [records([None, None])]}}, tmp_path / "curves.png", target=0.5)
     for axes in seen["figure"].axes:
@@ -63,7 +58,7 @@ def test_a_perfect_run_can_be_drawn(tmp_path: Path) -> None:
     assert plots.curves({"": {"one": [records([1.0, 1.0]), records([0.5, 1.0])]}}, tmp_path / "curves.png").exists()
 
 
-def test_classes_is_a_heat_map_of_the_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_is_a_heat_map_of_the_counts(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     counts = np.arange(12).reshape(4, 3)
     assert plots.classes({"": counts}, tmp_path / "classes.png").stat().st_size > 1000
@@ -73,7 +68,7 @@ def test_classes_is_a_heat_map_of_the_counts(tmp_path: Path, monkeypatch: pytest
     assert plots.classes({"": np.ones((3000, 200), dtype=int)}, tmp_path / "large.png").exists()
 
 
-def test_many_labels_have_a_legend_beside_the_plot_and_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_labels_have_a_legend_beside_the_plot_and_differ(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.curves({"": {f"m{i}": [records([0.1, 0.2])] for i in range(13)}}, tmp_path / "curves.png")
     figure = seen["figure"]
@@ -81,7 +76,7 @@ def test_many_labels_have_a_legend_beside_the_plot_and_differ(tmp_path: Path, mo
     assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 13
 
 
-def test_the_legend_of_small_plots_covers_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_legend_of_small_plots_covers_no_lines(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     history = [{"round": 1, "e_w": 0.5}, {"round": 2, "e_w": 3.0}]
     plots.measures({"": {name: [history] for name in "abc"}}, ["e_w", "e_w"], tmp_path / "measures.png")
@@ -89,7 +84,7 @@ def test_the_legend_of_small_plots_covers_no_lines(tmp_path: Path, monkeypatch: 
     assert not any(axes.get_legend() for axes in figure.axes) and len(figure.legends[0].get_texts()) == 3
 
 
-def test_measures_are_small_plots_with_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_are_small_plots_with_names(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     history = [{"round": 1, "sharpness": 0.5, "e_w": None}, {"round": 2, "sharpness": 0.25, "e_w": 3.0}]
     plots.measures({"": {"a": [history, history], "b": [[]]}}, ["sharpness", "e_w"], tmp_path / "measures.png")
@@ -99,9 +94,7 @@ def test_measures_are_small_plots_with_names(tmp_path: Path, monkeypatch: pytest
     assert [line.get_xydata().tolist() for line in second.lines] == [[[2, 3.0]]]
 
 
-def test_ablation_puts_numbers_on_their_scale_and_levels_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ablation_has_a_scale_and_levels(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     lines = {
         "fedavg": [plots.Point(None, [0.5, 0.7])],
@@ -116,7 +109,7 @@ def test_ablation_puts_numbers_on_their_scale_and_levels_behind(
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0.01", "0.1"]
 
 
-def test_ablation_over_what_is_no_number_joins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ablation_over_what_is_no_number_joins_nothing(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.ablation({"": {"fedsmoo": [plots.Point(True, [0.5]), plots.Point(False, [0.25])]}}, "dyn", tmp_path / "a.png")
     axes = seen["figure"].axes[0]
@@ -124,22 +117,20 @@ def test_ablation_over_what_is_no_number_joins_nothing(tmp_path: Path, monkeypat
     assert axes.lines[0].get_linestyle() == "None" and sorted(axes.lines[0].get_ydata()) == [25.0, 50.0]
 
 
-def test_ratio_is_logarithmic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratio_is_logarithmic(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.ratio({"": {"fedsam": [(1.0, [0.5]), (0.1, [0.25])]}}, tmp_path / "r.png")
     assert seen["figure"].axes[0].lines[0].get_xydata().tolist() == [[-1.0, 25.0], [0.0, 50.0]]
 
 
-def test_a_method_without_a_radius_is_a_level_beside_the_ratios(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_without_a_radius_is_a_level(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.ratio({"": {"fedavg": [(None, [0.25, 0.75])], "fedsam": [(1.0, [0.5])]}}, tmp_path / "r.png")
     level = seen["figure"].axes[0].lines[0]
     assert set(level.get_ydata()) == {50.0} and level.get_linestyle() == "--"
 
 
-def test_surfaces_share_their_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surfaces_share_their_levels(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     axis = np.linspace(-1, 1, 9)
     bowl = axis[:, None] ** 2 + axis[None] ** 2 + 0.1
@@ -152,7 +143,7 @@ def test_surfaces_share_their_levels(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("low", "high"), [(2.02, 2.47), (1.8, 3.4), (0.02, 700.0)])
 def test_the_losses_beside_a_surface_are_plain_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low: float, high: float
+    tmp_path: Path, monkeypatch: MonkeyPatch, low: float, high: float
 ) -> None:
     seen = drawn(monkeypatch)
     plots.surfaces({"a": np.linspace(low, high, 25).reshape(5, 5)}, 1.0, tmp_path / "s.png")
@@ -163,7 +154,7 @@ def test_the_losses_beside_a_surface_are_plain_numbers(
 
 
 @pytest.mark.slow
-def test_surfaces_of_models_that_overflow_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surfaces_of_models_that_overflow_can_be_drawn(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     grid = np.array([[np.inf, 1e30, np.nan], [1.0, 0.5, 2.0], [3.0, 4.0, 1e9]])
     plots.surfaces({"wild": grid, "never": np.full((3, 3), np.nan)}, 1.0, tmp_path / "s.png")
@@ -172,7 +163,7 @@ def test_surfaces_of_models_that_overflow_can_be_drawn(tmp_path: Path, monkeypat
 
 
 def sweep() -> dict:
-    """Two values of alpha; in the second one the seeds lie apart, and a variant has no run."""
+    """Return runs of two values of alpha; for the second value, seeds differ and a variant has no run."""
     low = {
         "fedavg": [records([0.1, 0.2])],
         "fedsam rho=0.1": [records([0.1, 0.3])],
@@ -182,9 +173,7 @@ def sweep() -> dict:
     return {"alpha = 0.1": low, "alpha = 1": high}
 
 
-def test_a_swept_value_has_a_panel_an_algorithm_a_colour_a_variant_a_line_style(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_panels_colours_and_line_styles_of_a_sweep(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.curves(sweep(), tmp_path / "curves.png")
     figure = seen["figure"]
@@ -193,9 +182,8 @@ def test_a_swept_value_has_a_panel_an_algorithm_a_colour_a_variant_a_line_style(
     low, high = panels[:2]
     looks = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in (*low.lines, *high.lines)}
     assert looks["fedavg (2 seeds)"] == looks["fedavg"]
-    (avg, plain), (one, dashed), (two, dotted) = (
-        looks[name] for name in ("fedavg", "fedsam rho=0.1", "fedsam rho=0.2")
-    )
+    names = ("fedavg", "fedsam rho=0.1", "fedsam rho=0.2")
+    (avg, plain), (one, dashed), (two, dotted) = (looks[name] for name in names)
     assert one == two != avg and len({plain, dashed, dotted}) == 3
     assert low.get_ylim() == high.get_ylim(), "panels are compared with the eye"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
@@ -203,14 +191,14 @@ def test_a_swept_value_has_a_panel_an_algorithm_a_colour_a_variant_a_line_style(
     ]  # fmt: skip
 
 
-def test_a_band_is_the_deviation_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_band_is_the_deviation_of_a_sample(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.curves({"": {"a": [records([0.4, 0.4]), records([0.6, 0.6])]}}, tmp_path / "curves.png")
     edges = seen["figure"].axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert (edges.min(), edges.max()) == pytest.approx((50 - 10 * 2**0.5, 50 + 10 * 2**0.5))
 
 
-def test_the_bars_of_an_ablation_are_the_deviation_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bars_of_an_ablation_are_the_deviation_of_a_sample(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.ablation({"": {"a": [plots.Point(0.1, [0.4, 0.6])]}}, "rho", tmp_path / "a.png")
     (bar,) = seen["figure"].axes[0].containers[0].lines[2][0].get_segments()
@@ -218,9 +206,7 @@ def test_the_bars_of_an_ablation_are_the_deviation_of_a_sample(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("ends", [[1.0, 0.8], [0.0, 0.2]], ids=["top", "bottom"])
-def test_bands_and_bars_stay_between_0_and_100_percent(
-    ends: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bands_and_bars_are_percentages(ends: list[float], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     plots.curves({"": {"a": [records([end, end]) for end in ends]}}, tmp_path / "curves.png")
     edges = seen.pop("figure").axes[0].collections[0].get_paths()[0].vertices[:, 1]
@@ -240,9 +226,7 @@ def test_every_figure_is_there_for_a_paper_too_and_the_same_twice(tmp_path: Path
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
 
 
-def test_figures_fit_a_page_and_their_letters_are_those_of_a_paper(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_have_the_width_and_fonts_of_a_paper(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     import matplotlib
 
     before, seen = dict(matplotlib.rcParams), drawn(monkeypatch)
@@ -262,20 +246,17 @@ def sweep_of(key: str, values: int) -> dict:
     return {f"alpha = {i}": {"fedavg": [history], "fedsam": [history]} for i in range(values)}
 
 
-def test_classes_of_swept_data_share_a_scale_and_count_clients_in_whole_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classes_of_swept_data_share_a_scale(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
-    plots.classes(
-        {"alpha = 0.1": 9 * np.eye(20, 3, dtype=int), "alpha = 1": np.ones((20, 3), dtype=int)}, tmp_path / "c.png"
-    )
+    counts = {"alpha = 0.1": 9 * np.eye(20, 3, dtype=int), "alpha = 1": np.ones((20, 3), dtype=int)}
+    plots.classes(counts, tmp_path / "c.png")
     first, second = (axes for axes in seen["figure"].axes if axes.images)
     assert (first.get_title(), second.get_title()) == ("alpha = 0.1", "alpha = 1")
     assert first.images[0].get_clim() == second.images[0].get_clim() == (0, 9)
     assert all(float(place).is_integer() for place in first.get_yticks())
 
 
-def test_an_ablation_has_a_panel_for_what_else_was_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ablation_has_a_panel_for_what_else_was_swept(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     lines = {"fedavg": [plots.Point(None, [0.5])], "fedsam": [plots.Point(0.1, [0.5]), plots.Point(0.2, [0.6])]}
     plots.ablation({"alpha = 0.1": lines, "alpha = 1": lines}, "rho", tmp_path / "a.png")

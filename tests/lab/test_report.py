@@ -1,7 +1,5 @@
 """The tables, report.md, report.html and summary.json of a comparison, from histories whose numbers are known."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -13,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from matplotlib.figure import Figure
+from pytest import MonkeyPatch
 from torch.nn.functional import cross_entropy
 
 from fastsam.lab import plots, report
@@ -45,14 +44,8 @@ def test_table_of_single_runs() -> None:
     short = report.short_table([finished("a", 0, [0.25, 0.75, 0.5], 2), finished("b", 0, [0.125, 0.25], None)])
     header, rows = short.head, short.rows
     heads = [
-        "algorithm",
-        "test final %",
-        "test best %",
-        "clients % (prior)",
-        "rounds to 50 %",
-        "s per round",
-        "MB sent",
-    ]
+        "algorithm", "test final %", "test best %", "clients % (prior)", "rounds to 50 %", "s per round", "MB sent",
+    ]  # fmt: skip
     assert [head.replace("\n", " ") for head in header] == heads
     assert rows[0] == ["a", "50.00", "75.00", "60.00 ± 10.00", "2", "0.250", "12.0"]
     assert rows[1] == ["b", "25.00", "25.00", "60.00 ± 10.00", "–", "0.250", "12.0"]
@@ -70,12 +63,8 @@ def test_a_printed_table_cuts_no_number(width: int) -> None:
 
 
 def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
-    runs = [
-        finished("a", 0, [0.5], 1),
-        finished("a", 1, [0.7], 4),
-        finished("b", 0, [0.5], 1),
-        finished("b", 1, [0.3], None),
-    ]
+    numbers = (("a", 0, 0.5, 1), ("a", 1, 0.7, 4), ("b", 0, 0.5, 1), ("b", 1, 0.3, None))
+    runs = [finished(name, seed, [accuracy], rounds) for name, seed, accuracy, rounds in numbers]
     rows = report.short_table(runs).rows
     assert rows[0] == ["a", "60.00 ± 14.14", "60.00 ± 14.14", "60.00 ± 15.00", "2.5", "0.250", "12.0"]
     assert rows[1][4] == "1 / –"
@@ -101,12 +90,9 @@ def test_rounds_to_the_target_are_a_mean_and_no_median() -> None:
 
 def test_small_sizes_keep_two_digits() -> None:
     sent = {
-        "megabytes": 0.02834,
-        "state_megabytes": 0.0,
-        "client_megabytes": 0.00251,
-        "seconds_training": 0.1,
+        "megabytes": 0.02834, "state_megabytes": 0.0, "client_megabytes": 0.00251, "seconds_training": 0.1,
         "backprops": 1,
-    }
+    }  # fmt: skip
     runs = [finished("a", 0, [0.5], 1, **sent, megabytes_to_target=0.0141, seconds_to_target=1.0)]
     assert report.short_table(runs).rows[0][-1] == "0.028"
     assert tables.to_target(runs).rows[0][5] == "0.014"  # type: ignore[union-attr]
@@ -174,16 +160,10 @@ def test_what_the_target_took_is_relative_to_the_run_with_the_same_swept_values(
     without = tables.to_target([run for run in swept() if run.label != "fedavg alpha=1"])
     assert without is not None and [row[2] for row in without.rows] == ["1.00", "1.50", "–"]
     alone = tables.to_target(swept(("fedsam",)))
-    assert (
-        alone is not None
-        and alone.head[2] == "× fedsam alpha=0.1"
-        and [row[2] for row in alone.rows] == ["1.00", "0.25"]
-    )
+    assert alone.head[2] == "× fedsam alpha=0.1" and [row[2] for row in alone.rows] == ["1.00", "0.25"]
 
 
-def test_what_was_swept_for_all_are_panels_and_the_rest_are_variants(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_common_sweeps_are_panels_and_others_variants(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen: dict = {}
 
     def keep(panels: dict, path: Path, *more: object) -> Path:
@@ -200,7 +180,7 @@ def test_what_was_swept_for_all_are_panels_and_the_rest_are_variants(
     assert [run["swept"] for run in stored["runs"]] == [{"alpha": 0.1}, {"alpha": 0.1}, {"alpha": 1.0}, {"alpha": 1.0}]
 
 
-def test_every_figure_says_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_figure_says_what_it_is_of(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A scaled figure is not the paper's, wherever its file goes."""
     above: dict[str, str] = {}
 
@@ -237,12 +217,8 @@ def test_cost_and_measures_tables() -> None:
 
 
 def test_comparison_files(tmp_path: Path) -> None:
-    runs = [
-        finished("a", 0, [0.25, 0.75]),
-        finished("a", 1, [0.25, None, 0.5]),
-        finished("b", 0, [0.1, 0.2]),
-        finished("b", 1, [0.3, 0.4]),
-    ]
+    runs = [finished("a", 0, [0.25, 0.75]), finished("a", 1, [0.25, None, 0.5])]
+    runs += [finished("b", 0, [0.1, 0.2]), finished("b", 1, [0.3, 0.4])]
     runs = [replace(run, run_dir=tmp_path / run.run_dir.name) for run in runs]
     facts = {"clients": 4, "note": "<script>alert(1)</script>"}
     context = report.Context("a, b on digits", facts, "fastsam compare x/config.json", {"": np.eye(4, 3, dtype=int)})
@@ -270,18 +246,14 @@ def test_comparison_files(tmp_path: Path) -> None:
     assert [run["run_dir"] for run in stored["runs"]] == ["a-seed0", "a-seed1", "b-seed0", "b-seed1"]
 
 
-def test_a_sweep_is_drawn_over_its_key_and_over_rho_by_lr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_is_drawn_over_its_key_and_over_rho_by_lr(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(
-        plots.ablations, "ablation", lambda lines, key, path, title="": seen.append((key, lines)) or path
-    )
+    monkeypatch.setattr(plots.ablations, "ablation", lambda lines, key, path, title: seen.append((key, lines)) or path)
     monkeypatch.setattr(plots.ablations, "ratio", lambda lines, path, title="": seen.append(("ratio", lines)) or path)
     runs = [finished("fedavg", 0, [0.5])]
     for rho in (0.01, 0.1):
-        runs += [
-            finished(f"fedsam rho={rho:g}", i, [0.5 + rho], point={"rho": rho}, hyperparameters={"rho": rho})
-            for i in (0, 1)
-        ]
+        options = {"point": {"rho": rho}, "hyperparameters": {"rho": rho}}
+        runs += [finished(f"fedsam rho={rho:g}", i, [0.5 + rho], **options) for i in (0, 1)]
     figures = report.ablations(runs, tmp_path)
     assert [figure.path.name for figure in figures] == ["ablation-rho.png", "ablation-rho-lr.png"]
     (key, panels), (_, ratios) = seen

@@ -1,7 +1,5 @@
 """`fastsam reproduce` end to end on the digits: reports, resuming, refusals; and the cells computed from runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -108,10 +106,8 @@ def test_what_the_command_says_of_wrong_words(capsys: Any) -> None:
         printed = capsys.readouterr()
         assert "--list shows all tables and figures and takes nothing else" in printed.err and not printed.out
     assert cli.main(["reproduce", "fedsam-table9"]) == 1 and "no table 'fedsam-table9'" in capsys.readouterr().err
-    assert (
-        cli.main(["reproduce", "fedsam-fig2", "--seeds", "one"]) == 1
-        and "--seeds takes integers" in capsys.readouterr().err
-    )
+    assert cli.main(["reproduce", "fedsam-fig2", "--seeds", "one"]) == 1
+    assert "--seeds takes integers" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -158,7 +154,7 @@ def test_a_figure_draws_what_it_names(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_names_for_one_axis(tmp_path: Path) -> None:
-    """FedCM's alpha stands on the axis of the others' beta."""
+    """The alpha of FedCM is drawn on the axis of the beta of other methods."""
     from rich.console import Console
 
     table = reproduce.load("fedsam-fig3", "digits")
@@ -197,7 +193,7 @@ def test_a_multiple_is_one_of_means_over_the_same_seeds() -> None:
     base = [[_run("fedavg", 0, [0.1, 0.9], backprops=10.0), _run("fedavg", 1, [0.1, 0.1, 0.1, 0.9], backprops=30.0)]]
     assert cell(METRICS["backprops"], own, base, None) == (60.0, "3x")
     assert cell(METRICS["relative_rounds"], own, base, 0.5) == (1.0, "1.0 (0.33x)")
-    # of FedAvg one seed alone got there: there is nothing to compare with
+    # Only one seed of FedAvg reached the accuracy, so there is no comparison.
     late = [[base[0][0], _run("fedavg", 1, [0.1])]]
     assert cell(METRICS["relative_rounds"], own, late, 0.5) == (1.0, "1.0")
 
@@ -227,13 +223,8 @@ def test_stored_memory_is_counted_from_the_declarations() -> None:
     """Table 7 of FedLESAM, the doubtful cell aside."""
     base = [[_run("fedavg", 0, [0.1])]]
     expected = {
-        "fedsam": "1x",
-        "fedlesam": "2x",
-        "mofedsam": "2x",
-        "fedsmoo": "4x",
-        "fedgamma": "3x",
-        "fedlesam-s": "4x",
-    }
+        "fedsam": "1x", "fedlesam": "2x", "mofedsam": "2x", "fedsmoo": "4x", "fedgamma": "3x", "fedlesam-s": "4x",
+    }  # fmt: skip
     for name, text in expected.items():
         assert cell(METRICS["memory"], [[_run(name, 0, [0.1])]], base, None)[1] == text
         assert reproduce.load("fedlesam-table7").sections[0].published[name][0] == text

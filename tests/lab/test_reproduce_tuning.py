@@ -1,7 +1,5 @@
 """`fastsam reproduce --tune`: each method's values from one grid, found on samples that the table does not report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

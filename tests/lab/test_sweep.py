@@ -1,6 +1,4 @@
-"""Sweeps: which runs a comparison makes of them, and what is written."""
-
-from __future__ import annotations
+"""Sweeps: the runs that a comparison makes of them, and the files that it writes."""
 
 import json
 from pathlib import Path
@@ -57,7 +55,7 @@ def test_sweeps_are_combined_and_a_table_names_one_algorithm(tmp_path: Path) -> 
 
 
 def test_the_name_of_a_key_of_the_run_means_that_key_outside_a_table(tmp_path: Path) -> None:
-    """FedCM has an alpha of its own; `alpha` alone is the Dirichlet split's."""
+    """`alpha` outside of a table is the Dirichlet split's, although FedCM has an option of this name."""
     plan = compare.plan(read(tmp_path), ["fedcm"], None, ["alpha=0.5,1"])
     assert [(c.alpha, c.options["alpha"]) for c in plan.configs] == [(0.5, 0.1), (1.0, 0.1)]
     assert len({compare.data_key(c) for c in plan.configs}) == 2

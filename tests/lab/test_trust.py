@@ -1,7 +1,7 @@
-"""What a config may import: the user's own files, packages that --trust names, never the standard library; and what a
-resumed run shows first."""
+"""Imports of a config: files of the user and packages named by --trust, never the standard library.
 
-from __future__ import annotations
+A resumed run lists them first.
+"""
 
 import json
 import os
@@ -29,7 +29,7 @@ CONFIG = "data = 'own.py:make'\nmodel = 'mlp'\nrounds = 1\nparticipation = 1.0\n
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test works in a folder of its own, with a module and a config in it."""
+    """Enter a new folder with a module and a config."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "own.toml").write_text(CONFIG)
@@ -82,7 +82,7 @@ def test_a_config_cannot_trust(here: Path, capsys: pytest.CaptureFixture) -> Non
 
 
 def test_what_is_found_out_is_found_out_before_the_import(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package in an installation's folder, which would leave a file behind."""
+    """The package is in an installation's folder and would create a file if it were imported."""
     package = here / "lib" / "site-packages" / "leaves"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("open('left', 'w')\ndef make(): pass\n")

@@ -1,6 +1,4 @@
-"""Which backend `auto` takes, and what it says when the compiled kernels are missing."""
-
-from __future__ import annotations
+"""The backend that `auto` selects, and the messages if the compiled kernels are missing."""
 
 import re
 import warnings

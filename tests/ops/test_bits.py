@@ -1,6 +1,4 @@
-"""What must hold bit for bit: determinism, a row alone and in a batch, rows that do not move, what autograd is told."""
-
-from __future__ import annotations
+"""Promises bit for bit: determinism, a row by itself and in a batch, rows that do not move, version counters."""
 
 from dataclasses import replace
 
@@ -18,7 +16,7 @@ from tests.helpers.op_cases import BACKENDS, Case, Memory, bits, cases, explore,
 
 
 def step(backend: Backend, case: Case) -> dict[str, Tensor]:
-    """All ops one after the other; what they wrote, in canonical form (NaN outside the segments)."""
+    """Call all ops one after the other. Return what they wrote in canonical form (NaN outside the segments)."""
     kernels, memory, device, table = backend.load(), Memory(case, backend.device), backend.device, case.table
     hparams = case.hparams().to(device)
     params, grads = (
@@ -141,8 +139,7 @@ def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, se
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_master_copies_follow_weights_that_someone_wrote(backend: Backend) -> None:
-    """Where z is no longer the rounding of its master, z counts; elsewhere the master keeps the digits that z has
-    not."""
+    """If z is not the rounding of its master, z is the weight; otherwise the master keeps its additional digits."""
     master = torch.tensor([[1.0009765625, 1.0, 3.0, 0.1, 5.0]], device=backend.device)
     params = master.to(torch.bfloat16)
     params[0, 2] = 2.5

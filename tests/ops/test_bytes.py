@@ -1,11 +1,8 @@
-"""The bytes that a step moves, counted: what each op reads and writes is found by experiment, and what the kernels
-access by recording it.
+"""Count of the bytes that a step moves: operands of each op by experiment, accesses of the kernels by recording them.
 
-An op that reads an operand gives other results when that operand is NaN; one that writes it changes its bits. The
+An op that reads an operand gives different results if that operand is NaN; an op that writes it changes its bits. The
 Triton kernels run in their interpreter, where every load and store passes through one function each.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +22,7 @@ from fastsam_kernels import reference
 from tests.helpers.op_cases import bits
 from tests.helpers.traffic import TRITON, needs_interpreter, recorded
 
-SIZE = Size("tiny", "tiny", ((70, 60), (33,), (5, 3), (16,)), rows=2)  # a whole chunk of Triton's and a rest
+SIZE = Size("tiny", "tiny", ((70, 60), (33,), (5, 3), (16,)), rows=2)  # a full chunk of Triton's and a remainder
 SUMS = ("sumsq", "products")
 CPU = torch.device("cpu")
 SERVING = [b for b in backends.table() if b.device == "cpu" and b.name != "triton" and b.available]
@@ -143,8 +140,8 @@ def test_rows_of_a_sum_are_read_once_and_its_limbs_too() -> None:
 
 
 def in_segments(tensor: Tensor, layout: Layout, whole: bool) -> np.ndarray:
-    """1 for each element of a field that belongs to a segment, 0 for paddings; all 1 for a tensor of the user's, and
-    for `whole`."""
+    """Return 1 for each element of a field in a segment and 0 for padding; all 1 for a user's tensor and for
+    `whole`."""
     mask = torch.ones(tensor.shape, dtype=torch.int64)
     if tensor.shape[-1] == layout.row_size and not whole:
         mask.zero_()
@@ -159,7 +156,7 @@ def in_segments(tensor: Tensor, layout: Layout, whole: bool) -> np.ndarray:
     [
         (torch.float32, torch.optim.SGD, 40),
         # norm 2; perturb 14: weights, master and gradient, master and weights; update 20. Reading the weights and
-        # writing the master (6 of them) is what notices weights that somebody wrote between the steps.
+        # writing the master (6 of them) detects weights that a user wrote between the steps.
         (torch.bfloat16, torch.optim.SGD, 36),
         (torch.float32, torch.optim.AdamW, 48),
     ],

@@ -1,8 +1,6 @@
 """The ops of federated algorithms, as in test_ops_parity.py: perturbation with a dual, inner products,
 order-independent sums."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from math import inf, isfinite, trunc
@@ -161,23 +159,9 @@ def test_accumulate(backend: Backend) -> None:
 
 TINY, ODD = 2.0**-1074, 1.0 + 2.0**-52
 SPECIAL = (
-    0.0,
-    -0.0,
-    inf,
-    -inf,
-    not_a_number,
-    TINY,
-    -TINY,
-    2.0**-149,
-    2.0**-80,
-    1.5 * 2.0**-80,
-    0.75 * 2.0**-80,
-    2.0**-28,
-    LIMIT,
-    LIMIT * ODD,
-    1e300,
-    ODD,
-)
+    0.0, -0.0, inf, -inf, not_a_number, TINY, -TINY, 2.0**-149, 2.0**-80, 1.5 * 2.0**-80, 0.75 * 2.0**-80, 2.0**-28,
+    LIMIT, LIMIT * ODD, 1e300, ODD,
+)  # fmt: skip
 NUMBERS = st.one_of(
     st.sampled_from([sign * x for x in SPECIAL for sign in (1, -1)]),
     st.floats(width=64),
@@ -229,7 +213,7 @@ def test_accumulate_rows(backend: Backend) -> None:
         found = [max(map(abs, row), default=0.0) if all(map(isfinite, row)) else None for row in d]
         assert [None if v != v else v for v in largest.tolist()] == found
 
-        for row in x.unbind()[::-1]:  # one by one, and in another order
+        for row in x.unbind()[::-1]:  # row by row in reverse order
             close_rows(backend.load(), sums, row, -factor, base)
         assert torch.equal(sums[0], start[0]) and torch.equal(sums[1], start[1])
 

@@ -1,11 +1,8 @@
-"""No op touches memory beyond its operands: they lie against pages that cannot be read or written, with NaN in the
-paddings.
+"""Ops touch no memory beyond their operands, which end at pages that cannot be accessed, with NaN as padding.
 
 The property tests of the ops (`op_cases.Memory`) have bands of NaN around every buffer and compare them afterwards,
-which finds wrong writes; a read beyond an operand whose value is then not used is found only here.
+which finds wrong writes. Only this test finds a read beyond an operand whose value is not used.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -33,7 +30,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "backend",  # those made of torch's functions too: the ops stay within by meaning
+    "backend",  # backends of torch functions cannot leave their operands
     [parameter(b, *([] if b.name in ("native", "triton") else [pytest.mark.slow])) for b in CPU],
 )
 def test_no_op_leaves_its_operands(backend: backends.Backend) -> None:
@@ -46,7 +43,7 @@ def test_no_op_leaves_its_operands(backend: backends.Backend) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "the best"])
 def test_no_instruction_set_leaves_its_operands(isa: str) -> None:
-    """In every type. The loops are compiled once per instruction set; a vector too many would be one of its own."""
+    """Loops are compiled once per instruction set, so each one could have a vector access too many."""
     if not (native := CPU[0]).available or native.name != "native":
         pytest.skip(f"native on cpu: {native.reason}")
     done = run("native", **({} if isa == "the best" else {"FASTSAM_ISA": isa}))

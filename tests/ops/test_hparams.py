@@ -1,7 +1,5 @@
 """`csrc/kernel_math.h` and `kernels/hparams.py` name the same columns of `hparams`, in the same places."""
 
-from __future__ import annotations
-
 import importlib
 import re
 

@@ -3,8 +3,6 @@ every element is met once, none outside, packs begin where they are aligned. An 
 noticed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import shutil
@@ -31,7 +29,7 @@ class Walker:
         self._library.walk_cuda.restype = self._library.walk_cpu.restype = ctypes.c_int64
 
     def cuda(self, table: Tensor, rows: int, width: int, turns: int, enough: int) -> str | None:
-        """What is wrong with the walk of the CUDA kernels; None when nothing is."""
+        """Return the error in the chunk walk of the CUDA kernels, or None."""
         options = ctypes.c_int(width), ctypes.c_int(turns), ctypes.c_int64(enough)
         found = (
             self._walk("walk_cuda", table, rows, *options, ctypes.c_int(few), ctypes.c_int(backwards))
@@ -40,7 +38,7 @@ class Walker:
         return next(filter(None, found), None)
 
     def cpu(self, table: Tensor, rows: int, ranges: int) -> str | None:
-        """What is wrong with the walk of the CPU kernels, in so many ranges; None when nothing is."""
+        """Return the error in the chunk walk of the CPU kernels with `ranges` ranges, or None."""
         return self._walk("walk_cpu", table, rows, ctypes.c_int(ranges))
 
     def _walk(self, name: str, table: Tensor, rows: int, *options: object) -> str | None:
@@ -70,12 +68,8 @@ def compiled(folder: Path, changes: dict[str, list[tuple[str, str]]] | None = No
         (csrc / name).write_text(text)
     options = ("-std=c++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas", "-x", "c++")
     argv = [
-        *toolchain.find_cxx(),
-        *options,
-        f"-I{HELPERS / 'emulation'}",
-        f"-I{csrc}",
-        str(HELPERS / "index" / "walk.cpp"),
-    ]
+        *toolchain.find_cxx(), *options, f"-I{HELPERS / 'emulation'}", f"-I{csrc}", str(HELPERS / "index" / "walk.cpp"),
+    ]  # fmt: skip
     subprocess.run([*argv, "-o", str(folder / "walk.so")], check=True, capture_output=True, text=True)
     return Walker(folder / "walk.so")
 
@@ -140,7 +134,7 @@ ERRORS = {
 }
 
 
-SHARED = {  # of blocks whose warps have a small segment each
+SHARED = {  # mutations for blocks in which each warp has a small segment
     "row's small segments in one": [("(block - table.whole) * kWarps +", "(block - table.whole) +")],
     "thread of a block": [("tile.thread = threadIdx.x % kWarp;", "tile.thread = threadIdx.x;")],
     "chunks of small segments": [("  tile.chunk += table.less[tile.segment];\n", "")],

@@ -1,7 +1,4 @@
-"""What is particular to the compiled backend: its schemas, its instruction sets, its threads, streamed stores, and
-torch.compile."""
-
-from __future__ import annotations
+"""The compiled backend: its schemas, instruction sets, threads, streamed stores, and torch.compile."""
 
 import os
 import subprocess
@@ -35,7 +32,8 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     step = Step(3)
     digests = {"here": f"{step.run()} {step.run_dual()}"}
     processor = Path("/proc/cpuinfo").read_text()
-    for name in ("baseline", "avx2") if "avx512bw" in processor else ("baseline",):  # else avx2 is what runs here
+    # avx2 is the default without AVX-512
+    for name in ("baseline", "avx2") if "avx512bw" in processor else ("baseline",):
         env = os.environ | {"FASTSAM_ISA": name}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True

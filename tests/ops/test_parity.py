@@ -1,8 +1,6 @@
 """Every backend against the reference in float64, on upcast inputs; guard bands around every buffer; outputs that start
 as NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -256,7 +254,7 @@ def fields_of(draw: st.DrawFn, rule: str) -> tuple[str, ...]:
 
 
 def state_of(case: Case, name: str) -> Tensor:
-    """What a field may hold: momenta of both signs; sums and means of squares, well above the square of a mean."""
+    """Return plausible values of a field: momenta of both signs; sums and means of squares, above the squared mean."""
     values = case.values(name, case.compute) / 4
     return values.square() + 2 if any(part in name for part in ("sq", "sum", "scale")) else values
 
@@ -289,7 +287,7 @@ def test_update(backend: Backend, rule: str) -> None:
         options32, options64 = update.options | {"keep": keep}, update.options64 | {"keep": keep}
         if clip:
             options32["sumsq_v"], options64["sumsq_v"] = sumsq.to(backend.device), sumsq
-        if rule == "sgd":  # the only one whose first step is another than the later ones
+        if rule == "sgd":  # the only rule whose first step differs from later steps
             options32["first"] = options64["first"] = first
         starts = {name: nan(case, case.compute) if rule == "sgd" and first else state_of(case, name) for name in fields}
         state = {name: update.state(name, start) for name, start in starts.items()}

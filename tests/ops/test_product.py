@@ -1,7 +1,5 @@
 """Products of stacked matrices against float64, element by element."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -67,7 +65,7 @@ def test_nothing_to_add_up() -> None:
 
 
 def test_no_memory_beside_the_operands_is_read() -> None:
-    """Panels are padded with zeros: NaN beside the last column, or in a panel that was used before, must not get in."""
+    """Panels are padded with zeros: NaN after the last column, or in a reused panel, must not enter the product."""
     a, b = torch.full((2, 9, 40), torch.nan), torch.full((2, 40, 40), torch.nan)
     torch.ops.fastsam.product.default(a, b, None)
     a[:, :5, :20], b[:, :20, :17] = 1.0, 2.0
@@ -78,7 +76,7 @@ def test_no_memory_beside_the_operands_is_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa: str) -> None:
-    """The same tests on what older processors run."""
+    """The tests above with the instruction sets of older processors."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "float64 or beside or add_up"],
         env=os.environ | {"FASTSAM_ISA": isa},

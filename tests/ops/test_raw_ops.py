@@ -1,8 +1,6 @@
 """`torch.ops.fastsam.*` called past `fastsam.ops`: every misuse is an error before anything is written, not a signal
 and not a wrong number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,48 +19,32 @@ Misuse = tuple[str, Callable[[Any], Any]]
 FAR = 2**63 - 1
 MATRIX = 1  # the second operand of `shapes` below is one
 LISTS: list[Misuse] = [
-    ("empty", lambda ts: []),
-    ("too few", lambda ts: ts[:2]),
-    ("in another order", at(MATRIX, lambda t: t.t().contiguous().t())),
-    ("with gaps", at(MATRIX, spread)),
-    ("expanded", at(MATRIX, lambda t: t[:, :1].expand(t.shape))),
-    ("too short", at(MATRIX, lambda t: t[1:].clone())),
-    ("of another dtype", at(MATRIX, other_dtype)),
-    ("freed", at(MATRIX, freed)),
-    ("cut", at(MATRIX, cut)),
+    ("empty", lambda ts: []), ("too few", lambda ts: ts[:2]),
+    ("in another order", at(MATRIX, lambda t: t.t().contiguous().t())), ("with gaps", at(MATRIX, spread)),
+    ("expanded", at(MATRIX, lambda t: t[:, :1].expand(t.shape))), ("too short", at(MATRIX, lambda t: t[1:].clone())),
+    ("of another dtype", at(MATRIX, other_dtype)), ("freed", at(MATRIX, freed)), ("cut", at(MATRIX, cut)),
     ("a short field", lambda ts: [torch.zeros(1, 8)]),
-]
+]  # fmt: skip
 FIELDS: list[Misuse] = [
-    ("too short", lambda t: t[:, :8].clone()),
-    ("without rows", lambda t: t[0]),
-    ("of too few rows", lambda t: t[:0]),
-    ("with gaps", spread),
-    ("of another dtype", other_dtype),
-    ("freed", freed),
-    ("cut", cut),
-]
+    ("too short", lambda t: t[:, :8].clone()), ("without rows", lambda t: t[0]), ("of too few rows", lambda t: t[:0]),
+    ("with gaps", spread), ("of another dtype", other_dtype), ("freed", freed), ("cut", cut),
+]  # fmt: skip
 TABLES: list[Misuse] = [
-    ("an offset below zero", entry(0, 0, -8)),
-    ("an offset beyond memory", entry(0, 0, FAR)),
-    ("an offset beyond the fields", entry(2, 0, 2**40)),
-    ("a length below zero", entry(0, 1, -1)),
-    ("a length beyond memory", entry(0, 1, FAR)),
-    ("a group below zero", entry(0, 2, -1)),
-    ("a slot below zero", entry(0, 3, -1)),
-    ("a slot beyond memory", entry(0, 3, FAR)),
-    ("segments that overlap", entry(1, 0, 0)),
-    ("of another dtype", lambda t: t.to(torch.int32)),
-    ("in another order", lambda t: t.t().contiguous().t()),
-    ("of three columns", lambda t: t[:, :3].clone()),
+    ("an offset below zero", entry(0, 0, -8)), ("an offset beyond memory", entry(0, 0, FAR)),
+    ("an offset beyond the fields", entry(2, 0, 2**40)), ("a length below zero", entry(0, 1, -1)),
+    ("a length beyond memory", entry(0, 1, FAR)), ("a group below zero", entry(0, 2, -1)),
+    ("a slot below zero", entry(0, 3, -1)), ("a slot beyond memory", entry(0, 3, FAR)),
+    ("segments that overlap", entry(1, 0, 0)), ("of another dtype", lambda t: t.to(torch.int32)),
+    ("in another order", lambda t: t.t().contiguous().t()), ("of three columns", lambda t: t[:, :3].clone()),
     ("freed", freed),
-]
+]  # fmt: skip
 HPARAMS: list[Misuse] = [("without groups", lambda t: t[:, :0].clone())]
 VECTORS: list[Misuse] = [
     ("too short", lambda t: t.flatten()[:0]),
     ("of another dtype", lambda t: t.to(torch.float16)),
     ("freed", freed),
 ]
-# Nothing is read at an offset without a field, and a single list has nobody to differ from in its order.
+# Without a field no offset is read, and a single list cannot have a wrong order.
 HARMLESS = {
     ("norm_", "table an offset beyond the fields"),
     ("inner_", "table an offset beyond the fields"),
@@ -83,7 +65,7 @@ def misuses(name: str, value: Any) -> list[Misuse]:
 
 
 def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
-    """What is wrong, the op, the operands that are not touched by it, and the arguments of a wrong call."""
+    """Yield the error, the op, the operands that the call must not write, and the arguments of a wrong call."""
     op, args = calls(Step(shapes=[(33,), (5, 7), ()]))[name]
     for position, argument in enumerate(op._schema.arguments[: len(args)]):
         for what, change in misuses(argument.name, args[position]):
@@ -151,7 +133,7 @@ def test_a_tensor_without_memory_beside_real_ones_is_an_error(name: str) -> None
 
 
 def test_a_state_too_small_overwrites_no_neighbour() -> None:
-    """A momentum of 8 numbers in front of somebody else's 255."""
+    """A momentum of 8 numbers is followed in memory by 255 numbers of a different tensor."""
     step = Step(shapes=[(263,)])
     memory = torch.zeros(263)
     args = [step.params, step.backup, step.g2, step.table, step.h, "sgd", memory[:8].view(1, 8), *[None] * 3, []]

@@ -1,6 +1,4 @@
-"""What is particular to the Triton backend: its tables on the device, torch.compile, where it can run."""
-
-from __future__ import annotations
+"""The Triton backend: its tables on the device, torch.compile, and the machines on which it can run."""
 
 import importlib
 import inspect
@@ -170,7 +168,7 @@ def test_opcheck(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.fastsam_triton, op).default, args, options)
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # starts a process
 def test_the_cpu_is_served_in_the_interpreter_only() -> None:
     """These tests run in it (conftest.py) where there is no GPU."""
     code = "from fastsam_kernels import triton_backend as t; print(t.why_not('cpu')); print(t.why_not('cuda'))"
@@ -189,7 +187,7 @@ def test_the_cpu_is_served_in_the_interpreter_only() -> None:
     assert "no Triton kernels for the device 'mps'" in triton_backend.why_not("mps")
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # starts a process
 def test_without_triton_the_backend_says_so() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"

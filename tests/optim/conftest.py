@@ -1,7 +1,5 @@
 """Fixtures that tests of several modules of the optimizer share."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 
@@ -12,8 +10,10 @@ from fastsam.optim import storage_swap
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """A garbage collection would run other lines in a step, where an interrupt is swallowed. What earlier tests left
-    is collected first: an optimizer between its passes makes every first_step run a few lines more."""
+    """Prevent garbage collections, whose lines would run in a step, where an interrupt is swallowed.
+
+    Garbage of earlier tests is collected first, because an optimizer between its passes adds lines to every first_step.
+    """
     gc.collect()
     gc.disable()
     yield

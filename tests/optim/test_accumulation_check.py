@@ -1,6 +1,4 @@
-"""Gradients that were there before `step(closure)`: said once, when they are somebody's that no step has used."""
-
-from __future__ import annotations
+"""Gradients that exist before `step(closure)`: one warning if no step has used them."""
 
 import copy
 import warnings
@@ -62,12 +60,12 @@ def test_accumulation_into_the_gradients_of_the_last_step_is_told() -> None:
     loop = Loop()
     loop.step()
     with told(1):
-        loop.params[1].grad.add_(1)  # the last parameter alone: another version, the same tensors
+        loop.params[1].grad.add_(1)  # only the last parameter: a new version of the same tensors
         loop.step()
 
 
 def test_new_gradients_in_the_place_of_old_ones_are_told() -> None:
-    """One parameter: the new gradient's id may well be the old one's, which nobody kept."""
+    """With one parameter, the new gradient may have the id of the old one, which was freed."""
     p = nn.Parameter(torch.ones(3))
     opt = FusedSAM([p], SGD, lr=0.1)
 

@@ -1,7 +1,5 @@
 """With a GradScaler: unscaled once, skipped where it must be, and never left perturbed."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from contextlib import nullcontext
@@ -41,7 +39,7 @@ def made(
 
 
 def plain_step(params: list[nn.Parameter], opt: FusedSAM, scaler: Any, bad: bool = False) -> None:
-    """A step whose first gradients, if they are bad, perturb nothing: that of SGD with the second ones."""
+    """Take a step. Non-finite first gradients perturb nothing, so it equals SGD with the second gradients."""
     before = copies(params)
     scaled_backward(params, scaler, 0)
     if bad:
@@ -62,7 +60,7 @@ def test_a_bad_first_pass_alone_is_a_plain_step(backend: Backend) -> None:
 
 @pytest.mark.parametrize("how", ["positional", "keyword"])
 def test_a_closure_with_a_scaler_is_an_error(how: str, backend: Backend) -> None:
-    """A trainer that hands its closure on would make a step with scaled gradients: refused, with what works."""
+    """A trainer that passes its closure on would step with scaled gradients: an error with a remedy."""
     params, opt, scaler = made(backend)
     before = copies(params)
 
@@ -75,7 +73,7 @@ def test_a_closure_with_a_scaler_is_an_error(how: str, backend: Backend) -> None
     with pytest.raises(RuntimeError, match="[Cc]losure"):
         scaler.step(opt, closure) if how == "positional" else scaler.step(opt, closure=closure)
     assert same_bits(before, params)
-    # what the refused call left behind is not multiplied into the next one
+    # state of the refused call does not scale the next step
     plain_step(params, opt, torch.amp.GradScaler(backend.device, init_scale=1024.0))
 
 

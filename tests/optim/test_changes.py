@@ -1,7 +1,4 @@
-"""What happens to a model after its optimizer was built: converted, moved, loaded, frozen, shared between
-optimizers."""
-
-from __future__ import annotations
+"""Changes of a model after its optimizer was built: it is converted, moved, loaded, frozen, or shared by optimizers."""
 
 import gc
 from collections.abc import Iterator
@@ -55,7 +52,7 @@ def test_data_that_comes_to_overlap_is_an_error(backend: Backend) -> None:
 
 @pytest.fixture
 def quick_collection() -> Iterator[None]:
-    """`gc.collect()` looks at what the test made, and not at the half a million objects from before."""
+    """Let `gc.collect()` look only at objects of the test, and not at half a million older objects."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -130,7 +127,7 @@ def test_parameters_that_are_the_optimizers_own_are_not_dead(backend: Backend) -
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_parameters_without_gradients_that_live_are_not_dead(backend: Backend) -> None:
-    """Frozen or unused parameters, those of a TorchScript module, and those whose state was cleared."""
+    """Frozen and unused parameters, parameters of a TorchScript module, and parameters whose state was cleared."""
     model = Model(torch.float32, backend.device)
     script = torch.jit.trace(nn.Linear(3, 2).to(backend.device), torch.zeros(1, 3, device=backend.device))
     opt = FusedSAM([*model.parameters(), *script.parameters()], SGD, lr=0.1, momentum=0.9, backend=backend.name)

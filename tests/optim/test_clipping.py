@@ -1,7 +1,5 @@
 """`max_grad_norm`: the combined gradient of every variant is clipped, by the same factor in each of its updates."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Training steps under torch.compile: the same numbers, and schedules that are followed."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -89,12 +87,13 @@ def in_one_graph(name: str, zero_grad: bool) -> list[float]:
 
 @pytest.fixture(scope="module")
 def other_process() -> Iterator[ProcessPoolExecutor]:
-    """What torch 2.13 traces with `trace_autograd_ops` stays in the process and fails graphs compiled after it."""
+    """Start a process, because tracing with `trace_autograd_ops` in torch 2.13 breaks graphs that are compiled
+    later."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield pool
 
 
-@pytest.mark.slow  # a process of its own, with all that torch.compile imports
+@pytest.mark.slow  # starts a process and imports all of torch.compile
 @pytest.mark.parametrize(("name", "zero_grad"), [("sgd", True), ("adamw", False)])
 def test_forward_backward_and_step_in_one_graph(name: str, zero_grad: bool, other_process: ProcessPoolExecutor) -> None:
     """After one ordinary step, which makes the buffers, and with lr and rho as tensors; with gradients cleared by the
@@ -109,7 +108,7 @@ def test_forward_backward_and_step_in_one_graph(name: str, zero_grad: bool, othe
 
 
 def end_of_the_page(in_one_graph: bool) -> list[Tensor]:
-    """The weights after what docs/fused_sam.md prints for a compiled step."""
+    """Return the weights after the compiled step that docs/fused_sam.md shows."""
     first, *others = [block for block in blocks("docs/fused_sam.md") if block.language == "python"]
     (recipe,) = [block for block in others if "fullgraph=True" in block.code]
     compiled = partial(torch.compile, backend="aot_eager") if in_one_graph else lambda step, fullgraph: step
@@ -150,7 +149,7 @@ def test_a_model_compiled_before_its_optimizer() -> None:
 
 
 def closure_losses(compiled: Callable[[Any], Any] | None) -> list[float]:
-    """Of six steps with a closure, the first of them not compiled."""
+    """Return the losses of six steps with a closure; the first step is not compiled."""
     params = make_parameters([(5, 3), (8,)], torch.float32)
     opt = FusedSAM(params, torch.optim.SGD, lr=torch.tensor(0.05), rho=torch.tensor(0.1), momentum=0.9)
 

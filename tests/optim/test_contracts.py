@@ -1,7 +1,5 @@
 """Contracts of every training, one contract a test: saved and moved, in every style, with and without gradients."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -72,12 +70,9 @@ def moved(training: Training, spec: Spec) -> Training:
 
 
 WAYS: dict[str, Callable[[Training, Spec], Training]] = {
-    "state dict": through_a_file,
-    "pickle": lambda training, spec: pickle.loads(pickle.dumps(training)),
-    "deepcopy": lambda training, spec: copy.deepcopy(training),
-    "moved": moved,
-    "distributed": distributed,
-}
+    "state dict": through_a_file, "pickle": lambda training, spec: pickle.loads(pickle.dumps(training)),
+    "deepcopy": lambda training, spec: copy.deepcopy(training), "moved": moved, "distributed": distributed,
+}  # fmt: skip
 
 
 @every_training

@@ -1,7 +1,5 @@
 """Contracts of every training: steps that do not come to their end, options and surroundings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -43,7 +41,7 @@ def test_a_step_interrupted_at_any_line_is_made_or_not_made(spec: Spec, style: s
     plan = Plan(spec, style, warm)
     lines = plan.lines()
     assert lines > 50
-    last = lines - lines // 20  # a step need not have as many lines as the one that was counted
+    last = lines - lines // 20  # a step may have fewer lines than the counted one
     for line in range(warm, last, max(1, lines // 5)):
         assert plan.interrupted(Tracer(line, plan.folders))
 

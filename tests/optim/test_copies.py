@@ -1,7 +1,5 @@
 """Copies, pickles, state shared with the base optimizer, and groups added: nothing is lost."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

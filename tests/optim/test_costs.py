@@ -1,7 +1,5 @@
-"""What a step costs besides its arithmetic: calls of kernels and memory, counted; and that its shorter way past torch's
-dispatcher is the same."""
-
-from __future__ import annotations
+"""Costs of a step apart from its arithmetic: calls of kernels, and memory. Direct calls give the dispatcher's
+results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -169,7 +167,7 @@ def test_capturable_changes_nothing_on_a_cpu() -> None:
 @pytest.mark.parametrize("name", ["native", "foreach", "reference"])
 @pytest.mark.parametrize("dtype", [HALF, torch.float16])
 def test_the_adaptive_norm_is_that_of_the_master_copy(dtype: torch.dtype, name: str) -> None:
-    """Of the rounded weights it would be off by up to a rounding of the weights, 2^-9 for bfloat16."""
+    """The norm of the rounded weights would differ by up to a rounding of the weights, 2^-9 for bfloat16."""
     if backends.select("auto", torch.device("cpu"), dtype).name != "native" and name == "native":
         pytest.skip("no compiled CPU kernels here")
     p = nn.Parameter(torch.full((8,), 1.0).to(dtype))
@@ -192,19 +190,14 @@ def test_the_adaptive_norm_is_that_of_the_master_copy(dtype: torch.dtype, name: 
 
 # --- memory ---
 
-# Bytes per parameter at the peak of a step, beyond weights and gradients; docs/fused_sam.md has the same table.
+# Bytes per parameter at the peak of a step, beyond weights and gradients; docs/fused_sam_memory.md has the same table.
 MEMORY: list[tuple[str, torch.dtype, float, dict[str, Any]]] = [
-    ("SGD", torch.float32, 4, {}),
-    ("SGD", torch.float32, 8, {"momentum": 0.9}),
+    ("SGD", torch.float32, 4, {}), ("SGD", torch.float32, 8, {"momentum": 0.9}),
     ("SGD", torch.float32, 8, {"momentum": 0.9, "adaptive": True}),
-    ("SGD", torch.float32, 8, {"momentum": 0.9, "skip_nonfinite": True}),
-    ("AdamW", torch.float32, 12, {}),
-    ("SGD", torch.float64, 16, {"momentum": 0.9}),
-    ("SGD", HALF, 4, {}),
-    ("SGD", HALF, 8, {"momentum": 0.9}),
-    ("AdamW", HALF, 12, {}),
-    ("SGD", HALF, 12, {"momentum": 0.9, "adaptive": True}),
-]
+    ("SGD", torch.float32, 8, {"momentum": 0.9, "skip_nonfinite": True}), ("AdamW", torch.float32, 12, {}),
+    ("SGD", torch.float64, 16, {"momentum": 0.9}), ("SGD", HALF, 4, {}), ("SGD", HALF, 8, {"momentum": 0.9}),
+    ("AdamW", HALF, 12, {}), ("SGD", HALF, 12, {"momentum": 0.9, "adaptive": True}),
+]  # fmt: skip
 
 
 @native

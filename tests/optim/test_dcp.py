@@ -1,8 +1,6 @@
 """torch.distributed.checkpoint's functions for an optimizer's state, on one process and plain parameters
 (`test_sharded.py` has several)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +84,7 @@ def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, fl
 
 def test_perturbed_weights_are_not_saved_for_others() -> None:
     net = Net()
-    opt = FusedSAM(net.parameters(), torch.optim.SGD, lr=0.1)  # no state: torch asks for it by a step
+    opt = FusedSAM(net.parameters(), torch.optim.SGD, lr=0.1)  # without state, so torch makes it by a step
     net(torch.ones(1, 3)).sum().backward()
     opt.first_step(zero_grad=True)
     with pytest.raises(RuntimeError, match=r"call restore\(\) first"):

@@ -1,7 +1,7 @@
-"""`FusedSAM(assume_no_alias=True)`: parameters exchange their memory with their perturbed weights, which may take that
-of the first gradients where the step itself clears these."""
+"""`FusedSAM(assume_no_alias=True)`: parameters swap storage with their perturbed weights.
 
-from __future__ import annotations
+Perturbed weights may use the storage of the first gradients if the step itself clears these.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ Params = list[nn.Parameter]
 
 
 def saves_weights(opt: FusedSAM) -> bool:
-    """Whether there is memory for a copy of the weights."""
+    """Return True if memory for a copy of the weights is allocated."""
     return any("backup" in bucket.arena for bucket in opt._engine.buckets)
 
 
@@ -50,7 +50,8 @@ def test_the_gradient_becomes_the_perturbed_weights() -> None:
 
 @pytest.mark.parametrize("early", [0, 1])
 def test_on_a_gpu_the_memory_waits_for_the_stream_that_updates(monkeypatch: pytest.MonkeyPatch, early: int) -> None:
-    """That of gradients, whose allocator knows another stream, perhaps; never that of a buffer."""
+    """Storage of gradients waits for the stream, because its allocator may know a different stream; a buffer never
+    waits."""
 
     class Lent(Tensor):
         is_cuda = True  # type: ignore[assignment]
@@ -75,7 +76,7 @@ def test_on_a_gpu_the_memory_waits_for_the_stream_that_updates(monkeypatch: pyte
 
 
 def test_gradients_that_a_trainer_clears_in_place() -> None:
-    """What it fills with zeros is not where the perturbed weights are."""
+    """Gradients that the trainer fills with zeros do not hold the perturbed weights."""
     results = []
     for exclusive in (True, False):
         params = make_parameters(SHAPES, torch.float32)
@@ -126,7 +127,7 @@ def viewed(params: Params) -> list[Tensor]:
 
 @pytest.mark.parametrize("how", [shared, bucketed, from_numpy, aliased, viewed])
 def test_memory_that_others_hold_is_not_taken(how: Callable[[Params], list[Tensor]]) -> None:
-    """The step is exchanged with memory of its own."""
+    """The step then swaps with separate memory."""
     results = []
     for exclusive in (True, False):
         params = make_parameters([(4, 3), (4, 3)], torch.float32)
@@ -146,7 +147,7 @@ def test_memory_that_others_hold_is_not_taken(how: Callable[[Params], list[Tenso
 
 @pytest.mark.slow
 def test_a_compiled_model_is_not_compiled_again() -> None:
-    """Its weights lie elsewhere in every second pass."""
+    """The storage of its weights changes in every second pass."""
     from torch._dynamo.testing import CompileCounter
 
     results, counter = [], CompileCounter()
@@ -199,7 +200,7 @@ def test_several_dtypes_take_the_ordinary_way(dtypes: tuple[torch.dtype, ...], b
 
 
 def test_parameters_that_the_model_gave_up_are_noticed() -> None:
-    """Whatever the exchange keeps of them, nobody else refers to them."""
+    """The storage swap keeps references to the parameters, and must notice that no other references exist."""
     model = nn.Linear(3, 2)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, assume_no_alias=True)
     for step in range(2):
@@ -210,7 +211,7 @@ def test_parameters_that_the_model_gave_up_are_noticed() -> None:
 
 
 def test_a_graph_of_the_other_point_is_refused() -> None:
-    """What autograd saved of the weights is not silently replaced by the exchange."""
+    """The swap does not silently replace weights that autograd saved."""
     w = nn.Parameter(torch.ones(3))
     opt = FusedSAM([w], SGD, lr=0.1, assume_no_alias=True)
     loss = (w * w.exp()).sum()

@@ -1,8 +1,6 @@
 """The bytes that `FusedSAM(assume_no_alias=True)` saves, and half-precision weights, whose master copies are then not
 compared with them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -46,7 +44,7 @@ def test_written_half_precision_weights_are_taken_over(write: str, backend: Back
 
 @needs_interpreter
 def test_thirty_bytes_with_a_master_copy() -> None:
-    """All that the kernels access in a step; 36 where writes of others have to be noticed."""
+    """The kernels access 30 bytes in a step, and 36 if writes of users have to be noticed."""
     params = make_parameters([(128, 64), (4096,)], HALF)
     opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, backend="triton", assume_no_alias=True)
 
@@ -67,9 +65,11 @@ def test_thirty_bytes_with_a_master_copy() -> None:
 
 @native
 def test_thirty_six_bytes_with_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By experiment, as the interpreter sees no compiled kernels: the first pass does not write the weights' memory,
-    the second does not read the perturbed ones and does not write them. That is the registry's separate perturbation,
-    and an update of the weights alone."""
+    """The first pass does not write the weights' storage; the second neither reads nor writes the perturbed weights.
+
+    The interpreter does not see compiled kernels, so this is shown by experiment. The calls are a separate perturbation
+    and an update of the weights.
+    """
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     params, called, real = make_parameters(SHAPES, torch.float32), [], direct_calls._function
     monkeypatch.setattr(direct_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))

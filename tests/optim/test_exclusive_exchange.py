@@ -1,7 +1,4 @@
-"""Which parameters of an exclusive owner change their memory: a rule on sizes, and the same bits, memory and promises
-at both of its sides."""
-
-from __future__ import annotations
+"""The choice of parameters that swap storage: a rule on sizes, with the same bits and memory for both choices."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +26,7 @@ def made(sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[nn.Pa
 
 
 def moved(params: Sequence[Tensor], opt: FusedSAM) -> list[bool]:
-    """Which parameters lie elsewhere at the perturbed point."""
+    """Return, per parameter, True if its storage is swapped at the perturbed point."""
     backward([p for p in params if p.requires_grad], 0)
     before = places(params)
     with opt.perturbed():
@@ -53,7 +50,7 @@ def test_both_sides_of_the_limit(side: str, dtype: torch.dtype, base: type[torch
 
 @native
 def test_frozen_parameters_do_not_count() -> None:
-    """What decides are the parameters that a step perturbs."""
+    """Only the parameters that a step perturbs decide."""
     params = made((LARGE, SMALL, SMALL))
     opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=True)
     assert moved(params, opt) == [False] * 3
@@ -69,7 +66,7 @@ def test_frozen_parameters_do_not_count() -> None:
 @pytest.mark.parametrize("sizes", [(LARGE, SMALL), (LARGE, SMALL, SMALL)], ids=["exchanged", "in place"])
 @pytest.mark.parametrize("absent", [0, 1])
 def test_the_second_pass_may_have_fewer_gradients(absent: int, sizes: tuple[int, ...]) -> None:
-    """Those that remain would be decided otherwise on their own."""
+    """The parameters with a second gradient would by themselves lead to a different choice."""
     params, plain = made(sizes), made(sizes)
     optimizers = [FusedSAM(p, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=p is params) for p in (params, plain)]
     before, places_before = copies(params), places(params)
@@ -97,7 +94,7 @@ def test_what_pays_on_a_gpu_follows_from_its_prediction() -> None:
         SimpleNamespace(is_cuda=True, numel=lambda n=n: n) for n in (MIN_MEAN_NUMEL_CUDA, MIN_MEAN_NUMEL_CUDA - 1)
     ]
     assert worth_swapping(on_gpu[:1]) and not worth_swapping(on_gpu)
-    seconds, bandwidth = 2.4e-6, 4.3e12  # of an exchange on the host; of a large copy on an H200
+    seconds, bandwidth = 2.4e-6, 4.3e12  # duration of a swap on the host; speed of a large copy on an H200
     assert 2 ** round(math.log2(seconds * bandwidth / 4)) == MIN_MEAN_NUMEL_CUDA
 
 

@@ -1,7 +1,5 @@
 """Parameters that need no gradient cost nothing, and join with fresh state when they have their first one."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -19,7 +17,7 @@ SHAPES = [(5, 3), (8,), (4, 2, 3)]
 
 
 class Adapted(nn.Module):
-    """A frozen layer of many weights, and beside it a hundredth of them that are trained."""
+    """A frozen layer with many weights, and a trained layer with a hundredth of them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ def step(model: nn.Module, opt: FusedSAM, number: int) -> None:
 
 
 def tensor_bytes() -> int:
-    """Of the memory of all tensors that are alive."""
+    """Return the bytes of all live tensors."""
     gc.collect()
     storages = {
         storage.data_ptr(): storage.nbytes()
@@ -66,7 +64,7 @@ def tensor_bytes() -> int:
     ids=str,
 )
 def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SAM, each: int) -> None:
-    """`each`: bytes per parameter that is trained (docs/fused_sam.md)."""
+    """`each`: bytes per parameter that is trained (docs/fused_sam_memory.md)."""
     model, (cls, options) = Adapted(dtype), BASES[base]
     before = tensor_bytes()
     opt = FusedSAM(model.parameters(), cls, variant=sam, **options)
@@ -166,7 +164,7 @@ def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
 
 
 def test_steps_beside_frozen_parameters_are_short() -> None:
-    """After the first step all is looked at in the shorter way."""
+    """After the first step, parameters are checked by the fast path."""
     params = make_parameters(SHAPES, torch.float32)
     params[0].requires_grad_(False)
     opt = FusedSAM(params, SGD, lr=0.1)

@@ -1,6 +1,4 @@
-"""Gradients that are absent, zero, not finite or in another order; parameters of every layout and precision."""
-
-from __future__ import annotations
+"""Gradients that are absent, zero, not finite or reordered; parameters of every layout and precision."""
 
 import math
 
@@ -85,8 +83,7 @@ def test_large_half_precision_gradients_do_not_overflow_the_norm(backend: Backen
 
 
 def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend: Backend) -> None:
-    """bfloat16 rounds a perturbation that is small beside the weights to nothing, or to one unit: it must at least be
-    the rounding of the right point, step after step."""
+    """bfloat16 rounds a small perturbation to zero or to one unit: it must be the rounding of the right point."""
     p = nn.Parameter(torch.ones(4000, dtype=torch.bfloat16, device=backend.device))
     opt = FusedSAM([p], SGD, rho=0.05, lr=1e-3, backend=backend.name)
     master = torch.ones(4000, device=backend.device)

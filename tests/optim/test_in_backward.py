@@ -1,7 +1,7 @@
-"""`FusedSAM(assume_no_alias=True, optimizer_in_backward=True)`: the bits of an ordinary step, each update as soon as
-its gradient is whole; and what it refuses."""
+"""`FusedSAM(assume_no_alias=True, optimizer_in_backward=True)`: the bits of an ordinary step, and refusals.
 
-from __future__ import annotations
+Each parameter is updated as soon as its gradient is complete.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +86,7 @@ def test_what_changes_between_the_passes(base: str, what: str) -> None:
 
 
 def test_without_cleared_gradients_it_changes_nothing() -> None:
-    """`perturbed()` among them: who looks at the perturbed point trains nothing."""
+    """Backward passes in `perturbed()` do not train."""
     params = make_parameters(SHAPES, torch.float32)
     opt, before = made(params), copies(params)
     backward(params, 0)

@@ -1,8 +1,6 @@
 """Interrupts at the places that no line of the code stands for: in torch's switches, in the kernels, in the making of a
 call."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,8 +46,10 @@ def test_raising_at_every_line(spec: Spec, style: str, warm: int, backend: str |
 def test_the_reference_interrupted_in_its_update_writes_nothing(
     backend: str, spec: Spec, warm: int, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes the state of a segment before its weights, and these after those of the segments before. `foreach` has
-    its half precision from it."""
+    """The reference writes the state of a segment before its weights, and segments one after the other.
+
+    `foreach` calls the reference for half precision.
+    """
     write, calls, last = reference._write, [], 0
 
     def interrupted(*operands: Any) -> None:
@@ -93,7 +93,7 @@ def test_autograd_is_on_after_an_interrupt_where_torch_switches_it(backend: str,
     plan = Plan(SGD, style, 2, backend)
     plan.folders = (torch.autograd.grad_mode.__file__,)
     lines = plan.lines()
-    assert lines > 0 or backend == "auto"  # whose calls need no switch
+    assert lines > 0 or backend == "auto"  # calls of `auto` need no switch
     for line in range(lines):
         training = plan.make()
         with pytest.raises(Interrupt), Tracer(line, plan.folders):
@@ -139,7 +139,7 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.
 
 @pytest.mark.parametrize("where", ["pad_state", "_function"])  # before and after the addresses are others
 def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(where: str) -> None:
-    """Those of the step before are of another kind, or have the addresses of a state that is gone by then."""
+    """Cached calls of the step before have a different kind, or addresses of a state that has been freed."""
     if backends.select("auto", torch.device("cpu"), torch.float32).name != "native":
         pytest.skip("the compiled kernels alone are called past torch")
 

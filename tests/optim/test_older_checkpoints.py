@@ -1,7 +1,5 @@
 """Optimizers that commit 59d46cb saved, and how they train on: keys of state dicts and pickles outlive a rename."""
 
-from __future__ import annotations
-
 import gzip
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MSAM and the last gradient: their papers, one pass a step, what comes out of order, costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +66,7 @@ def test_parameters_without_a_gradient(name: str) -> None:
     """Their weights stay; their momentum goes on pushing, a gradient that was not there does not."""
     params = make_parameters([(4,), (3,)], torch.float64)
     opt = FusedSAM(params, lr=0.1, momentum=0.9, variant=type(ONE_PASS[name][0])(0.5))
-    opt.step()  # nobody has one
+    opt.step()  # no parameter has a gradient
     for grads in ((1.0, 2.0), (3.0, None), (1.0, None)):
         for p, g in zip(params, grads, strict=True):
             p.grad = None if g is None else torch.full_like(p, g)
@@ -151,7 +149,7 @@ def test_weights_swapped_and_put_back_are_no_harm() -> None:
 
 @every_variant
 def test_a_training_state_beside_an_evaluated_model(name: str) -> None:
-    """The model's weights are the clean ones, where the optimizer's state is that of the perturbed point."""
+    """Evaluated weights are the clean ones, and the optimizer's state belongs to the perturbed ones."""
     old, new = trained(name, 2), trained(name, 0)
     state = old.opt.state_dict()
     old.opt.eval()

@@ -1,8 +1,6 @@
 """MSAM and the last gradient: evaluated at the clean weights, saved, interrupted, and following the model's own
 modes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

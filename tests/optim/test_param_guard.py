@@ -1,7 +1,5 @@
 """`ParamGuard`, which compares an unchanged step at once: it finds exactly the gradients that are expected."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Another library's SAM: the same trajectories, and its own tests run on FusedSAM."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

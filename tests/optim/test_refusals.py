@@ -1,7 +1,5 @@
 """Refusals of the optimizer and its variants: the call, and words of the answer. Nothing changes then."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Schedules of rho: the values that they write, and that they go on from a saved state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,4 @@
-"""`stochastic_rounding=True`: what half-precision weights become at the perturbed point, step after step, and after a
-checkpoint."""
-
-from __future__ import annotations
+"""`stochastic_rounding=True`: half-precision weights at the perturbed point, over steps and after a checkpoint."""
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ def made(dtype: torch.dtype = torch.bfloat16, stochastic: bool = True, rho: floa
 
 
 def perturbations(weight, gradient, optimizer, count: int) -> list[torch.Tensor]:
-    """How far the weights move in each of `count` first passes that are taken back."""
+    """Return the change of the weights in each of `count` first passes that are restored."""
     before, found = weight.detach().clone(), []
     for _ in range(count):
         weight.grad = gradient.clone()

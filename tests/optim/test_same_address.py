@@ -1,8 +1,6 @@
 """A parameter that changes and keeps its address: another shape, order, dtype or size of its storage is noticed before
 a kernel touches memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -46,7 +44,7 @@ def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def model(device: str) -> list[nn.Parameter]:
-    """The first one has room behind it in its storage."""
+    """Return parameters; the first one has unused elements after it in its storage."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(SIDE + 6, SIDE, generator=generator).to(device)
     last = numbers[-1].clone()
@@ -135,8 +133,7 @@ def test_a_transposed_square_goes_on_in_its_new_order(backend: Backend) -> None:
 
 
 def test_a_parameter_cut_while_its_memory_is_exchanged(backend: Backend) -> None:
-    """With `assume_no_alias=True` large weights lie elsewhere between the passes; a cut there is not undone, but
-    told."""
+    """With `assume_no_alias=True` large weights are swapped between the passes; a cut is not undone but reported."""
     p = nn.Parameter(torch.ones(300, 300, device=backend.device))
     opt = FusedSAM([p], SGD, lr=0.1, assume_no_alias=True, backend=backend.name)
     p.grad = torch.ones_like(p)

@@ -1,7 +1,7 @@
-"""Any sequence of what users do, against the oracle: steps of every style, absent gradients, saving, copying, moving,
-new groups, new options."""
+"""Random sequences of user calls, compared with the oracle.
 
-from __future__ import annotations
+They have steps of every style, absent gradients, saving, copying, moving, new groups and new options.
+"""
 
 import copy
 from typing import Any

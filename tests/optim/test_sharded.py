@@ -1,6 +1,4 @@
-"""Sharded parameters (fully_shard, tensor parallelism): the step is that of the whole model, on every rank."""
-
-from __future__ import annotations
+"""Sharded parameters (fully_shard, tensor parallelism): the step equals the whole model's step on every rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,20 +29,15 @@ def test_two_ranks_make_the_unsharded_step() -> None:
     from tests.helpers import sharded_states as states
 
     keep(
-        2,
-        (ranks.steps_beside_unsharded, (False,)),
-        (ranks.one_sum_a_step, ()),
-        (ranks.not_finite, ()),
-        (ranks.no_stale_copy, ()),
-        (ranks.unequal_meshes, ()),
-        (states.resumed_in_memory, (False,)),
-    )
+        2, (ranks.steps_beside_unsharded, (False,)), (ranks.one_sum_a_step, ()), (ranks.not_finite, ()),
+        (ranks.no_stale_copy, ()), (ranks.unequal_meshes, ()), (states.resumed_in_memory, (False,)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "limit"), [("native", 1e-7), ("foreach", 1e-6), ("reference", 1e-6)])
 @pytest.mark.parametrize("numel", [10_000, 300_000])
 def test_by_how_much_the_norm_differs(numel: int, name: str, limit: float) -> None:
-    """Of the same gradients, whole and in shards; docs/sharded.md has these limits."""
+    """Compare norms of whole and sharded gradients; docs/sharded.md has these limits."""
     if name == "native" and backends.select("auto", torch.device("cpu"), torch.float32).name != name:
         pytest.skip("no compiled CPU kernels here")
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)) ** 3

@@ -1,6 +1,4 @@
-"""State dicts at any moment: what resumes, what is interchangeable with torch, what is refused."""
-
-from __future__ import annotations
+"""State dicts at any moment: resuming, exchange with torch's optimizers, refusals."""
 
 import copy
 import io
@@ -32,7 +30,7 @@ def through_a_file(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", BASES)
 def test_the_format_is_that_of_the_base_optimizer(name: str, backend: Backend) -> None:
-    """What FusedSAM saves, torch's optimizer loads, and the other way round."""
+    """torch's optimizer loads the state of FusedSAM, and FusedSAM loads torch's."""
     base, options = BASES[name]
     model = Model(torch.float64, backend.device)
     opt = FusedSAM(model.parameters(), base, backend=backend.name, **options)

@@ -1,7 +1,5 @@
 """`FusedSAM(..., model=...)`: the second pass stays out of running statistics; and which pass it is."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref
@@ -60,7 +58,7 @@ STYLES = (with_a_closure, in_halves, in_a_context)
 
 
 def passes_of(model: nn.Module) -> list[int]:
-    """How many batches each layer with statistics has seen."""
+    """Return the number of batches that each layer with statistics has counted."""
     return [int(b) for name, b in model.named_buffers() if name.endswith("num_batches_tracked")]
 
 

@@ -1,6 +1,4 @@
-"""A step in every style, and what users do between its two passes."""
-
-from __future__ import annotations
+"""A step in every style, and calls of users between its two passes."""
 
 import math
 from functools import partial
@@ -34,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def test_restoring_is_bitwise(
     seed: int, dtype: torch.dtype, rho: float, adaptive: bool, name: str, special: bool
 ) -> None:
-    """Whatever the weights: large beside small, negative zeros, infinities, NaN."""
+    """Weights may be large next to small, negative zeros, infinities or NaN."""
     params = make_parameters([(37,), (4, 5)], dtype, seed=seed)
     with torch.no_grad():
         params[0].mul_(1e3)

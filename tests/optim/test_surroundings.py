@@ -1,6 +1,4 @@
-"""What stands around an optimizer: hooks, schedulers, BatchNorm, distributed training, the package's names."""
-
-from __future__ import annotations
+"""Code around an optimizer: hooks, schedulers, BatchNorm, distributed training, names of the package."""
 
 import warnings
 from typing import Any
@@ -99,8 +97,8 @@ SCHEDULERS: dict[str, Any] = {
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("style", ["closure", "halves"])
 def test_schedulers_see_the_steps_and_set_the_rate(style: str, tensor: bool, scheduler: str, owner: str) -> None:
-    """No warning that `scheduler.step()` came before `optimizer.step()`, and the same rates as around the base
-    optimizer alone."""
+    """There is no warning that `scheduler.step()` came before `optimizer.step()`, and the rates are the base
+    optimizer's."""
     lr = 0.1
     params, plain_params = make_parameters([(5,)], torch.float64), make_parameters([(5,)], torch.float64)
     opt = FusedSAM(params, SGD, rho=0.0, lr=torch.tensor(lr, dtype=torch.float64) if tensor else lr, momentum=0.9)
@@ -133,15 +131,10 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(2, 3, 3),
-            nn.BatchNorm2d(3),
-            nn.InstanceNorm2d(3, track_running_stats=True),
-            nn.Flatten(),
-            nn.BatchNorm1d(3 * 36, momentum=None),
-            nn.Linear(3 * 36, 2),
-            nn.BatchNorm1d(2, track_running_stats=False),
+            nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten(),
+            nn.BatchNorm1d(3 * 36, momentum=None), nn.Linear(3 * 36, 2), nn.BatchNorm1d(2, track_running_stats=False),
             nn.SyncBatchNorm(2),
-        )
+        )  # fmt: skip
         self.layers[-1].eval()  # SyncBatchNorm trains on GPUs only
 
     def forward(self, x: Tensor) -> Tensor:

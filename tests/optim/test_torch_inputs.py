@@ -1,8 +1,6 @@
 """torch's own inputs for testing optimizers, with an entry for FusedSAM around each of torch's optimizers that can be a
 base."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings
@@ -76,7 +74,7 @@ def entry(name: str) -> Any:
 
 
 def inputs_of(name: str) -> Iterator[Any]:
-    """Every input of a base; the last one that is printed is the one that failed."""
+    """Yield every input of a base; the last printed one has failed."""
     found = torchs_own()._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float64, entry(name))
     assert found
     for optim_input in found:

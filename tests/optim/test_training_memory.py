@@ -1,6 +1,4 @@
-"""The memory of whole steps is that of the tables in docs/fused_sam.md, at a tenth of their size or less."""
-
-from __future__ import annotations
+"""The memory of whole steps equals the tables in docs/fused_sam_memory.md, at a tenth of their size or less."""
 
 import sys
 
@@ -14,12 +12,9 @@ from tests.helpers.training_memory import measure
 @pytest.mark.parametrize(
     ("name", "peak", "between"),
     [
-        ("SGD", 4, 0),
-        ("FusedSAM", 8, 4),
-        ("FusedSAM, exclusive", 8, 0),
-        ("FusedSAM, in_backward", 4.5, 0),
+        ("SGD", 4, 0), ("FusedSAM", 8, 4), ("FusedSAM, exclusive", 8, 0), ("FusedSAM, in_backward", 4.5, 0),
         ("bfloat16: FusedSAM", 10, 8),
     ],
-)
+)  # fmt: skip
 def test_bytes_per_parameter(name: str, peak: float, between: float) -> None:
     assert measure(name, layers=8, width=1024) == pytest.approx((peak, between), abs=0.9)

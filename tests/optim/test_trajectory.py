@@ -1,7 +1,5 @@
 """FusedSAM against an independent SAM in float64: every base optimizer, dtype and option, over many steps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +56,7 @@ def follow(opt: FusedSAM, oracle: Oracle, params: list[nn.Parameter], steps: int
         backward(params, step)
         norm = oracle.perturb(gradients(params))
         opt.first_step()
-        # The norm of adaptive groups is that of the rounded weights, not of the master copy.
+        # The norm of adaptive groups uses the rounded weights, and not the master copy.
         torch.testing.assert_close(
             opt.grad_norm.cpu(), norm, rtol=max(rounded(dtype)[0], trajectory(dtype, step + 1)[0]), atol=0
         )

@@ -1,6 +1,4 @@
-"""What is one variant's own: its special cases, its helpers, and other libraries' classes beside it."""
-
-from __future__ import annotations
+"""Single variants: special cases, helpers, and comparisons with classes of other libraries."""
 
 import copy
 import math
@@ -29,7 +27,7 @@ def test_a_half_of_wsam_is_sam_and_nothing_of_it_the_base_optimizer() -> None:
 
 
 class Part(SAM):
-    """A mix of g2 alone, with another weight than 1."""
+    """A variant that combines only g2, with a weight other than 1."""
 
     @property
     def mix(self) -> Mix:
@@ -42,7 +40,7 @@ class Own(torch.optim.SGD):
 
 @pytest.mark.parametrize("base", [torch.optim.SGD, Own], ids=lambda base: base.__name__)
 def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]) -> None:
-    """A step that perturbs is as with so much less of a learning rate; one that does not has the whole gradient."""
+    """A perturbed step has its learning rate scaled by the weight; an unperturbed step has the whole gradient."""
     start, _ = problem()
     ends = []
     for sam, lr in ((Part(RHO, interval=2), 0.1), (SAM(RHO, interval=2), 0.025)):
@@ -82,8 +80,7 @@ def test_asam_scales_another_direction_as_it_scales_the_gradient(dtype: torch.dt
 
 
 def test_the_radius_of_a_loss_is_both_of_its_kinds_in_these_steps() -> None:
-    """Else the case beside the paper would show one of them only; and `rho` bounds it in every group, as a number and
-    as a tensor."""
+    """The paper's case has both kinds of radius; `rho` bounds it in every group, as a number and as a tensor."""
     training, radii = fused(SAM(RHO, rho_fn=LESAM(sigma=8.0)), "sgd", 0), []
     for t in range(6):
         training.backward(t)
@@ -209,8 +206,7 @@ def test_sam_on_without_normalisation_layers() -> None:
 
 
 def test_a_sharpness_follows_the_schedule_of_the_learning_rate() -> None:
-    """`lr` as a number that somebody changes, and as a tensor: the correction after the update has the learning rate of
-    its step."""
+    """The correction after the update has the learning rate of its step, which may be a number or a tensor."""
     ends = []
     for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
         training = fused(WSAM(RHO, gamma=0.8), "adamw", 2)

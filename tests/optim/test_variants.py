@@ -1,8 +1,6 @@
 """The variants of SAM: each against its paper's equations in float64, written without fastsam; and the promises of a
 step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -29,8 +27,8 @@ def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend
 def test_a_step_between_is_the_base_optimizers(
     base: str, dtype: torch.dtype, exclusive: bool, backend: backends.Backend
 ) -> None:
-    """After one that perturbed: the bits of a step with rho = 0, and half-precision weights that somebody wrote are
-    taken over."""
+    """A step after a perturbed one has the bits of a step with rho = 0, and takes over half-precision weights that were
+    written outside of it."""
     if exclusive and dtype != torch.float32:
         pytest.skip("the promise of `exclusive` forbids such writes")
     if backend.device != "cpu":
@@ -85,7 +83,7 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     params = [nn.Parameter(p) for p in start]
     opt = FusedSAM(params, torch.optim.SGD, variant=GSAM(RHO, alpha=ALPHA), lr=1.0)
     before = [p.detach().clone() for p in params]
-    opt.first_step()  # nobody has one: the field of first gradients is there, and empty
+    opt.first_step()  # no parameter has a gradient: the field of first gradients exists and is empty
     opt.restore()
     g = [torch.full_like(p, 2.0) for p in params]
     params[0].grad, params[1].grad, params[2].grad = g[0].clone(), g[1].clone(), None
@@ -100,8 +98,7 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
 
 
 def test_one_bad_gradient_costs_one_step() -> None:
-    """A first gradient with inf leaves no weight of the gradients behind, of which the next check would make another
-    skipped step."""
+    """After a first gradient with inf no coefficients remain that would make the next check skip a step."""
     params, opt = fused(GSAM(RHO, alpha=ALPHA), "sgd", 1, skip_nonfinite=True)
     for p in params:
         p.grad = torch.full_like(p, torch.inf)
@@ -114,11 +111,11 @@ def test_one_bad_gradient_costs_one_step() -> None:
     assert not same_bits(before, copies(params))
 
 
-# Every case compiles for seconds; of one with intervals torch compiles both kinds of step, for any number of them.
+# Every case compiles for seconds. With intervals torch compiles both kinds of step once, for all steps.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_step_is_the_same(name: str) -> None:
-    torch._dynamo.reset()  # of what other tests have compiled
+    torch._dynamo.reset()  # drop what other tests have compiled
     sam = CASES[name].sam
     (params, opt), eager = fused(sam, "sgd", 1), fused(sam, "sgd", 13)  # state is made in an ordinary step
     _, loss = problem()

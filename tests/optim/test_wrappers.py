@@ -1,7 +1,5 @@
 """Base optimizers that wrap another one, or have modes: refused by name, or served in both modes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -46,7 +44,7 @@ def test_a_wrapper_is_refused_by_name(base: Any, message: str) -> None:
 
 
 def test_two_passes_over_parameters_of_opacus_are_refused() -> None:
-    """As it marks them. It would add the gradients of both passes; of a variant of one pass it makes one private."""
+    """Opacus marks its parameters. It would add the gradients of both passes; one-pass variants become private."""
     params = make_parameters([(3,)], torch.float32)
     twice, once = FusedSAM(params, SGD, lr=0.1), FusedSAM(params, SGD, lr=0.1, momentum=0.9, variant=MSAM(rho=0.1))
     params[0].summed_grad = None  # type: ignore[attr-defined]
@@ -57,7 +55,7 @@ def test_two_passes_over_parameters_of_opacus_are_refused() -> None:
 
 
 def test_lookahead_around_sam_is_lookahead_of_its_steps() -> None:
-    """What the message says that works, beside an independent SAM whose weights are interpolated by hand."""
+    """The remedy in the message equals an independent SAM whose weights are interpolated by hand."""
     params: list[nn.Parameter] = make_parameters([(5, 3), (8,)], torch.float64)
     oracle = Oracle([{"params": params}], SGD, {"rho": 0.3, "lr": 0.1})
     slow = [p.detach().clone() for p in oracle.params]

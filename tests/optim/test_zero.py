@@ -1,7 +1,4 @@
-"""State over several ranks (ZeroRedundancyOptimizer): as the base of SAM it works; around SAM each rank would have a
-norm of its own."""
-
-from __future__ import annotations
+"""State sharded over ranks (ZeroRedundancyOptimizer): it works as the base of SAM, and is refused around SAM."""
 
 import numpy as np
 import pytest
@@ -14,8 +11,10 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built
 
 
 def test_zero_is_the_base_and_never_around() -> None:
-    """Around FusedSAM it would make one of each rank's parameters: each perturbs a part, by a norm of its own. (One
-    test, for two processes that import torch.distributed.optim take their seconds.)"""
+    """Around FusedSAM each rank would perturb its parameters by a norm of them.
+
+    One test has both cases, because two processes take seconds to import torch.distributed.optim.
+    """
     (whole, parted, here, heard), (_, other, there, _) = on_ranks(2, beside_zero)
     for p, q, r in zip(whole, parted, other):
         np.testing.assert_array_equal(q, r, "the ranks stay together")

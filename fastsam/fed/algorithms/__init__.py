@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastsam.fed.algorithms.base import (
     Aggregate,
     Algorithm,
+    Client,
     ClientResults,
     Direction,
     LocalUpdate,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Algorithm",
+    "Client",
     "Direction",
     "LocalUpdate",
     "Round",

@@ -3,30 +3,33 @@ its rule for alpha)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.mixture import Mixture
 
 
 @dataclass(frozen=True)
 class APFL(Algorithm):
-    """FedAvg, and each client's own model, a mixture of the shared model and of a v_i that only this client trains.
+    """FedAvg, and for each client a mixture u of the shared model w_i and a private model v_i.
 
-        u = alpha_i*v_i + (1 - alpha_i)*w_i
-        v_i <- v_i - lr * alpha_i*grad f_i(u),   w_i <- w_i - lr * grad f_i(w_i)         in each local step, on one
-        batch, from one point alpha_i <- clip(alpha_i - eta_alpha*<v_i - w_i, grad f_i(u)>, 0, 1)              in the
-        first step of a round
+        u       = alpha_i*v_i + (1 - alpha_i)*w_i
+        v_i     <- v_i - lr * alpha_i*grad f_i(u)                                  in each local step
+        w_i     <- w_i - lr * grad f_i(w_i)                                        on the same batch
+        alpha_i <- clip(alpha_i - eta_alpha*<v_i - w_i, grad f_i(u)>, 0, 1)        in the first step of a round
 
-    Own models are u with the global w. alpha: the first alpha_i, ours by choice; eta_alpha: None for the round's lr, as
-    in the paper, 0 for an alpha that stays. v_i begins as the first model that the client receives. The run's momentum
-    and weight decay are those of both. Per round and client 1 P down and 1 P up; state: w, and v_i and alpha_i on every
-    client. Two back-propagations a step.
+    A client's model is u with the global w. v_i begins as the first model that the client receives. The run's momentum
+    and weight decay apply to both models. Per round and client 1 P down and 1 P up; state: w, and v_i and alpha_i on
+    every client. Two backward passes a step.
+
+    Args:
+        alpha: the first alpha_i. The default is our choice.
+        eta_alpha: learning rate of alpha_i; None for the round's lr, as in the paper; 0 for a constant alpha_i.
     """
 
     client_vectors: ClassVar[float] = 1
@@ -46,13 +49,22 @@ class APFL(Algorithm):
         w = server["w"]
         return {"v_i": w, "alpha": torch.full((1,), self.alpha, dtype=torch.float64, device=w.device)}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        rate = round.lr if self.eta_alpha is None else self.eta_alpha
-        return LocalUpdate(beside=client["v_i"], mixture=Mixture(client["alpha"].flatten(), rate))
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor]:
+        eta_alpha = round.lr if self.eta_alpha is None else self.eta_alpha
+        v, alpha = client.second_model(state["v_i"]), state["alpha"]
+        for step, (x, y) in enumerate(client.batches()):
+            w, alpha_before = client.w.clone(), alpha[0]
+            client.w = w.lerp(v.w, alpha.to(w.dtype))
+            gradients = client.gradient(x, y)
+            client.w = w
+            if step == 0 and eta_alpha:
+                alpha = (alpha - eta_alpha * client.dot(gradients, v.w - w)).clamp(0, 1)
+            v.update(gradients, alpha_before)
+            client.step(x, y)
+        return {"delta_v": v.w - state["v_i"], "alpha": alpha}
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        assert results.inner is not None and results.alpha is not None  # local_update asked for a mixture
-        state = {"v_i": client["v_i"] + results.inner, "alpha": results.alpha[:, None]}
+        state = {"v_i": client["v_i"] + results.extra["delta_v"], "alpha": results.extra["alpha"]}
         return state, Upload(mean={"delta": results.delta})
 
     def own_model(self, server: State, client: State) -> Tensor:

@@ -1,8 +1,9 @@
 """The base class of algorithms: constants of the local update, states of the clients, and the server's step.
 
 An algorithm is a frozen dataclass of hyper-parameters with pure functions. They return new states and never write into
-the tensors that they get. It has no local loop and knows neither backends nor executors. `Algorithm` itself is
-federated averaging, so a subclass overrides only the differences.
+the tensors that they get. It knows neither backends nor executors. `Algorithm` itself is federated averaging, so a
+subclass overrides only the differences. The local work has two forms: constants of the local update rule
+(`local_update`), which every executor can run for many clients at once, or a loop (`train_client`).
 
 All vectors are flat rows `[row_size]` in the dtype of the weights: the trainable parameters in the order of
 `model.parameters()`, with zero padding between them. The elements of a parameter are in storage order. `round.layout`
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from fastsam.fed.executors.client import Client
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from fastsam.fed.step.parameter_layout import ParameterLayout
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Aggregate",
     "Algorithm",
+    "Client",
     "ClientResults",
     "Direction",
     "LocalUpdate",
@@ -162,6 +165,23 @@ class Algorithm:
         vectors `[row_size]` if their numbers (rho, ...) differ."""
         return LocalUpdate()
 
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor] | None:
+        """Do the local work of one client in one round. Override it if constants of the local update rule do not
+        suffice.
+
+        Args:
+            client: the client's data, model and steps. `client.step` uses the constants of `local_update`.
+            server: the server's state.
+            state: the client's state, without a dimension for rows.
+            round: the round.
+
+        Returns:
+            tensors that `finish_client` gets as `results.extra`, `[n, ...]`, or None.
+        """
+        for x, y in client.batches():
+            client.step(x, y)
+        return None
+
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """Return the new states of n clients, `[n, ...]`, and their uploads.
 
@@ -177,6 +197,12 @@ class Algorithm:
         """Return a client's own model, `[row_size]`, from its state. It is evaluated on the client's test samples if
         `own_models` is True."""
         return server["w"]
+
+
+def has_loop(algorithm: object) -> bool:
+    """Return True if an algorithm, or the algorithm that it wraps, has a `train_client` of its own."""
+    method = getattr(getattr(algorithm, "inner", algorithm), "train_client", None)
+    return method is not None and getattr(method, "__func__", method) is not Algorithm.train_client
 
 
 def no_server_lr(algorithm: object, round: Round) -> None:

@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload
 from fastsam.fed.common.checks import integer, number
 
 
 @dataclass(frozen=True)
 class Ditto(Algorithm):
-    """FedAvg, and beside it a model v_i of each client, trained on the same batches and held to the global one.
+    """FedAvg, and a second model v_i of each client, trained on the same batches with a proximal term.
 
-        v_i <- v_i - lr * (grad f_i(v_i) + lam*(v_i - w^t))     in each local step of a round in which client i takes
-        part
+        v_i <- v_i - lr * (grad f_i(v_i) + lam*(v_i - w^t))     in each local step
 
-    v_i begins as the first model that the client receives. epochs: passes over its data for v_i; None: the run's local
-    work. Per round and client 1 P down and 1 P up; state: w, and v_i on every client. Two back-propagations for each
-    local step of w.
+    v_i begins as the first model that the client receives. Per round and client 1 P down and 1 P up; state: w, and v_i
+    on every client. Two backward passes for each local step of w.
+
+    Args:
+        lam: weight of the proximal term.
+        epochs: passes over the client's data for v_i; None for the run's local work.
     """
 
     client_vectors: ClassVar[float] = 1
@@ -40,18 +43,17 @@ class Ditto(Algorithm):
     def init_client(self, server: State) -> State:
         return {"v_i": server["w"]}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        own = LocalUpdate(
-            start=client["v_i"],
-            proximal_coefficient=self.lam,
-            gradient_offset=-self.lam * server["w"],
-            epochs=self.epochs,
-        )
-        return LocalUpdate(then=own)
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor]:
+        for x, y in client.batches():
+            client.step(x, y)
+        proximal = LocalUpdate(proximal_coefficient=self.lam, gradient_offset=-self.lam * server["w"])
+        client.begin(state["v_i"], proximal)
+        for x, y in client.batches(self.epochs):
+            client.step(x, y)
+        return {"delta_v": client.delta}
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        assert results.then is not None  # of the phase that local_update asked for
-        return {"v_i": client["v_i"] + results.then.delta}, Upload(mean={"delta": results.delta})
+        return {"v_i": client["v_i"] + results.extra["delta_v"]}, Upload(mean={"delta": results.delta})
 
     def own_model(self, server: State, client: State) -> Tensor:
         return client["v_i"]

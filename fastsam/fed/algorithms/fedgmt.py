@@ -7,29 +7,37 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, LocalUpdate, Round, State
+from fastsam.fed.algorithms.base import Aggregate, Client, LocalUpdate, Round, State
+from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, check_phi
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.teacher import Teacher, divergence
 
 
 @dataclass(frozen=True)
 class FedGMT(DynamicRegularizer):
-    """Clients stay close, in their outputs, to a moving average e of the global model: its loss less theirs stands in
-    for the global sharpness.
+    """The clients' outputs stay close to the outputs of a moving average e of the global model. The difference of the
+    two losses approximates the global sharpness.
 
         f_i = loss(w) + gamma * tau^2 * KL(softmax(out_e/tau) || softmax(out_w/tau))
         w <- w - lr * (grad f_i + phi*h_i + weight_decay*w)
         h_i <- h_i + Delta_i,   H <- H + 1/N * sum_i Delta_i;   w^{t+1} = w^t + mean_i Delta_i + H
         e^{t+1} = alpha*e^t + (1 - alpha)*w^{t+1},   e^0 = w^0
 
-    phi is the paper's 1/beta, h_i = -beta*u_i; there is no proximal term beside the dual one. H, the mean of h_i over
-    all clients, and the numbers are those of the authors' code; a published transcription of the paper has the mean
-    over the active clients in its place. The server has no learning rate: a run's server_lr must be 1.
-    Per round and client 2 P down (w, e) and 1 P up; state: w, e, H, and h_i on every client. One back-propagation and a
+    phi is the paper's 1/beta, h_i = -beta*u_i. There is no proximal term. H is the mean of h_i over all clients, and
+    H and the defaults agree with the authors' code. A published transcription of the paper has the mean over the
+    active clients. The server has no learning rate, so a run's server_lr must be 1.
+    Per round and client 2 P down (w, e) and 1 P up; state: w, e, H, and h_i on every client. One backward pass and a
     further forward pass a step.
+
+    Args:
+        gamma: weight of the distillation term.
+        alpha: weight of the old average in e.
+        tau: temperature.
+        phi: weight of the dual term.
+        phi_decay: factor of phi from round to round.
     """
 
     download_vectors: ClassVar[float] = 2
@@ -52,14 +60,20 @@ class FedGMT(DynamicRegularizer):
         return {**super().init_server(w0), "e": w0}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        teacher = Teacher(server["e"], partial(_term, self.tau), self.gamma)
-        return LocalUpdate(gradient_offset=self.phi_of(round) * client["h_i"], teacher=teacher)
+        return LocalUpdate(gradient_offset=self.phi_of(round) * client["h_i"])
+
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
+        teacher = client.teacher(server["e"])
+        for x, y in client.batches():
+            with torch.no_grad():
+                teacher_outputs = teacher(x)
+            client.step(x, y, penalty=partial(self.distillation, teacher_outputs))
+
+    def distillation(self, teacher_outputs: Tensor, outputs: Tensor) -> Tensor:
+        """Return the distillation term."""
+        return self.gamma * divergence(outputs, teacher_outputs, self.tau)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         after = super().step_server(server, aggregate, round)
         e = self.alpha * server["e"].double() + (1 - self.alpha) * after["w"].double()
         return {**after, "e": e.to(server["e"].dtype)}
-
-
-def _term(tau: float, outputs: Tensor, told: Tensor, y: Tensor) -> Tensor:
-    return divergence(outputs, told, tau)

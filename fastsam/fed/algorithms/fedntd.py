@@ -10,20 +10,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Client, Round, State
+from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.teacher import Teacher, divergence
 
 
 @dataclass(frozen=True)
 class FedNTD(Algorithm):
-    """FedAvg whose clients keep what the received model says of the classes that a sample does not have.
+    """FedAvg whose clients distil the received model's outputs for the classes that a sample does not have.
 
         f_i = loss(w) + beta * tau^2 * KL(softmax'(out_{w^t}/tau) || softmax'(out_w/tau))
 
-    softmax' is taken over all classes but the sample's own. Needs labels that number the model's outputs. The server's
-    step is FedAvg's. Per round and client 1 P down and 1 P up; state: w. One back-propagation and a further forward
-    pass a step.
+    softmax' is taken over all classes except the sample's label. Labels must number the model's outputs. The server's
+    step is FedAvg's. Per round and client 1 P down and 1 P up; state: w. One backward pass and a further forward pass a
+    step.
+
+    Args:
+        beta: weight of the distillation term.
+        tau: temperature.
     """
 
     working_vectors: ClassVar[float] = 1
@@ -35,12 +39,16 @@ class FedNTD(Algorithm):
         number("beta", self.beta, at_least=0)
         number("tau", self.tau, above=0)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(teacher=Teacher(server["w"], partial(_term, self.tau), self.beta))
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
+        teacher = client.teacher(server["w"])
+        for x, y in client.batches():
+            with torch.no_grad():
+                teacher_outputs = teacher(x)
+            client.step(x, y, penalty=partial(self.not_true_distillation, teacher_outputs, y))
 
-
-def _term(tau: float, outputs: Tensor, told: Tensor, y: Tensor) -> Tensor:
-    if y.is_floating_point() or y.dim() != outputs.dim() - 1:
-        raise ValueError("FedNTD needs labels that number the model's outputs")
-    classes = torch.arange(outputs.shape[1], device=y.device).view(-1, *[1] * (y.dim() - 1))
-    return divergence(outputs, told, tau, left_out=classes == y.unsqueeze(1))
+    def not_true_distillation(self, teacher_outputs: Tensor, y: Tensor, outputs: Tensor) -> Tensor:
+        """Return the distillation term. Raises ValueError unless the labels `y` `[n, ...]` number the outputs."""
+        if y.is_floating_point() or y.dim() != outputs.dim() - 1:
+            raise ValueError("FedNTD needs labels that number the model's outputs")
+        classes = torch.arange(outputs.shape[1], device=y.device).view(-1, *[1] * (y.dim() - 1))
+        return self.beta * divergence(outputs, teacher_outputs, self.tau, excluded=classes == y.unsqueeze(1))

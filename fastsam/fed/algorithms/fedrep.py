@@ -8,21 +8,25 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Client, Round, State
 from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import integer
 
 
 @dataclass(frozen=True)
 class FedRep(Algorithm):
-    """Clients share a representation and have heads of their own, which are trained first.
+    """Clients share a representation, and each has its own head, which is trained first.
 
-        h_i: head_epochs passes over the client's data, the representation at rest;   then w: the run's local work, the
-        head at rest w <- w + server_lr * mean_i Delta_i     over the representation; h_i stays
+        h_i <- head_epochs passes over the client's data, with a constant representation
+        w_i <- the run's local work, with a constant head
+        w   <- w + server_lr * mean_i Delta_i     over the representation; h_i stays
 
-    head: a module or parameter by name, or a pattern; None: the last layer. Both phases are the run's local steps
-    (momentum, weight decay, clipping), each with a momentum of its own.
+    Both phases take the run's local steps (momentum, weight decay, clipping), each with its own momentum.
     Per round and client 1 P down and 1 P up, less the head; state: w, and the head on every client.
+
+    Args:
+        head: name of a module or parameter, or a pattern; None for the last layer.
+        head_epochs: passes over the data for the head.
     """
 
     head: str | None = None
@@ -38,8 +42,14 @@ class FedRep(Algorithm):
     def own_parameters(self, model: nn.Module) -> Sequence[str]:
         return [self.head if self.head is not None else last_layer(model) or "*"]
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        rows = round.layout
-        head = rows.places("head", self.own_parameters(rows.template))
-        body = tuple(place for place in range(len(rows.names)) if place not in head)
-        return LocalUpdate(epochs=self.head_epochs, only=head, then=LocalUpdate(only=body))
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
+        layout = round.layout
+        head = layout.indices("head", self.own_parameters(layout.template))
+        body = [i for i in range(len(layout.names)) if i not in head]
+        with client.trainable(head):
+            for x, y in client.batches(self.head_epochs):
+                client.step(x, y)
+        client.next_phase()
+        with client.trainable(body):
+            for x, y in client.batches():
+                client.step(x, y)

@@ -7,26 +7,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Client, Direction, LocalUpdate, Round, State
+from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.teacher import Teacher, divergence
 
 
 @dataclass(frozen=True)
 class FedSOL(Algorithm):
-    """Local steps whose gradient is taken where the outputs leave those of the received model most: orthogonal to what
-    keeps them there.
+    """Local steps whose gradient is taken at weights that are perturbed along the gradient of a proximal term: the
+    divergence from the received model's outputs.
 
         g_p = grad_w tau^2 * KL(softmax(out_{w^t}/tau) || softmax(out_w/tau)),   eps = rho * L * g_p/||g_p||
         L   = |w - w^t|, of each parameter over its norms along the first dimension
         w <- w - lr * (g2 + weight_decay*w),   g2 the gradient of the loss alone at w + eps
 
-    A round's first step has no perturbation: w = w^t. rho: a number or a schedule. Classes stand in the outputs' second
-    dimension. The server's step is FedAvg's. Per round and client 1 P down and 1 P up; state: w. Two back-propagations
-    and a further forward pass a step. rho = 0 is FedAvg.
+    The first step of a round has no perturbation, because w = w^t. Classes are the outputs' second dimension. The
+    server's step is FedAvg's. Per round and client 1 P down and 1 P up; state: w. Two backward passes and a further
+    forward pass a step. rho = 0 is FedAvg.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule.
+        tau: temperature.
     """
 
     working_vectors: ClassVar[float] = 4
@@ -40,9 +45,15 @@ class FedSOL(Algorithm):
         number("tau", self.tau, above=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        teacher = Teacher(server["w"], partial(_term, self.tau), perturbs=True)
-        return LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=value_at("rho", self.rho, round), teacher=teacher)
+        return LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=value_at("rho", self.rho, round))
 
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
+        teacher = client.teacher(server["w"])
+        for x, y in client.batches():
+            with torch.no_grad():
+                teacher_outputs = teacher(x)
+            client.step(x, y, first_objective=partial(self.proximal_divergence, teacher_outputs))
 
-def _term(tau: float, outputs: Tensor, told: Tensor, y: Tensor) -> Tensor:
-    return divergence(outputs, told, tau)
+    def proximal_divergence(self, teacher_outputs: Tensor, outputs: Tensor) -> Tensor:
+        """Return the divergence whose gradient is the direction of the perturbation."""
+        return divergence(outputs, teacher_outputs, self.tau)

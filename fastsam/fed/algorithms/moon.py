@@ -3,32 +3,36 @@ https://github.com/QinbinLi/MOON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload
 from fastsam.fed.algorithms.layers import last_layer
-from fastsam.fed.common.checks import number
-from fastsam.fed.step.teacher import Teacher
+from fastsam.fed.common.checks import nearest, number
 
 
 @dataclass(frozen=True)
 class MOON(Algorithm):
-    """FedAvg whose clients' representations z come closer to the received model's and go away from their own last
-    model's.
+    """FedAvg with a contrastive term: representations z approach the received model's representations, and move away
+    from the previous ones of the client.
 
-        f_i = loss(w) - mu * mean log( exp(s/tau) / (exp(s/tau) + exp(s_old/tau)) ),    s = cos(z_w, z_{w^t}),  s_old =
-        cos(z_w, z_{w_i})
+        f_i = loss(w) - mu * mean log( exp(s/tau) / (exp(s/tau) + exp(s_old/tau)) )
+        s = cos(z_w, z_{w^t}),  s_old = cos(z_w, z_{w_i})
 
-    w_i is what client i's local steps last ended with; in its first round the received model, for which the term has no
-    gradient.
-    features: the module that returns z, by name (the paper's projection head); None: what the last layer receives. The
-    server's step is FedAvg's. Per round and client 1 P down and 1 P up; state: w, and w_i on every client. One
-    back-propagation and two further forward passes a step.
+    w_i is the client's model after its last local steps. In its first round w_i is the received model, for which the
+    term has no gradient. The server's step is FedAvg's. Per round and client 1 P down and 1 P up; state: w, and w_i on
+    every client. One backward pass and two further forward passes a step.
+
+    Args:
+        mu: weight of the contrastive term.
+        tau: temperature.
+        features: name of the module that returns z, the paper's projection head; None for the input of the last layer.
     """
 
     client_vectors: ClassVar[float] = 1
@@ -49,21 +53,62 @@ class MOON(Algorithm):
     def init_client(self, server: State) -> State:
         return {"w_i": server["w"]}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        last = last_layer(round.layout.template) or None
-        teacher = Teacher(
-            (server["w"], client["w_i"]),
-            partial(_term, self.tau),
-            self.mu,
-            self.features or last,
-            received=self.features is None,
-        )
-        return LocalUpdate(teacher=teacher)
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
+        received, previous = client.teacher(server["w"]), client.teacher(state["w_i"], index=1)
+        with self.recorded(client.model) as z, self.recorded(received) as z_t, self.recorded(previous) as z_i:
+            for x, y in client.batches():
+                with torch.no_grad():
+                    received(x), previous(x)
+                client.step(x, y, penalty=lambda outputs: self.contrast(z.take(), z_t.take(), z_i.take()))
+
+    def contrast(self, z: Tensor, z_t: Tensor, z_i: Tensor) -> Tensor:
+        """Return the contrastive term of representations `[n, ...]`."""
+        s, s_old = (F.cosine_similarity(z.flatten(1), other.flatten(1)) for other in (z_t, z_i))
+        return self.mu * F.softplus((s_old - s) / self.tau).mean()
+
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[_Features]:
+        """Record the representation of each pass of a model inside.
+
+        Raises:
+            ValueError: the model has no module `features`.
+        """
+        modules = dict(model.named_modules())
+        name = self.features or last_layer(model)
+        if name not in modules:
+            raise ValueError(
+                f"features={name!r} is not a module of the model{nearest(name, modules)}; its modules are "
+                f"{', '.join(filter(None, modules))}"
+            )
+        features, module = _Features(name), modules[name]
+        register = module.register_forward_hook if self.features else module.register_forward_pre_hook
+        handle = register(features.record)
+        try:
+            yield features
+        finally:
+            handle.remove()
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         return {"w_i": server["w"] + results.delta}, Upload(mean={"delta": results.delta})
 
 
-def _term(tau: float, z: Tensor, told: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    received, old = (F.cosine_similarity(z.flatten(1), other.flatten(1)) for other in told)
-    return F.softplus((old - received) / tau).mean()
+class _Features:
+    """The representation in the last pass of a model: the output of a module, or its input."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tensor: object = None
+
+    def record(self, module: nn.Module, inputs: tuple[Any, ...], output: object = None) -> None:
+        """Hook of the module; `output` is None before its forward pass."""
+        self.tensor = inputs[0] if output is None else output
+
+    def take(self) -> Tensor:
+        """Return the representation. Raises ValueError if the module does not work on one tensor, or was not called."""
+        found, self.tensor = self.tensor, None
+        if not isinstance(found, Tensor):
+            did = "is not called" if found is None else f"gives {type(found).__name__}"
+            raise ValueError(
+                f"features={self.name!r} must be a module that works on one tensor; in a pass of the model it {did}"
+            )
+        return found

@@ -6,11 +6,11 @@ It does not depend on the algorithm.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fastsam.fed.clients.samples import Samples
 from fastsam.fed.clients.store import Store
 from fastsam.fed.common import seeds
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
+from fastsam.fed.step.variant import needs_of
 
 BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
 
@@ -59,12 +60,21 @@ class LocalOptions:
         clip_norm: largest norm of v, None for no clipping.
         clip_scope: "full" (the proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside,
             like the weight decay).
+        optimizer: function of parameters that makes an optimizer of torch for the updates, None for the kernels' SGD.
     """
 
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip_norm: float | None = None
     clip_scope: str = "full"
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+
+    def unserved(self, served: frozenset[str]) -> str:
+        """Return the options, by name, that are used and not among the served ones; "" for none."""
+        return ", ".join(sorted(needs_of(self) - served))
+
+
+SGD_OPTIONS = frozenset({"momentum", "weight_decay", "clip_norm", "clip_scope"})  # options of the kernels' SGD
 
 
 @dataclass(frozen=True)
@@ -79,15 +89,13 @@ class Setup:
         draws: functions of torch that draw random numbers in a training pass (dropout). Empty: something else draws.
             None: the model draws nothing.
         changes_buffers: a pass changes the model's buffers (BatchNorm).
-        maps_inputs: the algorithm trains a map of the inputs.
         example: a batch, to try the model with.
         cohort: largest likely number of clients of a round, None for unknown.
         sizes: number of samples of each client.
         excludes_errors: a client whose model or loss raises is excluded from the round.
         batched: reason why samples come in batches and not as tensors, or "".
         reads_draw: making such a batch draws random numbers.
-        taught: the algorithm's steps have a teacher.
-        phased: its local work differs from the run's (`LocalUpdate.phased`).
+        loop: name of the algorithm if it trains a client in a loop of its own (`Algorithm.train_client`), or "".
     """
 
     model: nn.Module
@@ -99,15 +107,13 @@ class Setup:
     slots: int | None = None
     draws: frozenset[Callable[..., Any]] | None = None
     changes_buffers: bool = False
-    maps_inputs: bool = False
     example: tuple[Tensor, Tensor] | None = None
     cohort: int | None = None
     sizes: tuple[int, ...] = ()
     excludes_errors: bool = False
     batched: str = ""
     reads_draw: bool = False
-    taught: bool = False
-    phased: bool = False
+    loop: str = ""
 
     def excludes(self, error: object) -> bool:
         """Return True if training continues without the clients of this error."""
@@ -170,6 +176,18 @@ class Work:
         return {i: [order[: self.sizes[i]] for order in own] for i, *own in zip(clients, *epochs, strict=True)}
 
 
+class ClientLoop(NamedTuple):
+    """The loop of an algorithm for one client.
+
+    Args:
+        run: function of a `Client` that does the local work and returns what `finish_client` gets as `extra`.
+        tensors: the tensors of the server's and the client's state, which it reads.
+    """
+
+    run: Callable[[Any], Mapping[str, Tensor] | None]
+    tensors: Sequence[Tensor]
+
+
 @dataclass(slots=True)
 class Task:
     """The work of one client in one round.
@@ -182,7 +200,8 @@ class Task:
         snapshots: local steps before which the row is copied.
         orders: orders of its samples, one per epoch, if they have been drawn (see `draw_orders`).
         own: its samples if they come in batches, from `open_` on.
-        begun, passed: epochs and local steps of earlier phases in this round.
+        begun: number of epochs that the client has already begun in this round.
+        loop: the algorithm's own loop, or None for the run's epochs of local steps.
     """
 
     client: int
@@ -193,14 +212,13 @@ class Task:
     orders: Sequence[Tensor] | None = None
     own: Samples | None = None
     begun: int = 0
-    passed: int = 0
+    loop: ClientLoop | None = None
 
-    def phase(self, step: LocalUpdate, begun: int = 0, passed: int = 0) -> Task:
-        """The task of a phase of its steps."""
-        same = step.epochs is None
-        work = self.work if same else replace(self.work, epochs=step.epochs or 0, steps=None)
-        orders = self.orders if same and not begun else None
-        return replace(self, work=work, step=step, orders=orders, snapshots=frozenset(), begun=begun, passed=passed)
+    def following(self, begun: int, epochs: int | None = None) -> Task:
+        """Return the task of further epochs, after `begun` ones. `epochs` is their number, None for the run's work."""
+        work = self.work if epochs is None else replace(self.work, epochs=epochs, steps=None)
+        orders = self.orders if epochs is None and not begun else None
+        return replace(self, work=work, orders=orders, begun=begun)
 
     def open_(self) -> None:
         """Has its samples at hand, where they come in batches: of some clients they are loaded here."""
@@ -349,7 +367,15 @@ class Task:
 
     def pass_seed(self, step: int) -> int:
         """Return the seed of the model's random numbers (dropout) in both passes of a step."""
-        return seeds.derive(self.seed, "pass", self.passed + step)
+        return seeds.derive(self.seed, "pass", step)
+
+
+def refusal(setup: Setup, served: frozenset[str] = SGD_OPTIONS) -> str | None:
+    """Return the reason why an executor that takes steps of several clients together cannot serve a run, or None."""
+    if setup.loop:
+        return f"{setup.loop} trains each client in a loop of its own (train_client), and such loops are not stacked"
+    unserved = setup.options.unserved(served)
+    return f"it does not serve the options {unserved}" if unserved else None
 
 
 def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:

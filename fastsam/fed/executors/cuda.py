@@ -4,7 +4,7 @@ them by a stand-in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any, Protocol
@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Setup
+from fastsam.fed.executors.base import ClientError, Setup, Task
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.step.constants import VECTORS
-from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_update import ClientResults, LocalUpdate
+from fastsam.fed.step.local_update import ClientResults
 
 
 class CaptureError(RuntimeError):
@@ -102,12 +101,10 @@ def why_not(setup: Setup) -> str | None:
     return None if setup.draws is None else NoRandomness.REASON
 
 
-def vectors(step: LocalUpdate) -> tuple[Tensor | None, ...]:
-    """The vectors of a LocalUpdate."""
-    taught = () if step.teacher is None else step.teacher.rows
-    then = () if step.then is None else vectors(step.then)
-    mixed = () if step.mixture is None else (step.mixture.alpha,)
-    return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), *taught, *mixed, *then
+def vectors(task: Task) -> tuple[Tensor | None, ...]:
+    """Return the tensors that the local work of a client reads: its LocalUpdate's, and those of a loop."""
+    step, of_loop = task.step, () if task.loop is None else task.loop.tensors
+    return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), *of_loop
 
 
 def tensors(results: ClientResults) -> list[Tensor]:
@@ -120,14 +117,10 @@ def tensors(results: ClientResults) -> list[Tensor]:
         results.eps,
         results.gradient,
         results.norms,
-        results.inner,
-        results.alpha,
+        *results.extra.values(),
     ]
     found += [t for own in results.snapshots or () for s in own.values() for t in (s.w, s.eps)]
-    if results.input_map is not None:
-        found += [results.input_map.Lam, results.input_map.delta]
-    lent = [t for t in found if t is not None and t.device.type != "cpu"]
-    return lent if results.then is None else lent + tensors(results.then)
+    return [t for t in found if t is not None and t.device.type != "cpu"]
 
 
 def joined(parts: Sequence[ClientResults]) -> ClientResults:
@@ -139,18 +132,18 @@ def joined(parts: Sequence[ClientResults]) -> ClientResults:
             return values[0]
         if isinstance(values[0], Tensor):
             return torch.cat(values)
-        if isinstance(values[0], ClientResults):
-            return joined(values)
-        if isinstance(values[0], InputMap):
-            return values[0].with_tensors(*(torch.cat([getattr(v, name) for v in values]) for name in ("Lam", "delta")))
+        if isinstance(values[0], Mapping):
+            return {name: torch.cat([value[name] for value in values]) for name in values[0]}
         return [x for value in values for x in value]
 
     return ClientResults(**{f.name: of([getattr(part, f.name) for part in parts]) for f in fields(ClientResults)})
 
 
 def alike(parts: Iterable[ClientResults]) -> list[list[ClientResults]]:
-    """Ends that have the same fields, in groups."""
-    groups: dict[tuple[bool, ...], list[ClientResults]] = {}
+    """Return results that have the same fields, in groups."""
+    groups: dict[Hashable, list[ClientResults]] = {}
     for part in parts:
-        groups.setdefault(tuple(getattr(part, f.name) is None for f in fields(part)), []).append(part)
+        shapes = tuple((name, x.shape) for name, x in sorted(part.extra.items()))
+        key = tuple(getattr(part, f.name) is None for f in fields(part)), shapes
+        groups.setdefault(key, []).append(part)
     return list(groups.values())

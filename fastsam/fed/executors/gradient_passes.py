@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
-from fastsam.fed.models.pixels import Pixels
-from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.model_copy import Replica
-from fastsam.fed.step.teacher import Heard, Teacher
+
+Objective = Callable[[Tensor], Tensor]  # function of a model's outputs that returns a scalar tensor
 
 
 def check_scalar(loss: object) -> Tensor:
@@ -58,46 +57,48 @@ class Passes:
     def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
         """The loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch `x` that
         has both."""
-        module, whole = self.replica.module, self.of_batch
-        loss = check_scalar(self.loss(module(x), y) if whole is None else whole(module, x))
+        loss = self.loss_of(x, y)
         loss.backward()
         return loss.detach(), self._taken()
 
-    def run_taught(
-        self, x: Tensor, y: Tensor, teacher: Teacher, student: Heard, teachers: Sequence[Heard]
+    def loss_of(self, x: Any, y: Any) -> Tensor:
+        """Return the loss at the replica's weights, for autograd. Raises ValueError unless it is a scalar."""
+        module, of_batch = self.replica.module, self.of_batch
+        return check_scalar(self.loss(module(x), y) if of_batch is None else of_batch(module, x))
+
+    def run_objective(
+        self, x: Any, y: Any, penalty: Objective | None = None, objective: Objective | None = None
     ) -> tuple[Tensor, Gradients]:
-        """As `run`, with the gradient of the teacher's term added, or only that gradient if the teacher `perturbs`; the
-        loss is the loss of the data."""
-        outputs, own = student(x)
-        with torch.no_grad():
-            told = [other(x)[1] for other in teachers[: len(teacher.rows)]]
+        """As `run`, with the gradient of another function of the outputs.
+
+        Args:
+            x: inputs of the batch.
+            y: labels of the batch.
+            penalty: term that is added to the loss.
+            objective: function whose gradient takes the place of the loss's.
+
+        Returns:
+            the loss of the data (detached), and the gradients.
+
+        Raises:
+            ValueError: the samples come in batches that only the loss can read.
+        """
+        self.check_pairs()
+        outputs = self.replica.module(x)
         loss = check_scalar(self.loss(outputs, y))
-        term = teacher.weight * check_scalar(teacher.compare(own, told, y))
-        (term if teacher.perturbs else loss + term).backward()
+        if objective is not None:
+            check_scalar(objective(outputs)).backward()
+        elif penalty is not None:
+            (loss + check_scalar(penalty(outputs))).backward()
         return loss.detach(), self._taken()
 
-    def run_mapped(self, x: Tensor, y: Tensor, map: InputMap) -> tuple[Tensor, Gradients, InputMap]:
-        """Run a pass on mapped inputs, and return also the map after its ascent. The last ascent step shares the point
-        of
-        the gradients. Bytes that the model normalises (`Pixels`) are mapped after that."""
-        x, model = self.mappable(x), self.replica.module
-        inner = model.model if isinstance(model, Pixels) else model
-        for step in range(map.steps):
-            assert map.Lam is not None and map.delta is not None  # started
-            leaves = [map.Lam.detach().requires_grad_(), map.delta.detach().requires_grad_()]
-            loss = check_scalar(self.loss(inner(map.with_tensors(*leaves).apply(x)), y))
-            if step + 1 < map.steps:
-                ascent = torch.autograd.grad(loss, leaves)
-                map = map.ascend(*ascent)
-                continue
-            loss.backward()
-            map = map.ascend(*(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves))
-        return loss.detach(), self._taken(), map
-
-    def mappable(self, x: Tensor) -> Tensor:
-        """Return the input of a map: `x`, or the numbers that `Pixels` makes of bytes."""
-        model = self.replica.module
-        return model.normalised(x) if isinstance(model, Pixels) else x
+    def check_pairs(self) -> None:
+        """Raise ValueError unless samples are pairs (x, y), whose outputs a term can read."""
+        if self.of_batch is not None:
+            raise ValueError(
+                "a term of the model's outputs needs inputs x of pairs (x, y), but the samples come in batches. Use "
+                "another algorithm"
+            )
 
     def mean_gradient(self, batches: Iterable[tuple[Any, Any, float]], out: Tensor, norms: Tensor | None = None) -> int:
         """The mean gradient over batches that have these shares in it, in evaluation mode, into `out` (`[row_size]`);

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import streams
-from fastsam.fed.executors.base import Setup, Task
+from fastsam.fed.executors.base import Setup, Task, refusal
 from fastsam.fed.executors.capturable import looks_at_values
 from fastsam.fed.executors.cuda import Replay
 from fastsam.fed.executors.randomness import PassRandomness
@@ -20,11 +20,6 @@ from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins
 Batch = tuple[Tensor, Tensor]
-
-PHASED = (
-    "the algorithm's local steps have phases of their own, which train other parameters or begin elsewhere, and a "
-    "captured step is one"
-)
 
 
 class StaticRow(Row):
@@ -45,8 +40,6 @@ class StaticRow(Row):
         self.longest = max(setup.sizes, default=0)
 
     def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        if task.step.phased:
-            raise ValueError(f"executor 'graph' cannot serve here: {PHASED}. Use executor='streams'")
         super().open_(task, start, buffers)
         self.counter.zero_()
         if task.step.dual is not None:
@@ -70,10 +63,10 @@ class StaticRow(Row):
         self.kept = torch.zeros(steps, dtype=dtype, device=self.z.device)
         self.places = torch.arange(steps, device=self.z.device)
 
-    def _take(self, k: int, x: Tensor, y: Tensor) -> None:
+    def take(self, k: int, x: Tensor, y: Tensor) -> None:
         if self.eps is not None:
             self.eps.zero_()  # the last step's eps remains, without parameters that had no gradient in it
-        super()._take(k, x, y)
+        super().take(k, x, y)
         loss = self.losses.pop()
         if self.kept is None:
             self._make_room(loss.dtype)
@@ -161,12 +154,9 @@ class Graph(Streams):
 
     @staticmethod
     def why_not(setup: Setup) -> str | None:
-        if setup.maps_inputs:
-            return "the algorithm trains a map of the inputs, whose tensors change from step to step"
-        if setup.taught:
-            return "the algorithm has a teacher, whose part in the loss a captured graph would freeze"
-        if setup.phased:
-            return PHASED
+        against = refusal(setup)
+        if against is not None:
+            return against
         if setup.excludes_errors:
             return (
                 "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; "
@@ -217,11 +207,11 @@ class Graph(Streams):
         assert isinstance(row, StaticRow)
         with self.cuda.on(lane.stream), row.client_errors():
             if sort is None:
-                row._take(row.k, *batch)
+                row.take(row.k, *batch)
                 return
             self._copy([(row, batch)])
             inputs = row.static(batch)
-            self._replay((row, sort), lambda: row._take(-1, *inputs), lane.stream)
+            self._replay((row, sort), lambda: row.take(-1, *inputs), lane.stream)
 
     def _joint_step(self, ready: Sequence[tuple[Lane, Batch]], key: Hashable) -> None:
         for lane, _ in ready:
@@ -256,7 +246,7 @@ class Graph(Streams):
             assert isinstance(row, StaticRow)
             lane.stream.wait_stream(self.joint)
             with self.cuda.on(lane.stream), row.client_errors():
-                row._take(-1, *row.static(batch))
+                row.take(-1, *row.static(batch))
             self.joint.wait_stream(lane.stream)
 
     @staticmethod

@@ -6,21 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Setup, Task, to_device
-from fastsam.fed.executors.gradient_passes import Gradients, Passes
+from fastsam.fed.executors.extra_models import ExtraModels
+from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
 from fastsam.fed.executors.kernel_calls import Form, Rows
-from fastsam.fed.executors.mixed import Beside
-from fastsam.fed.executors.phases import repeated, together
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.step_vectors import check_vectors
-from fastsam.fed.executors.taught import Taught
+from fastsam.fed.executors.torch_updates import TorchUpdates
 from fastsam.fed.step.constants import Constants
-from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
@@ -36,39 +35,36 @@ class Row:
     `shift`). Gradients are read where autograd left them; a parameter without a gradient in a pass is left out of the
     calls that use it. Nothing in a step waits for the device.
 
-    Use: `open_(task, ...)`, then `step_()` until it returns False, then `close()`.
+    Use: `open_(task, ...)`, then `step_()` until it returns False, then `close()`. A loop of the algorithm uses a row
+    through `fastsam.fed.executors.client.Client`.
     """
 
     task: Task
-    given: Task  # the task of all phases, with its samples opened
-    carried: ClientResults | None  # the results of phases before, from which this one goes on
-    done: tuple[ClientResults, ...]  # the results of other models
     losses: list[Tensor]
     snapshots: dict[int, Snapshot]
     eps: Tensor | None
     gradient: Tensor | None
     norms: Tensor | None
-    map: InputMap | None
-    beside: Beside | None
     batches: Iterator[tuple[Any, Any]]
 
     def __init__(self, setup: Setup, random: PassRandomness | None = None) -> None:
         self.setup, self.rows = setup, Rows(setup, 1)
-        self.form = Form(self.rows, slice(0, 1))
+        self.updates = updates = None if setup.options.optimizer is None else TorchUpdates(self.rows)
+        self.form = updates or Form(self.rows, slice(0, 1))
         self.z = self.form.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
+        if updates is not None:
+            updates.parameters = self.replica.parameters
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self._run = self._run_perturbed = self.passes.run
-        self._teacher = Taught(setup, self.form, self.replica)
+        self.extra_models = ExtraModels(setup, self.form)
         self._filled: tuple[float, ...] = ()
         self._known: tuple[Constants | None, float] = None, 0.0
         self._checked: LocalUpdate | None = None
         self._kind = self.form.kind
         self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
         self._sized: tuple[int | None, ...] = ()
-        self._only: tuple[int, ...] | None = None
-        self._beside: Beside | None = None
         self.replica.module.train()
 
     # --- a client's round ---
@@ -82,54 +78,40 @@ class Row:
             check_vectors(step, start)
             self._checked = step
         own, buffers = None if step.start is None else task.vector("start"), task.buffers(buffers)
-        self.task = self.given = task
+        self.task = task
         self.start, self.buffers = start if own is None else own, buffers
-        self.k, self.extra_backward_passes, self.losses, self.snapshots, self.done = 0, 0, [], {}, ()
-        self.carried = self.eps = self.gradient = self.norms = self.map = self.beside = None
+        self.k, self.extra_backward_passes, self.losses, self.snapshots = 0, 0, [], {}
+        self.eps = self.gradient = self.norms = None
         if task.work.samples is not None:
             with self.client_errors():
                 task.open_()
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self._begin(step)
-        if not step.constants.is_plain:
-            self._begin_extras(step)
+        if step.constants.has_first_gradient:
+            with self.client_errors():
+                self._first_gradient()
+            if step.pilot is not None:
+                assert self.norms is not None and self.gradient is not None
+                self.form.radius_(step.pilot, self.norms, self.gradient)
         if self.form.kind.constant and (e := task.vector("direction_vector")) is not None:
             self.form.shift_(e)
         self._measure(self.task)
-        self.batches = self._batches(self.task)
+        self.batches = task.batches()
         self.random.begin(task.pass_seed(0))
-
-    def _begin_extras(self, step: LocalUpdate) -> None:
-        """Begin the parts of a local update that are not steps: its number of epochs, gradients at the start, a map of
-        the inputs."""
-        if step.epochs is not None:
-            self.task = replace(self.task.phase(step), snapshots=self.task.snapshots)
-        if step.full_gradient or step.pilot is not None:
-            with self.client_errors():
-                self._first_gradient()
-        if step.pilot is not None:
-            assert self.gradient is not None and self.norms is not None  # found just now
-            self.form.radius_(step.pilot, self.norms, self.gradient)
-        if step.input_map is not None:
-            task = self.task
-            self.map = step.input_map.of_row(task.row).begin(self.passes.mappable(task.x[:1]))
 
     def step_(self) -> bool:
         """One local step. False when there was none left. Raises ClientError when the model or the loss raises."""
         try:  # not `client_errors`: a context manager costs as much as a kernel call
             batch = next(self.batches, None)
             if batch is None:
-                if self.task.step.then is None:
-                    return False
-                self._next_phase(self.task.step.then)
-                batch = next(self.batches)
+                return False
             self.pace_()
-            self._take(self.k, *batch)
+            self.take(self.k, *batch)
         except ClientError:
             raise
         except Exception as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
         self.k += 1
         return True
 
@@ -141,27 +123,25 @@ class Row:
         except ClientError:
             raise
         except Exception as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
 
-    def _failure(self, error: Exception) -> ClientError:
+    def failure(self, error: Exception) -> ClientError:
+        """Return the error of a client whose model or loss raised `error`."""
         return ClientError.of([self.task.client], self.task.round, self.k, error)
 
     def close(self) -> ClientResults:
         """Return the results of the client in new memory."""
-        results = self._ends()
-        for before in reversed(self.done):
-            results = replace(before, then=results)
-        return results
+        return self.results((torch.stack(self.losses) * self.sizes).sum(0, keepdim=True))  # float64, as the sizes are
 
-    def _ends(self) -> ClientResults:
-        """Return the results of this model so far."""
+    def results(self, losses: Tensor) -> ClientResults:
+        """Return the results, with this sum of losses, float64 `[1]`."""
         task, step = self.task, self.task.step
         results = ClientResults(
             client_ids=(task.client,),
             delta=self.z - (self.form.field("begin") if step.direction is Direction.CONSTANT else self.start),
             num_steps=(self.k,),
             backward_passes=(self.k * step.backward_passes + self.extra_backward_passes,),
-            losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
+            losses=losses,
             num_samples=(task.seen,),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
             snapshots=(self.snapshots,),
@@ -169,47 +149,16 @@ class Row:
         if step.dual is not None:
             eps = None if self.eps is None else self.eps.clone()
             results = replace(results, dual=self.form.field("dual").clone(), eps=eps)
-        return results if step.constants.is_plain and self.carried is None else self._with_extras(results)
+        return replace(results, gradient=self.gradient, norms=self.norms) if self.gradient is not None else results
 
-    def _with_extras(self, results: ClientResults) -> ClientResults:
-        """Add the results of the parts that are not steps, of a second model, and of the phases before."""
-        results = replace(results, gradient=self.gradient, norms=self.norms)
-        if self.map is not None:
-            ascents = self.k * (self.map.steps - 1)
-            passes = (results.backward_passes[0] + ascents,)
-            results = replace(results, input_map=self.map.as_row(), backward_passes=passes)
-        envelope = self.task.step.envelope
-        if envelope is not None:
-            results = replace(
-                results,
-                delta=self.form.field("anchor") - self.start,
-                inner=results.delta,
-                num_samples=(self.task.seen * envelope.steps,),
-            )
-        if self.beside is not None:
-            inner = self.beside.form.z - self.beside.start
-            results = replace(results, backward_passes=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
-        return results if self.carried is None else together(self.carried, results)
-
-    def _next_phase(self, step: LocalUpdate) -> None:
-        """Begin a further phase, from the end of this one or with another model."""
-        results, task, goes_on = self._ends(), self.task, step.start is None
-        begin, first = self.z[0].clone(), self.start
-        if goes_on:
-            self.carried, self.task = results, self.given.phase(step, task.begun + task.epochs, task.passed + self.k)
-        else:
-            self.done, self.carried, self.task = (*self.done, results), None, self.given.phase(step)
-            own = self.task.vector("start")
-            assert own is not None
-            begin = first = own
-            for buffer, value in zip(self.replica.buffers, self.buffers, strict=True):
-                buffer.copy_(value)
-        self.k, self.losses, self.snapshots, self.extra_backward_passes = 0, [], {}, 0
-        self.start = begin
+    def begin_again(self, step: LocalUpdate, start: Tensor) -> None:
+        """Begin with another model of the same client, from the weights `start` and the client's first buffers."""
+        check_vectors(step, start)
+        self.task, self.start = replace(self.task, step=step, snapshots=frozenset()), start
+        self.k, self.losses = 0, []
+        for own, first in zip(self.replica.buffers, self.buffers, strict=True):
+            own.copy_(first)
         self._begin(step)
-        self.start = first  # displacements are measured from where the model began
-        self._measure(self.task)
-        self.batches = self._batches(self.task)
 
     # --- its beginning ---
 
@@ -217,8 +166,6 @@ class Row:
         """Write the numbers of the step, and let its kernels read its vectors."""
         if self._known[0] is not step.constants or self._known[1] != self.task.work.lr or self._kind.rewrites:
             self._fill(step, self.task.work.lr)
-        if step.teacher is not None:
-            self._teacher.listen_(step.teacher, self.task, self.buffers)
         self.form.arrange(self._kind)
         self.form.begin_(self.start)
         if step.constants.vectors:
@@ -230,16 +177,9 @@ class Row:
         q, mu, s = (self.task.vector(name) for name in ("gradient_offset", "dual", "server_perturbation"))
         if q is not None:
             form.q = q[None]
-        if step.envelope is not None and q is not None:
-            form.q = form.field("gradient_offset").copy_(q)
-            form.field("anchor").copy_(self.start)
         if mu is not None and s is not None:
             form.field("dual")[0].copy_(mu)
             form.s = s[None]
-        self.beside, v = None, self.task.vector("beside")
-        if step.mixture is not None and v is not None:
-            self.beside = self._beside = self._beside or Beside(self.setup)
-            self.beside.begin_(v, step.mixture, self.task.row)
         if form.kind.vectors:
             form.vectors = {name: v[None] for name in form.kind.vectors if (v := self.task.vector(name)) is not None}
 
@@ -248,34 +188,21 @@ class Row:
         if self._filled != numbers:
             self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
         self._known, self._kind = (step.constants, lr), step.constants.variant
+        if self.updates is not None:
+            self.updates.set_constants(step, lr)
         self._filled = () if self._kind.rewrites else numbers
-        self._run = self.passes.run if step.teacher is None else self._run_taught
-        untaught = step.teacher is None or step.teacher.perturbs
-        self._run_perturbed = self.passes.run if untaught else self._run_taught
         if self._kind.two_passes:
             self._step = self._sharp_step
-        elif step.mixture is not None:
-            self._step = self._mixed_step
         else:
             self._step = self._walking_step if self._kind.walks else self._plain_step
-        if step.only is not self._only:
-            self._only = step.only
-            for place, p in enumerate(self.replica.parameters):
-                p.requires_grad_(step.only is None or place in step.only)
-
-    def _batches(self, task: Task) -> Iterator[tuple[Any, Any]]:
-        """Yield the batches of the local steps, in order."""
-        envelope = task.step.envelope
-        return task.batches() if envelope is None else repeated(task, envelope, self.form)
 
     def _measure(self, task: Task) -> None:
         """Compute the number of steps, and of samples in each."""
-        work, envelope = task.work, task.step.envelope
-        times = 1 if envelope is None else envelope.steps
+        work = task.work
         # All other constants are equal for all clients of a run.
-        shape = (task.samples, work.batch_size, task.epochs, work.steps, times)
+        shape = (task.samples, work.batch_size, task.epochs, work.steps)
         if self._sized != shape:
-            self._sized, sizes = shape, [n for n in task.batch_sizes() for _ in range(times)]
+            self._sized, sizes = shape, task.batch_sizes()
             self.last, self.sizes = len(sizes) - 1, to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)
 
     def _first_gradient(self) -> None:
@@ -293,9 +220,18 @@ class Row:
     def pace_(self) -> None:
         """The learning rate and the radius of the next step, where it has its own."""
         if self._kind.paced:
-            self.form.pace_([self.task.pace(self.k, self.last + 1)])
+            self.form.pace_([self.task.pace(min(self.k, self.last), self.last + 1)])
 
-    def _take(self, k: int, x: Any, y: Any) -> None:
+    def set_objectives(self, penalty: Objective | None, first_objective: Objective | None) -> None:
+        """Set what the passes of the next steps back-propagate (see `Client.step`)."""
+        passes = self.passes
+        perturbed = passes.run if penalty is None else partial(passes.run_objective, penalty=penalty)
+        self._run_perturbed = self._run = perturbed
+        if first_objective is not None:
+            self._run = partial(passes.run_objective, objective=first_objective)
+
+    def take(self, k: int, x: Any, y: Any) -> None:
+        """Take step k on a batch."""
         if k in self.task.snapshots:
             self._keep(k)
         self.losses.append(self._step(k, x, y))
@@ -305,15 +241,6 @@ class Row:
         self.form.update_(gradients, None)
         return loss
 
-    def _mixed_step(self, k: int, x: Any, y: Any) -> Tensor:
-        # BatchNorm's statistics are updated only in the pass at the shared weights.
-        kept = self.replica.copy_of_buffers()
-        assert self.beside is not None  # _read_vectors() saw to it
-        self.beside.step_(k == 0, self.form, lambda: self._pass(k, x, y)[1])
-        for buffer, value in zip(self.replica.buffers, kept, strict=True):
-            buffer.copy_(value)
-        return self._plain_step(k, x, y)
-
     def _walking_step(self, k: int, x: Any, y: Any) -> Tensor:
         self.form.walk_()
         if k in self.task.snapshots:
@@ -322,23 +249,26 @@ class Row:
         return self._plain_step(k, x, y)
 
     def _pass(self, k: int, x: Any, y: Any, perturbed: bool = False) -> tuple[Tensor, Gradients]:
-        """One forward and backward pass (with a map of the inputs: its ascent too). perturbed: the second one of a
-        step."""
+        """Run a forward and backward pass. `perturbed` means the second pass of a step."""
+        self.seed_pass(k)
+        return self._run_perturbed(x, y) if perturbed else self._run(x, y)
+
+    def seed_pass(self, k: int) -> None:
+        """Seed the random numbers of a pass of step k, if the model draws any."""
         if self.random.draws:
             self.random.seed(self.task.pass_seed(k))
-        if self.map is None:
-            return self._run_perturbed(x, y) if perturbed else self._run(x, y)
-        loss, gradients, self.map = self.passes.run_mapped(x, y, self.map)
-        return loss, gradients
 
-    def _run_taught(self, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
-        teacher = self.task.step.teacher
-        assert teacher is not None  # _fill() saw to it
-        return self.passes.run_taught(x, y, teacher, self._teacher.own, self._teacher.others)
+    def gradient_at(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
+        """Return the loss and the gradients at the present weights. The buffers keep their values."""
+        kept = self.replica.copy_of_buffers()
+        loss, gradients = self._pass(self.k, x, y)
+        for buffer, value in zip(self.replica.buffers, kept, strict=True):
+            buffer.copy_(value)
+        return loss, gradients
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self._pass(k, x, y)
-        if self.task.step.dual is not None and k == self.last:
+        if self.task.step.dual is not None and (k == self.last or self.task.loop is not None):
             self.eps = self.form.field("eps").zero_()
         self.form.perturb_(first, self.eps)
         if k in self.task.snapshots:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
+from fastsam.fed.executors.client import train
 from fastsam.fed.executors.row import Row
 
 
@@ -23,21 +24,15 @@ class Sequential(Executor):
         row = self.row
         with row.random.guarded():
             for task in tasks:
-                ends: Ends
+                results: Ends | None
                 try:
-                    self._attempt(task, start, buffers)
-                    if (
-                        row.random.found()
-                    ):  # the first client whose model draws is trained again, with the seeds of its passes
-                        self._attempt(task, start, buffers)
-                    ends = row.close()
+                    results = train(row, task, start, buffers)
+                    if row.random.found():
+                        # The first client whose model draws is trained again, with the seeds of its passes.
+                        results = train(row, task, start, buffers)
                 except ClientError as error:
                     if not self.setup.excludes(error):
                         raise
-                    ends = error
-                yield ends
-
-    def _attempt(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        self.row.open_(task, start, buffers)
-        while self.row.step_():
-            pass
+                    results = error
+                assert results is not None  # no client is stopped
+                yield results

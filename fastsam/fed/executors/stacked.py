@@ -18,16 +18,13 @@ from fastsam import ops
 from fastsam.arena import Arena, Layout, Segment
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.executors import rowprograms
-from fastsam.fed.executors.base import Setup
+from fastsam.fed.executors.base import Setup, refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import strided
 from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.replay import Replays, Ways
 from fastsam.fed.step.model_copy import Replica
 
-MAPS_INPUTS = "the algorithm trains a map of each client's inputs, which is not stacked"
-TAUGHT = "the algorithm has a teacher, whose outputs are not stacked"
-PHASED = "the algorithm's local steps have phases of their own, and stacked clients take the run's steps together"
 _CACHE = 4 * 2**20  # bytes of weights
 # a GPU's rows take a fourth of its memory: fields, copies of them, gradients and what a pass keeps, each like a row
 _SHARE, _FIELDS = 4, 16
@@ -207,12 +204,9 @@ def why_not(setup: Setup) -> str | None:
             "training changes buffers of the model (BatchNorm?) in place; use GroupNorm, or an executor that trains "
             "one client a row"
         )
-    if setup.maps_inputs:
-        return MAPS_INPUTS
-    if setup.taught:
-        return TAUGHT
-    if setup.phased:
-        return PHASED
+    against = refusal(setup)
+    if against is not None:
+        return against
     if setup.example is None:
         return "there is no example batch to try the model with"
     try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
+from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.cuda import Cuda, alike, joined, tensors, vectors, why_not
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.row import Row
@@ -27,12 +28,13 @@ class Lane:
         self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
         self.excludes = excludes
         self.error: ClientError | None = None
+        self.results: ClientResults | None = None  # results of a loop of the algorithm
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begins a client, when what the caller's stream has queued (its vectors, the start) is done."""
         self.stream.wait_stream(self.cuda.current())
-        self.cuda.lend(vectors(task.step), self.stream)
-        self.busy, self.error = True, None
+        self.cuda.lend(vectors(task), self.stream)
+        self.busy, self.error, self.results = True, None, None
         with self.cuda.on(self.stream):
             try:
                 self.row.open_(task, start, buffers)
@@ -40,12 +42,16 @@ class Lane:
                 self._leave_out(error)
 
     def step(self) -> bool:
-        """Queues one local step; False when there was none left."""
+        """Queue one local step, or a whole loop of the algorithm. Return False if there was none left."""
         if self.error is not None:
             return False
         with self.cuda.on(self.stream):
             try:
-                return self.row.step_()
+                if self.row.task.loop is None:
+                    return self.row.step_()
+                client = Client(self.row)
+                self.results = client.results(self.row.task.loop.run(client))
+                return False
             except ClientError as error:
                 self._leave_out(error)
                 return False
@@ -58,8 +64,8 @@ class Lane:
     def close(self) -> ClientResults:
         """What the client leaves behind, ready on the caller's stream."""
         with self.cuda.on(self.stream):
-            results = self.row.close()
-        self.busy = False
+            results = self.results or self.row.close()
+        self.busy, self.results = False, None
         current = self.cuda.current()
         current.wait_stream(self.stream)
         self.cuda.lend(tensors(results), current)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
+from fastsam.fed.executors.client import train
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.executors.row import Row
 from fastsam.fed.step.local_update import ClientResults
@@ -133,17 +134,14 @@ class _Team:
             self.done.put(error)
 
     def _train(self, row: Row, task: Task) -> Ends | None:
-        """What a client leaves behind; None when it was stopped."""
+        """Return the results of a client, or None if it was stopped."""
         try:
             with row.random.drawing():
-                row.open_(task, self.start, self.buffers)
-                while not self.stop.is_set() and row.step_():
-                    pass
+                return train(row, task, self.start, self.buffers, self.stop.is_set)
         except ClientError as error:
             if not self.setup.excludes(error):
                 raise
             return error
-        return None if self.stop.is_set() else row.close()
 
     def next_end(self) -> ClientResults | BaseException:
         """Of a client that has ended, or failed. Raises KeyboardInterrupt at Ctrl-C, also where another thread took the

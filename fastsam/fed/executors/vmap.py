@@ -112,14 +112,8 @@ class Vmap(Executor):
         return opened
 
     def _kind(self, step: LocalUpdate) -> StepVariant:
-        """Raises ValueError for a step that stacked rows cannot take."""
+        """Return the variant of a step. Raises ValueError if its vectors are not like the weights."""
         check_vectors(step, self.start)
-        if step.input_map is not None:
-            raise ValueError(f"executor 'vmap' cannot serve here: {stacked.MAPS_INPUTS}. Use executor='sequential'")
-        if step.teacher is not None:
-            raise ValueError(f"executor 'vmap' cannot serve here: {stacked.TAUGHT}. Use executor='sequential'")
-        if step.phased:
-            raise ValueError(f"executor 'vmap' cannot serve here: {stacked.PHASED}. Use executor='sequential'")
         return step.constants.variant
 
     def _first_gradients(self, crews: list[Crew], pilot: Pilot | None) -> None:

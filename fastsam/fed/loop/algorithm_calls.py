@@ -6,12 +6,13 @@ Tests run the algorithms of fastsam through both (tests/fed/loop/test_algorithm_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload, has_loop
+from fastsam.fed.executors.client import Client
 from fastsam.fed.loop import row_contract
 from fastsam.fed.loop.client_state import rows
 from fastsam.fed.loop.contract import (
@@ -20,6 +21,7 @@ from fastsam.fed.loop.contract import (
     check_begin,
     check_client,
     check_closed,
+    check_extra,
     check_server,
     check_steps,
 )
@@ -35,6 +37,7 @@ class Contract:
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self.sends_weights = bool(getattr(algorithm, "sends_weights", False))
+        self.has_loop = has_loop(algorithm)
 
     def init_server(self, w0: Tensor) -> State:
         """Return the server's state before the first round."""
@@ -56,6 +59,12 @@ class Contract:
         index = round.index if client_ids else None
         made = asked(self.algorithm, "local_update", (server, client, round), index, client_ids)
         return [(made, row) for row in range(n)] if isinstance(made, LocalUpdate) else [(one, 0) for one in made]
+
+    def train_client(self, server: State, state: State, round: Round, client: Client) -> Mapping[str, Tensor] | None:
+        """Do the local work of a client in the loop of the algorithm, and return its extra results."""
+        arguments = (client, server, state, round)
+        extra: Mapping[str, Tensor] | None = asked(self.algorithm, "train_client", arguments, round.index, [client.id])
+        return extra
 
     def finish_clients(
         self, server: State, states: Sequence[State], client: State, results: ClientResults, round: Round
@@ -117,6 +126,10 @@ class CheckedContract(Contract):
             self._new_clients = 0
             row_contract.check_local_update(self._copy, server, {name: x[0] for name, x in client.items()}, round)
         return checked
+
+    def train_client(self, server: State, state: State, round: Round, client: Client) -> Mapping[str, Tensor] | None:
+        """Do the local work of a client. Raises ValueError unless the loop returns a dict of tensors, or None."""
+        return check_extra(super().train_client(server, state, round, client))
 
     def finish_clients(
         self, server: State, states: Sequence[State], client: State, results: ClientResults, round: Round

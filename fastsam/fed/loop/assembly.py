@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
-from fastsam.fed.algorithms.base import Algorithm, Round
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.weights import own_weights
-from fastsam.fed.loop import client_state, trial_step
+from fastsam.fed.loop import client_state, trial_loop, trial_step
 from fastsam.fed.loop.algorithm_calls import Contract, contract_of
 from fastsam.fed.loop.contract import asked, check_begin
 from fastsam.fed.loop.evaluate import Evaluator
@@ -24,7 +23,7 @@ from fastsam.fed.loop.padding import check_padding_of_step
 from fastsam.fed.loop.personal import Personal, client_models_of, own_parameters_of
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.loop.requirements import Facts, check
-from fastsam.fed.measures import Measures, make
+from fastsam.fed.measures import Measures, NamedMeasures, make
 from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import privacy_of
@@ -32,10 +31,8 @@ from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.compression import compression_of
 from fastsam.fed.stages.noise import noise_of
 from fastsam.fed.stages.order import chain
-from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.step.parameter_layout import ParameterLayout
-from fastsam.fed.step.teacher import check_term
 from fastsam.fed.sums.ranks import Ranks
 
 
@@ -48,8 +45,7 @@ def assemble(
     loss: Loss,
     tried: trial_step.Trial,
     backend: str,
-    measures: Sequence[str] | Measures,
-    measure_options: Mapping[str, Any],
+    measures: NamedMeasures | Measures,
     ranks: Ranks,
 ) -> tuple[Loop, RunState]:
     """Return a run, and its state before the first round.
@@ -72,6 +68,7 @@ def assemble(
         raise ValueError(
             f"cohort={settings.cohort} needs at least so many clients, but there are {clients}. Use a smaller cohort"
         )
+    names = measures.names if isinstance(measures, NamedMeasures) else ()
     facts = Facts(
         settings,
         algorithm,
@@ -79,9 +76,8 @@ def assemble(
         sampling.likely(settings.sampler, clients, settings.share_of(clients)),
         tried.changed_buffers,
         sized=population.sized,
-        batched=population.batched,
-        measured=not isinstance(measures, Sequence) or len(measures) > 0,
-        path_measures=sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else (),
+        measured=not isinstance(measures, NamedMeasures) or bool(names),
+        path_measures=sorted(ALONG_THE_PATH.intersection(names)),
     )
     check(facts)
     facts = replace(facts, own_parameters=own_parameters_of(algorithm, own))
@@ -102,24 +98,21 @@ def assemble(
         settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
     clients = len(population.sizes)
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
-    step = _try(contract, population, settings, state, parameter_layout)
-    check(replace(facts, update=step))
-    if step.teacher is not None and tried.example is not None:
-        w = step.teacher.rows[0]
-        check_term(step.teacher, parameter_layout.model(w if w.dim() == 1 else w[0]), *tried.example)
-    trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
-        step.input_map is not None, tried.example, cohort,
+        tried.example, cohort,
         tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
-        population.batched, population.reads_draw, step.teacher is not None, step.phased,
+        population.batched, population.reads_draw, facts.name if contract.has_loop else "",
     )  # fmt: skip
+    update, has_phases = _try(contract, setup, population, settings, state, parameter_layout)
+    check(replace(facts, update=update, has_phases=has_phases))
+    trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     chosen = executors.choose(settings.executor, setup)
     vectors = client_state.vectors(algorithm, state.server) + (settings.compression is not None)
     nbytes = len(population.sizes) * vectors * w0.nbytes
     states = client_state.make(settings.client_state, place, nbytes, chosen.executor.slots)
     measuring = make(
-        measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
+        measures, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
     )  # fmt: skip
     stages = chain(
@@ -140,14 +133,20 @@ def assemble(
 
 
 def _try(
-    contract: Contract, population: Population, settings: Settings, state: RunState, layout: ParameterLayout
-) -> LocalUpdate:
-    """Return the constants of a first client, so that an algorithm's errors come before anything is written."""
+    contract: Contract,
+    setup: executors.Setup,
+    population: Population,
+    settings: Settings,
+    state: RunState,
+    layout: ParameterLayout,
+) -> tuple[LocalUpdate, bool]:
+    """Call the algorithm for a first client, so that its errors come before anything is written. Return the client's
+    constants, and whether it has a loop with phases, or with further models."""
     lr = settings.lr_of(0)
     about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, layout,
                   settings.momentum, settings.seed)  # fmt: skip
     client = contract.init_client(state.server)
-    step = contract.local_updates(state.server, client_state.rows([client]), 1, about)[0][0]
+    constants = contract.local_updates(state.server, client_state.rows([client]), 1, about)[0]
     if getattr(contract.algorithm, "own_models", False):
         own, w = asked(contract.algorithm, "own_model", (state.server, client), None), state.server["w"]
         if not isinstance(own, Tensor) or (own.shape, own.dtype, own.device) != (w.shape, w.dtype, w.device):
@@ -156,5 +155,7 @@ def _try(
                 f"own_model must return the weights of one client, {w.dtype} {list(w.shape)} on {w.device}; the state "
                 f"that it gets has no dimension for rows. Got {got}"
             )
-    check_padding_of_step(step, layout)
-    return step
+    check_padding_of_step(constants[0], layout)
+    if not contract.has_loop:
+        return constants[0], False
+    return constants[0], trial_loop.attempt(contract, setup, population, settings, state, client, constants, about)

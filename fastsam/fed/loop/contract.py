@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import State, Upload
+from fastsam.fed.executors.base import ClientError
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.sums.fixed_point import Problems
 
@@ -21,13 +22,23 @@ class AlgorithmError(ValueError):
 def asked(
     algorithm: object, method: str, arguments: Sequence[Any], round: int | None, clients: Sequence[int] = ()
 ) -> Any:
-    """What a method of the algorithm returns. round: from 0, None before the first; clients: those whose rows it gets.
+    """Call a method of an algorithm and return its result.
 
-    Raises AlgorithmError for whatever it raises, Ctrl-C apart. A function, because a context manager costs as much as a
-    kernel call.
+    Args:
+        algorithm: the algorithm.
+        method: name of the method.
+        arguments: its arguments.
+        round: index of the round, None before the first round.
+        clients: ids of the clients whose rows it gets.
+
+    Raises:
+        AlgorithmError: the method raised an exception.
+        ClientError: the model or the loss raised in a loop of the algorithm.
     """
-    try:
+    try:  # not a context manager, which costs as much as a kernel call
         return getattr(algorithm, method)(*arguments)
+    except ClientError:
+        raise
     except Exception as error:
         if round is None and type(error) is ValueError and type(algorithm).__module__.startswith("fastsam."):
             raise  # of ours: it says what is wrong with the options
@@ -159,20 +170,14 @@ def _check_step(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
                 f"LocalUpdate.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) "
                 f"on {w.device}, like the server's w; got {got}"
             )
-    for v in () if step.teacher is None else step.teacher.rows:
-        if (
-            not isinstance(v, Tensor)
-            or (v.shape != w.shape and v.shape != (n, *w.shape))
-            or (v.dtype, v.device) != (w.dtype, w.device)
-        ):
-            got = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
-            raise ValueError(
-                f"Teacher.weights must be {w.dtype} {list(w.shape)} on {w.device}, like the server's w, or "
-                f"{[n, *w.shape]}; got {got}"
-            )
-    if step.then is not None:
-        _check_step(step.then, w, n)
     return step
+
+
+def check_extra(extra: object) -> Mapping[str, Tensor] | None:
+    """Return the result of `train_client`. Raises ValueError unless it is a dict of tensors, or None."""
+    if extra is not None and not (isinstance(extra, Mapping) and _tensors(extra)):
+        raise ValueError(f"train_client must return a dict of tensors, or None, got {_kind(extra)}")
+    return extra
 
 
 def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:

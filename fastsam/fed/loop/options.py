@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,13 +27,13 @@ from fastsam.fed.loop import client_state as states
 from fastsam.fed.loop import requirements
 from fastsam.fed.loop.evaluate import VALIDATION
 from fastsam.fed.loop.rates import Rate, check_formula, rate_at
-from fastsam.fed.measures import NAMES, Measures
-from fastsam.fed.measures import Options as MeasureOptions
-from fastsam.fed.measures import check as check_measures
+from fastsam.fed.measures import NAMES, Measures, NamedMeasures, named
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
 from fastsam.fed.step.memory_format import FORMATS
+
+Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,9 @@ class Settings:
     clip_scope: str = option("full", "what is clipped: the whole step, or the step without the proximal term's linear "
                                      "half",
         choices=("full", "linear"))
+    optimizer: str | Optimizer | None = option(None,
+        "optimizer of the local steps: a class of torch.optim by name ('AdamW'), or a functools.partial of a class, in "
+        "a config its import path; its state begins anew for each client and round; none: SGD")
     server_lr: Rate = option(1.0,
         "learning rate of the server, a factor on the mean delta; or a formula such as '1/sqrt(round)', in Python also "
         "a function of t",
@@ -93,10 +96,9 @@ class Settings:
     client_test_split: str = option("prior", "test samples of each client: by its class prior, all, or an equal slice",
         choices=VALIDATION)
     eval_every: int = option(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
-    measures: Sequence[str] | Measures = option((), f"further measurements: {', '.join(NAMES)}; in Python also your "
-                                                    "own object", free=True)
-    measure_options: Mapping[str, Any] | None = option(None,
-        f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}", free=True)
+    measures: Sequence[str] | NamedMeasures | Mapping[str, Any] | Measures = option((),
+        f"further measurements: {', '.join(NAMES)}; or a table of names and settings: "
+        f"{', '.join(table(NamedMeasures))}; in Python also your own object", free=True)
     metrics: Mapping[str, Any] | None = option(None,
         "functions (outputs, labels) -> number on the test set, over all samples and over clients, by name; in a "
         "config their import paths", free=True)
@@ -147,17 +149,19 @@ class Settings:
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
         object.__setattr__(self, "compression", compression_of(self.compression))
-        if isinstance(self.measures, Sequence):
-            check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
+        named(self.measures)
         resolve(self.metrics)
         requirements.check(requirements.Facts(self))
         self._check_rates()
         object.__setattr__(self, "loss", _function(self.loss))
+        object.__setattr__(self, "optimizer", _optimizer(self.optimizer))
 
     @property
     def local(self) -> LocalOptions:
         """The options of local steps."""
-        return LocalOptions(self.momentum, self.weight_decay, self.clip_norm, self.clip_scope)
+        make = self.optimizer
+        assert not isinstance(make, str)  # names are classes since __post_init__
+        return LocalOptions(self.momentum, self.weight_decay, self.clip_norm, self.clip_scope, make)
 
     @property
     def rule(self) -> Rule | None:
@@ -218,6 +222,20 @@ class Settings:
 
 # Options that may change when a run is resumed: the bits do not depend on them, or the identity has their effect.
 FREE = frozenset(name for name, row in table(Settings).items() if row.free)
+
+
+def _optimizer(made: str | Optimizer | None) -> Optimizer | None:
+    """Return an optimizer class by its name in `torch.optim`, or `made` itself. Raises ValueError for other values."""
+    known = {name: c for name, c in vars(torch.optim).items() if isinstance(c, type)}
+    if isinstance(made, str) and made in known:
+        return known[made]
+    if made is not None and (isinstance(made, torch.optim.Optimizer) or not callable(made)):
+        close = nearest(made, known) if isinstance(made, str) else ""
+        raise ValueError(
+            f"optimizer must be a class of torch.optim or its name, or a partial such as partial(torch.optim.AdamW, "
+            f"lr=1e-3); got {made!r}{close}"
+        )
+    return made
 
 
 def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:

@@ -34,5 +34,3 @@ def check_padding_of_step(step: LocalUpdate, layout: ParameterLayout) -> None:
     """As `check_padding`, of the vectors of a LocalUpdate."""
     vectors = {name: getattr(step, name) for name in step.constants.vectors}
     check_padding(vectors, layout, "the LocalUpdate of local_update")
-    if step.then is not None:
-        check_padding_of_step(step.then, layout)

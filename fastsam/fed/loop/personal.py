@@ -7,7 +7,7 @@ With the head of a model that is FedPer (Arivazhagan et al. 2019), with its norm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,19 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
+from fastsam.fed.executors.client import Client
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
 from fastsam.fed.step.parameter_layout import ParameterLayout
 
 OWN = "personal"  # the name of a client's own parameters in its state
-_MASKED = (
-    "delta",
-    "gradient",
-    "dual",
-    "eps",
-    "inner",
-)  # rows of results that an algorithm sees without the local parameters
+_MASKED = ("delta", "gradient", "dual", "eps")  # rows of results that an algorithm sees without local parameters
 
 
 class ClientModels(Protocol):
@@ -136,15 +131,14 @@ class Personal:
             raise ValueError(
                 f"local_parameters= serves no algorithm with its own start, and {type(self.inner).__name__} has one"
             )
-        if step.then is not None and (step.then.start is not None or step.then.proximal_coefficient):
-            raise ValueError(
-                "local_parameters= serves no algorithm that trains two models a client, as "
-                f"{type(self.inner).__name__} does"
-            )
         q = step.gradient_offset
         if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
             q = q - step.proximal_coefficient * (start - w)
         return replace(step, start=start, gradient_offset=q, buffers=buffers or None)
+
+    def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor] | None:
+        """Do the local work of the inner algorithm, from the client's own start."""
+        return self.inner.train_client(client, server, self._inner(state), round)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """Return the inner state and upload of the shared parameters, and the client's own parameters as they are

@@ -1,8 +1,8 @@
 """Options that do not go together: what each option needs, what a run lacks, and what to do.
 
 `check` compares the rows of `REQUIREMENTS` with the facts of a run. It is called when the options are known, when the
-algorithm and the clients are known, and when the first local update is known. A row whose facts are not known yet is
-passed over.
+algorithm and the clients are known, and after the trial of the algorithm. A row whose facts are not known yet is passed
+over.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastsam.fed.algorithms import registry
-from fastsam.fed.algorithms.base import Algorithm
-from fastsam.fed.step.local_update import LocalUpdate
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
+from fastsam.fed.executors.torch_updates import SERVED
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 FEWEST = 3  # clients of a round among whom a majority can stand against one
@@ -31,9 +31,9 @@ class Facts:
         changed_buffers: buffers that training changes.
         own_parameters: patterns of parameters that the algorithm keeps with the clients.
         sized: the numbers of samples of all clients are known.
-        batched: how the samples come, for messages, if they are not pairs of tensors.
         measured: the run has measures, and `path_measures` the names of those that follow a client's local steps.
-        update: the constants of a first client.
+        update: constants of a first client.
+        has_phases: the algorithm's loop is more than one path of steps over the run's batches.
     """
 
     settings: Any
@@ -43,10 +43,10 @@ class Facts:
     changed_buffers: Sequence[str] = ()
     own_parameters: Sequence[str] = ()
     sized: bool = True
-    batched: str = ""
     measured: bool = False
     path_measures: Sequence[str] = ()
     update: LocalUpdate | None = None
+    has_phases: bool = False
 
     @property
     def name(self) -> str:
@@ -108,6 +108,16 @@ def _noise(facts: Facts) -> str | None:
 
 def _central_noise(facts: Facts) -> str | None:
     return "noise='central'" if _noise(facts) and facts.settings.privacy.noise == "central" else None
+
+
+def _optimizer(facts: Facts) -> str | None:
+    return None if facts.settings.optimizer is None else "optimizer"
+
+
+def _sgd_options(facts: Facts) -> str:
+    used = {"momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
+    values = {name: getattr(facts.settings, name) for name in used}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value != used[name])
 
 
 def _accountant(facts: Facts) -> str | None:
@@ -205,12 +215,8 @@ def _names(serves: Callable[[Any], bool]) -> str:
     return ", ".join(sorted(one.__name__ for one in registry.values() if serves(one())))
 
 
-def _batched(facts: Facts) -> str | None:
-    return facts.batched or None
-
-
 def _phases(facts: Facts) -> str | None:
-    return f"{facts.name} has phases of its own" if facts.update is not None and facts.update.phased else None
+    return f"{facts.name} has phases of its own" if facts.has_phases else None
 
 
 REQUIREMENTS = (
@@ -226,6 +232,13 @@ REQUIREMENTS = (
                 "a learning rate that is a number",
                 lambda f: None if isinstance(f.settings.lr, float) else f"the run has lr={f.settings.lr!r}",
                 "Put the factor into lr, and leave lr_decay at 1"),
+    Requirement(_optimizer, "momentum, weight_decay and clip_norm at their defaults, because it has its own",
+                lambda f: f"the run has {unserved}" if (unserved := _sgd_options(f)) else None,
+                "Put them into the optimizer: partial(torch.optim.SGD, momentum=0.9), say"),
+    Requirement(_optimizer, "plain local steps, or steps of SAM",
+                lambda f: f"{f.name} has steps with {', '.join(unserved)}"
+                if f.update is not None and (unserved := sorted(f.update.constants.variant.needs - SERVED)) else None,
+                "Use another algorithm, or leave optimizer out"),
     # noise
     Requirement(lambda f: "noise='local'" if f.settings.privacy.noise == "local" else None, "noise",
                 lambda f: "noise_multiplier is 0" if f.settings.privacy.noise_multiplier == 0 else None,
@@ -297,19 +310,9 @@ REQUIREMENTS = (
                 lambda f: f"the run has buffers={f.settings.buffers!r}"
                 if f.changed_buffers and f.settings.buffers != "keep" else None,
                 "Use buffers='keep', or a model with GroupNorm"),
-    Requirement(lambda f: _local_parts(f) if f.settings.local_parameters or f.own_parameters else None,
-                "an algorithm without a teacher, whose local parameters would be those of the initial model",
-                lambda f: f"{f.name} has one" if f.update is not None and f.update.teacher is not None else None,
-                "Use another algorithm, or leave the option out"),
-    # measures, and data that are not pairs of tensors
+    # measures, and data whose sizes are not known
     Requirement(lambda f: f"measures={list(f.path_measures)!r}" if f.path_measures else None,
                 "one path of local steps", _phases, "Leave them out"),
-    Requirement(lambda f: f"{f.name}, which trains a map of the inputs,"
-                if f.update is not None and f.update.input_map is not None else None,
-                "inputs x of pairs (x, y)", _batched, "Use another algorithm"),
-    Requirement(lambda f: f"{f.name}, which compares two models' outputs,"
-                if f.update is not None and f.update.teacher is not None else None,
-                "inputs x of pairs (x, y)", _batched, "Use another algorithm"),
     *(
         Requirement(asked, "the clients' sizes before the clients are loaded",
                     lambda f: None if f.sized else "they are not known",

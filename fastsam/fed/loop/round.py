@@ -6,6 +6,7 @@ import logging
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
+from fastsam.fed.executors.base import ClientLoop
 from fastsam.fed.loop.algorithm_calls import Constants, Contract
 from fastsam.fed.loop.client_state import ClientStates, alike, rows
 from fastsam.fed.loop.contract import not_finite
@@ -49,6 +51,15 @@ class Run(Protocol):
     def states(self) -> ClientStates: ...
     @property
     def weights(self) -> Sequence[int] | None: ...
+
+
+def work_of(round: Round, settings: Settings, population: Population) -> Work:
+    """Return the facts that all tasks of a round share."""
+    return Work(
+        round.index, round.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
+        population.clients, population.sizes, population.augment, population.store, settings.local_steps,
+        settings.drop_last, population.samples,
+    )  # fmt: skip
 
 
 class Cohort:
@@ -106,13 +117,7 @@ class Cohort:
         """
         longest_first, together = executor.longest_first, executor.slots if executor.stacks else 1
         settings, population = self.settings, self.population
-        work = Work(
-            self.round.index, self.round.lr, settings.local_epochs, settings.batch_size, settings.shuffle,
-            settings.seed,
-            population.clients, population.sizes, population.augment, population.store, settings.local_steps,
-            settings.drop_last,
-            population.samples,
-        )  # fmt: skip
+        work = work_of(self.round, settings, population)
         order, later = self._order(self.mine, longest_first), self._order(later, longest_first)
         self.states.begin(self.before.clients, order, later)
         if population.looks_ahead:
@@ -127,7 +132,14 @@ class Cohort:
                 orders = work.draw_orders(order[at : at + _DRAWN])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
                 kept = self._snapshots(i) if self.stages else _NOTHING
-                yield Task(i, work, step, row, kept, orders.pop(i, None))
+                loop = self._loop(i) if self.contract.has_loop else None
+                yield Task(i, work, step, row, kept, orders.pop(i, None), loop=loop)
+
+    def _loop(self, client: int) -> ClientLoop:
+        """Return the algorithm's loop for a client."""
+        server, state = self.before.server, self._open.get(client, {})
+        run = partial(self.contract.train_client, server, state, self.visible)
+        return ClientLoop(run, [*server.values(), *state.values()])
 
     def _steps(self, clients: Sequence[int]) -> list[Constants]:
         """Return for each client its LocalUpdate and the index of its row in it.
@@ -177,8 +189,6 @@ class Cohort:
             return
         self.steps += sum(results.num_steps)
         self.backward_passes += sum(results.backward_passes)
-        if results.then is not None:
-            self.backward_passes += sum(results.then.backward_passes)
         norms: list[float] | None = None
         for stage in self.stages:
             norms = stage.process_results(results, self.round) or norms
@@ -290,13 +300,13 @@ class Cohort:
     def record(self) -> dict[str, Any]:
         """Return what the round's record says of the clients. train_loss is the mean over the samples of the clients
         that were not excluded."""
-        sizes = self.population.sizes
+        sizes, samples = self.population.sizes, self.sums.scalar("samples")
         sized, known = self.population.sized, self.population.known_sizes
         return {
             "clients": len(self.client_ids),
             "samples": sum(sizes[i] for i in self.client_ids if sized or i in known),
             "steps": self.steps,
-            "train_loss": self.sums.scalar("loss") / self.sums.scalar("samples"),
+            "train_loss": self.sums.scalar("loss") / samples if samples else None,  # a loop may record none
         }
 
     def outlier_list(self) -> list[dict[str, Any]]:

@@ -34,11 +34,11 @@ from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
-from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.options import Optimizer, Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
-from fastsam.fed.measures import Measures
+from fastsam.fed.measures import Measures, NamedMeasures, named
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
@@ -52,7 +52,8 @@ log = logging.getLogger("fastsam.fed")
 
 
 _REPLACED = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
-    "clip_update": "privacy=fed.Privacy(clip=...)"
+    "clip_update": "privacy=fed.Privacy(clip=...)",
+    "measure_options": "measures=fed.NamedMeasures([...], every=...)",
 }
 
 
@@ -82,6 +83,7 @@ def run(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     clip_scope: str = "full",
+    optimizer: str | Optimizer | None = None,
     server_lr: Rate = 1.0,
     seed: int = 0,
     test: Any = None,
@@ -103,8 +105,7 @@ def run(
     on_client_error: str = "raise",
     privacy: Privacy | Mapping[str, Any] | None = None,
     compression: TopK | Mapping[str, Any] | None = None,
-    measures: Sequence[str] | Measures = (),
-    measure_options: Mapping[str, Any] | None = None,
+    measures: Sequence[str] | NamedMeasures | Mapping[str, Any] | Measures = (),
     run_dir: str | Path | None = None,
     resume: bool = False,
     checkpoint_every: int = 1,
@@ -182,8 +183,7 @@ def run(
             loss,
             tried,
             backend,
-            measures,
-            measure_options or {},
+            named(measures) or cast(Measures, measures),
             ranks,
         )
         run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))

@@ -96,7 +96,6 @@ def _ends(results: ClientResults, layout: ParameterLayout) -> ClientResults:
         some(results.eps),
         some(results.gradient),
     )
-    then = None if results.then is None else _ends(results.then, layout)
     return replace(
         results,
         delta=delta,
@@ -104,6 +103,5 @@ def _ends(results: ClientResults, layout: ParameterLayout) -> ClientResults:
         eps=eps,
         gradient=gradient,
         snapshots=kept,
-        inner=some(results.inner),
-        then=then,
+        extra={name: _plain(x, layout) for name, x in results.extra.items()},
     )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class Pixels(nn.Module):
     """`model` for images of bytes: it gets ``(x / 255 - mean) / std`` in the type of its weights.
 
-    x: uint8 [n, C, H, W]. mean, std: one per channel, in 0..1. They are constants, not buffers, so that no run sends or
-    averages them.
+    x: uint8 [n, C, H, W]; inputs that are floating-point numbers have been normalised and go to `model` as they are.
+    mean, std: one per channel, in 0..1. They are constants, not buffers, so that no run sends or averages them.
     """
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -23,7 +23,7 @@ class Pixels(nn.Module):
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(self.normalised(x))
+        return self.model(x if x.is_floating_point() else self.normalised(x))
 
     def normalised(self, x: Tensor) -> Tensor:
         """Return the model's input ``(x / 255 - mean) / std``, `[n, C, H, W]` in the dtype of the weights."""

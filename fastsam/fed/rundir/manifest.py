@@ -28,6 +28,7 @@ _SINCE = {
     "delta": None,
     "accountant": "rdp",
     "compression": None,
+    "optimizer": None,
 }  # keys of the identity that older directories lack, with the values of their runs
 
 _RENAMED = {"validation": "client_test_split", "personal": "local_parameters"}  # options, since version 0.1.0

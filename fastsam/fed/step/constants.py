@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastsam.fed.common.checks import integer, number
+from fastsam.fed.common.checks import number
 from fastsam.fed.step.variant import ALONG_THE_WAY, StepVariant
 from fastsam.step import Direction, Mix
 
 # Fields of a LocalUpdate: the numbers and flags, the vectors, and all optional objects.
 NUMBERS = (
     *("direction", "rho", "eta", "perturbed_weight", "clean_weight", "surrogate_gap", "proximal_coefficient"),
-    *("drift", "remembers", "penalty", "lr_end_factor", "rho_end_factor", "pull", "full_gradient", "epochs", "only"),
+    *("drift", "remembers", "penalty", "lr_end_factor", "rho_end_factor", "pull", "full_gradient"),
 )
 VECTORS = (
     *("gradient_offset", "direction_vector", "dual", "server_perturbation"),
-    *("start", "anchor", "beside", "rho_scale"),
+    *("start", "anchor", "rho_scale"),
 )
-OBJECTS = (*VECTORS, "pilot", "input_map", "teacher", "then", "envelope", "mixture")
+OBJECTS = (*VECTORS, "pilot")
 _NEEDS = {
     Direction.GRADIENT_MINUS_DUAL: ("dual", "server_perturbation"),
     Direction.CONSTANT: ("direction_vector",),
@@ -32,8 +32,6 @@ class Values(NamedTuple):
 
     Args:
         given: names of the optional objects that are given.
-        teacher_perturbs: the teacher's term gives the first gradient.
-        next_phase_chains: `then` can be one of several phases.
     """
 
     direction: Direction
@@ -50,28 +48,12 @@ class Values(NamedTuple):
     rho_end_factor: float
     pull: float
     full_gradient: bool
-    epochs: int | None
-    only: tuple[int, ...] | None
     given: tuple[str, ...]
-    teacher_perturbs: bool
-    next_phase_chains: bool
 
     @property
     def has_one_gradient(self) -> bool:
         """True if a step has one backward pass."""
         return self.direction.backward_passes == 1
-
-    @property
-    def chains(self) -> bool:
-        """True if the step can be one of several phases: it leaves only a delta."""
-        alone = self.direction not in _NEEDS and not self.full_gradient
-        return alone and "pilot" not in self.given and "input_map" not in self.given
-
-    @property
-    def mixes(self) -> bool:
-        """True if a second model can be trained in lock step."""
-        plain = self.direction is Direction.NONE and not {"teacher", "then", "envelope"}.intersection(self.given)
-        return plain and self.chains
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,16 +64,13 @@ class Constants:
         mix: weights of the two gradients.
         variant: which kernels a step calls.
         vectors: names of the vectors that are given.
-        chains: the step can be one of several phases.
-        is_plain: the client only takes steps, without a gradient at the start, a map of the inputs, a teacher, an
-            envelope, a second model, or phases.
+        has_first_gradient: a gradient is computed before the first step, over all samples or a pilot's batches.
     """
 
     mix: Mix
     variant: StepVariant
     vectors: tuple[str, ...]
-    chains: bool
-    is_plain: bool
+    has_first_gradient: bool
 
 
 def constants_of(values: Values) -> Constants:
@@ -125,9 +104,7 @@ def _made(values: Values, types: tuple[type, ...]) -> Constants:
         "rho_scale" in values.given,
     )
     vectors = tuple(name for name in VECTORS if name in values.given)
-    extras = {"pilot", "input_map", "teacher", "then", "envelope", "mixture"}.intersection(values.given)
-    is_plain = not extras and not values.full_gradient and values.epochs is None
-    return Constants(mix, variant, vectors, values.chains, is_plain)
+    return Constants(mix, variant, vectors, values.full_gradient or "pilot" in values.given)
 
 
 _variant = lru_cache(maxsize=256)(StepVariant)
@@ -173,13 +150,6 @@ def _check(c: Values) -> None:
             f"pull={c.pull!r}, {'no' if 'anchor' not in c.given else 'an'} anchor, and the direction "
             f"{c.direction.value!r}"
         )
-    if "teacher" in c.given and "input_map" in c.given:
-        raise ValueError("LocalUpdate: a step has a teacher or a map of the inputs, not both")
-    if "teacher" in c.given and c.teacher_perturbs and c.has_one_gradient:
-        raise ValueError(
-            "LocalUpdate: a teacher with perturbs=True gives the first gradient of a step with two; the direction "
-            f"{c.direction.value!r} has one gradient only"
-        )
     if (c.clean_weight or c.surrogate_gap) and c.has_one_gradient:
         raise ValueError(
             "LocalUpdate: clean_weight and surrogate_gap combine the gradients at the unperturbed and at the "
@@ -194,34 +164,4 @@ def _check(c: Values) -> None:
     if "pilot" in c.given and c.rho_end_factor != 1:
         raise ValueError(
             f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end_factor={c.rho_end_factor!r}"
-        )
-    if c.epochs is not None:
-        integer("epochs", c.epochs, at_least=1)
-    if c.only is not None and not (isinstance(c.only, tuple) and all(type(i) is int for i in c.only)):
-        raise ValueError(
-            "LocalUpdate: only must be a tuple of places, as ParameterLayout.places(...) returns them, got "
-            f"{type(c.only).__name__}"
-        )
-    if c.only is not None and not c.only:
-        raise ValueError("LocalUpdate: only=() trains nothing; leave the phase out")
-    if "then" in c.given and not (c.chains and c.next_phase_chains):
-        raise ValueError(
-            "LocalUpdate: a step with a further phase, and that phase, have no dual, constant direction, full "
-            "gradient, pilot or map of the inputs"
-        )
-    if "envelope" in c.given and not (
-        c.chains and "then" not in c.given and c.proximal_coefficient and "gradient_offset" in c.given
-    ):
-        raise ValueError(
-            "LocalUpdate: an envelope needs a proximal term (proximal_coefficient > 0 and gradient_offset = "
-            "-proximal_coefficient * start), in a step of one phase without a dual, constant direction, full "
-            "gradient, pilot or map of the inputs"
-        )
-    if ("beside" not in c.given) != ("mixture" not in c.given) or ("mixture" in c.given and not c.mixes):
-        raise ValueError(
-            "LocalUpdate: beside and mixture are one model and how it learns, next to plain steps of one phase, "
-            "without a direction, teacher, "
-            f"full gradient or map of the inputs; got the direction {c.direction.value!r}, "
-            f"{'no' if 'beside' not in c.given else 'a'} vector "
-            f"beside and {'no' if 'mixture' not in c.given else 'a'} mixture"
         )

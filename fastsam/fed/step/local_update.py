@@ -25,38 +25,17 @@ options of the run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.common.checks import integer, number
 from fastsam.fed.step.constants import NUMBERS, OBJECTS, Constants, Values, constants_of
-from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.mixture import Mixture
 from fastsam.fed.step.pilot import Pilot
-from fastsam.fed.step.teacher import Teacher
 from fastsam.step import Direction
 
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """Local steps in search of a Moreau envelope's minimum (pFedMe): the proximal term `phi*(w - a)` is about an anchor
-    a that moves.
-
-    Each batch is taken `steps` times, and then `a <- a + rate*(w - a)`. The anchor begins where the local steps begin,
-    with gradient_offset = -phi*a. Raises ValueError for steps below 1, and a rate that is no positive number.
-    """
-
-    steps: int
-    rate: float
-
-    def __post_init__(self) -> None:
-        integer("steps", self.steps, at_least=1)
-        number("rate", self.rate, above=0)
 
 
 @dataclass(frozen=True)
@@ -95,17 +74,7 @@ class LocalUpdate:
         full_gradient: compute the gradient over the client's whole data at the start (`ClientResults.gradient`), in
             batches, in evaluation mode.
         pilot: gradients at the start find the radius, and `rho` has no effect (`ClientResults.gradient`, `norms`).
-        input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
-        teacher: a second model that enters the loss; one for all clients.
         buffers: buffers of the model at the start, each `[n, ...]`, in place of the global model's.
-        epochs: passes over the client's data in place of the run's local work.
-        only: indices of the trained parameters (`ParameterLayout.places`); the others keep their values. None: all.
-        then: a further phase of local steps. With a `start` it trains a second model from there, on the same batches in
-            the same order, with the results `ClientResults.then`. Without one it continues where this phase ended, with
-            the following epochs.
-        envelope: the anchor of the proximal term moves, and deltas are those of the anchor (see `Envelope`).
-        beside, mixture: weights of a second model that is trained in lock step (see `Mixture`), with the results
-            `ClientResults.inner` and `ClientResults.alpha`.
 
     Raises:
         ValueError: a number is not finite, the radius is negative, or the direction lacks a vector or does not use one.
@@ -133,23 +102,13 @@ class LocalUpdate:
     start: Tensor | None = None  # where the steps begin; None: the global model
     full_gradient: bool = False
     pilot: Pilot | None = None
-    input_map: InputMap | None = None
-    teacher: Teacher | None = None
     buffers: Sequence[Tensor] | None = None
-    epochs: int | None = None
-    only: tuple[int, ...] | None = None
-    then: LocalUpdate | None = None
-    envelope: Envelope | None = None
-    beside: Tensor | None = None
-    mixture: Mixture | None = None
     constants: Constants = field(init=False, repr=False, compare=False)  # made of these, once for all equal ones
 
     def __post_init__(self) -> None:
         numbers = [getattr(self, name) for name in NUMBERS]
         given = tuple([name for name in OBJECTS if getattr(self, name) is not None])
-        teacher_perturbs = self.teacher is not None and self.teacher.perturbs
-        next_phase_chains = self.then is not None and self.then.constants.chains
-        values = Values._make((*numbers, given, teacher_perturbs, next_phase_chains))
+        values = Values._make((*numbers, given))
         object.__setattr__(self, "constants", constants_of(values))
 
     @property
@@ -164,14 +123,6 @@ class LocalUpdate:
     def radius(self, k: int, steps: int) -> float:
         """The radius of step k of `steps`."""
         return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
-
-    @property
-    def phased(self) -> bool:
-        """True if the local work differs from the run's: several phases, own epochs, only some parameters, several
-        steps a
-        batch, or a second model."""
-        other = self.then, self.epochs, self.only, self.envelope, self.mixture
-        return any(asked is not None for asked in other)
 
     @property
     def keeps_first(self) -> bool:
@@ -210,13 +161,8 @@ class ClientResults:
         dual, eps: `[n, row_size]`, mu and the perturbation after the last step, for directions with a dual.
         gradient: `[n, row_size]`, the mean gradient over a client's samples at the start, or over a pilot's batches.
         norms: with a pilot, `[n]` float64, the mean norm of its gradients.
-        input_map: the trained maps, Lam and delta `[n, ...]`.
         snapshots: copies of each client's row, by local step.
-        inner: `[n, row_size]`. With an envelope `w_K - start` of the weights, while `delta` is the anchor's. With a
-            mixture the change of the second model.
-        alpha: `[n]` float64, the mixture's alpha at the end.
-        then: results of a further phase with its own start, not included in these results. A phase that continued is
-            included.
+        extra: tensors `[n, ...]` that `Algorithm.train_client` returned, by name.
     """
 
     client_ids: Sequence[int]
@@ -230,11 +176,8 @@ class ClientResults:
     eps: Tensor | None = None
     gradient: Tensor | None = None
     norms: Tensor | None = None
-    input_map: InputMap | None = None
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
-    inner: Tensor | None = None
-    alpha: Tensor | None = None
-    then: ClientResults | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def column(self, numbers: Iterable[float]) -> Tensor:
         """One number for each client as `[n, 1]`, in the dtype of the weights: it multiplies or divides the client's
@@ -248,10 +191,8 @@ class ClientResults:
         def own(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return torch.stack([value[i] for i in places])
-            if isinstance(value, ClientResults):
-                return value.take(places)
-            if isinstance(value, InputMap):
-                return replace(value, Lam=own(value.Lam), delta=own(value.delta))
+            if isinstance(value, Mapping):
+                return {name: own(x) for name, x in value.items()}
             return None if value is None else [value[i] for i in places]
 
         return ClientResults(**{f.name: own(getattr(self, f.name)) for f in fields(self)})

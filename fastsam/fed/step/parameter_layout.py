@@ -122,14 +122,14 @@ class ParameterLayout:
         Raises:
             ValueError: a pattern matches no trainable parameter; the message has their names.
         """
-        found = {self.names[place] for place in self.places(what, patterns)}
+        found = {self.names[i] for i in self.indices(what, patterns)}
         row = torch.zeros(self.row_size, dtype=torch.bool)
         for name, view in self.unflatten(row).items():
             view.fill_(name in found)
         return row
 
-    def places(self, what: str, patterns: str | Sequence[str]) -> tuple[int, ...]:
-        """The places in `names` of the parameters with such names; patterns and errors as in `mask`."""
+    def indices(self, what: str, patterns: str | Sequence[str]) -> tuple[int, ...]:
+        """Return the indices in `names` of the parameters with such names. Patterns and errors are as in `mask`."""
         found: set[str] = set()
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             matched = {n for n in self.names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
@@ -139,7 +139,7 @@ class ParameterLayout:
                     f"{', '.join(self.names)}"
                 )
             found |= matched
-        return tuple(place for place, name in enumerate(self.names) if name in found)
+        return tuple(i for i, name in enumerate(self.names) if name in found)
 
     def factors(self, what: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
         """Return a row `[row_size]` with one number for each parameter, for `LocalUpdate(rho_scale=...)`.
@@ -159,7 +159,7 @@ class ParameterLayout:
             view.fill_(1)
         for pattern, value in numbers.items():
             number(f"{what}[{pattern!r}]", value, at_least=0)
-            for place in self.places(what, pattern):
+            for place in self.indices(what, pattern):
                 views[place].fill_(value)
         return row.to(like.device)
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from fastsam.step import Direction
 
 ALONG_THE_WAY = (Direction.PATH, Direction.GRADIENT_PLUS)  # directions that know the way so far
+
+
+def needs_of(options: Any) -> frozenset[str]:
+    """Return the names of the fields of a dataclass that differ from their defaults.
+
+    A part that takes local steps lists the names that it serves. It so refuses a field that it does not know.
+    """
+    return frozenset(f.name for f in fields(options) if getattr(options, f.name) != f.default)
 
 
 @dataclass(frozen=True)
@@ -32,17 +41,23 @@ class StepVariant:
         scaled: the radius is different in every weight.
     """
 
-    direction: Direction
-    has_q: bool
-    has_phi: bool
-    keeps_first: bool
-    surrogate: bool
+    direction: Direction = Direction.NONE
+    has_q: bool = False
+    has_phi: bool = False
+    keeps_first: bool = False
+    surrogate: bool = False
     paced: bool = False
     drift: float = 0.0
     remembers: bool = False
     pull: float = 0.0
     piloted: bool = False
     scaled: bool = False
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """Names of the features of a step: its direction, and the fields that differ from a plain step."""
+        features = needs_of(self)
+        return features - {"direction"} | {self.direction.value} if "direction" in features else features
 
     @cached_property
     def rewrites(self) -> bool:

@@ -1,6 +1,4 @@
-"""`aggregation=function`: what the function gets, that its row is the server's, and what is refused."""
-
-from __future__ import annotations
+"""`aggregation=function`: its arguments, its result as the server's update, and refusals."""
 
 from typing import Any
 

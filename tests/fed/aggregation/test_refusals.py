@@ -1,7 +1,5 @@
 """Rules that cannot serve, and in which words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ def median(algorithm=None, **options):
 
 
 @refusals(
-    # what names no rule is refused
+    # names that are not rules
     (lambda: rule_of("medain"), "aggregation must be one of .*'median'.*did you mean 'median'"),
     (lambda: rule_of("median:3"), "takes no number"),
     (lambda: rule_of("krum:x"), "'krum:SHARE' takes a number after the colon, got 'krum:x'"),
@@ -33,7 +31,7 @@ def median(algorithm=None, **options):
     (lambda: rule_of("norm_filter:nan"), "factor must be a finite number"),
     (lambda: rule_of("mean:2"), "aggregation must be one of"),
     (lambda: rule_of(None), "aggregation must be one of"),
-    # what a rule has no meaning for is refused
+    # options that a rule excludes
     (
         lambda: median(weighting="samples"),
         "aggregation='median' needs clients that count alike, but weighting='samples'.*norm_filter",

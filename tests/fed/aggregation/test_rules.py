@@ -1,7 +1,4 @@
-"""The robust rules on rows of numbers: against the papers' equations written another way, and what an outlier can do to
-each."""
-
-from __future__ import annotations
+"""The robust rules on rows of numbers: compared with the papers' equations in a different form, and with an outlier."""
 
 import itertools
 
@@ -27,7 +24,7 @@ def made(text: str) -> Rule:
 
 
 def aggregate(text: str, given: list[Tensor], weights: list[int] | None = None) -> Tensor:
-    """What a round of these displacements moves the model by."""
+    """Return the change of the model in a round with these deltas."""
     rule, weights = made(text), [1] * len(given) if weights is None else weights
     chosen = rule.chosen(given)
     return rule.mean([given[i] for i in chosen], [weights[i] for i in chosen])
@@ -91,8 +88,7 @@ def test_the_norm_filter_is_the_weighted_mean_of_those_within_the_limit() -> Non
 @pytest.mark.parametrize("text", [name for name in names() if name != "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_client_of_nine_cannot_take_the_others_away(text: str, dtype: torch.dtype) -> None:
-    """However far away it is and wherever it stands, the result stays within the box of the others; the mean does
-    not."""
+    """The result stays in the box of the other clients for any outlier at any position; the mean does not."""
     for place, size in itertools.product((0, 4, 8), (1e8, -1e30)):
         good = rows(dtype=dtype)
         bad = [*good]

@@ -1,7 +1,4 @@
-"""Whole runs with a robust rule in place of the mean: a poisoned client, every algorithm, every executor, and what is
-refused."""
-
-from __future__ import annotations
+"""Runs with a robust rule: a poisoned client, every algorithm, every executor, and refusals."""
 
 from typing import Any
 
@@ -66,7 +63,7 @@ def test_the_mean_by_name_is_the_default_to_the_bit() -> None:
 
 
 def test_a_rule_that_leaves_nobody_out_is_the_mean() -> None:
-    """But for the order of the additions: those of the mean have none."""
+    """They are equal up to the order of additions."""
     model, data = oracle.smooth_model(), oracle.ragged_clients()
     a, b, c = (
         fed.run(model, data, fed.FedSAM(), rounds=3, participation=1.0, weighting=w, aggregation=rule).model

@@ -1,7 +1,4 @@
-"""What holds in every round of a run, whatever the hyper-parameters: sums of corrections, radii and directions of
-perturbations."""
-
-from __future__ import annotations
+"""Invariants of every round for all hyper-parameters: sums of corrections, radii and directions of perturbations."""
 
 import math
 
@@ -17,17 +14,12 @@ from tests.helpers.fed_watch import Watched
 CLIENTS = 5
 RUNS = st.fixed_dictionaries(
     {
-        "lr": st.floats(1e-3, 0.2),
-        "lr_decay": st.sampled_from([1.0, 0.9]),
-        "momentum": st.sampled_from([0.0, 0.9]),
-        "weight_decay": st.sampled_from([0.0, 0.05]),
-        "clip_norm": st.sampled_from([None, 0.1]),
-        "weighting": st.sampled_from(["uniform", "samples"]),
-        "participation": st.sampled_from([0.3, 0.6, 1.0]),
-        "local_epochs": st.integers(1, 3),
-        "seed": st.integers(0, 9),
+        "lr": st.floats(1e-3, 0.2), "lr_decay": st.sampled_from([1.0, 0.9]), "momentum": st.sampled_from([0.0, 0.9]),
+        "weight_decay": st.sampled_from([0.0, 0.05]), "clip_norm": st.sampled_from([None, 0.1]),
+        "weighting": st.sampled_from(["uniform", "samples"]), "participation": st.sampled_from([0.3, 0.6, 1.0]),
+        "local_epochs": st.integers(1, 3), "seed": st.integers(0, 9),
     }
-)
+)  # fmt: skip
 RHO, PHI = st.floats(0.01, 0.5), st.floats(0.01, 0.5)
 
 
@@ -39,7 +31,7 @@ class Shared(list):
 
 
 class Spy(torch.nn.Module):
-    """Records the weights at which training asks for a gradient."""
+    """A module that stores the weights at which training computes a gradient."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -63,14 +55,14 @@ def flat(model):
 
 
 def watched(algorithm, **options):
-    """What passed through an algorithm in a run in float64."""
+    """Return the calls of an algorithm in a run in float64."""
     record = Watched(algorithm)
     fed.run(oracle.smooth_model(), oracle.ragged_clients(), record, **{"rounds": 5, "batch_size": 5, **options})
     return record
 
 
 def at_the_end_of(record, t, name, size):
-    """The sum over all clients of what they keep under a name after round t; who never took part has zero."""
+    """Return the sum over all clients of the state `name` after round t, zero for clients that have not taken part."""
     total = torch.zeros(size, dtype=torch.float64)
     for states in record._kept.values():
         known = [state[name] for when, state in states if when <= t]
@@ -105,17 +97,13 @@ def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(made, server
 @pytest.mark.parametrize(
     "made",
     [
-        lambda r, p: fed.FedSAM(rho=r),
-        lambda r, p: fed.FedGSAM(rho=r, alpha=p),
-        lambda r, p: fed.MoFedSAM(rho=r, beta=p),
-        lambda r, p: fed.FedGAMMA(rho=r),
-        lambda r, p: fed.FedSMOO(rho=r, phi=p),
-        lambda r, p: fed.FedSMOO(rho=r, dyn=False, alpha=2 * p),
-        lambda r, p: fed.FedSpeed(rho=r, alpha=p, phi=p),
-        lambda r, p: fed.Centralised_SAM(rho=r),
+        lambda r, p: fed.FedSAM(rho=r), lambda r, p: fed.FedGSAM(rho=r, alpha=p),
+        lambda r, p: fed.MoFedSAM(rho=r, beta=p), lambda r, p: fed.FedGAMMA(rho=r),
+        lambda r, p: fed.FedSMOO(rho=r, phi=p), lambda r, p: fed.FedSMOO(rho=r, dyn=False, alpha=2 * p),
+        lambda r, p: fed.FedSpeed(rho=r, alpha=p, phi=p), lambda r, p: fed.Centralised_SAM(rho=r),
     ],
     ids=["FedSAM", "FedGSAM", "MoFedSAM", "FedGAMMA", "FedSMOO", "FedSMOO-alone", "FedSpeed", "Centralised_SAM"],
-)
+)  # fmt: skip
 @settings(max_examples=2, deadline=None)
 @given(rho=RHO, phi=PHI, options=RUNS)
 def test_perturbations_have_length_rho_over_the_whole_model(made, rho, phi, options):

@@ -1,6 +1,4 @@
-"""Options of the algorithms: what is refused, in which words, and that every one of them changes something."""
-
-from __future__ import annotations
+"""Options of the algorithms: refused values with their messages, and an effect of every option."""
 
 import functools
 import math
@@ -64,7 +62,7 @@ def of_defaults(name):
     ("name", "option"), [pytest.param(*case, marks=pytest.mark.slow if i % 2 else []) for i, case in enumerate(CASES)]
 )
 def test_every_option_has_an_effect(name, option):
-    needed = {} if name == "pfedme" else NEEDS  # whose eta is a rate
+    needed = {} if name == "pfedme" else NEEDS  # its eta is a learning rate
     made, changed = REGISTRY[name], needed.get(option, {option: OTHER.get(option, 0.3)})
     default = {key: value for key, value in changed.items() if key != option}
     assert not torch.equal(final(made(**changed)), final(made(**default)) if default else of_defaults(name))
@@ -120,7 +118,7 @@ def test_gsam_s_lowest_learning_rate_is_below_the_first(tmp_path):
 
 @pytest.mark.parametrize(("form", "ascent_steps"), [("full", 2), (None, 1), ("channel", 1)])
 def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
-    """Images of bytes behind `Pixels` train like the same images that were normalised before, to the bit."""
+    """Images of bytes with `Pixels` train like images that were normalised before, bit for bit."""
     generator = torch.Generator().manual_seed(3)
     images = [
         (torch.randint(0, 256, (n, 3, 4, 4), dtype=torch.uint8, generator=generator), torch.arange(n) % 2)
@@ -271,8 +269,7 @@ def weights_after(algorithm, **options):
 
 @pytest.mark.parametrize("name", RADIUS)
 def test_every_radius_takes_a_schedule(name):
-    """A schedule that is constant gives the bits of the number; one that changes gives others from its second round
-    on."""
+    """A constant schedule gives the bits of the number; a changing one differs from its second round."""
     made = fed.algorithms.registry[name]
     plain = weights_after(made(rho=0.3))
     assert torch.equal(weights_after(made(rho="0.1*3 + 0*lr")), weights_after(made(rho=0.1 * 3)))

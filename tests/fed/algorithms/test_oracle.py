@@ -1,7 +1,5 @@
 """Every algorithm against an independent, unfused loop: the same batches, other arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -69,18 +67,12 @@ def test_the_unfused_loop_tells_the_methods_and_options_apart():
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
-    method=st.sampled_from(sorted(METHODS)),
-    lr=st.floats(0.005, 0.1),
-    lr_decay=st.floats(0.8, 1),
-    momentum=st.sampled_from([0.0, 0.5, 0.9]),
-    weight_decay=st.sampled_from([0.0, 0.02]),
-    clip=st.sampled_from([None, 0.02, 0.5, 100.0]),
-    scope=st.sampled_from(["full", "linear"]),
-    weighting=st.sampled_from(["uniform", "samples"]),
-    batch=st.integers(1, 30),
-    epochs=st.integers(1, 3),
+    method=st.sampled_from(sorted(METHODS)), lr=st.floats(0.005, 0.1), lr_decay=st.floats(0.8, 1),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]), weight_decay=st.sampled_from([0.0, 0.02]),
+    clip=st.sampled_from([None, 0.02, 0.5, 100.0]), scope=st.sampled_from(["full", "linear"]),
+    weighting=st.sampled_from(["uniform", "samples"]), batch=st.integers(1, 30), epochs=st.integers(1, 3),
     seed=st.integers(0, 99),
-)
+)  # fmt: skip
 def test_any_options_with_shuffled_batches_and_sampled_clients(method, seed, **options):
     """Here the order of the batches and the participation are the run's own."""
     chosen = oracle.Options(rounds=4, shuffle=True, seed=seed, **options)
@@ -137,7 +129,7 @@ NOTICED = 1e-11  # ten times what the comparison in float64 allows
 
 
 def distance(case, options, backend="reference"):
-    """How far the implementation, as it now is in memory, ends from the oracle."""
+    """Return the distance of the implementation, as it is in memory, from the oracle."""
     final = replayed(
         oracle.smooth_model(), oracle.ragged_clients(), ours(case), options_of(case, options), backend=backend
     )
@@ -154,7 +146,7 @@ LAST = {METHODS[m.case][0]: m for m in MUTANTS}.values()  # in `make test` the l
 )
 def test_a_wrong_constant_is_noticed(mutant):
     with replaced(*mutant[:4]):
-        # The fused kernels take half the time of the reference, and are no part of what is changed elsewhere.
+        # Fused kernels take half the reference's time; only mutants of kernels need the reference.
         far = distance(
             mutant.case, mutant.options, "reference" if mutant.module.startswith("fastsam_kernels") else "auto"
         )

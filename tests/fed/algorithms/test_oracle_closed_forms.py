@@ -1,7 +1,5 @@
 """The independent loop itself, where the answer is known by hand: quadratics, linear losses, one step at a time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ Not compared, because they are known to be wrong: pfl's SCAFFOLD (a sign), FedLa
 optimizer.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -35,7 +33,7 @@ PEERS = {
 
 
 def peer(name, model, clients, active, folder):
-    """What the library makes of the problem; skipped where it cannot be imported."""
+    """Return the library's result for the problem, or skip if it cannot be imported."""
     if not PYTHON.exists():
         pytest.skip(
             f"no Python with the peers at {PYTHON}: `make test-peers` makes one; or name its Python in "
@@ -74,12 +72,9 @@ def test_a_torchvision_of_another_torch_stops_no_peer(raised, tmp_path):
     )
     path = os.pathsep.join([str(tmp_path), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", words],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", words], capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONPATH": path},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"without torchvision: {raised.partition('(')[0]}" in done.stderr
 
@@ -101,16 +96,9 @@ def test_the_same_weights_as_another_library(name, tmp_path, capsys):
     model, sizes = oracle.smooth_model(), (17, 16, 3, 23, 12)
     clients = [(x.float().double(), y) for x, y in oracle.ragged_clients(sizes=sizes)]  # pfl holds data in float32
     ours = fed.run(
-        model,
-        clients,
-        algorithm,
-        rounds=5,
-        local_epochs=2,
-        batch_size=5,
-        lr=0.05,
-        shuffle=False,
+        model, clients, algorithm, rounds=5, local_epochs=2, batch_size=5, lr=0.05, shuffle=False,
         sampler=lambda t, generator: active[t],
-    ).model
+    ).model  # fmt: skip
     theirs = peer(name, model, clients, active, tmp_path)
     gaps = [p.detach() - q for p, q in zip(ours.parameters(), theirs, strict=True)]
     far = oracle.flat_norm(gaps) / oracle.flat_norm(theirs)

@@ -1,10 +1,6 @@
-"""Algorithms whose clients have models of their own, beside loops in plain torch (`oracle.personal`): the shared model
-and every client's."""
-
-from __future__ import annotations
+"""Algorithms with client models, compared with loops in plain torch (`oracle.personal`)."""
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +10,6 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.executors import Setup, stacked
 from fastsam.fed.executors.graph import Graph
-from fastsam.fed.step.local_update import Envelope
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
@@ -23,7 +18,7 @@ from tests.helpers.mutants.table import PERSONAL
 from tests.helpers.oracle import personal as unfused
 
 OPTIONS = oracle.Options(rounds=4, momentum=0.5, weight_decay=0.02, server_lr=0.7, shuffle=True, seed=3, epochs=2)
-SIZES = (8, 12, 5, 9, 23)  # of batches of 6 none ends with one sample, which BatchNorm could not train on
+SIZES = (8, 12, 5, 9, 23)  # no batch of 6 leaves a single sample, on which BatchNorm could not train
 TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
 
 
@@ -45,7 +40,7 @@ def batch_of(options: oracle.Options, batch: int) -> oracle.Options:
 
 
 def furthest(result: fed.Result, wanted: unfused.Ended) -> float:
-    """Over the shared model and those of all clients."""
+    """Return the largest difference over the shared model and all client models."""
     shared, own = wanted
     found = [apart(result.client_model(i), model) for i, model in enumerate(own)]
     return max([apart(result.model, shared), *found])
@@ -56,7 +51,7 @@ def ran(model: nn.Module, algorithm: Any, options: oracle.Options = OPTIONS, **m
 
 
 def sometimes(cases: Any, usual: Any) -> list[Any]:
-    """Parameters of a test, those that are not usual marked as slow."""
+    """Return parameters of a test; unusual ones are marked as slow."""
     return [pytest.param(c, marks=[] if usual(c) else [pytest.mark.slow]) for c in cases]
 
 
@@ -90,8 +85,7 @@ def test_fedbn_is_two_options_of_a_run():
 
 
 def test_buffers_alone_may_stay():
-    """Every parameter is averaged, the statistics are each client's own: beside a run whose buffers are averaged, its
-    parameters."""
+    """All parameters are averaged, as in a run that averages buffers, and statistics stay with the clients."""
     options = batch_of(OPTIONS, 6)
     local, averaged = (ran(normalised(), fed.FedSAM(), options, buffers=kind) for kind in ("local", "average"))
     assert same_bits(local.model, averaged.model), "in training a batch is normalised by its own statistics"
@@ -157,7 +151,7 @@ def test_the_head_of_fedrep_may_be_named():
 
 
 def test_fedrep_with_local_steps_and_sam():
-    """`local_steps` are those of the representation; SAM in both phases perturbs what is trained there alone."""
+    """`local_steps` counts steps of the representation; SAM perturbs only the parameters that a phase trains."""
     model = oracle.smooth_model()
     options = oracle.Options(**{**vars(OPTIONS), "epochs": 1})
     epoch = {i: -(-n // OPTIONS.batch) for i, n in enumerate(SIZES)}
@@ -167,9 +161,7 @@ def test_fedrep_with_local_steps_and_sam():
 
     class Sharp(fed.FedRep):
         def local_update(self, server, client, round):
-            step = super().local_update(server, client, round)
-            sharp = {"direction": fed.Direction.GRADIENT, "rho": 0.3}
-            return replace(step, **sharp, then=replace(step.then, **sharp))
+            return fed.LocalUpdate(fed.Direction.GRADIENT, rho=0.3)
 
     flat = ran(model, fed.FedRep(head_epochs=1), options)
     sharp = ran(model, Sharp(head_epochs=1), options)
@@ -333,25 +325,14 @@ def test_a_wrong_line_is_noticed(mutant):
 
 
 @pytest.mark.parametrize("name", sometimes(["FedRep", "Ditto", "pFedMe", "APFL"], lambda name: name == "Ditto"))
-def test_executors_that_take_no_phases_say_so(name):
+def test_executors_that_take_no_loops_say_so(name):
     made, algorithm = ALL[name]
-    with pytest.raises(
-        ValueError, match="'vmap' cannot serve here: the algorithm's local steps have phases of their own"
-    ):
+    words = f"{name} trains each client in a loop of its own"
+    with pytest.raises(ValueError, match=f"'vmap' cannot serve here: {words}"):
         ran(made(), algorithm, executor="vmap")
-    setup = Setup(None, None, None, None, torch.device("cpu"), "auto", phased=True)
-    assert "phases" in (Graph.why_not(setup) or "") and "phases" in (stacked.why_not(setup) or "")
+    setup = Setup(None, None, None, None, torch.device("cpu"), "auto", loop=name)
+    assert words in (Graph.why_not(setup) or "") and words in (stacked.why_not(setup) or "")
     assert same_bits(ran(made(), algorithm, executor="auto").model, ran(made(), algorithm).model)
-
-
-@pytest.mark.slow
-def test_a_phase_that_comes_later_is_not_overlooked():
-    class Late(fed.Algorithm):
-        def local_update(self, server, client, round):
-            return fed.LocalUpdate(then=fed.LocalUpdate()) if round.index else fed.LocalUpdate()
-
-    with pytest.raises(ValueError, match="'vmap' cannot serve here: the algorithm's local steps have phases"):
-        ran(oracle.smooth_model(), Late(), executor="vmap")
 
 
 @pytest.mark.parametrize(
@@ -370,25 +351,13 @@ def test_a_phase_that_comes_later_is_not_overlooked():
         (lambda: fed.FedRep(head_epochs=0), {}, "head_epochs must be an integer >= 1"),
         (lambda: fed.Ditto(epochs=0), {}, "epochs must be an integer >= 1"),
         (lambda: fed.Ditto(lam=-1), {}, "lam must"),
-        (lambda: fed.LocalUpdate(only=()), {}, "trains nothing"),
-        (lambda: fed.LocalUpdate(envelope=Envelope(2, 0.1)), {}, "an envelope needs a proximal term"),
-        (lambda: Envelope(0, 0.1), {}, "steps must be an integer >= 1"),
         (lambda: fed.pFedMe(K=0), {}, "K must be an integer >= 1"),
-        (lambda: fed.LocalUpdate(full_gradient=True, then=fed.LocalUpdate()), {}, "a step with a further phase"),
         (fed.APFL(), {"model": normalised, "buffers": "average"}, "APFL needs one set of buffers"),
         (lambda: fed.APFL(alpha=1.5), {}, "alpha must .*<= 1, got 1.5"),
         (lambda: fed.APFL(eta_alpha=-1), {}, "eta_alpha .None for the local learning rate. must"),
-        (lambda: fed.Mixture(0.5), {}, "alpha must be a tensor of one number for each client, float64 .n., got 0.5"),
-        (lambda: fed.Mixture(torch.ones(2), -1), {}, "rate must"),
-        (lambda: fed.LocalUpdate(beside=torch.ones(3)), {},
-            "one model and how it learns.*a vector beside and no mixture"),
-        (lambda: fed.LocalUpdate(fed.Direction.GRADIENT, beside=torch.ones(3), mixture=fed.Mixture(torch.ones(1))), {},
-            "got the direction 'gradient'"),
     ],
     ids=["local_parameters", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",
-        "no own epochs", "repelled",
-         "nothing", "no term", "no steps", "no K", "full gradient", "two buffers", "too much", "away", "no vector",
-         "uphill", "no mixture", "sharp"],
+         "no own epochs", "repelled", "no K", "two buffers", "too much", "away"],
 )  # fmt: skip
 def test_what_does_not_fit(algorithm, options, words):
     with pytest.raises(ValueError, match=words):

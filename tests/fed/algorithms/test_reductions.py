@@ -1,7 +1,7 @@
-"""Where one algorithm is another: limits of hyper-parameters, first rounds, one client. To the bit wherever the
-arithmetic is the same."""
+"""Limits of hyper-parameters, first rounds and single clients in which two algorithms are equal.
 
-from __future__ import annotations
+They are equal bit for bit if the arithmetic is the same.
+"""
 
 import math
 
@@ -20,18 +20,12 @@ from tests.helpers.fed_watch import Watched
 
 RUNS = st.fixed_dictionaries(
     {
-        "lr": st.floats(1e-3, 0.2),
-        "lr_decay": st.sampled_from([1.0, 0.9]),
-        "momentum": st.sampled_from([0.0, 0.9]),
-        "weight_decay": st.sampled_from([0.0, 0.05]),
-        "clip_norm": st.sampled_from([None, 0.1, 10.0]),
-        "clip_scope": st.sampled_from(["full", "linear"]),
-        "weighting": st.sampled_from(["uniform", "samples"]),
-        "participation": st.sampled_from([0.4, 1.0]),
-        "local_epochs": st.integers(1, 2),
-        "seed": st.integers(0, 5),
+        "lr": st.floats(1e-3, 0.2), "lr_decay": st.sampled_from([1.0, 0.9]), "momentum": st.sampled_from([0.0, 0.9]),
+        "weight_decay": st.sampled_from([0.0, 0.05]), "clip_norm": st.sampled_from([None, 0.1, 10.0]),
+        "clip_scope": st.sampled_from(["full", "linear"]), "weighting": st.sampled_from(["uniform", "samples"]),
+        "participation": st.sampled_from([0.4, 1.0]), "local_epochs": st.integers(1, 2), "seed": st.integers(0, 5),
     }
-)
+)  # fmt: skip
 # Each maps (rho, share, phi), all in (0, 1), to two algorithms that are one; share stands for alpha and beta.
 EXACT = {
     "MoFedSAM, beta = 1, is FedSAM": lambda r, s, p: (fed.MoFedSAM(rho=r, beta=1.0), fed.FedSAM(rho=r)),
@@ -94,13 +88,15 @@ FIRST = {
 @settings(max_examples=2, deadline=None)
 @given(rho=st.floats(0.01, 1), phi=st.floats(0.01, 1), options=RUNS)
 def test_the_first_round_is_that_of_the_base(pair, rho, phi, options):
-    """All vectors start at zero. A dual moves within a round, so of FedSMOO it is the first step alone."""
+    """All vectors are zero at the start. A dual changes within a round, so for FedSMOO only the first step is
+    compared."""
     options |= {"rounds": 1}
     if "step" in pair:
         options |= {"local_epochs": 1, "batch_size": 64}
     one, other = FIRST[pair](rho, phi)
     a, b = final(one, torch.float64, **options), final(other, torch.float64, **options)
-    assert oracle.difference(a, b) < (1e-5 if "step" in pair else 1e-300)  # penalty*g1 has another length beside nu
+    # penalty*g1 has a different length relative to nu
+    assert oracle.difference(a, b) < (1e-5 if "step" in pair else 1e-300)
 
 
 @pytest.mark.parametrize("method", ["FedLESAM", "FedLESAM_S", "FedLESAM_D"])

@@ -1,7 +1,5 @@
 """The seam: algorithms and executors that fastsam does not know, without a line changed in it."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass
@@ -40,8 +38,10 @@ class Remembering(fed.Algorithm):
 
 @dataclass(frozen=True)
 class OwnWeights(fed.Algorithm):
-    """Every client goes on from where it ended, half of them with a constant perturbation; the model is what they send
-    on average."""
+    """Every client continues from its last weights, half of them with a constant perturbation.
+
+    The model is the mean of the weights that they send.
+    """
 
     rho: float = 0.0
 
@@ -63,7 +63,7 @@ class OwnWeights(fed.Algorithm):
 
 
 def from_their_own(model, clients, rho, rounds, lr):
-    """The same by autograd alone: a step a round on all samples, everybody there."""
+    """Train by autograd only: a full-batch step per round for all clients."""
     w = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     own, copied = [w] * len(clients), copy.deepcopy(model)
     for _ in range(rounds):
@@ -94,8 +94,8 @@ def test_clients_start_where_they_like(executor, rho):
 
 @dataclass(frozen=True)
 class Wavering(fed.Algorithm):
-    """A learning rate that falls within every second round. What is `apart` in the numbers of two rounds, eta, plain
-    steps do not read."""
+    """A learning rate that falls in every second round. Only eta differs between two rounds, and plain steps ignore
+    it."""
 
     apart: float = 0.0
 
@@ -297,7 +297,7 @@ def test_algorithms_that_break_the_contract(algorithm, words):
 
 
 def writing(where):
-    """Algorithms that write into what they are given, each in one of the functions."""
+    """Return algorithms that write into their arguments, each in a different function."""
 
     def init_client(self, server):
         return {"k": torch.zeros(3)}
@@ -326,7 +326,7 @@ def writing(where):
     [("local_update", "client.'k'"), ("finish_client", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
 )
 def test_writing_into_what_was_given_is_told(where, what):
-    """Clients that begin share one state: such a write would change that of the others."""
+    """New clients share one state, so such a write would change other clients."""
     arguments = (oracle.smooth_model(), oracle.ragged_clients(), writing(where))
     if where is None:
         fed.run(*arguments, rounds=2)
@@ -351,7 +351,7 @@ def test_writing_into_the_state_of_several_clients_is_told():
 
 
 def test_a_global_model_that_is_not_finite_ends_the_run(tmp_path):
-    """What is left is the round before, from which another server_lr could go on."""
+    """The round before remains, from which a run with a smaller server_lr could go on."""
     broke = broken(step_server=lambda self, server, aggregate, round: {"w": server["w"] / (1 - round.index)})
     with pytest.raises(RuntimeError, match="round 2: the global model holds NaN or infinity after the server's step"):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), broke, rounds=3, run_dir=tmp_path / "run")

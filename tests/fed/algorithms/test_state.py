@@ -1,7 +1,4 @@
-"""What clients and server keep: as much as is declared, by reference where that saves memory, never written in
-place."""
-
-from __future__ import annotations
+"""States of clients and server: of the declared size, shared by reference to save memory, never written in place."""
 
 import pytest
 import torch
@@ -9,17 +6,12 @@ import torch
 from fastsam import fed
 from tests.helpers.fed_watch import Watched
 
-# Of those whose parameters stay with the clients fed.loop.personal keeps them, and counts what is sent.
+# fed.loop.personal stores local parameters of personalised algorithms and counts their messages.
 CASES = [made() for made in fed.algorithms.registry.values() if made.own_parameters is fed.Algorithm.own_parameters] + [
-    fed.FedLESAM(reference="last_round"),
-    fed.FedLESAM_S(reference="last_round"),
-    fed.FedLESAM_D(reference="last_round"),
-    fed.FedLESAM(initial_perturbation="none"),
-    fed.FedSMOO(dyn=False),
-    fed.FedSMOO(s_rule="mu_all"),
-    fed.FedSMOO(dyn=False, s_rule="mu_all"),
-    fed.MimeLite(momentum_form="heavy_ball"),
-]
+    fed.FedLESAM(reference="last_round"), fed.FedLESAM_S(reference="last_round"),
+    fed.FedLESAM_D(reference="last_round"), fed.FedLESAM(initial_perturbation="none"), fed.FedSMOO(dyn=False),
+    fed.FedSMOO(s_rule="mu_all"), fed.FedSMOO(dyn=False, s_rule="mu_all"), fed.MimeLite(momentum_form="heavy_ball"),
+]  # fmt: skip
 
 
 def problem(inputs=(3,)):
@@ -48,7 +40,7 @@ def test_states_are_as_large_as_declared(algorithm):
     for record in result.history:
         assert record["megabytes_down"] == pytest.approx(record["clients"] * algorithm.download_vectors * size)
         assert record["megabytes_up"] == pytest.approx(record["clients"] * algorithm.upload_vectors * size)
-        # one pass over the data of all three clients, or over as many batches as there are
+        # one pass over the data of all three clients, or over an equal number of batches
         extra = 2 + 2 + 1 if isinstance(algorithm, (fed.MimeLite, fed.FedSCAM)) else 0
         assert record["backprops"] == record["steps"] * algorithm.backward_passes + extra
 
@@ -76,7 +68,7 @@ def test_nothing_that_was_handed_over_is_written(algorithm):
 
 @pytest.mark.parametrize("made", [fed.FedLESAM, fed.FedLESAM_S, fed.FedLESAM_D])
 def test_the_old_model_is_kept_by_reference(made):
-    """Clients of one round share one tensor, the server's own; one that rests keeps an older one."""
+    """Clients of one round share the server's tensor; an absent client keeps an older tensor."""
     watched = Watched(made())
     run(watched, participation=1.0, rounds=3)
     received = watched._servers[-2]["w"]  # the last round's
@@ -91,14 +83,11 @@ def test_the_old_model_is_kept_by_reference(made):
 @pytest.mark.parametrize(
     ("form", "inputs", "shapes"),
     [
-        ("full", (3,), ((3, 3), (3,))),
-        ("diag", (3,), ((3,), (3,))),
-        ("channel", (2, 3, 3), ((2, 2), (2,))),
-        ("full", (2, 3, 3), ((18, 18), (18,))),
-        (None, (2, 3, 3), ((18, 18), (18,))),
+        ("full", (3,), ((3, 3), (3,))), ("diag", (3,), ((3,), (3,))), ("channel", (2, 3, 3), ((2, 2), (2,))),
+        ("full", (2, 3, 3), ((18, 18), (18,))), (None, (2, 3, 3), ((18, 18), (18,))),
         (None, (3, 20, 20), ((3, 3), (3,))),
     ],
-)
+)  # fmt: skip
 def test_the_maps_of_fedrobust(form, inputs, shapes):
     watched = Watched(fed.FedRobust(form=form, eta_2=0.5))
     run(watched, inputs)

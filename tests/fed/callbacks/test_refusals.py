@@ -1,7 +1,5 @@
 """Callbacks that cannot be made, and in which words."""
 
-from __future__ import annotations
-
 import pytest
 
 from fastsam.fed.callbacks import EarlyStopping, SaveBest

@@ -1,6 +1,4 @@
-"""Test sets of the clients' own: what is told of each, and what is refused."""
-
-from __future__ import annotations
+"""Test sets of clients: their records and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,8 @@ TESTS = [data(n, 10 + i) if n else None for i, n in enumerate(SIZES)]
 def start(clients: Any = CLIENTS, tests: Any = TESTS, **options: Any) -> fed.Result:
     torch.manual_seed(0)
     test = fed.ClientTestSets(tests) if tests is not None else None
-    return fed.run(
-        nn.Linear(4, 3), clients, fed.FedAvg(), **{"rounds": 2, "participation": 1.0, "test": test, **options}
-    )
+    options = {"rounds": 2, "participation": 1.0, "test": test, **options}
+    return fed.run(nn.Linear(4, 3), clients, fed.FedAvg(), **options)
 
 
 def accuracy(model: nn.Module, own: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -42,7 +39,7 @@ def wrong(outputs: torch.Tensor, labels: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["pairs", "lazy", "batches"])
 def test_each_client_is_tested_on_its_own(kind: str) -> None:
-    """Whatever the clients are: all of them in memory, loaded, or read in batches."""
+    """Clients are in memory, loaded, or read in batches."""
     clients: Any = CLIENTS
     if kind == "lazy":
         clients = fed.LazyClients(4, CLIENTS.__getitem__)

@@ -1,8 +1,6 @@
 """A client may be a pair, a data set, a loader, a tree of columns, or a list of samples: the same samples give the same
 bits."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pytest import MonkeyPatch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -65,7 +64,7 @@ def test_samples_that_are_read_in_batches_give_the_bits_of_pairs(executor: str) 
             assert made.history[-1][key] == pytest.approx(plain.history[-1][key], rel=1e-6), (key, options)
 
 
-def test_a_data_set_larger_than_the_limit_is_read_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_larger_than_the_limit_is_read_batch_by_batch(monkeypatch: MonkeyPatch) -> None:
     plain = run(pairs(), executor="sequential")
     monkeypatch.setattr(preparing, "LARGEST_READ", 1000)
     clients = [Rows(x, y) for x, y in pairs()]
@@ -107,15 +106,10 @@ def test_a_drawing_data_set_gives_other_numbers_in_another_epoch() -> None:
         return F.cross_entropy(m(batch[0]), batch[1])
 
     run(
-        [noisy(*pairs()[0])],
-        loss=fed.BatchLoss(look),
-        rounds=1,
-        local_epochs=2,
-        batch_size=16,
-        shuffle=False,
+        [noisy(*pairs()[0])], loss=fed.BatchLoss(look), rounds=1, local_epochs=2, batch_size=16, shuffle=False,
         test=None,
-    )
-    once, again = seen[2], seen[4]  # after the two of the trial; of a step's two passes the first
+    )  # fmt: skip
+    once, again = seen[2], seen[4]  # seen[0] and seen[1] belong to the trial step; first pass of a step with two passes
     assert torch.equal(seen[2], seen[3]) and not torch.equal(once, again)
 
 
@@ -232,8 +226,8 @@ def in_files(folder: Path) -> list[tuple[Any, Any]]:
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all clients together were larger than what is read into memory."""
+def large(monkeypatch: MonkeyPatch) -> None:
+    """Lower the limit for reading clients into memory below the size of all clients."""
     monkeypatch.setattr(preparing, "LARGEST_READ", 1000)
 
 
@@ -242,9 +236,8 @@ def test_the_bits_are_those_of_columns_in_memory(tmp_path: Path, large: None, ex
     clients, plain = in_files(tmp_path), run(pairs(), executor="sequential")
     assert torch.equal(weights(run(clients, executor=executor)), weights(plain))
     assert all(max(x.taken) <= 5 < len(x) for x, _ in clients), "a batch at a time"
-    assert torch.equal(
-        weights(run(fed.LazyClients(len(clients), clients.__getitem__), executor=executor)), weights(plain)
-    )
+    lazy = fed.LazyClients(len(clients), clients.__getitem__)
+    assert torch.equal(weights(run(lazy, executor=executor)), weights(plain))
 
 
 def test_a_look_reads_only_the_first_samples(tmp_path: Path, large: None) -> None:
@@ -316,18 +309,16 @@ def clients(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(n, 3, generator=generator), torch.arange(n) % 3) for n in sizes]
 
 
-def one_by_one(pairs: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch) -> Population:
+def one_by_one(pairs: list[tuple[Tensor, Tensor]], monkeypatch: MonkeyPatch) -> Population:
     with monkeypatch.context() as patch:
         patch.setattr(preparing, "_together", lambda *arguments: None)
         return prepare(pairs, None, torch.float32, CPU)
 
 
-def test_clients_are_checked_once_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_are_checked_once_together(monkeypatch: MonkeyPatch) -> None:
     calls: list[str] = []
     checked, ranges = preparing.checked_pair, population._check_range
-    monkeypatch.setattr(
-        preparing, "checked_pair", lambda pair, who, *rest: calls.append(who) or checked(pair, who, *rest)
-    )
+    monkeypatch.setattr(preparing, "checked_pair", lambda pair, who, *a: calls.append(who) or checked(pair, who, *a))
     monkeypatch.setattr(population, "_check_range", lambda y, who, *rest: calls.append(who) or ranges(y, who, *rest))
     data = clients([4] * MANY)
     check_labels(prepare(data, data[0], torch.float32, CPU), 3)
@@ -336,9 +327,7 @@ def test_clients_are_checked_once_together(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("sizes", [[4, 1, 9, 3], [16, 32, 16], [1]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
-def test_together_they_are_what_they_are_one_by_one(
-    sizes: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_together_equal_pairs_one_by_one(sizes: list[int], dtype: torch.dtype, monkeypatch: MonkeyPatch) -> None:
     data = [(x.abs().to(dtype), y) for x, y in clients(sizes)]
     ours, theirs = prepare(data, None, torch.float32, CPU), one_by_one(data, monkeypatch)
     assert ours.store is not None and theirs.store is not None
@@ -348,9 +337,7 @@ def test_together_they_are_what_they_are_one_by_one(
         for a, b in zip(mine, other, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % ALIGNMENT == 0
     assert torch.equal(ours.store.x, theirs.store.x) and torch.equal(ours.store.y, theirs.store.y)
-    assert ours.fingerprint() == Population(theirs.clients, None, None, None).fingerprint(), (
-        "as in checkpoints of before"
-    )
+    assert ours.fingerprint() == Population(theirs.clients, None, None, None).fingerprint(), "older checkpoints"
 
 
 @pytest.mark.parametrize(
@@ -371,7 +358,7 @@ def test_whose_fault_it_is_is_still_told(spoil, words: str) -> None:
         fed.run(torch.nn.Linear(3, 3), data, fed.FedAvg(), rounds=1)
 
 
-def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: MonkeyPatch) -> None:
     data = [(x, y) for x, y in oracle.ragged_clients(torch.float32, [3] * 40)]
     options = {"rounds": 2, "participation": 0.3, "test": data[0]}
     ours = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
@@ -382,7 +369,7 @@ def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: pytest
 
 
 def calls_before_the_first_round(many: int) -> int:
-    """Calls of functions, of Python's and of C's, that a run of so many clients makes."""
+    """Return the number of calls of Python and C functions that a run with `many` clients makes."""
     data, test = clients([4] * many), clients([32])[0]
     count = 0
 
@@ -392,9 +379,8 @@ def calls_before_the_first_round(many: int) -> int:
 
     sys.setprofile(note)
     try:
-        fed.run(
-            torch.nn.Linear(3, 3), data, fed.FedAvg(), rounds=1, participation=0.5 / many, sampler="fixed", test=test
-        )
+        options = {"rounds": 1, "participation": 0.5 / many, "sampler": "fixed", "test": test}
+        fed.run(torch.nn.Linear(3, 3), data, fed.FedAvg(), **options)
     finally:
         sys.setprofile(None)
     return count
@@ -402,7 +388,7 @@ def calls_before_the_first_round(many: int) -> int:
 
 def test_a_client_costs_few_calls_before_the_first_round() -> None:
     """Each of them is dealt a test sample, which takes ten: a hundred thousand clients are ready in two seconds."""
-    calls_before_the_first_round(10)  # what is imported and made once
+    calls_before_the_first_round(10)  # import modules and make objects that are made once
     few, many = (calls_before_the_first_round(n) for n in (1000, 3000))
     assert (many - few) / 2000 < 25
 
@@ -412,14 +398,12 @@ def test_a_client_of_a_store_becomes_tensors_when_it_is_asked_for() -> None:
     found = prepare(data, None, torch.float32, CPU).clients
     assert len(found) == 3 and found[1] is found[1]
     for taken in (list(found), [found[i] for i in range(3)]):
-        assert all(
-            torch.equal(a, b) for own, pair in zip(taken, data, strict=True) for a, b in zip(own, pair, strict=True)
-        )
+        assert all(torch.equal(a, b) for own, pair in zip(taken, data, strict=True) for a, b in zip(own, pair))
     with pytest.raises(IndexError):
         found[3]
 
 
-def test_of_much_data_there_is_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_much_data_there_is_no_second_copy(monkeypatch: MonkeyPatch) -> None:
     data = clients([4, 1, 9])
     for module in (preparing, store):
         monkeypatch.setattr(module, "LARGEST", 100)

@@ -1,7 +1,5 @@
 """Clients that a function loads when they are sampled."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -24,9 +22,8 @@ def test_the_bits_are_those_of_clients_that_are_there(executor: str, sizes: list
     plain = run(pairs(), executor="sequential", local_steps=5)
     made = run(fed.LazyClients(4, pairs().__getitem__, sizes), executor=executor, local_steps=5)
     assert torch.equal(weights(made), weights(plain))
-    read = run(
-        fed.LazyClients(4, lambda i: Rows(*pairs()[i])), executor=executor, collate=in_another_collate, local_steps=5
-    )
+    lazy = fed.LazyClients(4, lambda i: Rows(*pairs()[i]))
+    read = run(lazy, executor=executor, collate=in_another_collate, local_steps=5)
     assert torch.equal(weights(read), weights(plain))
     assert made.history[-1]["samples"] == plain.history[-1]["samples"]
 
@@ -117,7 +114,7 @@ class Slow:
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 def test_the_next_clients_are_loaded_while_others_train(executor: str) -> None:
-    """Also those of the next round; each once for every round, as without."""
+    """Clients of the next round are loaded early too, and each client once in each round."""
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5, "sampler": "fixed", "executor": executor}
     plain, ahead, none = run(pairs(), **options), Slow(), Slow()
     made = run(fed.LazyClients(4, ahead), **options)

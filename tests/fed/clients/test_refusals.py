@@ -1,6 +1,4 @@
-"""What is not a client, no cohort and no weight, and in which words."""
-
-from __future__ import annotations
+"""Refused clients, cohorts and weights, and the words of the errors."""
 
 from typing import Any
 
@@ -24,7 +22,7 @@ GOOD = pairs()[0]
 
 
 @refusals(
-    # what it must not return
+    # wrong results of `available`
     (lambda: present(lambda t: [0, 5], 2, 5),
      'client ids from 0 to 4, or a mask of 5 booleans; in round 3: 5 is not a client'),
     (lambda: present(lambda t: [-1], 2, 5), 'available must return client ids from .*-1 is not a client'),
@@ -88,7 +86,7 @@ GOOD = pairs()[0]
      "measures needs the clients' sizes.*sizes="),
     (lambda: run(fed.LazyClients(4, pairs().__getitem__, [10, 11, 12, 13]), measures=["sharpness"]),
      'sharpness .*batch by batch'),
-    # what a sampler must not return
+    # wrong results of a sampler
     (lambda: start_small(sampler=lambda t, g: []), 'nobody'),
     (lambda: start_small(sampler=lambda t, g: [5]), '5, which is not a client'),
     (lambda: start_small(sampler=lambda t, g: [-1]), '-1, which is not a client'),

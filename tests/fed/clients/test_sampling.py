@@ -1,6 +1,4 @@
-"""Who takes part, and seeds: functions of (seed, round), regression values, and samplers of a user's own."""
-
-from __future__ import annotations
+"""Cohorts and seeds: functions of (seed, round), regression values, and user-defined samplers."""
 
 import numpy as np
 import pytest
@@ -32,12 +30,9 @@ def test_regression():
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.sampled_from(["bernoulli", "fixed"]),
-    st.integers(1, 60),
-    st.floats(0.01, 1.0),
-    st.integers(0, 99),
+    st.sampled_from(["bernoulli", "fixed"]), st.integers(1, 60), st.floats(0.01, 1.0), st.integers(0, 99),
     st.integers(0, 3),
-)
+)  # fmt: skip
 def test_every_draw_is_valid_and_repeatable(name, clients, participation, round, seed):
     sampler = sampling.make(name, clients, participation)
     ids = sampling.draw(sampler, round, clients, seed)
@@ -53,7 +48,7 @@ def test_bernoulli_has_the_right_mean_and_spread():
     counts = [len(ids) for ids in drawn("bernoulli", 100, 0.1, 800)]
     assert 9.5 < np.mean(counts) < 10.5 and 2.5 < np.std(counts) < 3.5 and min(counts) >= 1
     members = np.bincount(np.concatenate(drawn("bernoulli", 10, 0.3, 2000)), minlength=10)
-    assert members.min() > 450 and members.max() < 750  # 600 expected: nobody is preferred
+    assert members.min() > 450 and members.max() < 750  # 600 are expected for each client
 
 
 def test_a_participation_near_zero_still_ends():
@@ -87,7 +82,7 @@ def test_the_simulator_draws_with_the_next_seed_while_nobody_takes_part():
         redrawn += seed > 20 + t
         assert ids == np.flatnonzero(np.random.RandomState(seed).uniform(size=5) <= 0.05).tolist()
     assert redrawn > 30
-    # Who is nearest to taking part, where a hundred seeds are not enough.
+    # The client with the smallest draw, if a hundred seeds give no client.
     assert drawn("simulator", 5, 1e-9, 2) == [
         [int(np.random.RandomState(20 + t + 99).uniform(size=5).argmin())] for t in (0, 1)
     ]
@@ -107,9 +102,8 @@ def test_the_papers_sampling_as_a_callable():
 
 @pytest.mark.parametrize("kind", [list, tuple, set, np.array, torch.tensor, iter])
 def test_a_callable_may_return_any_iterable(kind):
-    result = fed.run(
-        oracle.smooth_model(), oracle.ragged_clients(), fed.FedAvg(), rounds=2, sampler=lambda t, g: kind([3, t])
-    )
+    model, clients = oracle.smooth_model(), oracle.ragged_clients()
+    result = fed.run(model, clients, fed.FedAvg(), rounds=2, sampler=lambda t, g: kind([3, t]))
     assert [r["samples"] for r in result.history] == [23 + 7, 23 + 16]
 
 
@@ -126,15 +120,13 @@ def test_a_callable_gets_a_generator_of_seed_and_round():
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.one_of(st.integers(), st.text()), max_size=4), st.lists(st.one_of(st.integers(), st.text()), max_size=4)
-)
+@given(*[st.lists(st.one_of(st.integers(), st.text()), max_size=4)] * 2)
 def test_seeds_depend_on_every_part(a, b):
     assert (seeds.derive(*a) == seeds.derive(*b)) == (repr(tuple(a)) == repr(tuple(b)))
     assert 0 <= seeds.derive(*a) < 2**63
 
 
-# Of Random123's kat_vectors (philox4x32): rounds, counter, key, what comes out.
+# Test vectors of Random123 (kat_vectors, philox4x32): rounds, counter, key, result.
 KNOWN = (
     (7, (0, 0, 0, 0), 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     (7, (0xFFFFFFFF,) * 4, 2**64 - 1, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
@@ -200,13 +192,10 @@ def test_where_all_are_there_nothing_changes(sampler, tmp_path):
 @pytest.mark.parametrize(
     "available",
     [
-        lambda t: [4, 1, 2],
-        lambda t: {1, 2, 4},
-        lambda t: torch.tensor([1, 2, 4]),
-        lambda t: [False, True, True, False, True],
-        lambda t: np.array([0, 1, 1, 0, 1], bool),
+        lambda t: [4, 1, 2], lambda t: {1, 2, 4}, lambda t: torch.tensor([1, 2, 4]),
+        lambda t: [False, True, True, False, True], lambda t: np.array([0, 1, 1, 0, 1], bool),
     ],
-)
+)  # fmt: skip
 def test_only_those_that_are_there_take_part(available, tmp_path):
     asked = start(tmp_path / "a", participation=1.0, available=available)
     named = start(tmp_path / "b", sampler=lambda t, g: [1, 2, 4])

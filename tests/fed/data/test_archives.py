@@ -1,8 +1,6 @@
 """CIFAR and EMNIST read from small archives in the published formats; archives that are missing, cut or of another data
 set."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -15,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from fastsam.fed.data import AUGMENTS, archives, cifar10, cifar100, emnist
 from fastsam.fed.data.archives import ArchiveError
@@ -49,7 +48,7 @@ def test_torchvision_expects_the_published_files() -> None:
 
 
 @pytest.mark.parametrize("classes", [10, 100])
-def test_cifar_in_the_published_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes: int) -> None:
+def test_cifar_in_the_published_format(tmp_path: Path, monkeypatch: MonkeyPatch, classes: int) -> None:
     content = small_cifar(monkeypatch, tmp_path, classes)
     everything = [list(range(12 * (len(content) - 1)))]
     data = LOAD[classes](tmp_path, clients=1, split="own", indices=everything)
@@ -63,21 +62,18 @@ def test_cifar_in_the_published_format(tmp_path: Path, monkeypatch: pytest.Monke
         assert y.tolist() == [v for _, part in stored for v in part]
 
 
-def test_the_folder_that_torchvision_unpacks_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_that_torchvision_unpacks_is_enough(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     small_cifar(monkeypatch, tmp_path, 10)
     first = cifar10(tmp_path, clients=3)
     assert sorted(p.name for p in tmp_path.iterdir()) == [FOLDERS[10], NAMES[10]]  # nothing else is left
     (tmp_path / NAMES[10]).unlink()
     again = cifar10(tmp_path, clients=3)
-    assert all(
-        torch.equal(a, b) for one, other in zip([*first, first.test], [*again, again.test]) for a, b in zip(one, other)
-    )
+    pairs = zip([*first, first.test], [*again, again.test])
+    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other))
     assert len(torchvision().CIFAR10(tmp_path)) == 60
 
 
-def test_a_damaged_folder_is_an_error_or_mended_from_the_archive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_folder_is_an_error_or_mended_from_the_archive(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     content = small_cifar(monkeypatch, tmp_path, 10)
     cifar10(tmp_path, clients=3)
     batch = tmp_path / FOLDERS[10] / "test_batch"
@@ -98,14 +94,14 @@ class Hostile:
         return (os._exit, (1,))
 
 
-def test_an_archive_may_lie_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_may_lie_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "cifar10").mkdir()
     small_cifar(monkeypatch, tmp_path / "cifar10", 10)
     assert len(cifar10(tmp_path, clients=5)) == 5
     assert [p.name for p in tmp_path.iterdir()] == ["cifar10"]
 
 
-def test_a_directory_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     small_cifar(monkeypatch, tmp_path, 100)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert len(cifar100(tmp_path, clients=2, split="iid")) == 2
@@ -114,24 +110,19 @@ def test_a_directory_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch:
 
 def test_a_missing_archive_says_where_it_belongs(tmp_path: Path) -> None:
     torchvision()
-    with pytest.raises(
-        FileNotFoundError, match=r"no cifar-10-python.tar.gz of cifar10 in .*put the file there .*download=true"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no cifar-10-python.tar.gz of cifar10 in .*put .*download=true"):
         cifar10(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "foreign"])
-def test_a_wrong_checksum_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+def test_a_wrong_checksum_is_an_error(tmp_path: Path, monkeypatch: MonkeyPatch, damage: str) -> None:
     small_cifar(monkeypatch, tmp_path, 10)
     path = tmp_path / NAMES[10]
     whole = path.read_bytes()
-    path.write_bytes(
-        {"cut": whole[:-40], "changed": whole[:-1] + b"?", "foreign": b"PK\x03\x04 something else"}[damage]
-    )
+    path.write_bytes({"cut": whole[:-40], "changed": whole[:-1] + b"?", "foreign": b"PK\x03\x04 a file"}[damage])
     expected = torchvision().CIFAR10.tgz_md5
-    with pytest.raises(
-        ArchiveError, match=f"not the complete {path.name} of cifar10: its MD5 is .*expected {expected}.*Remove it"
-    ):
+    words = f"not the complete {path.name} of cifar10: its MD5 is .*expected {expected}.*Remove it"
+    with pytest.raises(ArchiveError, match=words):
         cifar10(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -159,9 +150,9 @@ def pickled(**content: object) -> bytes:
     ],
 )
 def test_what_an_archive_holds_is_checked_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, bytes | None], message: str
+    tmp_path: Path, monkeypatch: MonkeyPatch, change: dict[str, bytes | None], message: str
 ) -> None:
-    """Archives with the right checksum: damaged by whoever made them, or of another data set."""
+    """The archives have the right checksum, but they are damaged or of a different data set."""
     files, _ = cifar_files(100)
     path = expect_cifar(monkeypatch, tmp_path, 100, {k: v for k, v in (files | change).items() if v is not None})
     with pytest.raises(ArchiveError, match=message):
@@ -169,13 +160,13 @@ def test_what_an_archive_holds_is_checked_too(
     assert path.is_file() and not list(tmp_path.glob(".fastsam-*"))
 
 
-def test_emnist_in_the_published_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emnist_in_the_published_format(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     content = small_emnist(monkeypatch, tmp_path)
     data = emnist(tmp_path, clients=4, split="iid", fraction=1.0)
     assert (data.classes, data.in_shape, data.augment, data.name) == (62, (1, 28, 28), None, "EMNIST")
     raw = content["train"][0] / 255
     x, y = content["test"]
-    expected = (x.transpose(0, 2, 1) / 255 - raw.mean()) / raw.std()  # the stored images lie on their side
+    expected = (x.transpose(0, 2, 1) / 255 - raw.mean()) / raw.std()  # stored images are transposed
     assert np.allclose(data.test[0][:, 0].numpy(), expected, atol=1e-5) and data.test[1].tolist() == y
     pooled = torch.cat([x for x, _ in data]).double()
     assert pooled.mean().item() == pytest.approx(0, abs=1e-6) and pooled.std(correction=0).item() == pytest.approx(1)
@@ -185,9 +176,7 @@ def test_emnist_in_the_published_format(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(torchvision().EMNIST(tmp_path, split="byclass")) == 200
 
 
-def test_emnist_subset_is_a_tenth_of_each_part_and_does_not_move(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emnist_subset_is_a_fixed_tenth_of_each_part(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     assert (int(0.1 * 697_932), int(0.1 * 116_323)) == (69_793, 11_632)
     small_emnist(monkeypatch, tmp_path)
     a = emnist(tmp_path, clients=4, split="iid")
@@ -201,7 +190,7 @@ def test_emnist_subset_is_a_tenth_of_each_part_and_does_not_move(
         emnist(tmp_path, fraction=1.5)
 
 
-def test_emnist_where_torchvision_keeps_its_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emnist_where_torchvision_keeps_its_archive(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """As an interrupted download of torchvision's own leaves it: the archive, and one of the files cut."""
     content = small_emnist(monkeypatch, tmp_path)
     raw = tmp_path / "EMNIST" / "raw"
@@ -232,7 +221,7 @@ def emnist_member(what: str, content: bytes) -> dict[str, bytes]:
     ],
 )  # fmt: skip
 def test_emnist_archives_that_are_wrong_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], message: str
+    tmp_path: Path, monkeypatch: MonkeyPatch, files: dict[str, bytes], message: str
 ) -> None:
     whole = {} if any("letters" in name for name in files) else emnist_files()[0]
     expect_emnist(monkeypatch, tmp_path, whole | files)
@@ -240,11 +229,9 @@ def test_emnist_archives_that_are_wrong_inside(
         emnist(tmp_path)
 
 
-def test_files_that_are_no_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for load, name, reader, checksum in (
-        (emnist, "gzip.zip", "EMNIST", "md5"),
-        (cifar10, NAMES[10], "CIFAR10", "tgz_md5"),
-    ):
+def test_files_that_are_no_archives(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    sets = ((emnist, "gzip.zip", "EMNIST", "md5"), (cifar10, NAMES[10], "CIFAR10", "tgz_md5"))
+    for load, name, reader, checksum in sets:
         (tmp_path / name).write_bytes(b"no archive")
         monkeypatch.setattr(getattr(torchvision(), reader), checksum, md5(b"no archive"))
         with pytest.raises(ArchiveError, match=f"{name} cannot be read as .*its checksum is right"):
@@ -259,8 +246,8 @@ CIFAR = "cifar-10-python.tar.gz"
 
 
 @pytest.fixture
-def server_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with small archives, whose checksums torchvision expects; the published addresses are nobody's."""
+def server_folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
+    """Return a folder with small archives whose checksums torchvision expects; published addresses do not answer."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     folder = tmp_path / "server"
     folder.mkdir()
@@ -277,14 +264,12 @@ def test_a_download_is_unpacked_and_used_the_next_time(tmp_path: Path, server_fo
         assert len(cifar10(here, clients=3, download=True, url=f"{address}/{CIFAR}")) == 3
         assert len(emnist(here, clients=2, download=True, url=f"{address}/gzip.zip")) == 2
     assert sorted(p.name for p in here.iterdir()) == ["EMNIST", "cifar-10-batches-py", CIFAR, "gzip.zip"]
-    assert len(cifar10(here, clients=3, download=True)) == 3  # nobody is asked
+    assert len(cifar10(here, clients=3, download=True)) == 3  # without a request
     shutil.rmtree(here / "cifar-10-batches-py")
     assert len(cifar10(here, clients=3)) == 3
 
 
-def test_the_published_address_is_the_usual_one(
-    tmp_path: Path, server_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_published_address_is_the_usual_one(tmp_path: Path, server_folder: Path, monkeypatch: MonkeyPatch) -> None:
     with served(server_folder) as address:
         monkeypatch.setattr(torchvision().CIFAR10, "url", f"{address}/{CIFAR}")
         assert len(cifar10(tmp_path / "data", clients=3, download=True)) == 3
@@ -312,10 +297,8 @@ def test_a_connection_that_breaks(tmp_path: Path, server_folder: Path) -> None:
     size = (server_folder / CIFAR).stat().st_size
     whole = (server_folder / CIFAR).read_bytes()
     (server_folder / CIFAR).write_bytes(whole[: size // 2])
-    with (
-        served(server_folder, declared_length=size) as address,
-        pytest.raises((ArchiveError, ConnectionError)) as caught,
-    ):
+    errors = (ArchiveError, ConnectionError)
+    with served(server_folder, declared_length=size) as address, pytest.raises(errors) as caught:
         cifar10(here, download=True, url=f"{address}/{CIFAR}")
     assert f"{address}/{CIFAR}" in str(caught.value) and list(here.iterdir()) == []
 
@@ -327,7 +310,7 @@ def test_no_network(tmp_path: Path, server_folder: Path, url: str) -> None:
     assert list((tmp_path / "data").iterdir()) == []
 
 
-def test_a_silent_server_is_given_up(tmp_path: Path, server_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_given_up(tmp_path: Path, server_folder: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/{CIFAR}"
@@ -337,7 +320,7 @@ def test_a_silent_server_is_given_up(tmp_path: Path, server_folder: Path, monkey
 
 
 @pytest.mark.slow
-def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: MonkeyPatch, capsys) -> None:
     """From nothing to a finished run; then without the server; then with an archive that is cut."""
     monkeypatch.chdir(tmp_path)
     run = ["run", "exp.toml", "--run-dir"]
@@ -351,10 +334,8 @@ def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: pyte
         assert re.search(r"error: no cifar-10-python.tar.gz of cifar10 in .*download=true", capsys.readouterr().err)
         assert cli.main([*run, "first", "--download"]) == 0
     assert cli.main([*run, "second"]) == 0
-    losses = [
-        json.loads(Path(name, "metrics.jsonl").read_text().splitlines()[-1])["test_loss"]
-        for name in ("first", "second")
-    ]
+    files = [Path(name, "metrics.jsonl") for name in ("first", "second")]
+    losses = [json.loads(file.read_text().splitlines()[-1])["test_loss"] for file in files]
     assert losses[0] == losses[1] > 0
     shutil.rmtree("data/cifar-10-batches-py")
     archive = Path("data", CIFAR)
@@ -365,9 +346,7 @@ def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: pyte
     assert "not the complete" in message and "Traceback" not in message and not Path("third").exists()
 
 
-def test_a_place_that_cannot_be_written_is_told(
-    tmp_path: Path, server_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, server_folder: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file/data cannot be made \(Not a directory\); name another with data_dir"):
         cifar10(tmp_path / "file" / "data", clients=3, download=True)

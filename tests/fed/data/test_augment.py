@@ -1,6 +1,4 @@
-"""Augmentation: what each sample may become, how often, and that it is a function of the generator alone."""
-
-from __future__ import annotations
+"""Augmentation: possible results for a sample, their frequency, and that they depend only on the generator."""
 
 from collections import Counter
 from pathlib import Path
@@ -39,9 +37,7 @@ def variants(image: torch.Tensor, pad: int) -> dict[bytes, tuple[bool, int, int]
     flip=st.sampled_from([0.0, 0.5, 1.0]),
     crop=st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_every_sample_becomes_a_flip_and_crop_of_itself(
-    seed: int, shape: tuple, pad: int, flip: float, crop: float
-) -> None:
+def test_every_sample_is_flipped_and_cropped(seed: int, shape: tuple, pad: int, flip: float, crop: float) -> None:
     x = torch.randn(6, *shape, generator=generator(seed)) + 1
     before = x.clone()
     made = FlipCrop(pad, flip, crop)(x, generator(seed))
@@ -54,7 +50,7 @@ def test_every_sample_becomes_a_flip_and_crop_of_itself(
 
 
 def places(augment: FlipCrop, n: int = 20_000) -> Counter:
-    """How often each (flipped, down, right) comes up for an image in which all of them differ."""
+    """Return the frequency of each (flipped, down, right) for an image in which all of them differ."""
     image = torch.arange(1.0, 1 + 12 * 12).reshape(1, 12, 12)
     possible = variants(image, augment.pad)
     made = augment(image.expand(n, 1, 12, 12), generator(3))

@@ -1,7 +1,5 @@
 """From a config to data: built-in sets by name, their keys, and a run on each kind of data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -176,9 +174,8 @@ def test_its_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm
 
 
 def test_its_figures_of_the_splits() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)`(?:, (?:alpha )?([\d.]+)[^|]*)? \| (.*?) \|$", PAGE.partition("What the splits give")[2], re.M
-    )
+    part = PAGE.partition("What the splits give")[2]
+    rows = re.findall(r"^\| `(\w+)`(?:, (?:alpha )?([\d.]+)[^|]*)? \| (.*?) \|$", part, re.M)
     options = {
         "dirichlet": ("alpha", float),
         "pathological": ("classes_per_client", int),
@@ -210,12 +207,9 @@ def test_its_tables_name_every_data_set_split_and_model() -> None:
     for name in [*data.SETS, *data.SPLITS, *models.MODELS, *data.AUGMENTS]:
         assert f'| `"{name}"`' in PAGE, name
     counts = {
-        "cnn": (1, 8, 8, 10),
-        "mlp": (1, 8, 8, 10),
-        "emnist_cnn": (1, 28, 28, 62),
-        "lenet": (3, 32, 32, 10),
+        "cnn": (1, 8, 8, 10), "mlp": (1, 8, 8, 10), "emnist_cnn": (1, 28, 28, 62), "lenet": (3, 32, 32, 10),
         "resnet18_gn": (3, 32, 32, 10),
-    }
+    }  # fmt: skip
     for name, (*shape, classes) in counts.items():
         with torch.device("meta"):
             size = sum(p.numel() for p in models.MODELS[name](tuple(shape), classes).parameters())

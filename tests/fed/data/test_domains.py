@@ -1,7 +1,5 @@
 """Domains: one left out, clients inside each, image folders, and the digits under rotation and noise."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace
@@ -162,9 +160,8 @@ def test_archives_of_image_folders_that_are_cut_or_others(tmp_path: Path) -> Non
     write_folders(tmp_path / "OfficeHomeDataset_10072016")
     archive = zipped(tmp_path / "OfficeHomeDataset_10072016", "OfficeHomeDataset_10072016")
     whole = archive.read_bytes()
-    damaged = (
-        whole[: len(whole) // 2] + bytes(b ^ 255 for b in whole[len(whole) // 2 :][:40]) + whole[len(whole) // 2 + 40 :]
-    )
+    half = len(whole) // 2
+    damaged = whole[:half] + bytes(b ^ 255 for b in whole[half:][:40]) + whole[half + 40 :]
     for content in (whole[:-50], whole[: len(whole) // 2], damaged, b""):
         archive.write_bytes(content)
         with pytest.raises(ArchiveError, match="10072016.zip cannot be unpacked .*Fetch it again from https://"):
@@ -183,9 +180,7 @@ def test_bad_image_folders(tmp_path: Path) -> None:
         officehome(tmp_path)
     root = tmp_path / "officehome"
     write_folders(root, ("Art", "clipart", "real_world"))
-    with pytest.raises(
-        FileNotFoundError, match="no folder of the domain 'Product'; it has 'Art', 'clipart', 'real_world'"
-    ):
+    with pytest.raises(FileNotFoundError, match="no folder of .* 'Product'; it has 'Art', 'clipart', 'real_world'"):
         officehome(tmp_path, folder_set=SMALL)
     (root / "Product").mkdir()
     with pytest.raises(ValueError, match="Product has no images"):

@@ -1,6 +1,4 @@
-"""The small models: shapes, sizes, initial weights from a seed alone, a user's own."""
-
-from __future__ import annotations
+"""The small models: shapes, sizes, initial weights that depend only on a seed, and user-defined models."""
 
 from pathlib import Path
 
@@ -18,18 +16,11 @@ def weights(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "shape", "parameters"),
     [
-        ("cnn", (1, 8, 8), 13_706),
-        ("cnn", (8, 8), 13_706),
-        ("cnn", (1, 28, 28), 105_866),
-        ("cnn", (3, 9, 11), None),
-        ("mlp", (1, 8, 8), 4_810),
-        ("emnist_cnn", (1, 8, 8), None),
-        ("lenet", (3, 32, 32), 797_962),
-        ("lenet", (16, 16), None),
-        ("resnet18_gn", (3, 32, 32), 11_181_642),
-        ("resnet18_gn", (1, 8, 8), None),
+        ("cnn", (1, 8, 8), 13_706), ("cnn", (8, 8), 13_706), ("cnn", (1, 28, 28), 105_866), ("cnn", (3, 9, 11), None),
+        ("mlp", (1, 8, 8), 4_810), ("emnist_cnn", (1, 8, 8), None), ("lenet", (3, 32, 32), 797_962),
+        ("lenet", (16, 16), None), ("resnet18_gn", (3, 32, 32), 11_181_642), ("resnet18_gn", (1, 8, 8), None),
     ],
-)
+)  # fmt: skip
 def test_models_take_their_inputs(name: str, shape: tuple[int, ...], parameters: int | None) -> None:
     model = models.build(name, shape, 10, seed=0)
     assert model(torch.randn(5, *shape)).shape == (5, 10)
@@ -44,9 +35,8 @@ def test_initial_weights_are_a_function_of_the_seed_and_leave_the_callers_genera
     a, b, c = (models.build("cnn", (1, 8, 8), 10, seed) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.randn(3)
-    assert torch.equal(weights(a), weights(b)) and torch.equal(
-        weights(a), weights(models.build("cnn", (1, 8, 8), 10, 1))
-    )
+    assert torch.equal(weights(a), weights(b))
+    assert torch.equal(weights(a), weights(models.build("cnn", (1, 8, 8), 10, 1)))
     assert not torch.equal(weights(a), weights(c))
 
 
@@ -57,9 +47,7 @@ def test_options_reach_the_model() -> None:
         weights(models.build("mlp", (4,), 3, 0, hidden=[2]))
     )
     assert models.build("cnn", (1, 8, 8), 2, 0, channels=[4, 6]).conv2.weight.shape[:2] == (6, 4)
-    with pytest.raises(
-        ValueError, match=r"unexpected keyword argument 'width'; it takes \(in_shape, classes, hidden=\(64,\)\)"
-    ):
+    with pytest.raises(ValueError, match=r"keyword argument 'width'; it takes \(in_shape, classes, hidden=\(64,\)\)"):
         models.build("mlp", (4,), 3, 0, width=9)
 
 
@@ -68,7 +56,7 @@ def test_options_reach_the_model() -> None:
     [("cnn", (3, 8, 8)), ("emnist_cnn", (1, 12, 12)), ("lenet", (3, 16, 16)), ("resnet18_gn", (3, 16, 16))],
 )
 def test_images_whose_channels_come_last_are_refused(name: str, shape: tuple[int, int, int]) -> None:
-    """They have as many numbers, and would be cut into images of something else."""
+    """Their number of values is right, but they would be read as different images."""
     made, x = models.build(name, shape, 4, 0).eval(), torch.randn(5, *shape)
     with pytest.raises(ValueError, match=r"takes images \[n, .*channels come last: x.movedim\(-1, 1\)"):
         made(x.movedim(1, -1))

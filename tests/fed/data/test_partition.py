@@ -1,6 +1,4 @@
-"""Splits: the published procedure, its regression numbers, and what bad input gets."""
-
-from __future__ import annotations
+"""Splits: the published procedures, regression values, and messages for bad input."""
 
 import json
 from pathlib import Path
@@ -21,16 +19,9 @@ from fastsam.fed.loop.evaluate import client_slices
 # Unique training samples used out of 50,000 with seed 20 (CIFAR's class sizes), by (classes, clients, alpha). They
 # depend on the labels only through the class sizes, since samples are taken from per-class lists.
 UNIQUE = {
-    (10, 100, 0.6): 48733,
-    (10, 100, 0.3): 47938,
-    (10, 100, 0.1): 46198,
-    (10, 200, 0.6): 48603,
-    (10, 200, 0.3): 48204,
-    (10, 200, 0.1): 47522,
-    (100, 100, 0.6): 47214,
-    (100, 100, 0.3): 46284,
-    (100, 100, 0.1): 44141,
-}
+    (10, 100, 0.6): 48733, (10, 100, 0.3): 47938, (10, 100, 0.1): 46198, (10, 200, 0.6): 48603, (10, 200, 0.3): 48204,
+    (10, 200, 0.1): 47522, (100, 100, 0.6): 47214, (100, 100, 0.3): 46284, (100, 100, 0.1): 44141,
+}  # fmt: skip
 DISTINCT = {0.6: 9.3, 0.3: 8.1, 0.1: 5.0}  # mean distinct classes per client, 10 classes, 100 clients, to one digit
 
 
@@ -97,7 +88,7 @@ def test_draw_is_the_simulators_loop_call_by_call(labels: list[int], clients: in
     ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
     made = partition.draw(y, priors, sizes, ours, exhausted)
     assert [part.tolist() for part in made] == simulators_loop(y, priors, sizes, theirs, exhausted)
-    assert ours.uniform() == theirs.uniform()  # the streams stand at the same place
+    assert ours.uniform() == theirs.uniform()  # both streams are at the same position
 
 
 @settings(max_examples=40, deadline=None)
@@ -187,10 +178,10 @@ def population(split: str, **options: object) -> Population:
 
 
 @pytest.mark.parametrize(
-    ("split", "options"), [("dirichlet", {"alpha": 0.1}), ("pathological", {"classes_per_client": 3})]
+    "own", [{"split": "dirichlet", "alpha": 0.1}, {"split": "pathological", "classes_per_client": 3}]
 )
-def test_prior_is_the_splits_routine_on_the_test_set(split: str, options: dict) -> None:
-    people = population(split, **options)
+def test_prior_is_the_splits_routine_on_the_test_set(own: dict) -> None:
+    people = population(**own)
     labels = people.test[1].numpy()
     made = client_slices("prior", people, seed=4)
     rng = np.random.RandomState(seeds.derive(4, "validation") % 2**32)
@@ -231,13 +222,9 @@ def test_iid_cuts_the_test_set_into_equal_slices_and_shared_takes_all() -> None:
 # Unique training samples used out of 50,000 with seed 20 (CIFAR's class sizes), by (classes, clients, classes per
 # client).
 CLASSES_DRAWN = {
-    (10, 100, 6): 48640,
-    (10, 100, 3): 48610,
-    (10, 200, 6): 48892,
-    (10, 200, 3): 48108,
-    (100, 100, 20): 46385,
+    (10, 100, 6): 48640, (10, 100, 3): 48610, (10, 200, 6): 48892, (10, 200, 3): 48108, (100, 100, 20): 46385,
     (100, 100, 10): 43697,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("classes", "clients", "own"), CLASSES_DRAWN)

@@ -1,7 +1,5 @@
 """Data, splits and models that cannot be made, and in which words."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -34,7 +32,7 @@ draw, LEGACY = partition.draw, np.random.RandomState(0)
 
 
 @refusals(
-    # cnn refuses what is no image
+    # cnn accepts only images
     (lambda: models.build("cnn", (10,), 10, 0), "takes images .* try 'mlp'"),
     (lambda: models.build("cnn", (1, 3, 8), 10, 0), "takes images .* try 'mlp'"),
     (lambda: models.build("cnn", (2, 2), 10, 0), "takes images .* try 'mlp'"),
@@ -46,7 +44,7 @@ draw, LEGACY = partition.draw, np.random.RandomState(0)
     (lambda: models.build("resnet18_gn", (64,), 10, 0), 'takes images'),
     (lambda: models.build("vit_b_32", (1, 224, 224), 10, 0), r"takes images \[3, H, H\] with H divisible by 32"),
     (lambda: models.build("vit_b_32", (3, 225, 225), 10, 0), 'divisible by 32'),
-    # what makes no model
+    # model_options that no model takes
     (lambda: models.build("mpl", (64,), 10, 0), "did you mean 'mlp'"),
     (lambda: models.build("mlp", (64,), 10, 0, hidden=["wide"]),
      r"model_options of mlp: {'hidden': \['wide'\]} makes no model"),

@@ -1,7 +1,5 @@
 """Data sets: the digits, FederatedData, a user's files and functions."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -67,8 +65,7 @@ def test_digits_are_the_real_images_with_their_labels() -> None:
 
 
 def _undo(scaled: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """The pixels again; the scale is that of the training part, which is what this test takes from the data set
-    itself."""
+    """Return the pixels with the scale of the training part, which this test takes from the data set."""
     train, _ = stratified_test(np.asarray(_labels()), 0.2)
     return scaled * pixels[train].std() + pixels[train].mean()
 

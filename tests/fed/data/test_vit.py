@@ -1,8 +1,6 @@
 """torchvision as it is found (missing, of another torch, without its compiled part), and its ViT-B/32 in federated
 rounds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pytest import MonkeyPatch
 
 from fastsam import fed
 from fastsam.fed import models
@@ -23,26 +22,22 @@ from fastsam.lab import cli
 from tests.helpers.small_archives import torchvision
 
 
-def forget_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_torchvision(monkeypatch: MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_without_torchvision_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchvision_the_error_says_what_to_install(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(
-        ImportError, match="'vit_b_32' needs torchvision, which is not installed.*: pip install --no-deps"
-    ):
+    with pytest.raises(ImportError, match="'vit_b_32' needs torchvision, which is not installed.*: pip install"):
         models.build("vit_b_32", (3, 224, 224), 10, 0)
 
 
 @pytest.mark.parametrize(
     "error", ["RuntimeError('operator torchvision::nms does not exist')", "OSError('libcudart.so.99: cannot open')"]
 )
-def test_a_torchvision_that_cannot_be_imported_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
-) -> None:
+def test_a_torchvision_that_cannot_be_imported_at_all(tmp_path: Path, monkeypatch: MonkeyPatch, error: str) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path)
@@ -104,7 +99,7 @@ USE = """
     """
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # starts a process
 def test_what_the_compiled_part_would_declare_is_declared(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     for name, text in PARTS.items():
@@ -136,7 +131,7 @@ def test_vit_b_32_has_the_published_size() -> None:
 
 
 @pytest.fixture
-def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_layers(monkeypatch: MonkeyPatch) -> None:
     """torchvision's own transformer with its patches of 32, narrow and of two layers."""
     library = torchvision("torchvision.models")
 
@@ -153,13 +148,12 @@ def images(classes: int = 5) -> fed.FederatedData:
 
 def trained(executor: str, **options: float) -> fed.Result:
     model = models.build("vit_b_32", (3, 64, 64), 5, 0, **options)
-    return fed.run(
-        model, images(), fed.FedSAM(rho=0.05), rounds=2, participation=1.0, lr=0.1, batch_size=6, executor=executor
-    )
+    options = {"rounds": 2, "participation": 1.0, "lr": 0.1, "batch_size": 6, "executor": executor}
+    return fed.run(model, images(), fed.FedSAM(rho=0.05), **options)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap on the CPU
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap on the CPU
 def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -> None:
     one, *others = (trained(executor) for executor in ("sequential", "threads", "vmap"))
     start = models.build("vit_b_32", (3, 64, 64), 5, 0)
@@ -193,7 +187,7 @@ def test_its_weights_from_a_file(tmp_path: Path, two_layers: None) -> None:
         models.build("vit_b_32", (3, 64, 64), 65, 1, weights="none.pth")
 
 
-def test_published_weights_that_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_weights_that_cannot_be_fetched(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     published = torchvision("torchvision.models").ViT_B_32_Weights.IMAGENET1K_V1
     monkeypatch.setattr(published.value, "url", "http://127.0.0.1:9/vit_b_32-d86f8d99.pth")
@@ -205,7 +199,7 @@ def test_published_weights_that_cannot_be_fetched(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_the_whole_vit_b_32_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_vit_b_32_on_the_command_line(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """One round of two clients with all 12 layers, from weights in a file, on images of OfficeHome's layout."""
     torchvision()
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,7 @@
-"""What every training keeps: the bits of a run in parts, in threads and with client states on disk, and the numbers of
-stacked clients."""
+"""Contracts of every executor: the bits of a run in parts, in threads and with client states on disk.
 
-from __future__ import annotations
+Stacked clients have the same numbers within a tolerance.
+"""
 
 import contextlib
 
@@ -65,7 +65,7 @@ def bits(name, *arguments, **more):
     """The digest of weights and records, and the tensors of the models of all clients that have one."""
     result = trained(name, *arguments, **more)
     models = [result.model]
-    with contextlib.suppress(ValueError):  # clients have no models of their own
+    with contextlib.suppress(ValueError):  # clients without models
         models += [result.client_model(i) for i in range(len(CASES[name][1].get("sizes", SIZES)))]
     return digest(result), [t.tolist() for model in models for t in model.state_dict().values()]
 

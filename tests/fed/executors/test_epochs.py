@@ -1,8 +1,6 @@
 """Local epochs of stacked clients as captured graphs, with a stand-in for CUDA: the bits of the same steps one by one,
 in an order that holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from tests.helpers.fed_ranks import digest
 
 
 class Scaled(fed.Algorithm):
-    """What a step reads of the round's beginning, and a radius for each parameter."""
+    """A step that reads vectors of the round's start, with a radius for each parameter."""
 
     def local_update(self, server, client, round):
         scale = round.layout.factors("rho_scale", {"0": 0.5, "2.bias": 0.0}, server["w"])
@@ -24,16 +22,10 @@ class Scaled(fed.Algorithm):
 
 
 CASES = {
-    "fedavg": fed.FedAvg(),
-    "fedsam": fed.FedSAM(rho=0.05),
-    "adaptive": fed.FedSAM(rho=0.05, adaptive=True),
-    "fedgsam": fed.FedGSAM(rho=0.05),
-    "fedsmoo": fed.FedSMOO(rho=0.05),
-    "fedlesam": fed.FedLESAM(rho=0.05),
-    "fedscam": fed.FedSCAM(rho=0.3),
-    "scaffold": fed.SCAFFOLD(),
-    "scaled": Scaled(),
-}
+    "fedavg": fed.FedAvg(), "fedsam": fed.FedSAM(rho=0.05), "adaptive": fed.FedSAM(rho=0.05, adaptive=True),
+    "fedgsam": fed.FedGSAM(rho=0.05), "fedsmoo": fed.FedSMOO(rho=0.05), "fedlesam": fed.FedLESAM(rho=0.05),
+    "fedscam": fed.FedSCAM(rho=0.3), "scaffold": fed.SCAFFOLD(), "scaled": Scaled(),
+}  # fmt: skip
 EVEN = (6,) * 3  # a whole batch and a partial one
 
 
@@ -46,13 +38,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(algorithm: object, sizes: tuple[int, ...] = EVEN, **options: object) -> str:
     clients = oracle.ragged_clients(torch.float32, sizes)
     keywords = {
-        "rounds": 3,
-        "batch_size": 4,
-        "local_epochs": 2,
-        "participation": 1.0,
-        "momentum": 0.3,
-        "slots": 3,
-    } | options
+        "rounds": 3, "batch_size": 4, "local_epochs": 2, "participation": 1.0, "momentum": 0.3, "slots": 3,
+    } | options  # fmt: skip
     model = oracle.smooth_model(torch.float32)
     return digest(fed.run(model, clients, algorithm, executor="vmap", backend="reference", **keywords))
 
@@ -79,7 +66,8 @@ def test_a_captured_epoch_has_the_bits_of_its_steps(name: str, options: dict, re
     with Watch():
         assert train(CASES[name], **options) == plain
     graphs = FakeCuda.captured
-    # With a dual the last epoch also keeps its perturbation, and has a graph of its own; two epochs of a sort run as
+    # With a dual the last epoch also stores its perturbation and has a separate graph; the first two epochs of a
+    # shape run without a graph.
     # they are.
     assert [graph.replays for graph in graphs] == ([1, 1] if name == "fedsmoo" else [4])
 
@@ -88,14 +76,13 @@ def test_a_captured_epoch_has_the_bits_of_its_steps(name: str, options: dict, re
 def test_an_epoch_is_captured_once_not_per_round() -> None:
     for rounds in (2, 4):
         train(fed.FedSAM(rho=0.05), rounds=rounds)
-        assert len(FakeCuda.captured) == 1 and FakeCuda.captured[0].trace == []  # nobody watched
+        assert len(FakeCuda.captured) == 1 and FakeCuda.captured[0].trace == []  # the trace is empty without a watch
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("captured")
 def test_clients_that_are_not_alike_train_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their steps are taken together while their batches have one shape; one that is left alone has a graph of its own
-    epochs."""
+    """They step together while their batches have equal shapes; the remaining client uses a graph of its epochs."""
     ragged = (6, 7, 3)
     ours = train(fed.FedSAM(rho=0.05), ragged)
     monkeypatch.setattr(epochs, "epochs_of", lambda setup: None)
@@ -141,8 +128,7 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 2)])
 def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epoch that is one launch needs no graph; the steps of others (duals) are captured, with their passes by row
-    programs."""
+    """An epoch in one launch needs no graph; steps with duals are captured, including their row programs."""
     own, taken = RowPass.train_, []
     monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4))

@@ -1,7 +1,5 @@
-"""Exact executors end in the same bits as the plain one, whatever the algorithm and the number of slots; what may go
-wrong stops them all."""
-
-from __future__ import annotations
+"""Exact executors have the plain executor's bits for every algorithm and number of slots; an error stops all
+clients."""
 
 import _thread
 import json
@@ -279,13 +277,13 @@ NO_MODEL_TRAINS_WITH = ("resize_",)  # quantized tensors
 
 
 def names(text: str) -> set[str]:
-    """`nn.MaxPool3d` as MaxPool3d: what torch's list is about."""
+    """Return the class names in a text of torch's list, such as MaxPool3d for `nn.MaxPool3d`."""
     return {name.split(".")[-1] for name in re.findall(r"\* :(?:class|func):`torch\.([\w.]+)`", text)}
 
 
 def test_the_page_names_what_torch_refuses() -> None:
-    page = (ROOT / "docs" / "executors.md").read_text()
-    table = page[page.index("## What has no deterministic form") : page.index("## Several processes")]
+    page = (ROOT / "docs" / "executors_promises.md").read_text()
+    table = page[page.index("## What has no deterministic form") :]
     refused = names(REFUSED) - set(NO_MODEL_TRAINS_WITH) - {"scatter_reduce"}
     families = {re.sub(r"[123]d$", "", name) for name in refused if name != "use_deterministic_algorithms"}
     assert len(families) > 10

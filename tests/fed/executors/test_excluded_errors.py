@@ -1,8 +1,6 @@
 """A client that raises is excluded where the run says so: on every executor, with the bits of a run in which it takes
 no part."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -24,7 +22,7 @@ ALL = [*EXACT, ("vmap", 4)]
 
 
 def loss(scores: Tensor, y: Tensor) -> Tensor:
-    """Raises for a batch of two, also where shapes alone are seen."""
+    """Raise an error for a batch of two, also if only shapes are traced."""
     if len(y) == 2:
         raise ValueError("a batch of two")
     return F.cross_entropy(scores, y)
@@ -58,7 +56,7 @@ def test_it_is_excluded_and_named_and_the_run_goes_on(
     reason = "it raised ValueError: a batch of two (local step 1)"
     assert result.history[0]["excluded"][0]["reason"] == reason
     assert f"round 1: client 1 is excluded: {reason}" in caplog.messages
-    assert result.history[0]["steps"] == 4 * 2 * 2  # of the others
+    assert result.history[0]["steps"] == 4 * 2 * 2  # steps of the other clients
     with pytest.raises(fed.ClientError, match="client 1 failed in round 1, local step 1: ValueError: a batch of two"):
         train(executor, slots, on_client_error="raise")
 
@@ -99,7 +97,7 @@ def test_clients_that_share_a_pass_are_excluded_together() -> None:
 @pytest.mark.parametrize("algorithm", [fed.MimeLite(), fed.FedSCAM()], ids=lambda a: type(a).__name__)
 @pytest.mark.parametrize(("executor", "slots"), ALL)
 def test_an_error_before_the_first_step(executor: str, slots: int | None, algorithm: fed.Algorithm) -> None:
-    """Of MimeLite's gradient over all samples, or of FedSCAM's pilots: in batches of 5, the last of client 1 has 2."""
+    """MimeLite's gradient over all samples or FedSCAM's pilots meet a batch of 2 in client 1, in batches of 5."""
     result = train(executor, slots, algorithm)
     assert excluded(result) == [[1]] * 3
     assert "(local step 0)" in result.history[0]["excluded"][0]["reason"]
@@ -162,7 +160,7 @@ def test_what_the_algorithm_raises_and_ctrl_c_still_end_the_run() -> None:
 
 
 def test_a_model_that_draws_where_it_must_not_is_no_clients_error() -> None:
-    """It concerns the run: with threads, random numbers would depend on who comes first."""
+    """It is an error of the run: with threads, random numbers would depend on the order of clients."""
     drawn = [0]
 
     def late(scores: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,4 @@
-"""The sequential executor: what a client's training sees, and what it must leave alone."""
-
-from __future__ import annotations
+"""The sequential executor: inputs of a client's training, and objects that it must not change."""
 
 import copy
 import math
@@ -42,7 +40,7 @@ class Recorder(nn.Module):
 
 
 def batches_of(rounds=1, seed=0, sizes=(7, 12), **options):
-    """The batches of each client and round, without those of the trial: lists of sample numbers."""
+    """Return the sample numbers in the batches of each client and round, without batches of the trial step."""
     seen = []
     data = [
         (torch.arange(n, dtype=FLOAT)[:, None].repeat(1, 6) + 100 * i, torch.zeros(n, dtype=torch.long))
@@ -157,7 +155,7 @@ def test_the_model_that_was_handed_over_is_not_changed():
 
 
 class Sometimes(nn.Module):
-    """Layers that take part in some of the passes: `plan[i % len(plan)]` names those of training pass i."""
+    """Layers that take part in some of the passes: `plan[i % len(plan)]` names the layers of training pass i."""
 
     def __init__(self, plan):
         super().__init__()
@@ -180,7 +178,8 @@ class Sometimes(nn.Module):
 def test_a_parameter_without_a_gradient_is_left_alone(algorithm):
     """Also by weight decay and momentum; also when only one of the two passes used it: it must not stay perturbed."""
     model = Sometimes(["ab", "b"] if isinstance(algorithm, (fed.FedSAM, fed.MoFedSAM)) else ["b"])
-    batch_size = 12 if len(model.plan) == 2 else 4  # what a perturbed pass changes of buffers is not kept: one step
+    # one step, because buffers that a perturbed pass changes are not kept
+    batch_size = 12 if len(model.plan) == 2 else 4
     options = {"rounds": 1, "participation": 1.0, "weight_decay": 0.1, "momentum": 0.9, "buffers": "keep"}
     options["batch_size"] = batch_size
     final = run(model, clients(12), algorithm, **options).model
@@ -192,13 +191,8 @@ def test_a_parameter_without_a_gradient_is_left_alone(algorithm):
 def test_a_parameter_that_only_the_second_pass_uses_is_updated_at_its_own_weights():
     model = Sometimes(["b", "ab"])
     options = {
-        "rounds": 1,
-        "participation": 1.0,
-        "lr": 0.1,
-        "batch_size": 12,
-        "backend": "reference",
-        "buffers": "keep",
-    }
+        "rounds": 1, "participation": 1.0, "lr": 0.1, "batch_size": 12, "backend": "reference", "buffers": "keep",
+    }  # fmt: skip
     data = clients(12)
     final = run(model, data, fed.FedSAM(rho=0.5), **options).model
     w = model.b.weight.detach(), model.b.bias.detach()
@@ -240,14 +234,9 @@ def test_unusual_parameters(backend):
     data = [(torch.randn(8, 1, 5, 5, generator=generator).double(), torch.randint(0, 3, (8,), generator=generator))]
     model = Unusual().double()
     options = {
-        "rounds": 3,
-        "participation": 1.0,
-        "batch_size": 4,
-        "lr": 0.2,
-        "momentum": 0.5,
-        "shuffle": False,
+        "rounds": 3, "participation": 1.0, "batch_size": 4, "lr": 0.2, "momentum": 0.5, "shuffle": False,
         "backend": backend,
-    }
+    }  # fmt: skip
     final = run(model, data, fed.FedAvg(), **options).model
     plain = copy.deepcopy(model)
     for _ in range(3):
@@ -307,7 +296,7 @@ def test_counters_move_to_the_nearest_whole_number():
 
 
 def test_statistics_come_from_the_unperturbed_weights():
-    """One step: the running statistics of FedSAM are those of FedAvg, however far it looks."""
+    """After one step the running statistics of FedSAM equal FedAvg's for every radius."""
     options = {"rounds": 1, "batch_size": 8, "buffers": "average", "participation": 1.0}
     sam, avg = (
         run(normed(), clients(8, dtype=torch.float64), a, **options).model for a in (fed.FedSAM(rho=5.0), fed.FedAvg())

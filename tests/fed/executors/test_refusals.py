@@ -1,6 +1,4 @@
-"""What executors refuse, and in which words."""
-
-from __future__ import annotations
+"""Refusals of the executors, with their messages."""
 
 import pytest
 
@@ -10,8 +8,8 @@ from tests.helpers.fed_runs import run
 
 
 @refusals(
-    # a trained map of the inputs is refused
-    (lambda: run(fed.FedRobust(), "vmap", 3), "map of each client's inputs"),
+    # a loop of an algorithm is refused
+    (lambda: run(fed.FedRobust(), "vmap", 3), "FedRobust trains each client in a loop of its own"),
 )
 def test_refused(call, words, error):
     with pytest.raises(error, match=words):

@@ -1,7 +1,5 @@
 """Replayed passes of stacked clients: the losses and gradients of the plain ones, for whatever model."""
 
-from __future__ import annotations
-
 import logging
 import random
 from itertools import pairwise
@@ -107,7 +105,7 @@ def test_gradients_are_not_memory_of_the_weights():
 
 
 def graph_of(passes, form, x, y):
-    """How many operations were recorded, and the graph that is left of them."""
+    """Return the number of recorded operations, and the graph that is left of them."""
     recording = Recording(passes.gradients, form.leaves, x, y)
     recorded = (
         len(recording.module.graph.find_nodes(op="call_function", target=aten.bmm.default)),
@@ -256,12 +254,9 @@ class Changing(nn.Linear):
 
     def forward(self, x):
         {
-            "counter": lambda: setattr(self, "calls", self.calls + 1),
-            "list": lambda: self.seen.append(1),
-            "inner": lambda: setattr(self.inner, "rate", x.shape[0]),
-            "python": random.random,
-            "numpy": np.random.rand,
-        }[self.how]()
+            "counter": lambda: setattr(self, "calls", self.calls + 1), "list": lambda: self.seen.append(1),
+            "inner": lambda: setattr(self.inner, "rate", x.shape[0]), "python": random.random, "numpy": np.random.rand,
+        }[self.how]()  # fmt: skip
         return super().forward(x)
 
 
@@ -298,7 +293,7 @@ def test_what_was_no_constant_is_found_at_the_second_pass(caplog):
 
 
 class Overwrites(nn.Linear):
-    """What others read: the batch."""
+    """A module that overwrites its batch."""
 
     def forward(self, x):
         return super().forward(x.mul_(0.5))

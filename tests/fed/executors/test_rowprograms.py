@@ -1,8 +1,6 @@
 """Row programs: each instruction against float64, passes against autograd, whole local epochs bit for bit against step
 by step."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -35,8 +33,8 @@ from tests.helpers.stacked_passes import same, stacked
 pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
 
 Formula = Callable[..., Tensor]
-# Of a, b, c and the number x, in float64; where operands are drawn from; roundings of the result, relative and of the
-# operands' sum.
+# Number of operands; formula of a, b, c and the number x in float64; range of the operands; roundings of the result,
+# relative to it and to the operands' sum.
 ELEMENTWISE: dict[Code, tuple[int, Formula, float, float]] = {
     Code.COPY: (1, lambda a, x: a, -2.0, 2.0),
     Code.RELU: (1, lambda a, x: a.relu(), -2.0, 2.0),
@@ -242,28 +240,13 @@ def test_samples_and_labels_that_are_not_there() -> None:
 
 
 STEPS = (
-    "fedavg",
-    "fedprox",
-    "feddyn",
-    "scaffold",
-    "fedcm",
-    "fedsam",
-    "mofedsam",
-    "fedgamma",
-    "fedlesam",
-    "fedsmoo",
-    "fedspeed",
-    "fedgsam",
-    "fedsam-asam",
-    "fedmoswa",
-)
+    "fedavg", "fedprox", "feddyn", "scaffold", "fedcm", "fedsam", "mofedsam", "fedgamma", "fedlesam", "fedsmoo",
+    "fedspeed", "fedgsam", "fedsam-asam", "fedmoswa",
+)  # fmt: skip
 OPTIONS = (
-    {},
-    {"momentum": 0.3, "weight_decay": 0.01},
-    {"clip_norm": 0.05, "weight_decay": 0.01},
-    {"clip_norm": 0.05, "clip_scope": "linear", "momentum": 0.5},
-    {"shuffle": False, "local_epochs": 1},
-)
+    {}, {"momentum": 0.3, "weight_decay": 0.01}, {"clip_norm": 0.05, "weight_decay": 0.01},
+    {"clip_norm": 0.05, "clip_scope": "linear", "momentum": 0.5}, {"shuffle": False, "local_epochs": 1},
+)  # fmt: skip
 
 
 def trained(method: str, slots: int, **options: object) -> str:
@@ -334,7 +317,7 @@ def test_two_threads_change_no_bit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa: str) -> None:
-    """The same tests on what older processors run."""
+    """The tests above with the instruction sets of older processors."""
     chosen = "elementwise or sums or softmax or dense_classifiers or numbers_end"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen],
@@ -349,7 +332,7 @@ def test_every_instruction_set(isa: str) -> None:
 
 
 def soft(scores: Tensor, y: Tensor) -> Tensor:
-    """Of labels that are numbers, `[batch]`; it has a row program."""
+    """Return a loss of labels `[batch]` that are numbers; it has a row program."""
     return -(scores.log_softmax(1) * y.unsqueeze(1)).sum(1).mean()
 
 
@@ -414,11 +397,11 @@ def add(words: list[int]) -> int:
     return torch.ops.fastsam.row_program(torch.tensor(words))
 
 
-# in an instruction: the innermost size; of each operand base, offset, four strides
+# words of an instruction: the innermost size; base, offset and four strides of each operand
 SIZE, OUT_AT, A_AT, B_AT = 4, 5, 11, 17
 EACH = 30  # words of an instruction
 MANY = 2**62
-# Of the operation, its size, operands' offsets, strides and bases; of the memory, and of the inputs' sizes and strides.
+# Words of the operation, its size, operands' offsets, strides and bases; words of the memory, and of the inputs.
 OUTSIDE = [
     *[put("instruction", 0, word) for word in (-1, len(Code), MANY)],
     *[put("instruction", SIZE, word) for word in (N + 1, 0, -1, MANY)],

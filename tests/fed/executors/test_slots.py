@@ -1,7 +1,5 @@
 """A fixed number of rows for any number of clients; a bad client never poisons the round."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from dataclasses import replace
@@ -55,7 +53,7 @@ def peak_of_vectors(monkeypatch, clients, executor, slots):
 def test_memory_is_bounded_by_slots_and_not_by_clients(monkeypatch, executor, slots, clients):
     """Ten thousand stateless clients cost what twenty do."""
     few, many = (peak_of_vectors(monkeypatch, n, executor, slots) for n in (20, clients))
-    # How many rows are between the threads when somebody looks is the system's choice.
+    # The system decides the number of rows between the threads at any moment.
     assert many <= (1.5 if executor == "threads" else 1.1) * few
 
 
@@ -135,7 +133,7 @@ def test_everything_that_a_row_leaves_behind_is_looked_at(name):
     assert rounds._problems(results, []) == {}
     broken = replace(results, **{name: bad})
     assert rounds._problems(broken, []) == {1: f"its {name} is not finite", 2: f"its {name} is not finite"}
-    assert rounds._problems(broken, [bad]) == {}  # it is looked at where it is summed
+    assert rounds._problems(broken, [bad]) == {}  # it is checked when it is added
 
 
 # --- the largest displacement ---

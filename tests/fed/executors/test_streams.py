@@ -1,8 +1,6 @@
 """Executors for GPUs: on one, the bits of the plain executor; without one, their order of work with a stand-in for
 CUDA."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,13 +24,9 @@ from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
 
 EXECUTORS = ("streams", "graph")
 CASES = {
-    **ALGORITHMS,
-    "fedgsam": fed.FedGSAM(rho=0.05),
-    "mimelite": fed.MimeLite(),
-    "fedmoswa": fed.FedMoSWA(),
-    "fedscam": fed.FedSCAM(rho=0.3),
-    "fedspeed": fed.FedSpeed(rho=0.05),
-}
+    **ALGORITHMS, "fedgsam": fed.FedGSAM(rho=0.05), "mimelite": fed.MimeLite(), "fedmoswa": fed.FedMoSWA(),
+    "fedscam": fed.FedSCAM(rho=0.3), "fedspeed": fed.FedSpeed(rho=0.05),
+}  # fmt: skip
 UNCAPTURED = {"apfl": fed.APFL(), "ditto": fed.Ditto(), "fedrep": fed.FedRep(head_epochs=1), "fedsol": fed.FedSOL()}
 
 
@@ -91,8 +85,8 @@ def test_without_a_gpu_it_says_so(executor: str) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_a_trained_map_of_the_inputs_is_not_captured() -> None:
-    with pytest.raises(ValueError, match="map of the inputs"):
+def test_a_loop_of_an_algorithm_is_not_captured() -> None:
+    with pytest.raises(ValueError, match="FedRobust trains each client in a loop of its own"):
         train(fed.FedRobust(), executor="graph")
 
 
@@ -213,7 +207,7 @@ def test_models_and_data_of_all_sorts(case: str, name: str) -> None:
     "augment", [lambda x, g: x.T.contiguous().T, lambda x, g: x[:1].expand_as(x)], ids=["transposed", "expanded"]
 )
 def test_inputs_stay_laid_out_as_they_were(augment: object) -> None:
-    """What libraries compute, and what expanded memory can take, depends on it."""
+    """Results of libraries, and the storage of expanded tensors, depend on the layout."""
     seen: set[object] = set()
 
     class Model(torch.nn.Linear):
@@ -282,19 +276,13 @@ def oracle_tasks(sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5) -> tupl
 
 @pytest.mark.usefixtures("no_cuda")
 def test_there_are_no_more_graphs_than_slots_and_sorts() -> None:
-    """Which clients train at the same time changes all the time; no graph is made for every set of them."""
+    """Clients that train at the same time change all the time, and no graph is made for every set of them."""
     clients = oracle.ragged_clients(torch.float32, tuple(range(8, 104, 8)))
     fed.run(
-        oracle.smooth_model(torch.float32),
-        clients,
-        fed.FedSAM(),
-        rounds=6,
-        batch_size=8,
-        participation=0.6,
-        executor="graph",
-        slots=4,
-    )
-    # Every batch is whole: of each slot alone, and of the first 2, 3 and 4 together.
+        oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=6, batch_size=8, participation=0.6,
+        executor="graph", slots=4,
+    )  # fmt: skip
+    # All batches are full, for each slot by itself and for the first 2, 3 and 4 slots together.
     assert len(FakeCuda.captured) <= 7
 
 
@@ -418,8 +406,7 @@ def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: 
 
 
 class Torch:
-    """As torch's captures: one in which an error was raised cannot be ended, which hides the error and leaves its
-    stream behind."""
+    """torch's captures: a capture with an error cannot be ended, which hides the error and keeps its stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream = "before"

@@ -1,7 +1,7 @@
-"""Stacked clients: they agree with the plain executor, one number of slots gives one set of bits, and what cannot be
-stacked is refused."""
+"""Stacked clients: they agree with the plain executor, and a number of slots determines the bits.
 
-from __future__ import annotations
+Models that cannot be stacked are refused.
+"""
 
 import weakref
 from dataclasses import replace
@@ -22,8 +22,9 @@ from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
 from tests.helpers.fed_kinds import run as run_kinds
 from tests.helpers.fed_runs import SIZES, digest, run
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # of a weight, after a few dozen steps
-FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # of a step: the other algorithms are slow tests
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # relative error of a weight after a few dozen steps
+# one algorithm for each form of a step; the others are slow tests
+FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")
 
 
 def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **options):
@@ -31,13 +32,8 @@ def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **op
     data = oracle.ragged_clients(dtype, sizes)
     made = (lambda: oracle.smooth_model(dtype)) if model is None else model
     base = {
-        "rounds": 3,
-        "participation": 0.8,
-        "batch_size": 5,
-        "local_epochs": 2,
-        "momentum": 0.3,
-        "weight_decay": 0.01,
-    } | options
+        "rounds": 3, "participation": 0.8, "batch_size": 5, "local_epochs": 2, "momentum": 0.3, "weight_decay": 0.01,
+    } | options  # fmt: skip
     plain = fed.run(made(), data, algorithm, executor="sequential", **base)
     ours = fed.run(made(), data, algorithm, executor="vmap", slots=slots, **base)
     for a, b in zip(plain.history, ours.history, strict=True):
@@ -277,7 +273,7 @@ class Scaled(nn.Module):
         return self.inner(x) * self.factor if is_stacked(x) else self.inner(x)
 
 
-def tried(model: nn.Module, dtype: torch.dtype = torch.float32) -> fed.RunResult:
+def tried(model: nn.Module, dtype: torch.dtype = torch.float32) -> fed.Result:
     return fed.run(model, oracle.ragged_clients(dtype), fed.FedAvg(), rounds=1, participation=1.0, executor="vmap")
 
 

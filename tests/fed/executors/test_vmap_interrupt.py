@@ -1,8 +1,6 @@
 """Ctrl-C inside of torch.vmap, wherever it comes: it is not taken for a model that cannot be mapped, and nothing stays
 mapped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from fastsam.fed.executors import Setup, stacked
 from fastsam.fed.executors.base import LocalOptions
 from tests.helpers.interrupting import Interrupt, Tracer
 
-# Where levels of mapping are opened and closed.
+# functions that open and close levels of mapping
 TORCH = (str(Path(torch._functorch.__file__).parent / "vmap.py"),)
 
 
@@ -26,15 +24,9 @@ def _setup() -> Setup:
     example = torch.randn(4, 6), torch.arange(4) % 3
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)  # mapped too
     return Setup(
-        model,
-        Layout.of(list(model.parameters())),
-        loss,
-        LocalOptions(),
-        torch.device("cpu"),
-        "reference",
-        2,
+        model, Layout.of(list(model.parameters())), loss, LocalOptions(), torch.device("cpu"), "reference", 2,
         example=example,
-    )
+    )  # fmt: skip
 
 
 def test_an_interrupt_of_the_trial_comes_out_and_leaves_nothing_mapped() -> None:

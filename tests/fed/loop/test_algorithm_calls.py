@@ -1,18 +1,15 @@
 """The algorithms of fastsam keep to the contract that the algorithms of users are held to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from fastsam import fed
+from fastsam.fed.algorithms.base import has_loop
 from fastsam.fed.loop.algorithm_calls import CheckedContract, Contract, contract_of
 from fastsam.fed.loop.personal import Personal
 from tests.helpers import fed_cases as cases
 from tests.helpers.fed_runs import FIRST, digest, run
-
-NOT_STACKED = ("APFL", "Ditto", "FedBN", "FedGMT", "FedNTD", "FedRep", "FedRobust", "FedSOL", "MOON", "pFedMe")
 
 
 def normed() -> nn.Module:
@@ -36,7 +33,7 @@ def test_checked_calls_give_the_same_bits(name: str) -> None:
     checked = as_a_users(algorithm)
     assert type(contract_of(algorithm)) is Contract and type(contract_of(checked)) is CheckedContract
     options = {"model": normed(), "sizes": (8, 16, 8, 12), "batch_size": 4} if name == "fedbn" else {}
-    for executor in ["sequential"] if cls.__name__ in NOT_STACKED else ["sequential", "vmap"]:
+    for executor in ["sequential"] if has_loop(algorithm) or cls.own_buffers else ["sequential", "vmap"]:
         assert digest(run(algorithm, executor, 3, **options)) == digest(run(checked, executor, 3, **options))
 
 

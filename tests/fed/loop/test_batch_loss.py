@@ -1,7 +1,5 @@
 """Losses of a whole batch, models of several inputs, and parameters that are not trained."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

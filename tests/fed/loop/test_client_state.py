@@ -1,8 +1,6 @@
 """Client states in host memory and on the device: the same bits, a bounded number on the device, copies in order.
 Without a GPU: a stand-in."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -76,7 +74,7 @@ def test_auto_takes_files_where_the_host_is_too_small(device: str, monkeypatch: 
 
 @pytest.mark.usefixtures("gpu")
 def test_auto_counts_the_states_of_all_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the algorithm declares; and of one that declares nothing, those with which clients begin."""
+    """It counts the states that an algorithm declares, or the initial states if it declares nothing."""
 
     class Undeclared(fed.SCAFFOLD):
         client_vectors = 0
@@ -152,8 +150,8 @@ def test_with_every_executor(where: str, executor: str, slots: int | None) -> No
 def test_copies_are_ordered_with_the_work_that_they_are_for(
     name: str, executor: str, slots: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No two streams touch one memory without a wait between, nor does the host where it writes a checkpoint."""
-    monkeypatch.setattr(client_state, "_AHEAD", 1)  # so that copies are waited for within a round, not at its end alone
+    """Streams, and the host that writes a checkpoint, access a storage only after a wait."""
+    monkeypatch.setattr(client_state, "_AHEAD", 1)  # copies are awaited within a round, and not only at its end
     options = {"backend": "reference", "rounds": 3, "sizes": (7, 10, 1, 6, 5, 3), "participation": 0.7}
     plain = digest(train(CASES[name], **options))
     with Watch():
@@ -212,8 +210,7 @@ def test_the_stand_in_notices_a_wait_that_is_missing(
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("at", [1, 4, 7])
 def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(at: int, tmp_path: Path) -> None:
-    """The states of the last whole round are on disk, not those of clients that had closed; the run goes on in the same
-    bits."""
+    """The states on disk belong to the last complete round, and the resumed run has the same bits."""
 
     @dataclass(frozen=True)
     class Interrupted(fed.SCAFFOLD):
@@ -236,7 +233,7 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(at: int, tmp_p
 
 
 def tensors(directory: Path) -> dict[str, list[float]]:
-    """What the files of clients hold, by client."""
+    """Return the values in the files of client states, by client."""
     manifest = json.loads((directory / "checkpoint" / "manifest.json").read_text())
     found = {}
     for client, name in manifest["clients"].items():

@@ -1,7 +1,4 @@
-"""The store of client states in host memory, and the memory itself: what goes in comes out, rows are used again, ranks
-hand states over."""
-
-from __future__ import annotations
+"""The store of client states in host memory: stored states come back, rows are reused, ranks exchange states."""
 
 import io
 import logging
@@ -68,7 +65,7 @@ def test_whatever_is_asked_the_store_answers_as_a_dict_would(seed: int, ahead: i
 
 @pytest.mark.usefixtures("gpu")
 def test_the_host_holds_two_versions_of_a_state_at_most() -> None:
-    """The rows of states that nobody has any more are used again."""
+    """Rows of freed states are reused."""
     store, kept = InHostMemory(CPU, "", 4), dict[int, Any]()
     for t in range(20):
         store.begin(kept, range(100), ())
@@ -87,7 +84,7 @@ def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
     assert again["a"] is kept["a"] and again["b"] is not kept["b"]
     del kept, again
     beside = (store._down, store._up) if isinstance(store, InHostMemory) else (store._file, store._copy)
-    assert [len(one) for one in beside] == [0, 0]  # nothing is remembered longer than it lives
+    assert [len(one) for one in beside] == [0, 0]  # no entry outlives its tensor
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
@@ -108,8 +105,7 @@ def _within(tensor: Tensor, line: str) -> bool:
 
 @pytest.mark.usefixtures("gpu")
 def test_memory_of_another_stream_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stream uses must not be given away before it is done: states that are fetched to the work, new ones to the
-    copies."""
+    """Storage must stay allocated until its stream is done: fetched states for the work, new states for the copies."""
     lent: list[tuple[set[int], Any]] = []
     monkeypatch.setattr(FakeCuda, "lend", lambda self, tensors, stream: lent.append(({id(t) for t in tensors}, stream)))
     store, new = InHostMemory(CPU, "", 4), {"a": torch.ones(3), "b": torch.zeros(2)}
@@ -122,14 +118,14 @@ def test_memory_of_another_stream_is_lent(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("gpu")
 def test_the_host_writes_no_row_that_is_still_read() -> None:
-    """A state that came from elsewhere takes the row of one that nobody has any more, but that was being fetched."""
+    """A new state must not take a free row that is still being copied."""
     store = InHostMemory(CPU, "", 4)
     with Watch():
         kept = {0: store.put(0, {"c_i": torch.ones(5)})}
         store.commit()
         store.begin(kept, [0], ())
         kept = {1: {"c_i": store.adopt(torch.zeros(5))}}
-        store.stream.wait_stream(FakeCuda.active)  # what the host has written is there for all that is queued later
+        store.stream.wait_stream(FakeCuda.active)  # later queued operations see the writes of the host
         store.begin(kept, [1], ())
         assert store.get(1, kept[1])["c_i"].tolist() == [0] * 5
 
@@ -185,7 +181,7 @@ def test_a_value_in_a_weak_map_goes_with_its_tensor() -> None:
 
 
 class Pair(Ranks):
-    """One of two ranks; what it sends lies in a drawer."""
+    """One of two ranks, whose messages are stored in a list."""
 
     drawer: ClassVar[list[Any]] = []
 
@@ -239,7 +235,7 @@ def test_on_a_gpu_states_are_pinned_and_few_are_on_the_device() -> None:
 
 
 class Counted(InHostMemory):
-    """Knows which copies on the device are alive, and how many there were at most."""
+    """A store that counts the copies on the device, and their maximum."""
 
     most = 0
 
@@ -282,12 +278,12 @@ def test_the_device_holds_the_states_of_those_that_train_and_a_few_more(
     algorithm = Tracked()
     options = {"rounds": 2, "participation": 1.0, "executor": executor, "slots": slots, "client_state": "host"}
     train(algorithm, sizes=(1,) * clients, **options)
-    assert 4 <= Counted.most <= slots + max(slots, 4) + 1  # training, ahead, and the one that is being fetched
+    assert 4 <= Counted.most <= slots + max(slots, 4) + 1  # training, prefetched, and being fetched
     assert max(algorithm.most) <= slots + 1
 
 
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Who was asked for ("get"), and who was fetched, in this order; clients by the number that their state holds."""
+    """Return a list of requests ("get") and copies ("fetch") in their order; a state holds its client's number."""
     seen: list[tuple[str, int]] = []
     fetch, get = InHostMemory._fetch, InHostMemory.get
 
@@ -320,7 +316,7 @@ COHORTS = [range(10), [0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
 
 @pytest.mark.usefixtures("gpu")
 def test_the_next_cohort_is_fetched_while_this_one_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are in both when they have trained, so that their new state is what is fetched."""
+    """A client of both cohorts is fetched after it has trained, with its new state."""
     monkeypatch.setattr(sampling, "make", lambda *arguments: None)
     monkeypatch.setattr(sampling, "draw", lambda sampler, t, clients, seed, poisson=False: list(COHORTS[t]))
     seen = copies(monkeypatch)

@@ -1,7 +1,5 @@
 """Test accuracy and its spread over clients."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -157,14 +155,9 @@ def test_regression_reports_the_loss_only():
     x = torch.randn(30, 6, dtype=torch.float64)
     y = x @ torch.randn(6, 3, dtype=torch.float64)
     result = fed.run(
-        oracle.smooth_model(),
-        [(x[:9], y[:9]), (x[9:20], y[9:20])],
-        fed.FedSAM(),
-        rounds=30,
-        participation=1.0,
-        loss=F.mse_loss,
-        test=(x[20:], y[20:]),
-    )
+        oracle.smooth_model(), [(x[:9], y[:9]), (x[9:20], y[9:20])], fed.FedSAM(), rounds=30, participation=1.0,
+        loss=F.mse_loss, test=(x[20:], y[20:]),
+    )  # fmt: skip
     assert result.history[-1]["test_accuracy"] is None and result.summary()["validation"] is None
     assert result.history[-1]["test_loss"] < 0.8 * result.history[0]["test_loss"]
     assert result.summary()["test_loss_final"] == result.history[-1]["test_loss"]
@@ -174,15 +167,11 @@ def test_to_target_counts_the_round_that_reaches_it_exactly():
     seconds, accuracies = (1.0, 2.0, 4.0, 8.0), (0.25, None, 0.5, 0.75)
     history = [
         {
-            "round": i,
-            "test_accuracy": a,
-            "seconds": 100.0,
-            "seconds_training": s,
-            "megabytes_down": 1.0,
+            "round": i, "test_accuracy": a, "seconds": 100.0, "seconds_training": s, "megabytes_down": 1.0,
             "megabytes_up": s,
         }
         for i, (a, s) in enumerate(zip(accuracies, seconds, strict=True), 1)
-    ]
+    ]  # fmt: skip
     expected = {"rounds_to_target": 3, "seconds_to_target": 7.0, "megabytes_to_target": 10.0}
     assert to_target(history, 0.5) == expected
     for target in (0.76, None):

@@ -1,7 +1,5 @@
 """Clients that end together are closed together: the same bits as one by one, and nothing of a bad one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -52,7 +50,7 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
     losses = data.draw(st.lists(st.sampled_from([0.5, 2.0, math.nan]), min_size=n, max_size=n))
     together, alone = (FixedPointAggregate(n, 30) for _ in range(2))
     first = torch.zeros(size, dtype=dtype)
-    for aggregate in (together, alone):  # there is a sum, whoever is good
+    for aggregate in (together, alone):  # the sum exists for any number of accepted clients
         assert aggregate.add_(1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
     known = {0: "it is known to be bad"} if data.draw(st.booleans()) else {}
     problems = together.add_rows_(weights, {"delta": rows}, {"plain": rows}, {"loss": losses}, known)
@@ -109,7 +107,7 @@ class OneByOne:
 
 
 def excluded(record):
-    """Who; the reason depends on where what is bad was found."""
+    """Return the excluded clients without the reasons, which depend on the place of detection."""
     return [found["client"] for found in record["excluded"]]
 
 
@@ -161,7 +159,7 @@ def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch
 
 
 class Radii(fed.FedSAM):
-    """A client's radius is a number of its own, which it keeps."""
+    """FedSAM whose radius is a state of each client."""
 
     def finish_client(self, server, client, results, round):
         _, upload = super().finish_client(server, client, results, round)
@@ -233,7 +231,7 @@ class CountedStates(fed.SCAFFOLD):
 def test_clients_of_one_state_share_their_constants(executor, calls):
     Counted.calls = []
     run(Counted(), executor=executor)
-    compared = [0, 0] if executor == "vmap" else []  # of two rows and of one, by a copy
+    compared = [0, 0] if executor == "vmap" else []  # to compare two rows with one, in a copy
     assert Counted.calls == [0, 0, *compared, 1, 2]  # once before the first round, once a round
     CountedStates.calls = []
     run(CountedStates(), executor=executor, participation=1.0, rounds=2)

@@ -1,7 +1,4 @@
-"""What goes wrong in a later round only, after every trial has passed: it is told where it happened, and in which
-words."""
-
-from __future__ import annotations
+"""Errors that appear in a later round, after all checks: the message says where, and why."""
 
 import math
 from dataclasses import dataclass
@@ -44,7 +41,7 @@ class Later:
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_loss_that_is_no_scalar_in_a_later_step(executor: str) -> None:
     def loss(scores, y):
-        """Of a single sample, the last batch of the client with five, it has a dimension."""
+        """Return a loss with a dimension for a single sample, which is the last batch of a client with five."""
         value = F.cross_entropy(scores, y)
         return value[None] if len(y) == 1 else value
 
@@ -115,13 +112,10 @@ class Raises(fed.Algorithm):
 @pytest.mark.parametrize(
     ("method", "where"),
     [
-        ("init_server", "before round 1"),
-        ("init_client", "before round 1"),
-        ("local_update", "in round 2, client 0"),
-        ("finish_client", "in round 2, client 0"),
-        ("step_server", "in round 2"),
+        ("init_server", "before round 1"), ("init_client", "before round 1"), ("local_update", "in round 2, client 0"),
+        ("finish_client", "in round 2, client 0"), ("step_server", "in round 2"),
     ],
-)
+)  # fmt: skip
 def test_what_an_own_algorithm_raises_is_told_with_method_round_and_client(method: str, where: str) -> None:
     with pytest.raises(fed.AlgorithmError, match=rf"Raises.{method} failed {where}: ZeroDivisionError: oh no") as told:
         start(algorithm=Raises(method))

@@ -1,7 +1,5 @@
 """When callbacks are called, what they see, and how they end a run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -42,7 +40,7 @@ class Diary(fed.Callback):
 
 
 class At:
-    """Raises in one method in one round; no class of ours."""
+    """A callback that raises in one method in one round; it has no base class."""
 
     def __init__(self, round: int, error: BaseException) -> None:
         self.round, self.error = round, error
@@ -56,14 +54,9 @@ def test_when_the_methods_are_called(tmp_path):
     diary = Diary()
     start(tmp_path / "run", rounds=3, eval_every=2, callbacks=[diary])
     assert diary.seen == [
-        ("start", 0, []),
-        ("round", 1, 1, True),
-        ("evaluation", 2, True),
-        ("round", 2, 2, True),
-        ("evaluation", 3, True),
-        ("round", 3, 3, True),
-        ("end", 3, 3, "NoneType", None),
-    ]
+        ("start", 0, []), ("round", 1, 1, True), ("evaluation", 2, True), ("round", 2, 2, True),
+        ("evaluation", 3, True), ("round", 3, 3, True), ("end", 3, 3, "NoneType", None),
+    ]  # fmt: skip
     again = Diary()
     start(tmp_path / "run", rounds=4, eval_every=2, callbacks=[again], resume=True)
     assert again.seen[0] == ("start", 3, [1, 2, 3]) and [e[:2] for e in again.seen[1:]] == [
@@ -98,7 +91,7 @@ def test_clients_that_are_read_one_by_one_are_counted_where_a_bar_is_shown(progr
 
 
 def test_a_callback_changes_no_bit(tmp_path):
-    """Not by writing into what it is given, nor by drawing random numbers, nor by switching autograd off."""
+    """Callbacks cannot change it by writing into arguments, drawing random numbers or switching autograd off."""
 
     class Vandal(fed.Callback):
         def on_start(self, run):
@@ -132,7 +125,7 @@ def test_a_stopped_run_ends_as_if_its_rounds_were_over(tmp_path):
     assert result.summary()["stopped"] == "enough" and two.summary()["stopped"] is None
     assert diary.seen[-2:] == [("round", 2, 2, True), ("end", 2, 2, "NoneType", "enough")]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == "enough"
-    # The directory holds the round at which it was stopped, and goes on from it where nobody stops it.
+    # The directory holds the last round, from which a run without the callback continues.
     longer = start(tmp_path / "run", rounds=5, resume=True, **options)
     whole = start(tmp_path / "whole", rounds=5)
     assert same_bits(longer.model, whole.model) and records(tmp_path / "run") == records(tmp_path / "whole")
@@ -285,8 +278,8 @@ def test_the_limit() -> None:
     steps, norms = dict.fromkeys(range(5), 2), dict.fromkeys(range(5), 1.0)
     assert outliers({**norms, 2: FAR}, steps) == {}
     assert outliers({**norms, 2: FAR + 1, 0: 2 * FAR}, steps) == {0: 2 * FAR, 2: FAR + 1}
-    assert outliers({**norms, 2: 3 * FAR}, {**steps, 2: 6}) == {}  # three times as many steps
-    assert outliers({**norms, 2: FAR + 1}, {**steps, 2: 1}) == {2: FAR + 1}  # fewer steps are no excuse, and no charge
-    assert outliers({0: 1.0, 1: 1e9}, steps) == {}  # of two nobody knows which
+    assert outliers({**norms, 2: 3 * FAR}, {**steps, 2: 6}) == {}  # three times the number of steps
+    assert outliers({**norms, 2: FAR + 1}, {**steps, 2: 1}) == {2: FAR + 1}  # the number of steps is not relevant here
+    assert outliers({0: 1.0, 1: 1e9}, steps) == {}  # with two clients it is unknown which one is wrong
     assert outliers({0: 1.0, 1: 1e9, 2: 1.0}, steps) == {1: 1e9}
     assert outliers({**dict.fromkeys(range(5), 0.0), 2: 1.0}, steps) == {}

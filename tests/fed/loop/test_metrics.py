@@ -1,7 +1,5 @@
 """Accuracy if there is one output per class, and only then; metrics as functions and as objects that accumulate."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -24,7 +22,7 @@ def squares(out, y):
 
 
 def likelihood(out, y):
-    """Of a normal distribution whose mean and variance are the two outputs."""
+    """Return the loss of a normal distribution whose mean and variance are the two outputs."""
     return F.gaussian_nll_loss(out[:, 0], y.to(out.dtype), out[:, 1].exp())
 
 
@@ -47,21 +45,15 @@ def run(loss, outputs=1, **options):
     clients, test = binary_clients()
     torch.manual_seed(0)
     settings = {
-        "rounds": 8,
-        "participation": 1.0,
-        "lr": 0.5,
-        "batch_size": 4,
-        "test": test,
-        "loss": loss,
-        "target": 0.5,
+        "rounds": 8, "participation": 1.0, "lr": 0.5, "batch_size": 4, "test": test, "loss": loss, "target": 0.5,
         "measures": ["train"],
-    }
+    }  # fmt: skip
     return fed.run(torch.nn.Linear(5, outputs), clients, fed.FedAvg(), **settings | options)
 
 
 @pytest.mark.parametrize(("loss", "outputs"), [(logistic, 1), (squares, 1), (likelihood, 2), (squares, 3)])
 def test_outputs_that_are_not_one_per_class_have_no_accuracy(loss, outputs):
-    """argmax over one output is 0 for every sample: what stood there was the share of class 0."""
+    """The argmax of one output is always 0, so an accuracy would be the share of class 0."""
     result = run(loss, outputs, lr=0.03)
     last = result.history[-1]
     assert last["test_loss"] is not None and last["train_set_accuracy"] is None
@@ -128,12 +120,9 @@ def test_functions_and_objects_are_over_all_and_over_clients():
         return labels.double().mean()
 
     result = run(
-        "cross_entropy",
-        2,
-        metrics={"error": Accumulated(), "ones": share_of_class_1},
-        client_test_split="iid",
+        "cross_entropy", 2, metrics={"error": Accumulated(), "ones": share_of_class_1}, client_test_split="iid",
         eval_every=4,
-    )
+    )  # fmt: skip
     last, first = result.history[-1], result.history[0]
     assert last["test_error"] == pytest.approx(1 - last["test_accuracy"])
     assert last["client_error_mean"] == pytest.approx(1 - last["client_accuracy_mean"])
@@ -204,19 +193,9 @@ def test_the_command_names_metrics_and_reports_them(tmp_path: Path, monkeypatch,
     )
     monkeypatch.chdir(tmp_path)
     asked = [
-        "--data",
-        "all.npz",
-        "--clients",
-        "3",
-        "--split",
-        "iid",
-        "--model",
-        "own.py:model",
-        "--loss",
-        "own.py:loss",
-        "--rounds",
-        "2",
-    ]
+        "--data", "all.npz", "--clients", "3", "--split", "iid", "--model", "own.py:model", "--loss", "own.py:loss",
+        "--rounds", "2",
+    ]  # fmt: skip
     asked += ["--participation", "1"]
     (tmp_path / "metrics.toml").write_text('[metrics]\nbinary_accuracy = "own.py:accuracy"\n')
     assert cli.main(["compare", "metrics.toml", "--algorithms", "fedavg,fedsam", *asked, "--run-dir", "out"]) == 0

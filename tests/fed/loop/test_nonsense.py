@@ -1,7 +1,4 @@
-"""Whatever is handed to a public entry, it is taken or refused with a TypeError or a ValueError that names the
-argument."""
-
-from __future__ import annotations
+"""Every public entry accepts an argument, or refuses it with a TypeError or a ValueError that names it."""
 
 import re
 from dataclasses import fields
@@ -75,5 +72,5 @@ def test_what_is_handed_to_a_run(name: str) -> None:
     for value in NONSENSE:
         if (name in ("run_dir", "device") and isinstance(value, str)) or (name in ("test", "config") and value is None):
             continue  # a place, or none
-        # No rounds: what gets as far as the options was taken.
+        # Without rounds, a call that passes the checks of options returns.
         refused((name, "rounds"), lambda value=value: fed.run(**(arguments | {name: value}), rounds=0))

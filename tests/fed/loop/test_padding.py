@@ -1,7 +1,4 @@
-"""Noise that a user's algorithm draws into rows is refused where it reaches the padding, and served where it does
-not."""
-
-from __future__ import annotations
+"""Noise of a user's algorithm in rows: an error if it reaches the padding, and accepted otherwise."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +38,7 @@ class Noisy(fed.Algorithm):
         delta, n = results.delta, len(results.client_ids)
         if self.place == "upload":
             delta = delta + self.noise(delta, round)
-        counts = torch.ones(n, 7)  # of another length: no row
+        counts = torch.ones(n, 7)  # a length that differs from a row's
         return client, fed.Upload(mean={"delta": delta, "counts": counts})
 
     def step_server(self, server, aggregate, round):
@@ -64,7 +61,7 @@ def run(algorithm, **options):
 def test_noise_in_the_padding_is_refused(place, executor, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         run(Noisy(place), executor=executor, run_dir=tmp_path / "run")
-    assert (tmp_path / "run").exists() == (place != "step")  # constants are looked at before anything is written
+    assert (tmp_path / "run").exists() == (place != "step")  # constants are checked before files are written
     assert len(run(Noisy(place, by_parameter=True), executor=executor).history) == 2
 
 

@@ -1,6 +1,4 @@
-"""Parameters that stay with the client, beside a loop in plain torch in which every client has a head of its own."""
-
-from __future__ import annotations
+"""Local parameters, compared with a loop in plain torch in which every client has a separate head."""
 
 import copy
 from typing import Any
@@ -18,13 +16,8 @@ from tests.helpers.fed_runs import same_bits
 SIZES = (7, 12, 5)
 TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
 OPTIONS: dict[str, Any] = {
-    "participation": 1.0,
-    "batch_size": 4,
-    "shuffle": False,
-    "lr": 0.3,
-    "rounds": 3,
-    "test": TEST,
-}
+    "participation": 1.0, "batch_size": 4, "shuffle": False, "lr": 0.3, "rounds": 3, "test": TEST,
+}  # fmt: skip
 
 
 def heads_of_their_own(phi: float, server_lr: float) -> tuple[nn.Module, list[nn.Module]]:
@@ -109,12 +102,8 @@ def test_only_what_is_shared_is_sent():
 
 
 TUNED: dict[str, Any] = {
-    "test": TEST,
-    "client_test_split": "shared",
-    "lr": 0.3,
-    "batch_size": 5,
-    "shuffle": False,
-}
+    "test": TEST, "client_test_split": "shared", "lr": 0.3, "batch_size": 5, "shuffle": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"local_parameters": "2.*"}], ids=["global model", "client models"])

@@ -1,6 +1,4 @@
-"""Learning rates by round, beside the rates written down by hand."""
-
-from __future__ import annotations
+"""Learning rates by round, compared with rates that are written down."""
 
 import math
 
@@ -64,7 +62,7 @@ def test_a_schedule_of_torch_may_be_asked_in_any_order():
 
 
 def test_a_run_is_not_resumed_with_another_function(tmp_path):
-    """All functions of one name look alike; what they said in the rounds that are done does not."""
+    """Functions of one name look equal, but their values in finished rounds differ."""
     options = [{"lr": lambda t, k=k: 0.1 if t < 2 else k} for k in (0.1, 0.2)]
     start(tmp_path / "run", rounds=3, **options[0])
     with pytest.raises(fed.RunDirectoryError, match="with another lr: in round 3 it was 0.1, now it is 0.2"):
@@ -89,7 +87,7 @@ def batches(samples: int, **options: object) -> list[list[int]]:
     numbered = torch.arange(float(samples))
     run_options = {"shuffle": False, "batch_size": 3, "loss": loss, "executor": "sequential", **options}
     record = start_small(clients=[(torch.zeros(samples, 6), numbered)], rounds=1, **run_options).history[0]
-    return seen[-record["steps"] :]  # behind what tries the loss
+    return seen[-record["steps"] :]  # after the batches of the trial step
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Whole runs: against a program that others would write, on real data, the same bits twice."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -33,7 +31,7 @@ KEYS = [
 
 
 def test_a_hand_written_loop_to_the_last_digit():
-    """`sampler` and `shuffle=False` fix everything but rounding: FedAvg as anybody writes it with torch.optim.SGD."""
+    """`sampler` and `shuffle=False` fix everything but rounding: FedAvg as written with torch.optim.SGD."""
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     active = [[0, 1], [4, 2, 3], [1, 3]]
     result = fed.run(
@@ -78,7 +76,7 @@ def without_seconds(result):
 
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(adaptive=True, rho=0.5), fed.MoFedSAM()], ids=repr)
 def test_the_same_bits_twice(algorithm):
-    """Whatever the number of threads and the state of torch's generator."""
+    """The bits do not depend on the number of threads or on torch's generator."""
     data, options = fed.digits(clients=10), {"rounds": 2, "participation": 0.4}
     threads, runs = torch.get_num_threads(), []
     try:
@@ -100,15 +98,9 @@ def test_digits_are_learnt(name):
     algorithm = fed.algorithms.registry[name]() if name != "mofedsam" else fed.MoFedSAM(beta=0.5)
     seen = []
     result = fed.run(
-        oracle_mlp(),
-        fed.digits(clients=20, alpha=1.0),
-        algorithm,
-        rounds=25,
-        participation=0.5,
-        lr=0.2,
-        target=0.8,
+        oracle_mlp(), fed.digits(clients=20, alpha=1.0), algorithm, rounds=25, participation=0.5, lr=0.2, target=0.8,
         progress=seen.append,
-    )
+    )  # fmt: skip
     made = result.summary()
     assert made["accuracy_final"] > 0.85 and made["rounds_to_target"] <= 25 and made["validation"] == "prior"
     assert 0 < made["client_accuracy_std"] < 0.3 and made["backprops"] == (1 if name == "fedavg" else 2) * sum(
@@ -126,16 +118,9 @@ def oracle_mlp():
 def test_records():
     clients = oracle.ragged_clients()
     result = fed.run(
-        oracle.smooth_model(),
-        clients,
-        fed.MoFedSAM(),
-        rounds=2,
-        local_epochs=3,
-        batch_size=5,
-        lr=0.1,
-        lr_decay=0.5,
+        oracle.smooth_model(), clients, fed.MoFedSAM(), rounds=2, local_epochs=3, batch_size=5, lr=0.1, lr_decay=0.5,
         sampler=lambda t, g: [0, 3],
-    )
+    )  # fmt: skip
     first, second = result.history
     assert (first["round"], second["round"]) == (1, 2) and (first["lr"], second["lr"]) == (0.1, 0.05)
     assert (
@@ -160,14 +145,9 @@ def test_numbers_of_other_types_give_the_same_bits():
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     plain = fed.run(model, clients, fed.FedSAM(rho=0.5), rounds=2, seed=3, lr=0.25, lr_decay=0.5)
     other = fed.run(
-        model,
-        clients,
-        fed.FedSAM(rho=np.float32(0.5)),
-        rounds=np.int64(2),
-        seed=np.int32(3),
-        lr=torch.tensor(0.25),
+        model, clients, fed.FedSAM(rho=np.float32(0.5)), rounds=np.int64(2), seed=np.int32(3), lr=torch.tensor(0.25),
         lr_decay=np.float32(0.5),
-    )
+    )  # fmt: skip
     assert same_bits(plain.model, other.model) and without_seconds(plain) == without_seconds(other)
     assert json.dumps(other.summary()["hyperparameters"]) == json.dumps(plain.summary()["hyperparameters"])
 
@@ -175,7 +155,7 @@ def test_numbers_of_other_types_give_the_same_bits():
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["vmap", "threads"])
 def test_nothing_heavy_is_imported_in_a_round(executor):
-    """The first run of a process, often that of the baseline, would seem slower than the others."""
+    """Otherwise the first run of a process, often a baseline, would seem slower."""
     code = f"""
 import sys
 from tests.helpers import oracle

@@ -1,7 +1,5 @@
-"""What one step on a copy of the model finds before the first round: models, losses, batches and augmentations that
-would fail later."""
-
-from __future__ import annotations
+"""Errors that a trial step on a copy of the model finds before the first round: in models, losses, batches and
+augmentations."""
 
 import random
 from typing import Any
@@ -72,8 +70,7 @@ def test_a_batch_of_ignored_labels_is_told_as_such(executor):
 
 
 def test_few_samples():
-    """A client with one sample, or fewer than a batch, trains on what it has: no batch is dropped, none is filled
-    up."""
+    """A client with one sample, or fewer than a batch, trains on all of them: batches are not dropped or padded."""
     sizes = [1, 3, 6, 5]
     clients = [(X[:n], Y[:n]) for n in sizes]
     record = start(clients=clients, participation=1.0, batch_size=4, local_epochs=2).history[0]
@@ -222,12 +219,9 @@ def test_what_is_accepted():
     unwritable = x.copy()
     unwritable.flags.writeable = False
     clients = [
-        (x, y),
-        [unwritable, y.astype(np.uint8)],
-        (X.tolist(), Y.tolist()),
-        (X[::2], Y[::2].int()),
+        (x, y), [unwritable, y.astype(np.uint8)], (X.tolist(), Y.tolist()), (X[::2], Y[::2].int()),
         (X, torch.tensor([0, 1, -100, 0, 1, 2])),
-    ]
+    ]  # fmt: skip
     result = start(clients=clients, participation=1.0)
     assert result.history[0]["clients"] == 5 and next(result.model.parameters()).dtype == torch.float32
     with pytest.raises(ValueError, match="client 0: labels"):
@@ -262,7 +256,7 @@ def test_a_bad_client_does_not_poison_the_round(algorithm, caplog):
 
 
 def test_a_displacement_that_overflows_is_excluded_too():
-    """Its loss is finite in every step; what it would send is not."""
+    """Its loss is finite in every step, but its delta is not."""
     clients = [(X, Y), (X * 1e30, Y)]
     result = start(nn.Linear(6, 3), clients, participation=1.0, lr=1e10, loss=lambda out, y: out.mean())
     assert result.history[0]["excluded"][0]["client"] == 1

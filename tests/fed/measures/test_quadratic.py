@@ -1,7 +1,5 @@
 """The measures on a quadratic loss, where every one of them has a known value."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -117,11 +115,8 @@ def test_a_linear_loss_has_no_curvature() -> None:
 def test_smoothness_along_a_path_is_the_largest_curvature_on_it() -> None:
     f = objective(DIAGONAL, samples([0.0]))
     path = [
-        row([0, 0, 0, 0, 0, 0]),
-        row([0, 1.0, 0, 0, 0, 0]),
-        row([0, 1.0, 0, 0, 0, 1.0]),
-        row([0, 1.0, 0, 0, 0, 1.0]),
-    ]
+        row([0, 0, 0, 0, 0, 0]), row([0, 1.0, 0, 0, 0, 0]), row([0, 1.0, 0, 0, 0, 1.0]), row([0, 1.0, 0, 0, 0, 1.0]),
+    ]  # fmt: skip
     assert diagnostics.path_smoothness(f, path) == pytest.approx(3.0)  # along axis 1 it is 1, along axis 5 it is 3
     assert diagnostics.path_smoothness(f, path[:1]) == 0
 
@@ -218,7 +213,7 @@ def test_directions_have_the_size_of_the_filters_and_none_in_biases() -> None:
 
 
 def test_directions_are_orthogonal_before_the_filters_are_scaled() -> None:
-    """With one filter the scaling is a number, and what was orthogonal stays so."""
+    """With one filter the scaling is a number, so orthogonal directions stay orthogonal."""
     made = quadratic.replica(torch.nn.Linear(5, 1, bias=False).double())
     first, second = directions(made.layout, made.row, seed=1)
     assert float(first @ second) == pytest.approx(0, abs=1e-14) and first.any()

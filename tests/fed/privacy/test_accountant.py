@@ -1,6 +1,4 @@
-"""Epsilon in the records, beside what dp-accounting itself says of the sampler's events."""
-
-from __future__ import annotations
+"""Epsilon in the records, compared with dp-accounting's value for the sampler's events."""
 
 import logging
 import math
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 SLOW = [
     pytest.param(c, marks=pytest.mark.slow) for c in ("poisson", "without_replacement")
-]  # of the page they have both
+]  # `make test` runs them in the test of the page
 
 
 @pytest.mark.parametrize("check", ["unsampled", "every_round", *SLOW])
@@ -73,7 +71,7 @@ def test_without_an_accountant_there_is_noise_and_no_epsilon() -> None:
 
 
 PAGE = (ROOT / "docs" / "privacy.md").read_text()
-EVENTS = {  # of dp-accounting, for each protocol of the table: 100 clients, 100 rounds, z = 1
+EVENTS = {  # dp-accounting's events for each protocol of the table: 100 clients, 100 rounds, z = 1
     'sampler="bernoulli", participation=0.1': ("poisson", "ADD_OR_REMOVE_ONE", 100, 0.1, 1.0),
     'sampler="fixed", participation=0.1': ("without replacement", "REPLACE_ONE", 100, 100, 10, 0.5),
     "participation=1.0": ("gaussian", "ADD_OR_REMOVE_ONE", 100, 1.0),

@@ -1,6 +1,4 @@
-"""The noise of whole runs: its scale, what one client can do to the sum, rounds with nobody, a resumed run."""
-
-from __future__ import annotations
+"""The noise of whole runs: its scale, the influence of one client, empty rounds, a resumed run."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ def test_what_must_hold(check: str) -> None:
 
 
 class Summed(fed.FedAvg):
-    """Keeps what the server reads."""
+    """FedAvg that stores the sum that the server reads."""
 
     mean: torch.Tensor
 
@@ -43,7 +41,7 @@ class Summed(fed.FedAvg):
 
 
 def total(cohort: list[int], **options: Any) -> torch.Tensor:
-    """The sum of a round, from what the server reads: of clients whose inputs are 1e4 times as large as usual."""
+    """Return the sum of a round as the server reads it, for clients whose inputs are 1e4 times larger than usual."""
     g = torch.Generator().manual_seed(1)
     data = [(1e4 * torch.randn(6, 9, generator=g), torch.randint(0, 3, (6,), generator=g)) for _ in range(6)]
     torch.manual_seed(0)
@@ -67,7 +65,7 @@ def test_no_client_moves_the_sum_by_more_than_the_clip(clip: float, noise: float
 
 
 def test_nobody_in_a_round_is_noise_alone() -> None:
-    """Poisson sampling has such rounds; to skip one, or to draw again, would tell that nobody was there."""
+    """Poisson sampling has empty rounds; skipping or redrawing them would reveal that no client took part."""
     result = checks.run(size=2000, participation=0.02, rounds=1)
     (record,) = result.history
     assert record["clients"] == 0 and "noise alone" in record["skipped"]
@@ -127,7 +125,7 @@ def test_other_seeds_and_rounds_have_other_noise() -> None:
 
 
 def test_the_noise_is_philox_from_its_counter_zero() -> None:
-    """Whatever was drawn before, in this thread and others."""
+    """The noise does not depend on earlier draws, in this thread and other threads."""
     for parts in ((0, "noise", 0), (5, "node", 1, 2, 3)):
         normals(3, "what", "comes", "before")
         theirs = np.random.Generator(np.random.Philox(key=seeds.derive(*parts))).standard_normal(50)
@@ -146,16 +144,8 @@ def test_who_is_served() -> None:
     served = {one.__name__ for one in registry.values() if only_deltas(one())}
     assert served >= {"FedAvg", "FedSAM", "FedProx", "FedAvgM", "FedAdam", "FedAdagrad", "FedYogi", "FedGSAM"}
     assert not served & {
-        "SCAFFOLD",
-        "FedNova",
-        "FedExP",
-        "FedDyn",
-        "FedSMOO",
-        "FedCM",
-        "MimeLite",
-        "Centralised_SGD",
-        "FedBN",
-    }
+        "SCAFFOLD", "FedNova", "FedExP", "FedDyn", "FedSMOO", "FedCM", "MimeLite", "Centralised_SGD", "FedBN",
+    }  # fmt: skip
     for name in sorted(served):
         checks.run(algorithm=getattr(fed, name)(), lr=0.1, executor="sequential")
 

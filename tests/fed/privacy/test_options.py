@@ -1,6 +1,4 @@
-"""What noise does not go together with: told before the run, with what would work."""
-
-from __future__ import annotations
+"""Options that noise excludes: the error comes before the run, with a remedy."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -72,9 +70,7 @@ def test_averaged_buffers_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     data = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
     options: dict[str, Any] = {"rounds": 1, "privacy": fed.Privacy(clip=1.0, noise_multiplier=1.0, accountant=None)}
-    with pytest.raises(
-        ValueError, match="the run has buffers='average'. Use buffers='keep', or a model with group norms"
-    ):
+    with pytest.raises(ValueError, match="buffers='average'. Use buffers='keep', or a model with group norms"):
         fed.run(model, data, fed.FedAvg(), buffers="average", **options)
     with pytest.raises(ValueError, match="the run has buffers='local'"):
         fed.run(model, data, fed.FedAvg(), buffers="local", **options)
@@ -126,9 +122,7 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
-    with pytest.raises(
-        ValueError, match=r"dp-accounting.*pip install 'fused-sam\[privacy\]', or fed.Privacy\(accountant=None\)"
-    ):
+    with pytest.raises(ValueError, match=r"dp-accounting.*pip install 'fused-sam\[privacy\]', or .*accountant=None"):
         checks.run(**ASKED)
     checks.run(**ASKED | {"accountant": None})
 

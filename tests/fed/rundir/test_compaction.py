@@ -1,6 +1,4 @@
-"""States of clients that are long away do not keep the old states of others on the disk."""
-
-from __future__ import annotations
+"""States of clients that are absent for long do not keep old states of other clients on the disk."""
 
 import json
 import random
@@ -38,7 +36,7 @@ def start(directory: Path, algorithm: fed.Algorithm, rounds: int, **options: Any
 
 
 def on_disk(directory: Path) -> tuple[int, int]:
-    """Bytes of all tensors in the files of clients' states, and of those that a client has."""
+    """Return the bytes of all tensors in the files of client states, and the bytes of the tensors in use."""
     folder = directory / "checkpoint"
     manifest = json.loads((folder / "manifest.json").read_text())
     whole = live = 0
@@ -61,7 +59,7 @@ def test_files_hold_at_most_twice_what_lives(tmp_path: Path, algorithm: fed.Algo
 
 
 def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    """Those who were long away come back in the end."""
+    """Clients that were absent for many rounds take part in the end."""
 
     def back(round: int, generator: torch.Generator) -> list[int]:
         return cohort(round, generator) if round < 12 else list(range(12))
@@ -69,9 +67,8 @@ def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> 
     clients = oracle.ragged_clients(sizes=[3] * (OFTEN[-1] + 1))
 
     def go(directory: Path, rounds: int, **options: Any) -> fed.Result:
-        return fed.run(
-            oracle.smooth_model(), clients, fed.FedDyn(), rounds=rounds, sampler=back, run_dir=directory, **options
-        )
+        options |= {"rounds": rounds, "sampler": back, "run_dir": directory}
+        return fed.run(oracle.smooth_model(), clients, fed.FedDyn(), **options)
 
     whole = go(tmp_path / "whole", 14)
     for rounds in (5, 12, 13, 14):

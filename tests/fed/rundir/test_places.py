@@ -1,7 +1,5 @@
-"""What lies in a run directory beside the run's own files: nothing of it is followed, deleted, waited for or found too
-late."""
-
-from __future__ import annotations
+"""Foreign files in a run directory: they are not followed, deleted or waited for, and are noticed before a run
+starts."""
 
 import json
 import os
@@ -131,9 +129,7 @@ def test_a_link_that_appears_during_a_run_is_not_followed(tmp_path):
 
 def test_a_data_frame_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(
-        ImportError, match=r"to_pandas\(\) needs pandas .pip install pandas.; the records are in .history"
-    ):
+    with pytest.raises(ImportError, match=r"to_pandas\(\) needs pandas .pip install pandas.; .* in .history"):
         fed.Result(nn.Linear(1, 1), [{"round": 1}], {}, None, None).to_pandas()
 
 
@@ -151,10 +147,8 @@ def test_two_runs_in_one_directory(tmp_path):
         told.append(str(caught.value))
 
     start(tmp_path / "run", rounds=2, progress=second)
-    assert (
-        told
-        == [f"another run is working in {tmp_path / 'run'}; wait until it has ended, or choose another run_dir"] * 2
-    )
+    words = f"another run is working in {tmp_path / 'run'}; wait until it has ended, or choose another run_dir"
+    assert told == [words] * 2
     assert len(records(tmp_path / "run")) == 2
     start(tmp_path / "run", resume=True)
     start(tmp_path / "whole")
@@ -177,7 +171,7 @@ def test_two_runs_that_begin_at_once(tmp_path):
 
 
 def test_an_error_leaves_no_lock(tmp_path):
-    """Also while somebody holds the traceback, as a notebook does."""
+    """A held traceback, as a notebook holds one, does not keep the lock."""
 
     def stop(record):
         raise KeyError("mine")

@@ -1,11 +1,9 @@
 """A run directory and a config.json that commit 59d46cb wrote, before options were renamed, still resume.
 
 `stored/run` is two rounds of `RUN` with that commit's names: `FedLESAM(first="none", ref="last_round")`, `personal="2"`
-and `validation="iid"`. `stored/config.json` is the one that `fastsam run examples/digits.toml --algorithm fedlesam-s
---fedlesam-s.ref last_round --rounds 1 --validation iid` left.
+and `validation="iid"`. `fastsam run examples/digits.toml --algorithm fedlesam-s --fedlesam-s.ref last_round --rounds 1
+--validation iid` wrote `stored/config.json`.
 """
-
-from __future__ import annotations
 
 import shutil
 from pathlib import Path
@@ -59,10 +57,6 @@ def test_a_config_is_read_with_the_names_of_today() -> None:
     assert config.client_test_split == "iid"
     assert config.local_parameters is None
     assert config.privacy == {
-        "clip": None,
-        "noise_multiplier": 0.0,
-        "noise": "central",
-        "delta": None,
-        "accountant": "rdp",
-    }
+        "clip": None, "noise_multiplier": 0.0, "noise": "central", "delta": None, "accountant": "rdp",
+    }  # fmt: skip
     assert config.options["reference"] == "last_round" and config.options["initial_perturbation"] == "origin"

@@ -1,6 +1,4 @@
-"""`compression=fed.TopK(share)`: against an unfused loop in float64, resumed, what it costs, and what is refused."""
-
-from __future__ import annotations
+"""`compression=fed.TopK(share)`: compared with an unfused loop in float64, resumed, its costs and refusals."""
 
 import math
 from pathlib import Path
@@ -20,9 +18,8 @@ EXECUTORS = ("sequential", "threads", "vmap")
 
 def clients() -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)) for n in (5, 8, 6, 7)
-    ]
+    sizes = (5, 8, 6, 7)
+    return [(torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)) for n in sizes]
 
 
 def model() -> nn.Module:
@@ -42,7 +39,7 @@ def vector(module: nn.Module) -> Tensor:
 
 
 def unfused(rounds: int) -> Tensor:
-    """The weights after so many rounds of one full-batch step a client, by torch alone."""
+    """Return the weights after `rounds` rounds of one full-batch step per client, computed by torch only."""
     made, k = model(), math.ceil(SHARE * PARAMETERS)
     errors = [torch.zeros(PARAMETERS, dtype=torch.float64) for _ in clients()]
     for _ in range(rounds):
@@ -82,7 +79,7 @@ def test_the_record_has_the_megabytes_that_were_sent() -> None:
 
 
 def test_other_uploads_stay_as_they_are() -> None:
-    """SCAFFOLD's control variates are the sum of what its clients keep; its deltas are compressed."""
+    """SCAFFOLD's control variates are not compressed, and its deltas are."""
     one, other = run(algorithm=fed.SCAFFOLD()), run(algorithm=fed.SCAFFOLD(), share=None)
     assert one.history[0]["train_loss"] == other.history[0]["train_loss"]
     assert not torch.equal(vector(one.model), vector(other.model))

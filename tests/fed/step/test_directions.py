@@ -1,7 +1,4 @@
-"""Directions made of the way so far, and the pull of the perturbed point: what they leave alone, and what is
-refused."""
-
-from __future__ import annotations
+"""Directions that depend on the path, and the pull of the perturbed point: their effects and refusals."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +28,7 @@ class Partly(nn.Module):
 
 @dataclass(frozen=True)
 class Own(fed.Algorithm):
-    """Constants as they are given; vectors by what is added to the global model or, of `e`, by itself."""
+    """An algorithm with given constants; vectors are offsets from the global model, except `e`."""
 
     constants: dict[str, Any] = field(default_factory=dict)
 

@@ -1,8 +1,6 @@
 """The memory format of a run's weights changes no value beyond rounding, and nothing that a user is given; freed memory
 stays on a CPU."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -277,7 +275,7 @@ def test_a_run_is_resumed_in_its_own_format(tmp_path):
     words = "another memory_format: it was started with 'channels_last', now it is 'preserve'"
     with pytest.raises(RunDirectoryError, match=words):
         run(small(), "preserve", rounds=3, run_dir=tmp_path / "run", resume=True)
-    resumed = run(small(), "channels_last", rounds=3, run_dir=tmp_path / "run", resume=True)  # what auto came to
+    resumed = run(small(), "channels_last", rounds=3, run_dir=tmp_path / "run", resume=True)  # the result of auto
     assert moved(resumed, whole) == 0
 
 

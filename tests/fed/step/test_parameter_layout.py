@@ -1,7 +1,4 @@
-"""What users see of rows: parameters by name, vectors as torch makes them, the model. Never a private order, never
-padding."""
-
-from __future__ import annotations
+"""Rows as users see them: parameters by name, vectors in torch's order, the model, without padding."""
 
 from dataclasses import dataclass
 
@@ -45,13 +42,8 @@ def clients(count=4):
 
 def run(algorithm=None, measures=(), **options):
     settings = {
-        "rounds": 2,
-        "participation": 1.0,
-        "batch_size": 6,
-        "lr": 0.1,
-        "test": clients()[0],
-        "buffers": "average",
-    }
+        "rounds": 2, "participation": 1.0, "batch_size": 6, "lr": 0.1, "test": clients()[0], "buffers": "average",
+    }  # fmt: skip
     return fed.run(small(), clients(), algorithm or fed.FedSAM(rho=0.1), measures=measures, **settings | options)
 
 
@@ -112,8 +104,7 @@ def test_what_is_no_row_is_refused(rows, call, words):
 
 
 class Accuracies:
-    """What a user writes who wants a number of the global model, in three ways; and what the run itself says is in the
-    record."""
+    """A number of the global model, computed by a user in three ways and compared with the record."""
 
     def __init__(self):
         self.seen, self.steps = [], []
@@ -161,7 +152,7 @@ def test_a_measure_sees_vectors_as_torch_makes_them_and_the_model(format, execut
 
 @dataclass(frozen=True)
 class Noisy(fed.Algorithm):
-    """Moves one filter of one parameter alone, found by its name."""
+    """An algorithm that changes one filter of one parameter, selected by name."""
 
     def local_update(self, server, client, round):
         q = torch.zeros_like(server["w"])

@@ -1,8 +1,6 @@
 """A radius that changes over the local steps of a round, or from weight to weight: on every executor, against a loop
 without fused kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +52,7 @@ class Unfused(oracle.FedAvg):
         return OPTIONS.epochs * -(-len(visit.y) // OPTIONS.batch)
 
     def weighed(self, visit, w: Vector, x, y) -> tuple[Vector, Vector]:
-        """The direction, and what its norm is taken of."""
+        """Return the direction, and the vector whose norm scales it."""
         k, anchor = visit.steps, visit.anchor
         if self.direction is D.CONSTANT:
             return anchor, anchor
@@ -158,17 +156,13 @@ def test_a_dual_follows_a_falling_radius():
         assert lengths == pytest.approx([0.3 * share], rel=1e-5)
 
 
-# The weights of the last layer rest; of patterns that match the last one counts.
+# The last layer's weights are not perturbed; the last matching pattern counts.
 SCALE = {"2": 0.0, "0.weight": 1.5, "2.b*": 0.5}
 BY_PARAMETER = (1.5, 1.0, 0.0, 0.5)
 DIRECTIONS = {
-    D.GRADIENT: {},
-    D.ADAPTIVE_GRADIENT: {"rho_end_factor": 0.5},
-    D.GRADIENT_PLUS: {},
-    D.GRADIENT_BY_DRIFT: {},
-    D.PATH: {"drift": -1.0},
-    D.CONSTANT: {},
-}
+    D.GRADIENT: {}, D.ADAPTIVE_GRADIENT: {"rho_end_factor": 0.5}, D.GRADIENT_PLUS: {}, D.GRADIENT_BY_DRIFT: {},
+    D.PATH: {"drift": -1.0}, D.CONSTANT: {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("direction", "executor"), one_in(3, DIRECTIONS, EXECUTORS))

@@ -1,7 +1,5 @@
 """Local steps that cannot be made, and in which words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ D = fed.Direction
 
 
 @refusals(
-    # what does not go together is refused
+    # options that exclude each other
     (lambda: fed.LocalUpdate(D.PATH), "'path' takes direction_vector of the .*; direction_vector was not given"),
     (lambda: fed.LocalUpdate(D.GRADIENT, drift=1.0), "drift belongs to the directions 'path' and 'gradient plus'"),
     (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), remembers=True), "remembers to 'gradient plus'"),
@@ -27,7 +25,7 @@ D = fed.Direction
      'pull must be a finite number >= 0 and <= 1, got 1.5'),
     (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), drift=float("nan")),
      'drift must be a finite number'),
-    # what does not go together is refused
+    # options of the radius
     (lambda: fed.LocalUpdate(D.GRADIENT, rho_end_factor=-0.1), 'rho_end_factor must be a finite number >= 0, got -0.1'),
     (lambda: fed.LocalUpdate(rho_scale=torch.ones(3)),
      "rho_scale belongs to a perturbation without a dual; the direction is 'none'"),

@@ -1,7 +1,5 @@
 """Aggregate that do not depend on the order: bits under permutation and grouping, and how exact they are."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -54,10 +52,8 @@ def test_any_permutation_gives_the_same_bits_and_the_exact_sum(data):
 def test_any_grouping_gives_the_same_bits(seed, cut):
     """Partial sums of two machines, added limb by limb, are the sum of one."""
     generator = torch.Generator().manual_seed(seed)
-    vectors = [
-        torch.randn(33, generator=generator) * 10.0 ** float(torch.randint(-9, 5, (), generator=generator))
-        for _ in range(21)
-    ]
+    exponents = [float(torch.randint(-9, 5, (), generator=generator)) for _ in range(21)]
+    vectors = [torch.randn(33, generator=generator) * 10.0**e for e in exponents]
     whole, left, right = (FixedPointSum(torch.zeros(33), 21) for _ in range(3))
     for i, v in enumerate(vectors):
         whole.add_(v, 0.3)
@@ -67,7 +63,7 @@ def test_any_grouping_gives_the_same_bits(seed, cut):
 
 
 def test_plain_addition_would_not_do():
-    """What the property above is worth: ordinary float64 sums of such vectors do depend on the order."""
+    """The property above is not trivial, because float64 sums of such vectors depend on the order."""
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(1000, generator=generator, dtype=torch.float64) for _ in range(20)]
     forward, backward = sum(vectors), sum(reversed(vectors))
@@ -113,10 +109,8 @@ def test_weights_are_exact():
     aggregate = FixedPointAggregate(terms=3, heaviest=1000)
     weights, values = [1, 1000, 37], [0.1, -3.7, 1e-5]
     for w, v in zip(weights, values):
-        assert (
-            aggregate.add_(w, {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}, {"loss": v})
-            is None
-        )
+        mean, total = {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}
+        assert aggregate.add_(w, mean, total, {"loss": v}) is None
     stored = [Fraction(torch.tensor(v).item()) for v in values]
     mean = sum(w * v for w, v in zip(weights, stored)) / sum(weights)
     assert aggregate.mean("x").item() == pytest.approx(float(mean), rel=3e-16)
@@ -247,7 +241,7 @@ summands = st.floats(-1e15, 1e15).map(lambda v: v if abs(v) >= 1e-17 else 0.0)  
 
 @given(st.lists(st.lists(summands, max_size=6), min_size=1, max_size=4))
 def test_numbers_of_ranks_are_added_exactly_and_rounded_once(ranks: list[list[float]]) -> None:
-    """Like those of one process, which is the sum of all without an error but its own rounding."""
+    """A single process adds the numbers in the same way: exactly, with one rounding at the end."""
     alone, parts = FixedPointAggregate(24, 1), [FixedPointAggregate(24, 1) for _ in ranks]
     for aggregate, values in zip(parts, ranks, strict=True):
         for own in (aggregate, alone):
@@ -305,6 +299,6 @@ def test_one_name_with_two_shapes_is_an_error_on_all_ranks() -> None:
 
 
 def test_the_rounds_of_a_run_exchange_one_buffer() -> None:
-    """Whatever the number of rounds, all but the first are one all-reduce; the records go over once, at the end."""
+    """Every round after the first is one all-reduce, and the records are exchanged once, at the end."""
     (short, _), (long, _) = (on_ranks(2, rank_cases.collectives, n) for n in (2, 5))
     assert long == short | {"all_reduce": short["all_reduce"] + 3}

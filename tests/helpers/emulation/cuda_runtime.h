@@ -1,9 +1,8 @@
 // A stand-in for CUDA's run time that runs kernels on the host: csrc/cuda compiles against it as plain C++.
 //
 // Blocks run one after the other, in a chosen order. The threads of a block are fibers: each runs until it meets a
-// barrier or a shuffle, in a chosen order too, so that what a kernel reads before the barrier that should have made it
-// visible is found out. What a GPU does not allow (a shuffle with a lane that has left, a barrier that some threads
-// never reach) aborts the process.
+// barrier or a shuffle, in a chosen order too, so that reads before a required barrier are noticed. Operations that a
+// GPU does not allow (a shuffle with a lane that has left, a barrier that some threads never reach) abort the process.
 #pragma once
 
 #include <ucontext.h>
@@ -36,8 +35,7 @@ inline int block_order = 0, thread_order = 0;
 inline void* last_stream = nullptr;
 inline bool idle = false;  // launches run nothing
 inline int64_t launches = 0, blocks_run = 0, largest_argument = 0, misaligned = 0, out_of_bounds = 0;
-// Of the device: bytes of shared memory that a block may have, multiprocessors, blocks on one of them at a time, and
-// its compute capability.
+// The device: bytes of shared memory of a block, multiprocessors, resident blocks of one of them, compute capability.
 constexpr int kSharedLimit = 227 << 10, kMultiprocessors = 3, kResident = 2, kMajor = 9;
 
 constexpr int kLanes = 32;
@@ -56,7 +54,7 @@ inline std::vector<Fiber> fibers;
 inline int current = 0, threads = 0;
 inline void (*entry)(const void*);
 inline const void* entry_argument;
-inline std::vector<uint64_t> exchanged[2];  // of two shuffles in a row
+inline std::vector<uint64_t> exchanged[2];  // values of two successive shuffles
 
 [[noreturn]] inline void fail(const char* what) {
   std::fprintf(stderr, "emulation: block %u: %s\n", blockIdx.x, what);
@@ -96,7 +94,7 @@ inline void start(int thread) {
   makecontext(&fiber.context, run_fiber, 0);
 }
 
-// Lets go whom nobody is missing from: a warp of which all lanes wait, or the block when all who are still there wait.
+// Releases a warp if all its lanes wait, or the block if all its live threads wait.
 inline bool release() {
   bool any = false;
   int waiting = 0, alive = 0;
@@ -138,8 +136,8 @@ inline void run_block(const std::vector<int>& order) {
   }
 }
 
-// Dynamic shared memory between guards, all ones (as floats NaN) before every block: what was not written must not be
-// read, and nothing is written beyond it.
+// Dynamic shared memory between guards, all ones (NaN as floats) before every block, so that reads of unwritten
+// memory and writes beyond it are noticed.
 constexpr size_t kGuard = 256;
 inline std::vector<unsigned char> dynamic;
 
@@ -180,8 +178,8 @@ inline void __threadfence() {}
 
 namespace emulation {
 
-// The value of the thread `from`, of the same warp. Where no kernel runs, and functions of one are asked for a thread
-// after the other, that which the caller has.
+// The value of the thread `from` of the same warp. Without a running kernel, when functions of a kernel are called for
+// one thread after the other, it is the caller's value.
 template <class T>
 T shuffled(unsigned mask, T value, int from) {
   static_assert(sizeof(T) <= sizeof(uint64_t));

@@ -1,4 +1,4 @@
-// What the tests ask of an emulation, and what the compiler's checks report to (-fsanitize=alignment,bounds without its
+// Functions that the tests call, and the handlers of the compiler's checks (-fsanitize=alignment,bounds without its
 // library).
 #include "chunks.h"
 #include "cuda_runtime.h"

@@ -1,4 +1,4 @@
-/* A libcuda.so.1 without a device: what Triton's driver calls, so that its own code for loading and launching runs.
+/* A libcuda.so.1 without a device: functions that Triton's driver calls, so that its code for loading and launching runs.
    Each launch becomes a line of the log: kernel, blocks, threads, bytes of shared memory, architecture of the cubin. */
 #include <cuda.h>
 #include <stdarg.h>

@@ -11,7 +11,7 @@ namespace {
 
 using namespace fastsam;
 
-// What can be wrong, beside the counts: where the first error is, in elements of the row.
+// Result of a walk: the element of the row with the first error, or kFine. Counts are checked separately.
 constexpr int64_t kFine = -1;
 
 // An element of a row: [rows][row_size] counts, addressed at the segments' offsets.
@@ -43,7 +43,7 @@ int64_t walk_cuda(const int64_t* table, int64_t segments, int64_t rows, int widt
   const Counts counts{data, stride};
   const Problem problem = problem_of(reinterpret_cast<const Segment*>(table), segments, rows, 1, nullptr, -1);
   const int64_t sweep = int64_t{threads} * width * unroll, chunk = chunk_for(row_elements(problem), sweep, enough);
-  std::map<int64_t, int64_t> chunks_before;  // of the row, by a segment's offset
+  std::map<int64_t, int64_t> chunks_before;  // chunks of the row by a segment's offset
   int64_t chunks = 0;
   for (int64_t i = 0; i < segments; chunks += chunks_of(problem.table[i++].length, chunk)) {
     if (problem.table[i].length > 0) chunks_before[problem.table[i].offset] = chunks;

@@ -5,8 +5,6 @@ An expression is named by its module, its function and its text, compared as `as
 stays valid when code moves or is wrapped otherwise. It may be a statement or a keyword of a call, too.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -21,7 +19,8 @@ class Stale(Exception):
 
 
 class Mutant(NamedTuple):
-    """In `function` of the module `fastsam.fed.<module>` (or a full name), `new` for `old`; what must notice it."""
+    """A replacement of `old` by `new` in `function` of `fastsam.fed.<module>` (or a full name), and its detecting
+    case."""
 
     module: str
     function: str
@@ -69,7 +68,7 @@ class _Swap(ast.NodeTransformer):
 
 
 def _function(module: object, path: list[str]) -> FunctionType:
-    """The function behind a name: through decorators, properties and classmethods."""
+    """Return the function of a name, without decorators, properties and classmethods around it."""
     found: Any = module
     for name in path:
         found = inspect.getattr_static(found, name)

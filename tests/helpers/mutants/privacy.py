@@ -1,8 +1,6 @@
 """Wrong noise, wrong clips and wrong accounts: a factor, a sign, an event. Each names the check that must notice it
 (`privacy_checks`)."""
 
-from __future__ import annotations
-
 from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""

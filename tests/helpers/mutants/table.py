@@ -1,8 +1,6 @@
 """The mutants: a sign, a divisor, an order, a missing term. Each names the case of `fed_cases` that must notice it, and
 the options of the case where they are not "decay"."""
 
-from __future__ import annotations
-
 from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""
@@ -164,36 +162,39 @@ algorithms.fedgloss FedGloSS.local_update: rho=rho_local => rho=0.0 @ fedgloss
 algorithms.fedgloss FedGloSS.step_server: -delta / (torch.linalg.vector_norm(delta) + NU) => -delta @ fedgloss-sgd
 # FedGMT, FedNTD
 algorithms.fedgmt FedGMT.local_update: client['h_i'] => -client['h_i'] @ fedgmt
-algorithms.fedgmt FedGMT.local_update: self.gamma => 1.0 @ fedgmt
-algorithms.fedgmt FedGMT.local_update: server['e'] => server['w'] @ fedgmt
+algorithms.fedgmt FedGMT.distillation: self.gamma => 1.0 @ fedgmt
+algorithms.fedgmt FedGMT.train_client: server['e'] => server['w'] @ fedgmt
 algorithms.fedgmt FedGMT.step_server: after['w'] => server['w'] @ fedgmt
-algorithms.fedgmt _term: divergence(outputs, told, tau) => divergence(told, outputs, tau) @ fedgmt
-algorithms.fedntd _term: classes == y.unsqueeze(1) => None @ fedntd
-algorithms.fedntd FedNTD.local_update: self.beta => 1.0 @ fedntd
+algorithms.fedgmt FedGMT.distillation: divergence(outputs, teacher_outputs, self.tau) =>
+    divergence(teacher_outputs, outputs, self.tau) @ fedgmt
+algorithms.fedntd FedNTD.not_true_distillation: classes == y.unsqueeze(1) => None @ fedntd
+algorithms.fedntd FedNTD.not_true_distillation: self.beta => 1.0 @ fedntd
 # FedSOL
 algorithms.fedsol FedSOL.local_update: value_at('rho', self.rho, round) => 1.0 @ fedsol
-algorithms.fedsol _term: divergence(outputs, told, tau) => divergence(told, outputs, tau) @ fedsol
-algorithms.fedsol FedSOL.local_update: perturbs=True => perturbs=False @ fedsol
+algorithms.fedsol FedSOL.proximal_divergence: divergence(outputs, teacher_outputs, self.tau) =>
+    divergence(teacher_outputs, outputs, self.tau) @ fedsol
+algorithms.fedsol FedSOL.train_client: first_objective=partial(self.proximal_divergence, teacher_outputs) =>  @ fedsol
 algorithms.fedsol FedSOL.local_update: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
-executors.gradient_passes Passes.run_taught: term if teacher.perturbs else loss + term => loss + term @ fedsol
-executors.row Row._fill: step.teacher is None or step.teacher.perturbs => step.teacher is None @ fedsol
+executors.gradient_passes Passes.run_objective: check_scalar(objective(outputs)) => loss + objective(outputs) @ fedsol
+executors.row Row.set_objectives: penalty is None => True @ fedgmt
 executors.kernel_calls Form._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
     torch.sub(self.w, self.field('origin'), out=self.field('direction')) @ fedsol
 executors.kernel_calls Form._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
     torch.linalg.vector_norm(far, dim=-1, keepdim=True) @ fedsol
 # MOON
-algorithms.moon _term: old - received => received - old @ moon
-algorithms.moon _term: (old - received) / tau => old - received @ moon
-algorithms.moon MOON.local_update: self.mu => 1.0 @ moon
-algorithms.moon MOON.local_update: (server['w'], client['w_i']) => (client['w_i'], server['w']) @ moon
+algorithms.moon MOON.contrast: s_old - s => s - s_old @ moon
+algorithms.moon MOON.contrast: (s_old - s) / self.tau => s_old - s @ moon
+algorithms.moon MOON.contrast: self.mu => 1.0 @ moon
+algorithms.moon MOON.contrast: (z_t, z_i) => (z_i, z_t) @ moon
 algorithms.moon MOON.finish_client: server['w'] => client['w_i'] @ moon
-algorithms.moon MOON.local_update: self.features is None => False @ moon
-executors.taught Taught.listen_: at[0][0] is not weights => False @ moon
-step.teacher divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q - p)).sum(1).mean() @ fedgmt
-step.teacher divergence: (outputs / temperature, told / temperature) => (outputs, told) @ fedntd
-step.teacher divergence: (share * (q - p)).sum(1) => share * (q - p) @ fedntd
-executors.gradient_passes Passes.run_taught: teacher.weight * check_scalar(teacher.compare(own, told, y)) =>
-    check_scalar(teacher.compare(own, told, y)) @ fedgmt
+algorithms.moon MOON.recorded: module.register_forward_hook if self.features else module.register_forward_pre_hook =>
+    module.register_forward_hook @ moon
+executors.extra_models ExtraModels.teacher: loaded[0] is not weights => False @ moon
+algorithms.distillation divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q -
+    p)).sum(1).mean() @ fedgmt
+algorithms.distillation divergence: (outputs / temperature, teacher_outputs / temperature) => (outputs,
+    teacher_outputs) @ fedntd
+algorithms.distillation divergence: (share * (q - p)).sum(1) => share * (q - p) @ fedntd
 # FedWMSAM
 algorithms.fedwmsam FedWMSAM.local_update: drift=-1.0 => drift=1.0 @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: LocalUpdate(Direction.PATH, rho=rho, perturbed_weight=alpha,
@@ -304,23 +305,24 @@ algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.r
 executors.kernel_calls Form.shift_: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
 executors.kernel_calls Form.shift_: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
 executors.kernel_calls Form.shift_: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
-executors.row Row._ends: self.form.field('begin') if step.direction is Direction.CONSTANT else self.start => self.start
+executors.row Row.results: self.form.field('begin') if step.direction is Direction.CONSTANT else self.start =>
+    self.start
     @ fedlesam
 # FedRobust
-step.input_map InputMap.ascend: 2 * self.lam * (Lam - identity) => self.lam * (Lam - identity) @ fedrobust
-step.input_map InputMap.ascend: 2 * self.lam * (Lam - identity) => 2 * self.lam * Lam @ fedrobust
-step.input_map InputMap.ascend: grad_delta - 2 * self.lam * delta => grad_delta @ fedrobust
-step.input_map InputMap.ascend: Lam + self.lr * grad_Lam => Lam - self.lr * grad_Lam @ fedrobust
-step.input_map InputMap.ascend: delta + self.lr * grad_delta => delta - self.lr * grad_delta @ fedrobust-diag
-step.input_map InputMap.ascend: identity + _project(Lam - identity, self.radius[0]) => _project(Lam, self.radius[0]) @
+algorithms.fedrobust InputMap.ascend: 2 * self.lam * (Lam - identity) => self.lam * (Lam - identity) @ fedrobust
+algorithms.fedrobust InputMap.ascend: 2 * self.lam * (Lam - identity) => 2 * self.lam * Lam @ fedrobust
+algorithms.fedrobust InputMap.ascend: grad_delta - 2 * self.lam * delta => grad_delta @ fedrobust
+algorithms.fedrobust InputMap.ascend: Lam + lr * grad_Lam => Lam - lr * grad_Lam @ fedrobust
+algorithms.fedrobust InputMap.ascend: delta + lr * grad_delta => delta - lr * grad_delta @ fedrobust-diag
+algorithms.fedrobust InputMap.ascend: identity + _project(Lam - identity, self.radius[0]) => _project(Lam,
+    self.radius[0]) @
     fedrobust-radius
-step.input_map InputMap.ascend: _project(delta, self.radius[1]) => delta @ fedrobust-radius
-algorithms.fedrobust FedRobust.local_update: round.lr => round.first_lr @ fedrobust-default
-algorithms.fedrobust FedRobust.local_update: self.ascent_steps => 1 @ fedrobust-diag
-algorithms.fedrobust FedRobust.local_update: client.get('Lam') => None @ fedrobust
-algorithms.fedrobust FedRobust.finish_client: {**state, 'Lam': results.input_map.Lam, 'delta': results.input_map.delta}
-    =>
-    {**state, 'Lam': results.input_map.Lam, 'delta': 0 * results.input_map.delta} @ fedrobust
+algorithms.fedrobust InputMap.ascend: _project(delta, self.radius[1]) => delta @ fedrobust-radius
+algorithms.fedrobust FedRobust.train_client: round.lr => round.first_lr @ fedrobust-default
+algorithms.fedrobust FedRobust.train_client: self.ascent_steps - 1 => 0 @ fedrobust-diag
+algorithms.fedrobust FedRobust.input_map: state.get('Lam', Lam) => Lam @ fedrobust
+algorithms.fedrobust FedRobust.train_client: {'Lam': input_map.Lam, 'delta': input_map.delta} =>
+    {'Lam': input_map.Lam, 'delta': 0 * input_map.delta} @ fedrobust
 # The run's own options, in the step
 fastsam_kernels.reference _clip_factor: max=1.0 => max=2.0 @ fedavg clip-idle
 fastsam_kernels.reference update_norm_: v = torch.where(h[HParam.CLIP_INCLUDES_PROX] != 0, v + h[HParam.PROX_MU] * w, v)
@@ -335,7 +337,7 @@ executors.kernel_calls Rows.numbers: perturbation(step.direction, step.rho, step
     perturbation(step.direction, step.rho, step.eta, 0.0) @ fedsam
 """)
 
-# Of algorithms whose clients have models of their own; the cases stand in tests/fed/algorithms/test_personal.py.
+# Algorithms whose clients have local models, with the cases of tests/fed/algorithms/test_personal.py.
 PERSONAL = mutants(r"""
 loop.personal Personal.row: made[self.places] = state[OWN].to(w.device) => made[self.places] += 0 *
     state[OWN].to(w.device) @ fedbn
@@ -345,31 +347,32 @@ loop.personal Personal.finish_client: client[OWN] + results.delta[:, self.places
 loop.personal Personal.local_update: start[:, self.places] = own => pass @ fedbn
 loop.personal Personal.finish_client: move_buffers(begun, by) => move_buffers(begun, 0 * by) @ fedbn
 loop.personal Personal._without: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
-algorithms.fedrep FedRep.local_update: place not in head => True @ fedrep
-algorithms.fedrep FedRep.local_update: only=head =>  @ fedrep
-algorithms.fedrep FedRep.local_update: epochs=self.head_epochs =>  @ fedrep
-executors.row Row._next_phase: task.begun + task.epochs => 0 @ fedrep
-executors.row Row._next_phase: self.start = first => pass @ fedrep
-algorithms.ditto Ditto.local_update: -self.lam => self.lam @ ditto
-algorithms.ditto Ditto.local_update: proximal_coefficient=self.lam =>  @ ditto
+algorithms.fedrep FedRep.train_client: i not in head => True @ fedrep
+algorithms.fedrep FedRep.train_client: client.trainable(head) => client.trainable(range(len(layout.names))) @ fedrep
+algorithms.fedrep FedRep.train_client: client.batches(self.head_epochs) => client.batches() @ fedrep
+executors.client Client.batches: self._task.following(self._epochs, epochs) => self._task.following(0, epochs) @ fedrep
+algorithms.ditto Ditto.train_client: -self.lam => self.lam @ ditto
+algorithms.ditto Ditto.train_client: proximal_coefficient=self.lam =>  @ ditto
 algorithms.ditto Ditto.finish_client: client['v_i'] => server['w'] @ ditto
-algorithms.ditto Ditto.local_update: client['v_i'] => server['w'] @ ditto
-algorithms.ditto Ditto.finish_client: results.delta => results.then.delta @ ditto
-algorithms.pfedme pFedMe.local_update: self.eta * self.lam => self.eta @ pfedme
+algorithms.ditto Ditto.train_client: state['v_i'] => server['w'] @ ditto
+algorithms.ditto Ditto.finish_client: results.delta => results.extra['delta_v'] @ ditto
+algorithms.pfedme pFedMe.train_client: self.eta * self.lam => self.eta @ pfedme
 algorithms.pfedme pFedMe.local_update: -self.lam => 0 @ pfedme
-algorithms.pfedme pFedMe.finish_client: server['w'] + results.inner => server['w'] + results.delta @ pfedme
-algorithms.pfedme pFedMe.local_update: self.K => 1 @ pfedme
-executors.phases repeated: torch.mul(anchor, -task.step.proximal_coefficient, out=q) => pass @ pfedme
-executors.phases repeated: anchor.lerp_(form.z, envelope.rate) => anchor.copy_(form.z) @ pfedme
-executors.row Row._read_vectors: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
+algorithms.pfedme pFedMe.finish_client: server['w'] + results.extra['delta_theta'] => server['w'] + results.delta @
+    pfedme
+algorithms.pfedme pFedMe.train_client: self.K => 1 @ pfedme
+algorithms.pfedme pFedMe.train_client: torch.mul(w_i, -self.lam, out=offset) => pass @ pfedme
+algorithms.pfedme pFedMe.train_client: w_i.lerp_(client.w, self.eta * self.lam) => w_i.copy_(client.w) @ pfedme
+algorithms.pfedme pFedMe.train_client: client.start.clone() => client.start.clone().zero_() @ pfedme
 algorithms.apfl APFL.finish_client: client['v_i'] => server['w'] @ apfl
-algorithms.apfl APFL.local_update: client['v_i'] => server['w'] @ apfl
-algorithms.apfl APFL.finish_client: results.alpha[:, None] => client['alpha'] @ apfl
-executors.mixed Beside.step_: self.alpha[0] => 1.0 @ apfl
-executors.mixed Beside.step_: first and self.rate => self.rate @ apfl
-executors.mixed Beside.step_: (v - w)[0] => (w - v)[0] @ apfl
-executors.mixed Beside.step_: shared.z.lerp_(v, self.alpha.to(v.dtype)) => shared.z.copy_(v) @ apfl
-executors.mixed Beside.step_: (self.alpha - self.rate * slope).clamp(0, 1) => self.alpha - self.rate * slope @
-    apfl-extreme
-executors.row Row._next_phase: begin = first = own => begin = own @ ditto
+algorithms.apfl APFL.train_client: client.second_model(state['v_i']) => client.second_model(server['w']) @ apfl
+algorithms.apfl APFL.finish_client: results.extra['alpha'] => client['alpha'] @ apfl
+algorithms.apfl APFL.train_client: v.update(gradients, alpha_before) => v.update(gradients) @ apfl
+algorithms.apfl APFL.train_client: step == 0 and eta_alpha => eta_alpha @ apfl
+algorithms.apfl APFL.train_client: v.w - w => w - v.w @ apfl
+algorithms.apfl APFL.train_client: w.lerp(v.w, alpha.to(w.dtype)) => v.w @ apfl
+algorithms.apfl APFL.train_client: (alpha - eta_alpha * client.dot(gradients, v.w - w)).clamp(0, 1) =>
+    alpha - eta_alpha * client.dot(gradients, v.w - w) @ apfl-extreme
+executors.row Row.begin_again: (replace(self.task, step=step, snapshots=frozenset()), start) =>
+    (replace(self.task, step=step, snapshots=frozenset()), self.start) @ ditto
 """)

@@ -1,7 +1,7 @@
-"""All federated algorithms once more, for the tests alone: unfused, parameter by parameter, as the papers print them.
+"""All federated algorithms once more, for tests only: unfused, parameter by parameter, as the papers print them.
 
-Nothing of fastsam computes here. What is shared with it are public facts of a run: who takes part in which round, the
-order of a client's batches, and the seeds of what a model draws (`loop.order`, `loop.attendance`).
+Nothing of fastsam computes here. Only public facts of a run are shared with it: the clients of each round, the order of
+a client's batches, and the seeds of a model's random numbers (`loop.order`, `loop.attendance`).
 """
 
 from .averaging import FedMoSWA, FedNSAM, FedSWA
@@ -30,53 +30,10 @@ from .servers import FedAdagrad, FedAvgM, FedExP, FedNova, FedYogi
 from .taught import MOON, FedGMT, FedNTD, FedSOL
 
 __all__ = [
-    "MOON",
-    "SCAFFOLD",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
-    "FedCM",
-    "FedDyn",
-    "FedExP",
-    "FedGAMMA",
-    "FedGF",
-    "FedGMT",
-    "FedGSAM",
-    "FedGloSS",
-    "FedLESAM",
-    "FedLESAM_D",
-    "FedLESAM_S",
-    "FedMoSWA",
-    "FedNSAM",
-    "FedNTD",
-    "FedNova",
-    "FedProx",
-    "FedRobust",
-    "FedSAM",
-    "FedSCAM",
-    "FedSMOO",
-    "FedSOL",
-    "FedSWA",
-    "FedSpeed",
-    "FedTOGA",
-    "FedWMSAM",
-    "FedYogi",
-    "MimeLite",
-    "MoFedSAM",
-    "Options",
-    "QuadraticModel",
-    "attendance",
-    "central",
-    "difference",
-    "dropout_model",
-    "flat_norm",
-    "movement",
-    "pooling_model",
-    "quadratic_clients",
-    "quadratic_loss",
-    "ragged_clients",
-    "ragged_images",
-    "run",
-    "smooth_model",
-]
+    "MOON", "SCAFFOLD", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedExP", "FedGAMMA", "FedGF",
+    "FedGMT", "FedGSAM", "FedGloSS", "FedLESAM", "FedLESAM_D", "FedLESAM_S", "FedMoSWA", "FedNSAM", "FedNTD", "FedNova",
+    "FedProx", "FedRobust", "FedSAM", "FedSCAM", "FedSMOO", "FedSOL", "FedSWA", "FedSpeed", "FedTOGA", "FedWMSAM",
+    "FedYogi", "MimeLite", "MoFedSAM", "Options", "QuadraticModel", "attendance", "central", "difference",
+    "dropout_model", "flat_norm", "movement", "pooling_model", "quadratic_clients", "quadratic_loss", "ragged_clients",
+    "ragged_images", "run", "smooth_model",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """Liu et al.: FedSWA and FedMoSWA (2025), FedNSAM (2026)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +51,7 @@ class FedMoSWA(FedSWA):
 
 @dataclass
 class FedNSAM(FedAvg):
-    """Nesterov's form: a look ahead, SAM from there, and the momentum of what came of it."""
+    """Nesterov's form: an extrapolation, SAM from there, and the momentum of the result."""
 
     rho: Any = 0.05
     gamma: float = 0.85

@@ -1,7 +1,5 @@
 """The centralised baseline: SGD or SAM on the pooled data, as if there were one client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Methods with control variates: SCAFFOLD, FedGAMMA, FedLESAM_S."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Methods with dynamic regularisation: FedDyn, FedSMOO, FedLESAM_D, FedSpeed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +35,7 @@ class Dynamic(FedAvg):
         return sent
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        super().serve(server, w, end)  # what the other half keeps; the model itself is as follows
+        super().serve(server, w, end)  # the state of the other half; the model follows below
         for delta in end.delta.values():
             server["H"] = add(server["H"], scaled(1 / end.clients, delta))
         return add(w, end.mean_move(), server["H"])

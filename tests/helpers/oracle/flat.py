@@ -1,7 +1,5 @@
 """Methods whose perturbation knows more than the batch: FedWMSAM, FedTOGA, FedGF, FedSCAM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

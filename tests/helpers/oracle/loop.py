@@ -1,6 +1,5 @@
-"""The loop: rounds, clients, local steps. A method says what a step follows and what is kept (see `plain.FedAvg`)."""
-
-from __future__ import annotations
+"""The loop over rounds, clients and local steps. A method gives the direction of a step and the states (see
+`plain.FedAvg`)."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -15,14 +14,14 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.common import seeds
 
 Vector = list[Tensor]  # one tensor per parameter
-Kept = dict[str, Any]  # what a server or a client keeps, or sends
+Kept = dict[str, Any]  # state or message of a server or a client
 Clients = Sequence[tuple[Tensor, Tensor]]
 NU = 1e-7  # added to the norm of a direction
 
 
 @dataclass
 class Options:
-    """What the run asks for, whatever the method."""
+    """Options of a run that do not depend on the method."""
 
     rounds: int = 4
     epochs: int = 1
@@ -51,8 +50,13 @@ class Options:
 
 @dataclass
 class Visit:
-    """One client in one round. anchor: the received model. server: what the server keeps. mine: what this client keeps
-    (written)."""
+    """One client in one round.
+
+    Attributes:
+        anchor: received model.
+        server: state of the server.
+        mine: state of this client, written in place.
+    """
 
     model: nn.Module
     loss_function: Callable[[Tensor, Tensor], Tensor]
@@ -70,7 +74,7 @@ class Visit:
     momentum: float = 0.0
     steps: int = 0
     rates: float = 0.0  # added up over the steps so far
-    batches: list[Tensor] = field(default_factory=list)  # of the local steps: places of their samples
+    batches: list[Tensor] = field(default_factory=list)  # sample indices of the local steps
     notes: Kept = field(default_factory=dict)  # constants of this round
 
     def loss(self, weights: Vector, x: Tensor, y: Tensor) -> Tensor:
@@ -87,7 +91,7 @@ class Visit:
 
 @dataclass
 class End:
-    """What the server gets to see after a round: everything, by client."""
+    """Results of all clients of a round, as the server receives them."""
 
     t: int
     lr: float
@@ -96,7 +100,7 @@ class End:
     share: dict[int, float]  # weight of each active client in a mean; they sum to 1
     delta: dict[int, Vector]
     sent: dict[int, Kept]
-    kept: dict[int, dict[str, Any]]  # of all clients that ever took part
+    kept: dict[int, dict[str, Any]]  # states of all clients that have taken part
 
     def mean(self, vectors: dict[int, Vector]) -> Vector:
         return add(*[scaled(self.share[i], v) for i, v in vectors.items()])
@@ -146,11 +150,9 @@ def order(n: int, seed: int, t: int, client: int, epoch: int, shuffle: bool) -> 
     return seeds.permutations([client], [n], seed, "shuffle", t, epoch)[0] if shuffle else torch.arange(n)
 
 
-def attendance(
-    rounds: int, clients: int, participation: float, seed: int, sampler: str = "bernoulli"
-) -> list[list[int]]:
-    """A public fact of a run: who takes part in each round."""
-    draw = sampling.make(sampler, clients, participation)
+def attendance(rounds: int, clients: int, share: float, seed: int, sampler: str = "bernoulli") -> list[list[int]]:
+    """Return the clients of each round, a public fact of a run."""
+    draw = sampling.make(sampler, clients, share)
     return [sampling.draw(draw, t, clients, seed) for t in range(rounds)]
 
 

@@ -1,7 +1,5 @@
 """Methods whose local steps follow a direction of the server: FedCM, MoFedSAM, MimeLite."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -66,7 +64,7 @@ class MimeLite(FedAvg):
 
     @property
     def fresh(self) -> float:
-        """Weight of a new gradient; that of the old momentum is 1 - beta in both forms."""
+        """Return the weight of a new gradient. The old momentum has the weight 1 - beta in both forms."""
         return self.beta if self.momentum_form == "convex" else 1.0
 
     def start_server(self, w: Vector) -> Kept:

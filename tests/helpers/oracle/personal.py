@@ -1,6 +1,4 @@
-"""Methods whose clients have models of their own, in plain torch: modules and autograd, one client after the other."""
-
-from __future__ import annotations
+"""Methods with client models in plain torch: modules and autograd, one client after the other."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +11,7 @@ from torch.func import functional_call
 from .loop import Clients, Options, order
 
 Active = Sequence[Sequence[int]]
-Ended = tuple[nn.Module, list[nn.Module]]  # the shared model, and that of every client
+Ended = tuple[nn.Module, list[nn.Module]]  # the shared model, and each client's model
 
 
 def descent(parameters: Iterable[nn.Parameter], options: Options, t: int) -> Callable[[Tensor], None]:
@@ -61,8 +59,8 @@ def average(shared: nn.Module, models: Sequence[nn.Module], names: Iterable[str]
 
 
 def received(shared: nn.Module, own: nn.Module, stays: Sequence[str]) -> nn.Module:
-    """A client's model at the start of its round: the shared one, with what stays with the client (names of a
-    state_dict)."""
+    """Return a client's model at the start of its round: the shared one, except the local entries `stays` of a
+    state_dict."""
     model = copy.deepcopy(shared)
     mine = own.state_dict()
     model.load_state_dict({n: mine[n] if n in stays else v for n, v in shared.state_dict().items()})
@@ -86,8 +84,7 @@ def fedbn(model: nn.Module, clients: Clients, options: Options, active: Active, 
 def fedrep(
     model: nn.Module, clients: Clients, options: Options, active: Active, head: Sequence[str], head_epochs: int
 ) -> Ended:
-    """Collins et al. 2021, Algorithm 1: the head's epochs, then those of the representation. head: names of
-    parameters."""
+    """Collins et al. 2021, Algorithm 1: epochs of the head, then of the representation. `head` has parameter names."""
     shared = copy.deepcopy(model)
     own = [copy.deepcopy(model) for _ in clients]
     sent = [n for n, _ in shared.named_parameters() if n not in head]
@@ -112,8 +109,10 @@ def distance(model: nn.Module, anchor: nn.Module) -> Tensor:
 def ditto(
     model: nn.Module, clients: Clients, options: Options, active: Active, lam: float, epochs: int | None = None
 ) -> Ended:
-    """Li et al. 2021, Algorithm 1. A client that has not taken part has the global model; its own begins as the first
-    one that it receives."""
+    """Li et al. 2021, Algorithm 1. A client that has not taken part has the global model.
+
+    Its model begins as the first global model that it receives.
+    """
     shared = copy.deepcopy(model)
     own: dict[int, nn.Module] = {}
     names = [n for n, _ in shared.named_parameters()]

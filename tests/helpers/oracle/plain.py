@@ -1,7 +1,5 @@
 """Methods whose server averages: FedAvg, FedAdam, FedProx, FedSAM, FedGSAM, FedLESAM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,7 @@ class FedAvg:
         return 0.0
 
     def pace(self, k: int, steps: int) -> float:
-        """The rate of step k of so many, over that of the round."""
+        """Return the rate of step k of `steps`, divided by the rate of the round."""
         return 1.0
 
     def start_server(self, w: Vector) -> Kept:
@@ -32,7 +30,7 @@ class FedAvg:
         """Before the first local step."""
 
     def origin(self, visit: Visit) -> Vector:
-        """Where the local steps begin; displacements are measured from there."""
+        """Return the start of the local steps, from which delta is measured."""
         return visit.anchor
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
@@ -40,11 +38,11 @@ class FedAvg:
         return visit.gradient(w, x, y)
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        """What a step goes against: gradients and corrections, without the proximal term and weight decay."""
+        """Return the descent direction: gradients and corrections, without the proximal term and weight decay."""
         return self.gradient(visit, w, x, y)
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
-        """After the last local step: what is sent besides delta."""
+        """Return what is sent in addition to delta, after the last local step."""
         return {}
 
     def serve(self, server: dict, w: Vector, end: End) -> Vector:

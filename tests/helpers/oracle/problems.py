@@ -1,7 +1,5 @@
 """Small models and data for the comparisons, and how far two models are from each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """FedRobust: an affine map of a client's inputs ascends while the weights descend (Reisizadeh et al. 2020)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

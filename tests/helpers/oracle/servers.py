@@ -1,7 +1,5 @@
 """Methods that differ from FedAvg in the server's step: FedAvgM, FedAdagrad, FedYogi, FedNova, FedExP."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Methods with a term of another model's outputs or features: FedGMT, FedNTD, FedSOL, MOON."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -117,8 +115,8 @@ class FedSOL(FedAvg):
 
 @dataclass
 class MOON(FedAvg):
-    """Li et al. 2021, eq. 3, of a Sequential: z is what its last layer receives, or what the layer `features`
-    returns."""
+    """Li et al. 2021, eq. 3, for a Sequential: z is the input of its last layer, or the output of the layer
+    `features`."""
 
     mu: float = 1.0
     tau: float = 0.5

@@ -9,8 +9,6 @@ active clients `active0`, ... of the rounds, and the numbers `lr`, `epochs`, `ba
 order, everything is float64.
 """
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +25,7 @@ def listed(problem: Any, name: str) -> list[Any]:
 
 
 def network(weights: Vectors) -> Any:
-    """The model in torch, with the methods that pfl asks for."""
+    """Return the model in torch, with the methods that pfl requires."""
     import torch
 
     class Network(torch.nn.Sequential):
@@ -46,7 +44,7 @@ def network(weights: Vectors) -> Any:
 
 
 def fedlab(problem: Any, handler: Any, trainer: Any) -> Vectors:
-    """FedLab's own server and client objects; the loop that drives them stands in its examples."""
+    """Train with FedLab's server and client objects, driven by a loop as in its examples."""
     import torch
 
     weights, xs, ys = (listed(problem, name) for name in ("w", "x", "y"))
@@ -70,13 +68,15 @@ def fedlab(problem: Any, handler: Any, trainer: Any) -> Vectors:
 
 
 def without_torchvision() -> None:
-    """FedLab imports torchvision for data sets that are not used here; an empty module does where there is none, or one
-    of another torch."""
+    """Let FedLab import torchvision, for data sets that are not used here.
+
+    If torchvision is missing or belongs to a different torch, an empty module replaces it.
+    """
     from unittest.mock import MagicMock
 
     try:
         import torchvision  # noqa: F401
-    except Exception as error:  # whatever a module of another build raises
+    except Exception as error:  # a module of another build may raise anything
         print(f"without torchvision: {type(error).__name__}: {error}", file=sys.stderr)
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
@@ -100,8 +100,10 @@ def fedlab_scaffold(problem: Any) -> Vectors:
 
 
 def pfl_fedavg(problem: Any) -> Vectors:
-    """pfl's simulated backend with a sampler that names the active clients in turn; each round has as many as the
-    first."""
+    """Return the weights of pfl's simulated backend, with a sampler that lists the active clients.
+
+    All rounds have the same number of clients.
+    """
     import torch
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -135,7 +137,7 @@ def pfl_fedavg(problem: Any) -> Vectors:
 
 
 def optax_sam(problem: Any) -> Vectors:
-    """SAM of optax on the first client alone: its transparent mode, a step that perturbs and a step that updates."""
+    """Train the first client with optax's SAM in transparent mode: a step that perturbs and a step that updates."""
     import jax
     import jax.numpy as jnp
     import optax

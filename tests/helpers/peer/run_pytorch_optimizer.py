@@ -9,8 +9,6 @@ Its tests import `pytorch_optimizer.SAM`; here that name, and `LookSAM` for the 
 other than SAM, is `FusedSAM`. Further arguments go to pytest.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile
@@ -29,7 +27,8 @@ LEFT_OUT = {"test_sam_family_methods": "it calls init_group and expects NoClosur
 
 
 class SAM(fastsam.FusedSAM):
-    """FusedSAM with that library's signature. `use_gc`, centralised gradients, is no part of SAM and is ignored."""
+    """FusedSAM with that library's signature. `use_gc`, centralised gradients, does not belong to SAM and is
+    ignored."""
 
     def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, adaptive: bool = False,
         use_gc: bool = False,

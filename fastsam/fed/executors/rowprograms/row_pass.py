@@ -18,7 +18,9 @@ from fastsam.fed.executors.rowprograms.writer import Writer
 from fastsam.fed.step.local_update import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
-_SERVED = (Direction.NONE, Direction.GRADIENT, Direction.ADAPTIVE_GRADIENT, Direction.CONSTANT)
+_SERVED = frozenset(
+    {"gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "paced", "piloted"}
+)
 
 
 class RowPass:
@@ -39,11 +41,12 @@ class RowPass:
         return (out.select(1, self.row_size), *grads)
 
     def serves(self, crew: Crew) -> bool:
-        """Whether the crew's steps are made of `norm_`, `perturb_`, `update_norm_` and `update_` on what can be
-        gathered natively, and nobody looks on.
+        """Return True if all steps of the block can be taken natively.
+
+        They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, on samples that can be gathered natively,
+        and no row is copied before a step.
         """
-        kind = crew.kind
-        plain = not kind.surrogate and not kind.pull and not kind.scaled and kind.direction in _SERVED
+        plain = crew.kind.needs <= _SERVED
         x, y = crew.samples
         gathered = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
         return plain and gathered and crew.feed is not None and not any(task.snapshots for task in crew.tasks)

@@ -1,0 +1,29 @@
+"""Knowledge distillation: the divergence between the outputs of two models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def divergence(
+    outputs: Tensor, teacher_outputs: Tensor, temperature: float = 1.0, excluded: Tensor | None = None
+) -> Tensor:
+    """Return `tau^2 * KL(softmax(teacher_outputs/tau) || softmax(outputs/tau))`, the mean over the batch.
+
+    The square keeps the size of gradients (Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network",
+    2015).
+
+    Args:
+        outputs: logits `[n, classes, ...]`.
+        teacher_outputs: logits of the same shape.
+        temperature: tau.
+        excluded: bool of the same shape, classes that neither distribution has.
+    """
+    own, other = outputs / temperature, teacher_outputs / temperature
+    if excluded is None:
+        p, q = own.log_softmax(1), other.log_softmax(1)
+    else:
+        p, q = (x.masked_fill(excluded, -torch.inf).log_softmax(1).masked_fill(excluded, 0.0) for x in (own, other))
+    share = q.exp() if excluded is None else q.exp().masked_fill(excluded, 0.0)
+    return temperature**2 * (share * (q - p)).sum(1).mean()

@@ -1,0 +1,385 @@
+"""The client as `Algorithm.train_client` sees it: its data, its model in one row of the arena, and the steps of the
+local update rule.
+
+`train` does the work of one client in a row: a loop of the algorithm, or else the run's epochs of local steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastsam.fed.executors.base import ClientError, Task, to_device
+from fastsam.fed.executors.extra_models import SecondModel
+from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
+from fastsam.fed.executors.row import Row
+from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
+from fastsam_kernels.hparams import HParam
+
+
+class Stopped(BaseException):
+    """The executor has asked the loop of a client to end, because the run ends."""
+
+
+class Client:
+    """One client in one round, for `Algorithm.train_client`.
+
+    All vectors are rows `[row_size]` in the dtype of the weights. Tensors that are attributes are only read, except
+    `gradient_offset`; `w` can be assigned. A loop does not write to the algorithm, because it may run twice.
+
+    Attributes:
+        id: id of the client.
+        num_samples: number of its samples.
+        model: module whose parameters view `w`, in training mode.
+        start: weights at the start. `delta` is measured from there.
+        backward_passes: number of backward passes so far. A loop that calls autograd itself adds its own.
+    """
+
+    def __init__(self, row: Row, stopped: Callable[[], bool] | None = None, limit: int | None = None) -> None:
+        task = row.task
+        if task.step.direction is Direction.CONSTANT:
+            raise ValueError(
+                "train_client does not serve the direction 'constant', whose perturbation lasts the whole round. Use "
+                "Direction.PATH, or client.w"
+            )
+        self._row, self._task, self._stopped, self._limit = row, task, stopped, limit
+        self.id, self.num_samples, self.model = task.client, task.samples, row.replica.module
+        self.backward_passes = row.extra_backward_passes
+        self.has_phases = False  # the local work is more than one path of steps over the run's batches
+        self._epochs = 0  # number of epochs begun
+        self._sizes: list[int] = []  # number of samples in each step since the last sum of losses
+        self._batch_size, self._is_new_batch = 0, False
+        self._num_samples = 0
+        self._losses: Tensor | None = None  # sum of the losses of earlier phases
+        self._first: Gradients | None = None  # gradients by which the weights are perturbed
+        self._gradient_loss: tuple[Tensor, int] | None = None  # loss at the unperturbed weights, and samples
+        self._results: ClientResults | None = None  # results of the first model, if `begin` was called
+
+    # --- weights ---
+
+    @property
+    def start(self) -> Tensor:
+        return self._row.start
+
+    @property
+    def w(self) -> Tensor:
+        """The unperturbed weights, a view that changes with the steps."""
+        w = self._row.form.w
+        return self._row.z[0] if w is None else w[0]
+
+    @w.setter
+    def w(self, weights: Tensor) -> None:
+        self._row.z[0].copy_(weights)
+        if self._row.form.w is not None:
+            self._row.form.w[0].copy_(weights)
+
+    @property
+    def delta(self) -> Tensor:
+        """Return `w - start` in new memory."""
+        return self.w - self.start
+
+    @property
+    def gradient_offset(self) -> Tensor:
+        """The client's own copy of `LocalUpdate.gradient_offset`. A loop may write into it.
+
+        Raises:
+            ValueError: `local_update` gave none.
+        """
+        form = self._row.form
+        if form.q is None:
+            raise ValueError("there is no gradient_offset to change; return LocalUpdate(gradient_offset=...)")
+        own = form.field("gradient_offset")
+        if form.q is not own:
+            form.q = own.copy_(form.q)
+        return own[0]
+
+    # --- data ---
+
+    def batches(self, epochs: int | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield the batches (x, y) of the run's local work, or of a number of epochs.
+
+        The epochs continue from call to call, each in a new order. Samples that are not pairs of tensors come
+        as (batch, None).
+        """
+        task = self._task.following(self._epochs, epochs)
+        self.has_phases |= self._epochs > 0 or epochs is not None
+        self._epochs += task.epochs
+        for batch, size in zip(islice(self._read(task), self._limit), task.batch_sizes(), strict=False):
+            if self._stopped is not None and self._stopped():
+                raise Stopped
+            self._batch_size, self._is_new_batch = size, True
+            yield batch
+
+    def _read(self, task: Task) -> Iterator[tuple[Any, Any]]:
+        with self._row.client_errors():
+            yield from task.batches()
+
+    def full_batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yield all samples once in batches (x, y), in stored order."""
+        for x, y, _ in islice(self._task.whole(), self._limit):
+            yield x, y
+
+    # --- passes and steps ---
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """Return the loss of the model as it is, for autograd."""
+        row = self._row
+        row.seed_pass(row.k)
+        with row.client_errors():
+            return row.passes.loss_of(x, y)
+
+    def step(
+        self, x: Any, y: Any, penalty: Objective | None = None, first_objective: Objective | None = None
+    ) -> Tensor:
+        """Take one step of the local update rule on a batch, and return the loss of the data.
+
+        Args:
+            x: inputs of the batch.
+            y: labels of the batch.
+            penalty: function of the model's outputs that is added to the loss in every pass.
+            first_objective: function of the outputs whose gradient finds the perturbation, in place of the loss's.
+
+        Raises:
+            ValueError: there is a `first_objective`, but `local_update` gave no direction that has a first gradient.
+        """
+        row = self._row
+        if first_objective is not None and not row.form.kind.two_passes:
+            raise ValueError("first_objective needs a LocalUpdate whose direction is found by a gradient")
+        row.set_objectives(penalty, first_objective)
+        self.has_phases |= not self._is_new_batch
+        self._is_new_batch = False
+        try:
+            row.pace_()
+            row.take(row.k, x, y)
+        except ClientError:
+            raise
+        except Exception as error:
+            raise row.failure(error) from error
+        row.k += 1
+        self.backward_passes += row.task.step.backward_passes
+        self._sizes.append(self._size_of(y))
+        self._gradient_loss = None
+        return row.losses[-1]
+
+    def _size_of(self, y: Any) -> int:
+        """Return the number of samples of a batch."""
+        return len(y) if isinstance(y, Tensor) else self._batch_size
+
+    def gradient(self, x: Any, y: Any, penalty: Objective | None = None) -> Gradients:
+        """Return the gradients at the present weights, where autograd left them.
+
+        The model's buffers keep their values. The next `update` records the loss at the unperturbed weights.
+        """
+        row = self._row
+        self.has_phases = True
+        row.set_objectives(penalty, None)
+        self.backward_passes += 1
+        with row.client_errors():
+            loss, gradients = row.gradient_at(x, y)
+        if self._first is None:
+            self._gradient_loss = loss, self._size_of(y)
+        return gradients
+
+    def vector(self, gradients: Gradients) -> Tensor:
+        """Return gradients as a row in new memory, 0 for parameters without a gradient."""
+        row = torch.zeros_like(self._row.z[0])
+        views = self._row.setup.layout.views(row)
+        for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
+            views[slot].copy_(g)
+        return row
+
+    def dot(self, gradients: Gradients, vector: Tensor) -> Tensor:
+        """Return the inner product of gradients and a row, a float64 scalar."""
+        views = self._row.setup.layout.views(vector)
+        products = [
+            (views[slot].double() * g.double()).sum()
+            for slot, g in zip(gradients.slots, gradients.tensors, strict=True)
+        ]
+        return torch.stack(products).sum()
+
+    def perturb(self, gradients: Gradients, rho: float | None = None) -> None:
+        """Move the weights to `w + eps` along the gradients. The next update starts from the unperturbed weights.
+
+        Args:
+            gradients: gradients at `w`.
+            rho: radius, None for the local update's.
+
+        Raises:
+            ValueError: `local_update` gave no direction that is found by a gradient.
+        """
+        form = self._row.form
+        if not form.kind.two_passes:
+            raise ValueError("perturb() needs local_update to return LocalUpdate(Direction.GRADIENT, rho=...)")
+        if rho is not None:
+            form.hparams[0, 0, HParam.RHO] = rho
+        form.perturb_(gradients)
+        self._first = gradients
+
+    def restore(self) -> None:
+        """Return to the unperturbed weights without an update."""
+        self._row.z[0].copy_(self.w)
+        self._first = None
+
+    def update(self, gradients: Gradients | Tensor) -> None:
+        """Update the unperturbed weights by gradients or a row, with the run's clipping, momentum, weight decay and
+        learning rate, and the constants of `local_update`."""
+        row = self._row
+        if isinstance(gradients, Tensor):
+            layout = row.setup.layout
+            gradients = Gradients(layout.views(gradients), tuple(range(len(layout.segments))), layout.table)
+        row.pace_()
+        row.form.update_(gradients, self._first)
+        self._first = None
+        row.k += 1
+        if self._gradient_loss is not None:
+            self._record(*self._gradient_loss)
+
+    def _record(self, loss: Tensor, size: int) -> None:
+        """Record the loss of a batch of `size` samples."""
+        self._row.losses.append(loss)
+        self._sizes.append(size)
+        self._gradient_loss = None
+
+    def backward(self, x: Any, y: Any) -> Tensor:
+        """Fill the gradients of `model`'s parameters, for an optimizer of torch, and return the loss of the data."""
+        loss = check_scalar(self.loss(x, y))
+        with self._row.client_errors():
+            loss.backward()
+        self.backward_passes += 1
+        self._row.k += 1
+        self._record(loss.detach(), self._size_of(y))
+        return loss.detach()
+
+    # --- phases and further models ---
+
+    @contextmanager
+    def trainable(self, indices: Sequence[int]) -> Iterator[None]:
+        """Train only these parameters inside (see `ParameterLayout.indices`); the others keep their values."""
+        self.has_phases = True
+        parameters = self._row.replica.parameters
+        try:
+            for i, parameter in enumerate(parameters):
+                parameter.requires_grad_(i in indices)
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_()
+
+    def next_phase(self) -> None:
+        """Begin a phase: the momentum is zero again, while weights, epochs and random numbers continue."""
+        row = self._row
+        self._sum_losses()
+        self.has_phases = True
+        row.form.begin_(row.z[0].clone())
+
+    def begin(self, start: Tensor, update: LocalUpdate | None = None) -> None:
+        """Begin with another model of this client, from the weights `start` and the client's first buffers.
+
+        The run records the first model. The loop returns what it needs of the new one. Epochs, steps and random numbers
+        begin anew.
+
+        Args:
+            start: weights at the start.
+            update: constants of its steps; None for the constants of `local_update`.
+        """
+        if self._results is None:
+            self._results = self._close()
+        self.has_phases, self._epochs, self._sizes, self._losses = True, 0, [], None
+        self._row.begin_again(self._task.step if update is None else update, start)
+
+    def start_from(self, start: Tensor) -> None:
+        """Begin at the weights `start` and measure `delta` from there, for methods with several global models."""
+        row = self._row
+        row.start = start
+        row.form.begin_(start)
+
+    def second_model(self, start: Tensor) -> SecondModel:
+        """Return a second model that is trained in lock step, from the weights `start`. It has the learning rate that
+        the client has now."""
+        self.has_phases = True
+        second = self._row.extra_models.second_model(start)
+        second.set_lr(self._row.form.hparams[0, 0, HParam.LR])
+        return second
+
+    def teacher(self, weights: Tensor, index: int = 0) -> nn.Module:
+        """Return a model with these weights and the client's first buffers, in evaluation mode.
+
+        Args:
+            weights: the teacher's weights.
+            index: number of the teacher. Each number has a separate model.
+
+        Raises:
+            ValueError: parameters stay with the clients, so that the teacher would have the initial values of them; or
+                the samples are not pairs (x, y).
+        """
+        self._row.passes.check_pairs()
+        if self._task.step.start is not None:
+            raise ValueError(
+                "a teacher needs clients that share all parameters, because it would have the initial values of local "
+                "parameters. Use another algorithm, or leave local_parameters out"
+            )
+        return self._row.extra_models.teacher(weights, self._row.buffers, index)
+
+    # --- results ---
+
+    def _sum_losses(self) -> None:
+        """Add up the losses of the steps since the last call, weighted by samples."""
+        row = self._row
+        sizes = to_device(torch.tensor(self._sizes, dtype=torch.float64), row.z.device)
+        total = (torch.stack(row.losses) * sizes).sum(0, keepdim=True) if self._sizes else sizes.sum(0, keepdim=True)
+        self._losses = total if self._losses is None else self._losses + total
+        self._num_samples += sum(self._sizes)
+        row.losses, self._sizes = [], []
+
+    def _close(self) -> ClientResults:
+        """Return the results of the model that was trained so far."""
+        self._sum_losses()
+        assert self._losses is not None
+        return replace(self._row.results(self._losses), num_samples=(self._num_samples,))
+
+    def results(self, extra: Mapping[str, Tensor] | None) -> ClientResults:
+        """Return the results of the client, with the tensors that the loop returned."""
+        results = self._results or self._close()
+        rows = {name: x[None] for name, x in (extra or {}).items()}
+        return replace(results, backward_passes=(self.backward_passes,), extra=rows)
+
+
+def train(
+    row: Row,
+    task: Task,
+    start: Tensor,
+    buffers: Sequence[Tensor],
+    stopped: Callable[[], bool] | None = None,
+) -> ClientResults | None:
+    """Do the local work of a client in a row.
+
+    Args:
+        row: the row.
+        task: the client's task.
+        start: weights of the global model, `[row_size]`.
+        buffers: the global model's buffers.
+        stopped: function that returns True if the work is to end early.
+
+    Returns:
+        the results, or None if it ended early.
+
+    Raises:
+        ClientError: the model or the loss raised.
+    """
+    row.open_(task, start, buffers)
+    if task.loop is not None:
+        try:
+            client = Client(row, stopped)
+            return client.results(task.loop.run(client))
+        except Stopped:
+            return None
+    while stopped is None or not stopped():
+        if not row.step_():
+            return row.close()
+    return None

@@ -1,0 +1,72 @@
+"""Local updates by an optimizer of torch, in place of the kernels' SGD (the option `optimizer` of a run)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fastsam.fed.executors.gradient_passes import Gradients
+from fastsam.fed.executors.kernel_calls import Form, Rows
+from fastsam.fed.step.local_update import LocalUpdate
+from fastsam.fed.step.variant import StepVariant
+
+SERVED = frozenset({"gradient", "adaptive gradient", "has_q", "has_phi"})
+
+
+class TorchUpdates(Form):
+    """A row whose updates are steps of an optimizer of torch. The optimizer and its state are new for each client.
+
+    The optimizer gets `a*g2 + q + phi*w` of the local update rule as gradient. The kernels perturb the weights.
+
+    Attributes:
+        parameters: parameters of the model, which view the row.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows, slice(0, 1))
+        make = rows.options.optimizer
+        assert make is not None
+        self._make = make
+        self._has_lr = isinstance(make, partial) and "lr" in make.keywords
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._lr, self._a, self._phi = 0.0, 1.0, 0.0
+        self.parameters: list[nn.Parameter] = []
+
+    def arrange(self, kind: StepVariant) -> None:
+        """See `Form.arrange`. Raises ValueError for a variant that is neither a plain step nor a step of SAM."""
+        unserved = sorted(kind.needs - SERVED)
+        if unserved:
+            raise ValueError(
+                f"optimizer serves plain local steps and steps of SAM, but this algorithm needs {', '.join(unserved)}. "
+                "Use another algorithm, or leave optimizer out"
+            )
+        super().arrange(kind)
+
+    def set_constants(self, step: LocalUpdate, lr: float) -> None:
+        """Set the numbers of the next steps."""
+        self._lr, self._a, self._phi = lr, step.perturbed_weight, step.proximal_coefficient
+
+    def begin_(self, start: Tensor) -> None:
+        """See `Form.begin_`. The next update makes a new optimizer."""
+        super().begin_(start)
+        self._optimizer = None
+
+    def update_(self, grads: Gradients, first: Gradients | None) -> None:
+        """See `Form.update_`."""
+        if self.w is not None:
+            self.z.copy_(self.w)
+        if self._optimizer is None:
+            self._optimizer = self._make(self.parameters, **({} if self._has_lr else {"lr": self._lr}))
+        offsets = None if self.q is None else self.layout.views(self.q[0])
+        for slot, g in zip(grads.slots, grads.tensors, strict=True):
+            parameter = self.parameters[slot]
+            v = g if self._a == 1 else self._a * g
+            v = v if offsets is None else v + offsets[slot]
+            parameter.grad = v if not self._phi else v.add(parameter.detach(), alpha=self._phi)
+        self._optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.w is not None:
+            self.w.copy_(self.z)

@@ -1,0 +1,305 @@
+"""Loops of algorithms (`train_client`): distillation against plain loops, and the handle that a loop gets."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastsam import fed
+from fastsam.fed.algorithms.distillation import divergence
+from fastsam.fed.executors import cuda
+from fastsam.fed.executors.base import ClientLoop, Task
+from tests.helpers import oracle
+from tests.helpers.fed_cases import ACTIVE, options_of, ours, replayed, theirs
+from tests.helpers.fed_runs import same_bits
+from tests.helpers.oracle.loop import add, scaled, unit
+
+
+@dataclass(frozen=True)
+class SharpNTD(fed.FedNTD):
+    """FedNTD with SAM steps. Both gradients include the whole objective."""
+
+    rho: float = 0.2
+
+    def local_update(self, server, client, round):
+        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho)
+
+
+@dataclass
+class UnfusedSharpNTD(oracle.FedNTD):
+    rho: float = 0.2
+
+    def gradient(self, visit, w, x, y):
+        eps = scaled(self.rho, unit(super().gradient(visit, w, x, y)))
+        return super().gradient(visit, add(w, eps), x, y)
+
+
+@dataclass(frozen=True)
+class Recorded(fed.Algorithm):
+    """Appends the outputs of both models to a list."""
+
+    outputs: Any = None
+
+    def train_client(self, client, server, state, round):
+        teacher = client.teacher(server["w"])
+
+        def record(teacher_outputs, outputs):
+            self.outputs.append((round.index, outputs.detach().clone(), teacher_outputs.clone()))
+            return 0.0 * F.mse_loss(outputs, teacher_outputs)
+
+        for x, y in client.batches():
+            with torch.no_grad():
+                teacher_outputs = teacher(x)
+            client.step(x, y, penalty=partial(record, teacher_outputs))
+
+
+def run(algorithm, **options):
+    return fed.run(oracle.smooth_model(), oracle.ragged_clients(), algorithm, **{"rounds": 2, **options})
+
+
+def test_a_penalty_is_part_of_both_gradients_of_a_sam_step():
+    model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of("fedntd", "decay")
+    final = replayed(model, clients, SharpNTD(beta=0.8), options).model
+    assert oracle.difference(final, oracle.run(model, clients, UnfusedSharpNTD(beta=0.8), options, ACTIVE)) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["fedgmt", "fedsol"])
+def test_a_model_with_convolutions(method):
+    model, clients, options = oracle.pooling_model(), oracle.ragged_images(), options_of(method, "momentum")
+    final = replayed(model, clients, ours(method), options).model
+    assert oracle.difference(final, oracle.run(model, clients, theirs(method), options, ACTIVE)) < 1e-12
+
+
+def test_the_teacher_is_in_evaluation_mode_with_the_buffers_of_the_round():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Dropout(0.5), torch.nn.Linear(7, 3)
+    ).double()
+    clients = oracle.ragged_clients(sizes=(8, 8))
+    options = {
+        "participation": 1.0, "buffers": "average", "shuffle": False, "batch_size": 8, "lr": 0.3,
+        "executor": "sequential",
+    }  # fmt: skip
+    said: list[Any] = []
+    fed.run(model, clients, Recorded(said), rounds=2, **options)
+    received = [model, fed.run(model, clients, fed.FedAvg(), rounds=1, **options).model]
+    assert {t for t, _, _ in said} == {0, 1}
+    for t, outputs, teacher_outputs in said:
+        expected = [received[t].eval()(x).detach() for x, _ in clients]
+        assert any(torch.allclose(teacher_outputs, wanted, rtol=1e-12, atol=1e-12) for wanted in expected)
+        assert not torch.allclose(outputs, teacher_outputs)  # dropout, and the batch's own statistics
+
+
+def test_records_have_the_loss_of_the_data():
+    assert run(fed.FedNTD(beta=50.0), rounds=1, local_epochs=1, batch_size=64).history[0][
+        "train_loss"
+    ] == pytest.approx(run(fed.FedAvg(), rounds=1, local_epochs=1, batch_size=64).history[0]["train_loss"])
+
+
+def test_the_divergence_is_torchs():
+    torch.manual_seed(0)
+    outputs, teacher_outputs = torch.randn(2, 6, 4, dtype=torch.float64)
+    outputs.requires_grad_()
+    wanted = 9 * F.kl_div(F.log_softmax(outputs / 3, 1), F.softmax(teacher_outputs / 3, 1), reduction="batchmean")
+    made = divergence(outputs, teacher_outputs, 3.0)
+    torch.testing.assert_close(made, wanted)
+    torch.testing.assert_close(torch.autograd.grad(made, outputs), torch.autograd.grad(wanted, outputs))
+    assert divergence(teacher_outputs, teacher_outputs, 2.0) == 0
+    # Classes are the second dimension. Excluded classes get no gradient.
+    excluded = torch.zeros(6, 4, dtype=torch.bool)
+    excluded[:, 0] = True
+    outputs = outputs.detach().requires_grad_()
+    torch.testing.assert_close(
+        divergence(outputs, teacher_outputs, 1.0, excluded), divergence(outputs[:, 1:], teacher_outputs[:, 1:])
+    )
+    (slope,) = torch.autograd.grad(divergence(outputs, teacher_outputs, 1.0, excluded), outputs)
+    assert slope.isfinite().all() and (slope[:, 0] == 0).all() and (slope[:, 1:] != 0).any()
+
+
+def test_the_first_step_of_fedsol_is_fedavgs():
+    """In the first step w = w^t, so that a round of one step has the bits of FedAvg, and its recorded loss."""
+    options = {"local_epochs": 1, "batch_size": 64}
+    fedsol, fedavg = run(fed.FedSOL(rho=5.0), **options), run(fed.FedAvg(), executor="sequential", **options)
+    assert same_bits(fedsol.model, fedavg.model)
+    assert [r["train_loss"] for r in fedsol.history] == [r["train_loss"] for r in fedavg.history]
+
+
+@dataclass(frozen=True)
+class Loop(fed.Algorithm):
+    """An algorithm whose loop, and constants of the local update rule, are arguments."""
+
+    loop: Any
+    update: fed.LocalUpdate
+
+    def local_update(self, server, client, round):
+        return self.update
+
+    def train_client(self, client, server, state, round):
+        return self.loop(client)
+
+
+def default(client):
+    for x, y in client.batches():
+        client.step(x, y)
+
+
+def by_gradients(client):
+    for x, y in client.batches():
+        client.update(client.gradient(x, y))
+
+
+def by_rows(client):
+    for x, y in client.batches():
+        client.update(client.vector(client.gradient(x, y)))
+
+
+def by_perturbations(client):
+    for x, y in client.batches():
+        client.perturb(client.gradient(x, y))
+        second = client.gradient(x, y)
+        client.update(second)
+
+
+def by_torch(client):
+    for x, y in client.batches():
+        client.backward(x, y)
+        with torch.no_grad():
+            for p in client.model.parameters():
+                p.sub_(p.grad, alpha=0.3)
+                p.grad = None
+
+
+SAM = fed.LocalUpdate(fed.Direction.GRADIENT, rho=0.3)
+PLAIN = {"momentum": 0.0, "lr": 0.3, "executor": "sequential"}
+
+
+@pytest.mark.parametrize(
+    ("loop", "update", "twin", "options"),
+    [
+        (default, fed.LocalUpdate(), fed.FedAvg(), {"momentum": 0.5, "clip_norm": 0.1}),
+        (default, SAM, fed.FedSAM(rho=0.3), {"momentum": 0.5, "weight_decay": 0.01}),
+        (by_gradients, fed.LocalUpdate(), fed.FedAvg(), {"momentum": 0.5, "clip_norm": 0.1}),
+        (by_rows, fed.LocalUpdate(), fed.FedAvg(), {"momentum": 0.5, "weight_decay": 0.01}),
+        (by_perturbations, SAM, fed.FedSAM(rho=0.3), {"momentum": 0.5, "clip_norm": 0.1}),
+        (by_torch, fed.LocalUpdate(), fed.FedAvg(), {}),
+    ],
+    ids=["step", "SAM step", "gradient", "row", "perturb", "torch"],
+)
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_a_loop_trains_as_the_constants_do(loop, update, twin, options, executor):
+    loops = run(Loop(loop, update), **PLAIN | options | {"executor": executor})
+    constants = run(twin, **PLAIN | options)
+    assert oracle.difference(loops.model, constants.model) < 1e-14
+    if loop is default:
+        assert same_bits(loops.model, constants.model)
+        numbers = [[r[key] for key in ("train_loss", "steps", "backprops", "samples")] for r in loops.history]
+        assert numbers == [
+            [r[key] for key in ("train_loss", "steps", "backprops", "samples")] for r in constants.history
+        ]
+
+
+def test_a_loop_may_restore_the_weights_and_measure_from_elsewhere():
+    seen = {}
+
+    def loop(client):
+        before = client.w.clone()
+        for x, y in client.full_batches():
+            client.perturb(client.gradient(x, y), rho=0.5)
+            seen["perturbed"] = torch.linalg.vector_norm(client.model[0].weight - client.start[:42].view(7, 6)) > 0
+            client.restore()
+        assert torch.equal(client.w, before)
+        client.start_from(2 * before)
+        assert not client.delta.any()
+        client.w = before
+        return {"norm": torch.linalg.vector_norm(client.delta)[None]}
+
+    result = run(Loop(loop, SAM), rounds=1, participation=1.0, server_lr=1.0)
+    assert seen["perturbed"]
+    assert (
+        oracle.difference(result.model, torch.nn.Module())
+        if False
+        else not any(p.abs().sum() > 1e-12 for p in result.model.parameters())
+    ), "every delta is -w"
+
+
+@pytest.mark.parametrize(
+    ("loop", "update", "words"),
+    [
+        (lambda client: [1], fed.LocalUpdate(), "train_client must return a dict of tensors, or None, got list"),
+        (lambda client: client.gradient_offset, fed.LocalUpdate(), "there is no gradient_offset to change"),
+        (lambda client: client.perturb(None), fed.LocalUpdate(), r"perturb\(\) needs local_update to return"),
+        (lambda client: 1 / 0, fed.LocalUpdate(), "Loop.train_client failed before round 1: ZeroDivisionError"),
+        (
+            lambda client: client.step(*next(client.batches()), penalty=lambda outputs: outputs.sum(1)),
+            fed.LocalUpdate(),
+            "a trial of Loop.train_client on client . failed: loss.* must be a scalar tensor",
+        ),
+        (
+            lambda client: client.step(*next(client.batches()), first_objective=torch.sum),
+            fed.LocalUpdate(),
+            "first_objective needs a LocalUpdate whose direction is found by a gradient",
+        ),
+    ],
+    ids=["list", "no offset", "no direction", "raises", "no scalar", "no first gradient"],
+)
+def test_a_loop_is_tried_before_anything_is_written(loop, update, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        run(Loop(loop, update), run_dir=tmp_path / "run")
+    assert not any(tmp_path.rglob("*.json*"))
+
+
+def test_a_constant_direction_has_no_loop():
+    class Constant(fed.FedLESAM):
+        def train_client(self, client, server, state, round):
+            default(client)
+
+    with pytest.raises(ValueError, match="train_client does not serve the direction 'constant'"):
+        run(Constant(rho=0.1), rounds=3)
+
+
+def test_an_error_of_a_client_in_a_loop_excludes_the_client():
+    def loss(outputs, y):
+        if len(y) == 5:
+            raise RuntimeError("five")
+        return F.cross_entropy(outputs, y)
+
+    options = {"loss": loss, "batch_size": 64, "participation": 1.0, "on_client_error": "exclude", "max_excluded": 0.9}
+    clients = oracle.ragged_clients(sizes=(8, 5, 9))
+    result = fed.run(oracle.smooth_model(), clients, fed.FedNTD(), rounds=1, **options)
+    assert [one["client"] for one in result.history[0]["excluded"]] == [1]
+
+
+def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():
+    """Memory that another stream still reads must not be freed."""
+    q, e, start, w, v = torch.zeros(5, 3).unbind()
+    update = fed.LocalUpdate(fed.Direction.PATH, direction_vector=e, gradient_offset=q, start=start)
+    task = Task(0, None, update, loop=ClientLoop(default, [w, v]))
+    assert {id(t) for t in (q, e, start, w, v)} <= {id(t) for t in cuda.vectors(task)}
+
+
+def test_features_must_be_one_tensor_of_every_pass():
+    class Pair(torch.nn.Module):
+        def forward(self, x):
+            return x, x
+
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.idle, self.out = Pair(), torch.nn.Identity(), torch.nn.Linear(6, 3).double()
+
+        def forward(self, x):
+            return self.out(self.pair(x)[0])
+
+    for name, words in (("pair", "it gives tuple"), ("idle", "it is not called")):
+        with pytest.raises(
+            ValueError, match=f"features='{name}' must be a module that works on one tensor; .* {words}"
+        ):
+            fed.run(Odd(), oracle.ragged_clients(), fed.MOON(features=name), rounds=1)
+
+
+def test_moon_is_fedavg_in_a_clients_first_round():
+    options = {"rounds": 1, "participation": 1.0}
+    assert same_bits(run(fed.MOON(mu=5.0), **options).model, run(fed.FedAvg(), **options, executor="sequential").model)

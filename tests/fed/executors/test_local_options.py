@@ -1,0 +1,81 @@
+"""Every option and every variant of a local step on every executor, in float32 and so also by row programs."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from fastsam import fed
+from fastsam.fed.executors import LocalOptions
+from fastsam.fed.step.variant import StepVariant
+from tests.helpers import oracle
+from tests.helpers.fed_runs import FLOAT, digest, run
+
+OPTIONS = {
+    "momentum": {"momentum": 0.7}, "weight_decay": {"weight_decay": 0.1}, "clip_norm": {"clip_norm": 0.2},
+    "clip_scope": {"clip_norm": 0.2, "clip_scope": "linear"}, "optimizer": {"optimizer": torch.optim.RMSprop},
+}  # fmt: skip
+
+
+class Steps(fed.Algorithm):
+    """Steps with given constants, in which "w" stands for the weights at the start, and "ones" for a row of ones."""
+
+    def __init__(self, **constants):
+        self.constants = constants
+
+    def local_update(self, server, client, round):
+        rows = {"w": server["w"], "ones": round.layout.flatten(
+            {name: torch.ones_like(p) for name, p in round.layout.template.named_parameters()}
+        )}  # fmt: skip
+        given = {k: rows[v] if isinstance(v, str) else v for k, v in self.constants.items()}
+        return fed.LocalUpdate(**given)
+
+
+D = fed.Direction
+VARIANTS = {
+    "direction": {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.3, "eta": 0.01},
+    "has_q": {"gradient_offset": "w"},
+    "has_phi": {"proximal_coefficient": 0.2},
+    "keeps_first": {"direction": D.GRADIENT, "rho": 0.3, "perturbed_weight": 0.6, "clean_weight": 0.4},
+    "surrogate": {"direction": D.GRADIENT, "rho": 0.3, "surrogate_gap": 0.3},
+    "paced": {"direction": D.GRADIENT, "rho": 0.3, "lr_end_factor": 0.5, "rho_end_factor": 0.2},
+    "drift": {"direction": D.PATH, "rho": 0.3, "direction_vector": "w", "drift": -1.0},
+    "remembers": {"direction": D.GRADIENT_PLUS, "rho": 0.3, "direction_vector": "w", "remembers": True},
+    "pull": {"direction": D.GRADIENT, "rho": 0.3, "anchor": "ones", "pull": 0.3},
+    "piloted": {"direction": D.GRADIENT, "pilot": fed.Pilot(1, lambda norms, gradients: 0.3 / (1 + norms))},
+    "scaled": {"direction": D.GRADIENT, "rho": 0.3, "rho_scale": "ones"},
+}
+
+
+def trained(executor, update, **options):
+    options = {"momentum": 0.0, "weight_decay": 0.0, **options}
+    return run(Steps(**update), executor, 3, oracle.smooth_model(FLOAT), lr=0.2, **options)
+
+
+def test_every_option_and_variant_has_a_case():
+    assert {*OPTIONS} == {f.name for f in fields(LocalOptions)}
+    assert {*VARIANTS} == {f.name for f in fields(StepVariant)}
+
+
+@pytest.mark.parametrize("executor", ["threads", "vmap"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_executors_agree_or_refuse(variant, option, executor):
+    """Nothing is ignored: an executor trains as `sequential` does, or refuses the option by name."""
+    if option == "optimizer" and variant not in ("direction", "has_q", "has_phi"):
+        with pytest.raises(ValueError, match="optimizer needs plain local steps, or steps of SAM"):
+            trained(executor, VARIANTS[variant], **OPTIONS[option])
+        return
+    plain, without = (
+        trained("sequential", VARIANTS[variant], **OPTIONS[option]),
+        trained("sequential", VARIANTS[variant]),
+    )
+    assert oracle.movement(plain.model, without.model) > 1e-4
+    if (option, executor) == ("optimizer", "vmap"):
+        with pytest.raises(ValueError, match="does not serve the options optimizer"):
+            trained(executor, VARIANTS[variant], **OPTIONS[option])
+        return
+    other = trained(executor, VARIANTS[variant], **OPTIONS[option])
+    if executor == "threads":
+        assert digest(other) == digest(plain)
+    assert oracle.movement(plain.model, other.model) < 1e-4

@@ -1,0 +1,113 @@
+"""Local updates by optimizers of torch (`fed.run(optimizer=...)`), against loops in plain torch."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastsam import fed
+from tests.helpers import oracle
+
+OPTIONS = {"rounds": 3, "batch_size": 5, "participation": 1.0, "shuffle": False, "lr": 0.05, "executor": "sequential"}
+
+
+def trained(algorithm, optimizer, **options):
+    return fed.run(
+        oracle.smooth_model(), oracle.ragged_clients(), algorithm, optimizer=optimizer, **OPTIONS | options
+    ).model
+
+
+def twin(optimizer, rho, mu):
+    """Federated averaging whose clients train with `optimizer`, with steps of SAM and a proximal term."""
+    model = oracle.smooth_model()
+    w = [p.detach().clone() for p in model.parameters()]
+    for _ in range(OPTIONS["rounds"]):
+        deltas = []
+        for x, y in oracle.ragged_clients():
+            parameters = list(model.parameters())
+            with torch.no_grad():
+                for p, start in zip(parameters, w, strict=True):
+                    p.copy_(start)
+            opt = optimizer(parameters)
+            for bx, by in zip(x.split(5), y.split(5), strict=True):
+                grads = torch.autograd.grad(F.cross_entropy(model(bx), by), parameters)
+                if rho:
+                    norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt() + 1e-7
+                    clean = [p.detach().clone() for p in parameters]
+                    with torch.no_grad():
+                        for p, g in zip(parameters, grads, strict=True):
+                            p.add_(g, alpha=rho / norm.item())
+                    grads = torch.autograd.grad(F.cross_entropy(model(bx), by), parameters)
+                    with torch.no_grad():
+                        for p, unperturbed in zip(parameters, clean, strict=True):
+                            p.copy_(unperturbed)
+                for p, g, start in zip(parameters, grads, w, strict=True):
+                    p.grad = g + mu * (p.detach() - start)
+                opt.step()
+            deltas.append([p.detach() - start for p, start in zip(parameters, w, strict=True)])
+        w = [start + torch.stack(own).mean(0) for start, own in zip(w, zip(*deltas, strict=True), strict=True)]
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), w, strict=True):
+            p.copy_(value)
+    return model
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    ("algorithm", "rho", "mu"),
+    [(fed.FedAvg(), 0.0, 0.0), (fed.FedSAM(rho=0.3), 0.3, 0.0), (fed.FedProx(phi=0.2), 0.0, 0.2)],
+    ids=["FedAvg", "FedSAM", "FedProx"],
+)
+def test_against_plain_torch(optimizer, algorithm, rho, mu):
+    made = partial(optimizer, lr=0.02)
+    assert oracle.difference(trained(algorithm, made), twin(made, rho, mu)) < 1e-12
+    assert oracle.difference(trained(algorithm, made, executor="threads"), twin(made, rho, mu)) < 1e-12
+
+
+def test_the_runs_learning_rate_applies_unless_the_partial_names_one():
+    lr = OPTIONS["lr"]
+    assert oracle.difference(trained(fed.FedAvg(), "AdamW"), twin(partial(torch.optim.AdamW, lr=lr), 0.0, 0.0)) < 1e-12
+
+
+def test_sgd_of_torch_is_the_kernels_sgd():
+    for algorithm in (fed.SCAFFOLD(), fed.MoFedSAM(), fed.FedRep(), fed.FedNTD()):
+        with_torch, with_kernels = trained(algorithm, "SGD"), trained(algorithm, None)
+        assert oracle.difference(with_torch, with_kernels) < 1e-12, algorithm
+
+
+def test_a_parameter_that_a_client_does_not_train_keeps_its_value():
+    model, head = oracle.smooth_model(), fed.FedRep(head="2")
+    result = fed.run(model, oracle.ragged_clients(), head, optimizer="AdamW", **OPTIONS)
+    assert torch.equal(result.model[2].weight, model[2].weight) and not torch.equal(
+        result.model[0].weight, model[0].weight
+    )
+
+
+class Later(fed.Algorithm):
+    """Steps with a constant perturbation from the second round on."""
+
+    def local_update(self, server, client, round):
+        if round.index == 0:
+            return fed.LocalUpdate()
+        return fed.LocalUpdate(fed.Direction.CONSTANT, rho=0.1, direction_vector=server["w"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "words"),
+    [
+        (fed.FedAvg(), {"optimizer": "Adamw"}, r"optimizer must be a class of torch.optim .*did you mean 'AdamW'"),
+        (fed.FedAvg(), {"optimizer": 3}, "optimizer must be a class of torch.optim or its name"),
+        (fed.FedAvg(), {"momentum": 0.9}, "momentum, weight_decay and clip_norm at their defaults.* momentum=0.9"),
+        (fed.FedAvg(), {"clip_norm": 1.0}, "clip_norm=1.0. Put them into the optimizer"),
+        (fed.FedSMOO(), {}, "needs plain local steps, or steps of SAM, but FedSMOO has steps with gradient minus dual"),
+        (fed.FedWMSAM(), {}, "FedWMSAM has steps with drift, path"),
+        (fed.APFL(), {}, "optimizer does not serve second models"),
+        (fed.FedAvg(), {"executor": "vmap"}, "'vmap' cannot serve here: it does not serve the options optimizer"),
+        (Later(), {}, "optimizer serves plain local steps .* but this algorithm needs constant"),
+    ],
+    ids=["name", "number", "momentum", "clip", "dual", "path", "second model", "vmap", "later round"],
+)
+def test_refused(algorithm, options, words):
+    with pytest.raises(ValueError, match=words):
+        fed.run(oracle.smooth_model(), oracle.ragged_clients(), algorithm, **OPTIONS | {"optimizer": "AdamW"} | options)
