@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.executors.cuda import Cuda
-from fastsam.fed.loop.host_pool import Beside, HostPool, make_mapped
+from fastsam.fed.loop.host_pool import HostPool, make_mapped
+from fastsam_kernels.weak_tensors import WeakTensorMap
 
 log = logging.getLogger("fastsam.fed")
 
@@ -125,8 +126,8 @@ class HostStateStorage:
         self._fetched: dict[int, PrefetchedState] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
         self._again: set[int] = set()  # clients of this cohort and the next
-        self._down: Beside[Tensor] = Beside()  # from a tensor on the device to its copy in host memory
-        self._up: Beside[weakref.ref[Tensor]] = Beside()  # from a tensor in host memory to its copy on the device
+        self._down: WeakTensorMap[Tensor] = WeakTensorMap()  # device tensor -> host copy
+        self._up: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # host tensor -> device copy
         self._written = False
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
@@ -213,8 +214,8 @@ class DiskStateStorage:
 
     def __init__(self, reason: str) -> None:
         self.reason, self.pool = reason, HostPool(make_mapped)
-        self._file: Beside[Tensor] = Beside()  # from a tensor in memory to its copy in a file
-        self._copy: Beside[weakref.ref[Tensor]] = Beside()  # from a tensor in a file to its copy in memory
+        self._file: WeakTensorMap[Tensor] = WeakTensorMap()  # tensor in memory -> copy in a file
+        self._copy: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # tensor in a file -> copy in memory
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
         pass
