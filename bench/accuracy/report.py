@@ -1,8 +1,6 @@
 """The tables of docs/variants.md from the record of `python -m bench accuracy`: means, spreads, and differences of runs
 with the same seed. Nothing here trains."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
