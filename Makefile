@@ -84,8 +84,8 @@ docs: $(VENV)/.has-docs $(VENV)/.has-fastsam ## the documentation as a site: bui
 	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
 	@echo build/docs/index.html
 
-pictures: $(VENV)/.has-fastsam ## the pictures of README and of the site's first page, from bench/results
-	@$(BIN)/python tools/pictures.py
+pictures: $(VENV)/.has-fastsam ## the pictures of README and of the pages, from bench/results
+	@$(BIN)/python -m tools.pictures
 
 # A worker per processor. Neighbours stay together and in order, because they share what they build, until a worker is
 # done and takes half of what another has left. WORKERS=0: one process.
@@ -162,7 +162,7 @@ format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check`
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
-	@for page in optimizer federated; do $(BIN)/jupytext -q --from md:markdown --to ipynb docs/tutorial_$$page.md; done
+	@$(BIN)/python tools/notebooks.py
 
 bench: $(READY) ## the optimizer part of a SAM step, ours and others': table, JSON, PNG. ARGS=--quick
 	@$(BIN)/python -m bench step $(ARGS)
@@ -234,6 +234,9 @@ wheels: $(VENV)/.has-tests ## the sdist, the pure wheel and the compiled one, in
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip \
 	  --plat $(or $(PLAT),auto) --wheel-dir $(or $(OUT),dist) \
 	  $(foreach library,torch torch_cpu torch_cuda c10,--exclude lib$(library).so) build/wheel/*.whl
+	@$(BIN)/python -m twine check --strict $(or $(OUT),dist)/*
+	@$(BIN)/check-wheel-contents --ignore W009 $(or $(OUT),dist)/*.whl # W009: two packages in a wheel are meant
+	@$(BIN)/pyroma --min 8 .
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for
 # the results.

@@ -298,7 +298,7 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
     return {contender.name: contender for contender in found}
 
 
-# Each variant with its bytes per parameter and step, as docs/variants.md derives them, and the class of
+# Each variant with its bytes per parameter and step, as docs/variants.md has them, and the class of
 # pytorch-optimizer with its options.
 VARIANTS: dict[str, tuple[SAM, float, tuple[str, dict[str, Any]] | None]] = {
     "SAM": (PLAIN, FLOOR_BYTES, ("SAM", {})),

@@ -2,7 +2,7 @@
 
 Files of one kind are joined, as the calls of `make gpu` leave them. `--plot FOLDER` draws the plots. `--publish` stores
 the records in bench/results, draws their plots there, and writes every page from that folder: the texts between
-`<!-- bench:NAME -->` and `<!-- /bench -->`. Nothing here measures.
+`<!-- bench:NAME -->` and `<!-- /bench -->`. Pages have short tables (bench/joint.py). Nothing here measures.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import joint
 from bench import record as records
 from bench.accuracy.report import pieces
 from bench.accuracy.training import contenders
@@ -24,6 +25,8 @@ from fastsam.lab.report.table import Table
 
 NONE = "–"
 UNMEASURED = "Not measured."
+REMOVED = ("fastsam, compiled", "fedavg, secure_sums")  # options that fastsam had when the record was made
+LAYOUTS = ("scattered", "flat")
 Show = Callable[[Any], str]
 
 
@@ -115,7 +118,9 @@ def case_table(case: Record) -> Table:
 
 
 def shown(case: Record) -> Sequence[Row]:
-    """Return the rows to show, without variants that were removed since; a variant's row has its peer's row in it."""
+    """Return the rows to show, without contenders that were removed since; a variant's row has its peer's row in it."""
+    if case["part"] in ("speed", "overhead"):
+        return [row for row in case["rows"] if row["name"] not in REMOVED]
     if case["part"] == "accuracy":
         return [row for row in case["rows"] if row["name"] in contenders()]
     if case["part"] != "variants":
@@ -156,13 +161,13 @@ def _cases(record: Record) -> Iterator[str]:
 
 
 def _kernels(record: Record) -> Iterator[str]:
-    for layout in ("scattered", "flat"):
+    for layout in LAYOUTS:
         yield _ops([case for case in record["cases"] if case.get("layout") == layout], layout)
     yield from _cases({**record, "cases": [case for case in record["cases"] if case["part"] == "steps"]})
 
 
-def _ops(cases: Sequence[Record], layout: str) -> str:
-    """Return the fraction of the floor per op, backend and size."""
+def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
+    """Return the fraction of the floor per op, backend and size, with the time of a call if `times`."""
     if not cases:
         return f"No op was measured on {layout} tensors."
     sizes = {case["size"]: case["title"] for case in cases}
@@ -171,7 +176,8 @@ def _ops(cases: Sequence[Record], layout: str) -> str:
 
     def cell(row: Row) -> str:
         how = row.get("replayed") or row.get("eager")
-        return f"{median(how, 'fraction'):.2f} ({duration(median(how, 'seconds'))})" if how else "-"
+        time = f" ({duration(median(how, 'seconds'))})" if how and times else ""
+        return f"{median(how, 'fraction'):.2f}{time}" if how else "-"
 
     rows = []
     for op, bytes_ in {case["op"]: case["bytes_per_parameter"] for case in cases}.items():
@@ -180,8 +186,8 @@ def _ops(cases: Sequence[Record], layout: str) -> str:
             if set(cells) != {"-"}:
                 rows.append([op, str(bytes_), name, *cells])
     table = Table("", ["op", "bytes", "backend", *sizes.values()], rows, aligned="lrl" + "r" * len(sizes))
-    about = "median (one thread, or replayed on a GPU)"
-    return f"Fraction of the floor on {layout} tensors, with the time per call, {about}:\n\n{table.markdown()}"
+    about = f"{'with the time per call, ' * times}median (one thread, or replayed on a GPU)"
+    return f"Fraction of the floor on {layout} tensors, {about}:\n\n{table.markdown()}"
 
 
 def _accuracy(record: Record) -> Iterator[str]:
@@ -198,8 +204,25 @@ def markdown(record: Record) -> str:
     return "\n\n".join([*PAGES.get(records.name_of(record).partition("-")[0], _cases)(record), made_by(record)])
 
 
-def made_by(record: Record) -> str:
-    """Return how and when a record was made, and why rows have no figures."""
+def short(record: Record) -> str:
+    """Return the short tables of a record for its page, and how it was made."""
+    name = records.name_of(record).partition("-")[0]
+    cases = [{**case, "rows": shown(case)} for case in record["cases"]]
+    if name == "accuracy":
+        found = list(pieces({**record, "cases": cases}))
+    elif name == "ncu":
+        found = list(_cases(record))
+    elif name == "kernels":
+        ops = [{**case, "rows": [row for row in case["rows"] if row["name"] != "reference"]} for case in cases]
+        found = [_ops([case for case in ops if case.get("layout") == layout], layout, False) for layout in LAYOUTS]
+        found += joint.tables([case for case in cases if case["part"] == "steps"])
+    else:
+        found = list(joint.tables(cases))
+    return "\n\n".join([*found, made_by(record, brief=True)])
+
+
+def made_by(record: Record, brief: bool = False) -> str:
+    """Return how and when a record was made, and why rows have no figures; later commands are counted if `brief`."""
     e, m, v = record["environment"], record["environment"]["machine"], record["environment"]["versions"]
     caches = ", ".join(f"{level} {size}" for level, size in m.get("caches", {}).items())
     where = ", ".join(m.get("gpus", [])[:1]) or f"{m['cpu']}, {m['cores']} cores ({caches}), {m['memory_gib']} GiB"
@@ -207,7 +230,7 @@ def made_by(record: Record) -> str:
     text = f"Made by `{e['command']}` on {e['date'][:10]}, commit `{commit(e)}`; {where}; "
     text += f"Python {v['python']}, {versions}."
     if added := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
-        text += f" Added to by {', '.join(added)}."
+        text += f" Added to by {f'{len(added)} later commands' if brief else ', '.join(added)}."
     left = len(record["left_out"])
     return "\n".join([text, *reasons(record["cases"]), *[f"No time was left for {left} cases."] * bool(left)])
 
@@ -240,7 +263,7 @@ def places(text: str) -> list[str]:
 def pages() -> dict[Path, str]:
     """Return every page as bench/results would have it."""
     files = {name: RESULTS / f"{name}.json" for kind in records.KINDS for name in (kind, f"{kind}-cuda")}
-    pieces = {f"bench:{n}": markdown(records.read(p)) if p.exists() else UNMEASURED for n, p in files.items()}
+    pieces = {f"bench:{n}": short(records.read(p)) if p.exists() else UNMEASURED for n, p in files.items()}
     texts = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
     return {path: fill(text, pieces) for path, text in texts.items() if places(text)}
 

@@ -7,16 +7,20 @@ on GitHub.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fastsam
 
 project, author, release = "fastsam", "the fastsam authors", fastsam.__version__
 copyright = author
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+OPTIONAL = ("sphinx_copybutton", "sphinx_design")  # the second needs Python 3.11
+extensions += [name for name in OPTIONAL if importlib.util.find_spec(name)]
 root_doc = "docs/index"
 include_patterns = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "**/__pycache__"]
@@ -25,6 +29,9 @@ smartquotes = False  # "auto" and --flag stay what one types
 default_role = "code"
 
 myst_heading_anchors = 4  # GitHub's, which the pages link to
+myst_enable_extensions = ["colon_fence"]
+myst_fence_as_directive = ["math"]  # GitHub's fence for a formula
+copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -36,6 +43,7 @@ html_theme = "furo"
 html_logo = "pictures/logo.svg"
 html_title = f"fastsam {release}"
 html_show_copyright = False
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 templates_path = ["_templates"]
 html_additional_pages = {"index": "front.html"}  # the site's own first address leads to docs/index.html
 
@@ -56,6 +64,40 @@ def with_toctrees(text: str) -> str:
         lines = "\n".join(f"{title} <{file}>" for title, file in pages)
         made.append(f"```{{toctree}}\n:hidden:\n:caption: {heading}\n\n{lines}\n```\n")
     return "\n".join(made)
+
+
+_ITEM = re.compile(r"^- \[([^\]]+)\]\((\S+?)\.md\): (.+)\n?", re.M)
+_LIST = re.compile(rf"(?:{_ITEM.pattern})+", re.M)
+
+
+def with_cards(text: str) -> str:
+    """Return the index with a grid of cards for each of its lists of pages."""
+
+    def grid(found: re.Match[str]) -> str:
+        cards = [
+            f":::{{grid-item-card}} {title}\n:link: {file}\n:link-type: doc\n\n{about}\n:::\n"
+            for title, file, about in _ITEM.findall(found[0])
+        ]
+        return "\n".join(["::::{grid} 1 2 2 3", ":gutter: 2", "", *cards, "::::", ""])
+
+    return _LIST.sub(grid, text)
+
+
+_TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- /tabs -->\n", re.S)
+
+
+def with_tabs(text: str) -> str:
+    """Return the text with tabs in the marked places, in which a bold line is the title of a tab."""
+
+    def tabs(found: re.Match[str]) -> str:
+        _, *parts = re.split(r"^\*\*(.+)\*\*$", found[1], flags=re.M)
+        items = [
+            f":::{{tab-item}} {title}\n\n{body.strip()}\n:::\n"
+            for title, body in zip(parts[::2], parts[1::2], strict=True)
+        ]
+        return "\n".join(["::::{tab-set}", "", *items, "::::", ""])
+
+    return _TABS.sub(tabs, text)
 
 
 ALGORITHMS = "<!-- algorithms: here the site shows every class -->"
@@ -140,7 +182,10 @@ def _escaped(text: str) -> str:
 
 def setup(app: Any) -> None:
     def source_read(_: Any, page: str, source: list[str]) -> None:
-        source[0] = with_toctrees(source[0]) if page == root_doc else with_algorithms(source[0])
+        text = with_toctrees(source[0]) if page == root_doc else with_algorithms(source[0])
+        if "sphinx_design" in extensions:
+            text = with_tabs(with_cards(text) if page == root_doc else text)
+        source[0] = text
 
     def process_docstring(_: Any, what: str, name: str, it: object, options: Any, lines: list[str]) -> None:
         lines[:] = as_rst(lines)

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages that fastsam really gives."""
+"""docs/recipes.md quotes messages that fastsam really gives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def texts() -> Iterator[str]:
 
 
 def test_its_quotes_are_messages() -> None:
-    quotes = re.findall(r"^> (.+)$", text_of("docs/troubleshooting.md"), re.M)
+    quotes = re.findall(r"^> (.+)$", text_of("docs/recipes.md"), re.M)
     assert len(quotes) >= 10
     told = list(texts())
     for quote in quotes:

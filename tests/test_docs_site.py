@@ -4,6 +4,7 @@ import importlib.util
 import json
 import posixpath
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import fastsam
 from fastsam import fed
 from tests.helpers.pages import PAGES, anchors, blocks, links, text_of
 from tests.helpers.places import ROOT
+from tools import notebooks
 
 INDEX = "docs/index.md"
 
@@ -50,8 +52,8 @@ def test_every_page_has_one_place(conf: ModuleType) -> None:
 
 def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
     """In each page that says how to do something, within its first fifteen lines."""
-    (pages,) = [pages for name, pages in conf.sections(text_of(INDEX)) if name == "How to"]
-    assert len(pages) > 10
+    pages = [page for name, found in conf.sections(text_of(INDEX)) if name.startswith("How to") for page in found]
+    assert len(pages) > 15
     for _, file in pages:
         lines = text_of(f"docs/{file}.md").splitlines()
         code = [
@@ -60,6 +62,13 @@ def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
             if line.startswith("```") or (line.startswith("    ") and not lines[n - 1])
         ]
         assert code[0] < 15, f"docs/{file}.md has its first example in line {code[0] + 1}"
+
+
+def test_the_pages_stay_short() -> None:
+    """All pages have 40,000 words at most, and a page 2,500."""
+    words = {page: len(text_of(page).split()) for page in PAGES if page.startswith("docs/")}
+    assert sum(words.values()) <= 40_000, words
+    assert not {page: count for page, count in words.items() if count > 2_500}
 
 
 def test_the_tables_of_contents_are_the_lists(conf: ModuleType) -> None:
@@ -110,21 +119,79 @@ def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
         assert at.__doc__, f"fastsam.{name} has no docstring"
 
 
-@pytest.mark.parametrize("page", ["docs/tutorial_optimizer.md", "docs/tutorial_federated.md"])
-def test_the_notebooks_are_their_pages(page: str) -> None:
-    notebook = json.loads((ROOT / page).with_suffix(".ipynb").read_text())
-    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    expected = [block.code.strip() for block in blocks(page) if block.language == "python"]
-    assert code == expected, "a notebook differs from its page; `make format` writes it again"
+@pytest.mark.parametrize("name", notebooks.PAGES)
+def test_the_notebooks_are_their_pages(name: str) -> None:
+    """Their code is the page's, and every cell that prints has its output."""
+    cells = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    expected = [block.code.strip() for block in blocks(f"docs/{name}.md") if block.language == "python"]
+    again = "a notebook differs from its page: python tools/notebooks.py writes it again"
+    assert ["".join(cell["source"]) for cell in code] == expected, again
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], again
+    for cell in code:
+        assert bool(cell["outputs"]) == ("print(" in "".join(cell["source"])), again
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    assert all(text in text_of(f"docs/{name}.md") for text in texts), again
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="no Sphinx: `make docs` installs the extra docs")
-def test_it_is_made_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(tmp_path / "site")]
+@pytest.mark.parametrize("name", notebooks.PAGES)
+def test_a_notebook_prints_what_its_code_prints(name: str) -> None:
+    made = notebooks.notebook(text_of(f"docs/{name}.md"))
+    kept = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())
+    shown, expected = (
+        [re.sub(r"[\d.]+", "", "".join(one["text"])) for cell in book["cells"] for one in cell.get("outputs", [])]
+        for book in (made, kept)
+    )  # numbers differ between machines
+    assert shown == expected
+
+
+def internal(conf: ModuleType) -> set[str]:
+    """Return the pages that a search shows last: for developers, and the changelog."""
+    (pages,) = [pages for name, pages in conf.sections(text_of(INDEX)) if name == "For developers"]
+    return {"CHANGELOG", *(posixpath.normpath(posixpath.join("docs", file)) for _, file in pages)}
+
+
+def test_the_search_knows_the_internal_pages(conf: ModuleType) -> None:
+    assert set(re.findall(r'^  "(.+)",$', text_of("docs/search_scorer.js"), re.M)) == internal(conf)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("sphinx") is None:
+        pytest.skip("no Sphinx: `make docs` installs the extra docs")
+    made = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(made)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    made = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
+    return made
+
+
+@pytest.mark.slow
+def test_it_is_made_without_a_warning(site: Path) -> None:
+    made = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     assert {"index.html", *(page.replace(".md", ".html") for page in PAGES if page != "README.md")} <= made
-    shown = (tmp_path / "site" / "docs" / "api.html").read_text()
+    shown = (site / "docs" / "api.html").read_text()
     assert "fastsam.FusedSAM.first_step" in shown and "Sharpness-Aware Minimization (SAM) around" in shown
+    assert 'class="math' in (site / "docs" / "algorithms.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query", ["clipping", "resume", "dropout", "LoRA", "BatchNorm"])
+def test_a_search_shows_the_users_pages_first(site: Path, conf: ModuleType, query: str) -> None:
+    """By the site's own script and index."""
+    if shutil.which("node") is None:
+        pytest.skip("no node, which runs the script of the search")
+    script = ROOT / "tests" / "helpers" / "search.js"
+    done = subprocess.run(["node", str(script), str(site), query], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    first = next((n for n, page in enumerate(found) if page in internal(conf)), len(found))
+    assert first >= 3 and not [page for page in found[first:] if page not in internal(conf)], found
+
+
+def test_lists_become_cards_and_marked_places_tabs(conf: ModuleType) -> None:
+    cards = conf.with_cards("Before.\n\n- [A b](a.md): with `code`\n- [D](../D.md): d\n\nAfter.\n")
+    assert re.findall(r"grid-item-card} (.+)\n:link: (.+)\n", cards) == [("A b", "a"), ("D", "../D")]
+    assert cards.startswith("Before.\n\n::::{grid}") and cards.endswith("::::\n\nAfter.\n")
+    tabs = conf.with_tabs("<!-- tabs -->\n\n**One**\n\n1\n\n**Two**\n\n2\n\n<!-- /tabs -->\n")
+    assert re.findall(r"tab-item} (.+)\n\n(.+)\n:::", tabs) == [("One", "1"), ("Two", "2")]

@@ -1,4 +1,4 @@
-"""The pictures of README and of the site's first page show the numbers of the result files."""
+"""The pictures of README and of the pages show the numbers of the result files, and the code's names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import re
 
 import pytest
 
-from tools import pictures
+from fastsam.fed.executors.base import registry
+from tests.helpers.pages import PAGES, links
+from tools import diagrams, pictures
 
 DRAWN = {"speed.svg": ("step_bars", "round_bars"), "step.svg": ("step_bars",), "rounds.svg": ("round_bars",)}
+ALL = [*DRAWN, "variants.svg", "surfaces.svg", *diagrams.DIAGRAMS]
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -24,8 +27,29 @@ def test_each_contender_of_the_picture_was_measured() -> None:
     assert all(set(values) == set(pictures.ROUND_NAMES.values()) for values in pictures.round_bars().values())
 
 
+def test_the_picture_of_variants_has_the_measured_ones() -> None:
+    shown = (pictures.FOLDER / "variants.svg").read_text()
+    for points in pictures.variant_points().values():
+        assert len(points) > 8 and all(f">{name}" in shown for name in points)
+
+
+def test_the_trees_end_at_what_there_is() -> None:
+    answers = {node.text for node in diagrams.EXECUTORS.values() if node.answer}
+    assert {name for text in answers for name in registry if name in text} == set(registry)
+    for nodes, edges in ((diagrams.EXECUTORS, diagrams.EXECUTOR_EDGES), (diagrams.MEMORY, diagrams.MEMORY_EDGES)):
+        reached = {end for _, end, _ in edges}
+        assert len(set(nodes) - reached) == 1, "one question is the first"
+        for name, node in nodes.items():
+            assert sorted(label for start, _, label in edges if start == name) == ([] if node.answer else ["no", "yes"])
+
+
+def test_every_picture_is_on_a_page() -> None:
+    shown = {target.rpartition("/")[2] for page in PAGES for target in links(page) if target.endswith(".svg")}
+    assert shown == {*ALL, "logo.svg"}
+
+
 def test_the_same_numbers_give_the_same_file(tmp_path) -> None:
     for folder in ("one", "two"):
         pictures.main(tmp_path / folder)
-    for name in DRAWN:
+    for name in ALL:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()

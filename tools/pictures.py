@@ -1,6 +1,7 @@
-"""Draws the pictures of README and of the site's first page from the result files: `make pictures`.
+"""Draws the pictures of README and of the pages: `make pictures`.
 
-Writes `speed.svg` (both panels), `step.svg` and `rounds.svg` into docs/pictures.
+From the result files come `speed.svg` (both panels), `step.svg`, `rounds.svg` and `variants.svg`; from
+docs/pictures/surfaces.json (tools/surfaces.py) `surfaces.svg`. tools/diagrams.py has the diagrams.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -15,10 +17,15 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+
+from bench.accuracy.training import contenders
+from tools import diagrams
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 STEP, FEDERATED = ("bench/results/step.json", "bench/results/federated.json")
+ACCURACY, SURFACES = ("bench/results/accuracy.json", "docs/pictures/surfaces.json")
 STEP_NAMES = {  # as the result file has it: as the picture shows it
     "fastsam_native": "fastsam",
     "compiled": "torch.compile",
@@ -98,6 +105,71 @@ def draw_bars(axes: Axes, bars: Bars, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
 
 
+def variant_points() -> dict[str, dict[str, tuple[float, float]]]:
+    """Return for right and for wrong labels each variant's time of a step and its gain over SGD in points.
+
+    Both are means over the tasks. The time of SGD is 1, and the gain is at an equal number of steps.
+    """
+    cases = json.loads((ROOT / ACCURACY).read_text())["cases"]
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for words, noisy in (("Wrong labels", True), ("Right labels", False)):
+        tasks = [{row["name"]: row for row in case["rows"]} for case in cases if bool(case["noise"]) == noisy]
+        found[words] = {
+            name: (
+                fmean(task[name]["cost"] for task in tasks),
+                100 * fmean(task[name]["steps"]["mean"] - task["SGD"]["steps"]["mean"] for task in tasks),
+            )
+            for name in tasks[0]
+            if name != "SGD" and name in contenders() and all(name in task for task in tasks)
+        }
+    return found
+
+
+def draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], title: str) -> None:
+    """Draw a named point per variant; names move apart if they would overlap.
+
+    A point far below the others is drawn at the lower end, with its gain after its name.
+    """
+    gains = sorted(gain for _, gain in points.values())
+    bottom = min(gains[2], 0.0)
+    lowest = bottom - 0.15 * (gains[-1] - bottom)
+    shown = {name: (time, max(gain, lowest)) for name, (time, gain) in points.items()}
+    axes.axhline(0, color=OTHERS, linewidth=1)
+    axes.plot(1, 0, marker="s", color="black", markersize=4)
+    axes.text(0.97, 0, "SGD", va="center", ha="right")
+    span = max(gain for _, gain in shown.values()) - lowest
+    taken: list[float] = []
+    for name, (time, gain) in sorted(shown.items(), key=lambda item: -item[1][1]):
+        at = gain
+        while any(abs(at - other) < 0.046 * span for other in taken):
+            at -= 0.005 * span
+        taken.append(at)
+        one_pass = name in ("MSAM", "LastGradient")
+        below = f" ({points[name][1]:.1f})" if gain > points[name][1] else ""
+        axes.plot(time, gain, marker="v" if below else "o", markersize=5, color=OURS if one_pass else OTHERS)
+        axes.plot([time, 3.02], [gain, at], color=OTHERS, linewidth=0.4, zorder=0)
+        axes.text(3.05, at, f"{name}{below}", va="center", color=OURS if one_pass else "black")
+    axes.set_xlim(0.7, 3.0)
+    axes.set_xlabel("time of a step, SGD = 1")
+    axes.set_ylabel("gain over SGD, percentage points")
+    axes.set_title(title, loc="left", fontsize=10)
+
+
+def draw_surface(axes: Axes, grid: list[list[float]], title: str, lowest: float, highest: float) -> None:
+    """Draw the training loss around a model, on the colours that all panels share."""
+    axis = [2 * i / (len(grid) - 1) - 1 for i in range(len(grid))]
+    steps = 14
+    levels = [lowest * (highest / lowest) ** (i / steps) for i in range(steps + 1)]
+    axes.contourf(axis, axis, grid, levels=levels, norm=LogNorm(lowest, highest), cmap="Blues_r", extend="both")
+    marked = axes.contour(axis, axis, grid, levels=[0.01, 0.1, 1.0], colors="black", linewidths=0.8)
+    axes.clabel(marked, fmt="%g", fontsize=8)
+    axes.plot(0, 0, marker="o", color="#c4581a", markersize=5)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xticks([-1, 0, 1])
+    axes.set_yticks([-1, 0, 1])
+    axes.set_aspect("equal")
+
+
 Panel = Callable[[Axes], None]
 
 
@@ -111,10 +183,23 @@ def rounds_panel(axes: Axes) -> None:
     draw_bars(axes, round_bars(), "Rounds of FedAvg per second: more is better")
 
 
-def write(path: Path, *panels: Panel) -> None:
+def variants_panels() -> list[Panel]:
+    """Return the panels of accuracy against time."""
+    return [lambda axes, t=title, p=points: draw_points(axes, p, t) for title, points in variant_points().items()]
+
+
+def surface_panels() -> list[Panel]:
+    """Return a panel for each trained model."""
+    grids = json.loads((ROOT / SURFACES).read_text())
+    values = [value for grid in grids.values() for row in grid for value in row]
+    low, high = (min(values), max(values))
+    return [lambda axes, n=name, g=grid: draw_surface(axes, g, n, low, high) for name, grid in grids.items()]
+
+
+def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2) -> None:
     """Draw the panels side by side. The background is white, so that the picture is readable on dark pages too."""
     with pyplot.rc_context(dict(STYLE)):
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
+        figure, axes = pyplot.subplots(1, len(panels), figsize=(width * len(panels), height), squeeze=False)
         for panel, place in zip(panels, axes[0], strict=True):
             panel(place)
         figure.tight_layout(w_pad=2)
@@ -128,6 +213,9 @@ def main(folder: Path = FOLDER) -> None:
     write(folder / "speed.svg", step_panel, rounds_panel)
     write(folder / "step.svg", step_panel)
     write(folder / "rounds.svg", rounds_panel)
+    write(folder / "variants.svg", *variants_panels())
+    write(folder / "surfaces.svg", *surface_panels(), width=3.6, height=3.6)
+    diagrams.main(folder)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""The tables of docs/variants.md from the record of `python -m bench accuracy`: means, spreads, and differences of runs
-with the same seed. Nothing here trains."""
+"""The tables of docs/variants_measured.md from the record of `python -m bench accuracy`.
+
+They have means, spreads, and differences of runs with the same seed. Nothing here trains.
+"""
 
 import math
 import statistics
@@ -8,7 +10,7 @@ from typing import Any
 
 from fastsam.lab.report.table import Table
 
-PROTOCOLS = {"steps": "for as many steps as SGD", "time": "in SGD's time"}
+PROTOCOLS = {"steps": "with the number of steps of SGD", "time": "in SGD's time"}
 Task = Mapping[str, Any]  # a case, with `who`: its rows by name
 
 
@@ -41,14 +43,15 @@ def pieces(record: Mapping[str, Any]) -> Iterator[str]:
         if missing := sorted({name for other in tasks for name in other["who"]} - task["who"].keys()):
             raise ValueError(f"task {task['name']!r} lacks {', '.join(missing)}: run the command again with --add")
     for protocol, words in PROTOCOLS.items():
-        yield f"Difference to SGD in percentage points, trained {words}:\n\n{differences(tasks, protocol)}"
+        table = differences(tasks, protocol, each=protocol == "steps")
+        yield f"Difference to SGD in percentage points, trained {words}:\n\n{table}"
 
 
-def differences(tasks: Sequence[Task], protocol: str) -> str:
-    """Return variants down, by their mean over everything; across the tasks, and the means by kind of labels."""
+def differences(tasks: Sequence[Task], protocol: str, each: bool) -> str:
+    """Return variants down, by their mean over everything; across the means by kind of labels, after each task."""
     groups = {words: [task for task in tasks if bool(task["noise"]) == noisy] for words, noisy in
               (("right labels", False), ("wrong labels", True))}  # fmt: skip
-    columns = {task["title"]: [task] for task in tasks}
+    columns = {task["title"]: [task] for task in tasks if each}
     columns |= {f"mean, {words}": group for words, group in groups.items() if group}
     others = [who for who in tasks[0]["who"] if who != "SGD"]
     ranked = sorted(others, key=lambda who: -overall(tasks, who, protocol)[0])

@@ -17,10 +17,15 @@ from unittest import mock
 from bench.fed import ours
 from bench.fed.workload import Workload
 from fastsam.fed.executors.gradient_passes import Passes
-from fastsam.fed.executors.kernel_calls import Form
+from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.sums.fixed_point import FixedPointSum
 
-INSIDE: tuple[tuple[Any, str], ...] = ((Passes, "run"), (Form, "perturb_"), (Form, "update_"), (FixedPointSum, "add_"))
+INSIDE: tuple[tuple[Any, str], ...] = (
+    (Passes, "run"),
+    (RowSlice, "perturb"),
+    (RowSlice, "update"),
+    (FixedPointSum, "add_"),
+)
 
 
 def measure(load: Workload, rounds: int) -> dict[str, float]:

@@ -24,6 +24,7 @@ from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.loop.rates import TorchSchedule
 from fastsam.fed.loop.run import run
+from fastsam.fed.measures import NamedMeasures
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
@@ -46,6 +47,7 @@ __all__ = [
     "ClientTestSets",
     "FederatedData",
     "LazyClients",
+    "NamedMeasures",
     "Pilot",
     "Privacy",
     "RankError",

@@ -84,7 +84,9 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
         raise ConfigError(f"{path} must hold keys and values, got {type(content).__name__}")
     if path.suffix == ".json":
         content = with_current_options(content)
-    tables = {key: value for key, value in content.items() if isinstance(value, dict) and key not in TABLES}
+    tables = {
+        key: value for key, value in content.items() if isinstance(value, dict) and key not in {*TABLES, *OPTION_TABLES}
+    }
     values = {key: value for key, value in content.items() if key not in tables}
     compare = tables.pop("compare", {})
     for key, value in compare.items():
@@ -95,9 +97,12 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
 
 
 def with_current_options(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored config.json with today's names: options renamed, and privacy options moved to their table."""
+    """Return a stored config.json with today's names, and with options of privacy and measures in their tables."""
     found = with_current_names(stored)
     flat = {("clip" if key == "clip_update" else key): found.pop(key) for key in _FLAT_PRIVACY if key in found}
+    settings = found.pop("measure_options", None)
+    if settings:
+        found["measures"] = {"names": found.get("measures", []), **settings}
     return found | {"privacy": flat} if flat else found
 
 
@@ -264,7 +269,8 @@ def _merge_layers(
         flags = {name: check_type(name, text, made[name].kinds, True) for name, text in
                  source.flag_tables.get(key, {}).items()}  # fmt: skip
         if flags:
-            values[key] = (values.get(key) or {}) | flags
+            filed_table = values.get(key) or {}
+            values[key] = ({"names": filed_table} if isinstance(filed_table, list) else filed_table) | flags
     return filed, values, options
 
 

@@ -13,6 +13,7 @@ from fastsam.fed.common.import_paths import is_import_path
 from fastsam.fed.common.option import check, option, table
 from fastsam.fed.data import SETS, dealing, partition
 from fastsam.fed.loop.options import Settings
+from fastsam.fed.measures import NamedMeasures
 from fastsam.fed.models import MODELS
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.stages.compression import TopK
@@ -114,6 +115,7 @@ TABLES = frozenset(key for key, row in KEYS.items() if {dict, Mapping} & {*row.k
 OPTION_TABLES = {
     "privacy": table(Privacy),
     "compression": table(TopK),
+    "measures": table(NamedMeasures),
 }  # keys whose table has options, which are also flags: --privacy.clip
 
 

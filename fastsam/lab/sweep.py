@@ -66,7 +66,7 @@ def parse_axis(text: str) -> Axis:
         raise ConfigError(f"the sweep {text!r} names a value twice; each value runs once")
     table, _, key = name.strip().removeprefix("--").rpartition(".")
     key = key.replace("-", "_")
-    if key in ("algorithm", "seed", "name", "measures", "measure_options", "metrics"):
+    if key in ("algorithm", "seed", "name", "measures", "metrics"):
         other = {"algorithm": "use --algorithms", "seed": "use --seeds"}.get(key, "it does not change the training")
         raise ConfigError(f"{key} cannot be swept: {other}")
     return Axis(table or None, key, values)

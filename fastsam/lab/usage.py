@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message + "".join(f"; did you mean {name!r}?" for name in close))
 
 
-TOPICS = ("data", "model", "run", "privacy", "compression", "algorithms", "all")
+TOPICS = ("data", "model", "run", "privacy", "compression", "measures", "algorithms", "all")
 
 
 class _Help(argparse.Action):

@@ -45,7 +45,7 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "loss": ["cross_entropy", "nll_loss", "mse_loss", "relu"],
     "client_test_split": ["all", "equal"], "eval_every": [1, 7],
     "measures": [["sharpness"], ["drifts", "consistency"], ["x"]],
-    "measure_options": [{}, {"x": 1}], "metrics": [{"x": len}, {}], "target": [0.5], "buffers": ["average", "keep"],
+    "metrics": [{"x": len}, {}], "target": [0.5], "buffers": ["average", "keep"],
     "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"],
     "slots": [1, 3, 10**6],
     "memory_format": ["preserve", "channels_last"],

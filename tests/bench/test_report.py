@@ -78,13 +78,19 @@ def test_publishing_stores_the_file_and_writes_its_pages(tmp_path: Path, monkeyp
     assert report.main([str(tmp_path / "new.json"), "--publish"]) == 0
     page = (tmp_path / "docs" / "a.md").read_text()
     for text in (
-        "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |", "| flower | failed | failed | failed |",
-        "| fedcm | 1.031 | 0.928–1.134 | 1.031 | 0.928–1.134 |", "| hidden | – | – | 1.030 | 0.927–1.133 |",
-        "| loop | 3.4% | 0.500 |", "| graph, 4 | 12.3 |", "| graph | 93% | 3.3 | 5 |",
-        "Made by `python -m bench made-up` on 2031-02-03, commit `0123456789ab+changes`; a GPU;",
+        "Rounds per second; the bare loop is 1:", "| | MLP, fedavg |", "| fastsam, vmap | 3.21 |",
+        "- by clients: fastsam, vmap 3.21", "| fedcm | 1.03 |", "- a case: loop 3.4%", "| graph, 4 | 12.3 |",
+        "| graph | 93% |", "Made by `python -m bench made-up` on 2031-02-03, commit `0123456789ab+changes`; a GPU;",
         "Not measured: flower: no | actors", "Not measured: vmap, 8: no time left.",
     ):  # fmt: skip
         assert text in page, text
+    full = report.markdown(federated())
+    for text in (
+        "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |", "| flower | failed | failed | failed |",
+        "| fedcm | 1.031 | 0.928–1.134 | 1.031 | 0.928–1.134 |", "| hidden | – | – | 1.030 | 0.927–1.133 |",
+        "| loop | 3.4% | 0.500 |", "| graph | 93% | 3.3 | 5 |",
+    ):  # fmt: skip
+        assert text in full, text
     assert (tmp_path / "federated.json").exists() and (tmp_path / "federated.png").exists()
     assert plots.draw(record_of("federated"), tmp_path) == []
 

@@ -17,6 +17,7 @@ PACKAGES: dict[
     "Lightning": "lightning",
     "timm": "timm",
     "peft": "peft",
+    "skorch": "skorch",
     "Flower": "flwr",
     "Opacus": "opacus",
     "pytorch-optimizer": "pytorch-optimizer",
@@ -39,14 +40,14 @@ def check(record: dict[str, Any]) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return Markdown: a row per feature, a column per library, then the environment."""
-    lines = ["| library | version | feature | result | test in `tests/integrations/` |", "|---|---|---|---|---|"]
+    """Return a list per library, with the version that was tried, and the environment."""
+    lines = []
     for library, package in PACKAGES.items():
-        version = record["versions"][package] if package else ""
-        for row in (row for row in record["rows"] if row["library"] == library):
-            test = row["test"].removeprefix("tests/integrations/")
-            lines.append(f"| {library} | {version} | {row['feature']} | {row['result']} | `{test}` |")
-    return "\n".join([*lines, f"\nMade on {record['date']} with torch {record['versions']['torch']}."])
+        version = f" {record['versions'][package]}" if package else ""
+        lines += [f"**{library}{version}**", ""]
+        rows = [row for row in record["rows"] if row["library"] == library]
+        lines += [*(f"- {row['feature']}: *{row['result']}*" for row in rows), ""]
+    return "\n".join([*lines, f"Made on {record['date']} with torch {record['versions']['torch']}."])
 
 
 PAGE = GeneratedPage(

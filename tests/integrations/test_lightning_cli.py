@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fastsam import GSAM, SAM
 from tests.helpers.libraries import library
 
 lightning = library("lightning")
-library("jsonargparse")
+jsonargparse = library("jsonargparse")
 
 
 class Model(lightning.LightningModule):
@@ -42,7 +43,7 @@ def trained_by(*arguments: str) -> dict[str, Any]:
     )
     cli.trainer.fit(cli.model)
     (opt,) = cli.trainer.optimizers
-    return {"base": type(opt.base_optimizer), **opt.param_groups[0]}
+    return {"base": type(opt.base_optimizer), "variant": opt._engine.variant, **opt.param_groups[0]}
 
 
 @pytest.mark.shows("Lightning", "LightningCLI: options of FusedSAM and of its base", "works")
@@ -60,3 +61,10 @@ def trained_by(*arguments: str) -> dict[str, Any]:
 def test_a_command_line_sets_the_options(arguments: list[str], expected: dict[str, Any]) -> None:
     found = trained_by(*(f"--optimizer.{argument}" for argument in arguments))
     assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.shows("Lightning", "LightningCLI: a variant by its import path, `subclasses_enabled=[SAM]`", "works")
+def test_a_command_line_names_a_variant() -> None:
+    jsonargparse.set_parsing_settings(subclasses_enabled=[SAM])
+    found = trained_by("--optimizer.lr=0.3", "--optimizer.variant=fastsam.GSAM", "--optimizer.variant.rho=0.07")
+    assert (type(found["variant"]), found["rho"], found["lr"]) == (GSAM, 0.07, 0.3)

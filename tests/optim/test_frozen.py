@@ -64,7 +64,7 @@ def tensor_bytes() -> int:
     ids=str,
 )
 def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SAM, each: int) -> None:
-    """`each`: bytes per parameter that is trained (docs/fused_sam.md)."""
+    """`each`: bytes per parameter that is trained (docs/fused_sam_memory.md)."""
     model, (cls, options) = Adapted(dtype), BASES[base]
     before = tensor_bytes()
     opt = FusedSAM(model.parameters(), cls, variant=sam, **options)

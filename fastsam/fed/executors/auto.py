@@ -1,7 +1,7 @@
 """The choice of an executor: the named one, or one by a rule on model, shapes and device.
 
 The rule never measures anything at run time, because a timed choice would change the bits from run to run. Its numbers
-are in docs/executors.md.
+are in docs/executors_measured.md.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from fastsam.arena import Layout
 from fastsam.fed.clients.batched import BatchedClients
 from fastsam.fed.clients.mapped_rows import one_ahead
+from fastsam.fed.clients.packed_samples import PackedSamples
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Augment, Loss, augmented
-from fastsam.fed.clients.samples import Samples
-from fastsam.fed.clients.store import Store
+from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.variant import needs_of
@@ -152,7 +152,7 @@ class Work:
     clients: Sequence[Pair]
     sizes: Sequence[int]
     augment: Augment | None = None
-    store: Store | None = None
+    store: PackedSamples | None = None
     steps: int | None = None
     drop_last: bool = False
     samples: BatchedClients | None = None
@@ -199,7 +199,7 @@ class Task:
         row: index of the client's row in vectors `[n, row_size]`.
         snapshots: local steps before which the row is copied.
         orders: orders of its samples, one per epoch, if they have been drawn (see `draw_orders`).
-        own: its samples if they come in batches, from `open_` on.
+        own: its samples if they come in batches, from `open` on.
         begun: number of epochs that the client has already begun in this round.
         loop: the algorithm's own loop, or None for the run's epochs of local steps.
     """
@@ -210,7 +210,7 @@ class Task:
     row: int = 0
     snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
-    own: Samples | None = None
+    own: ClientDataset | None = None
     begun: int = 0
     loop: ClientLoop | None = None
 
@@ -220,7 +220,7 @@ class Task:
         orders = self.orders if epochs is None and not begun else None
         return replace(self, work=work, orders=orders, begun=begun)
 
-    def open_(self) -> None:
+    def open(self) -> None:
         """Has its samples at hand, where they come in batches: of some clients they are loaded here."""
         if self.work.samples is not None:
             self.own = self.work.samples[self.client]
@@ -293,7 +293,7 @@ class Task:
         return self._sizes(self.samples)
 
     def _sizes(self, samples: int) -> list[int]:
-        whole, rest = divided(samples, self.work.batch_size, self.work.drop_last)
+        whole, rest = split_epoch(samples, self.work.batch_size, self.work.drop_last)
         return [self.work.batch_size] * whole + [rest] * (rest > 0)
 
     @property
@@ -321,11 +321,11 @@ class Task:
                 sizes = self._sizes(len(y))  # `split` by one size goes through Python
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
-    def _own_batches(self, own: Samples) -> Iterator[tuple[Any, None]]:
+    def _own_batches(self, own: ClientDataset) -> Iterator[tuple[Any, None]]:
         readings = self._readings(own)
         return ((batch, None) for batch in (one_ahead(readings) if own.ahead else (read() for read in readings)))
 
-    def _readings(self, own: Samples) -> Iterator[Callable[[], Any]]:
+    def _readings(self, own: ClientDataset) -> Iterator[Callable[[], Any]]:
         """Yield functions that read the batches, one after the other."""
         for epoch in range(self.begun, self.begun + self.epochs):
             order = self._order(epoch) if self.shuffle else torch.arange(sum(self.epoch_sizes()))
@@ -378,7 +378,7 @@ def refusal(setup: Setup, served: frozenset[str] = SGD_OPTIONS) -> str | None:
     return f"it does not serve the options {unserved}" if unserved else None
 
 
-def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
+def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
     """Return the number of whole batches of an epoch, and the number of samples after them (0 for none). A client with
     less samples than a batch has one batch in any case."""
     whole, rest = divmod(samples, batch_size)

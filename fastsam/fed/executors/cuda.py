@@ -123,7 +123,7 @@ def tensors(results: ClientResults) -> list[Tensor]:
     return [t for t in found if t is not None and t.device.type != "cpu"]
 
 
-def joined(parts: Sequence[ClientResults]) -> ClientResults:
+def join_results(parts: Sequence[ClientResults]) -> ClientResults:
     """Return the results of clients as those of one group, in order. A field must be None for all of them or for
     none."""
 
@@ -139,7 +139,7 @@ def joined(parts: Sequence[ClientResults]) -> ClientResults:
     return ClientResults(**{f.name: of([getattr(part, f.name) for part in parts]) for f in fields(ClientResults)})
 
 
-def alike(parts: Iterable[ClientResults]) -> list[list[ClientResults]]:
+def group_by_fields(parts: Iterable[ClientResults]) -> list[list[ClientResults]]:
     """Return results that have the same fields, in groups."""
     groups: dict[Hashable, list[ClientResults]] = {}
     for part in parts:

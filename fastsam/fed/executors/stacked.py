@@ -21,8 +21,8 @@ from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.base import Setup, refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import strided
-from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.replay import Replays, Ways
+from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.step.model_copy import Replica
 
 _CACHE = 4 * 2**20  # bytes of weights
@@ -86,18 +86,18 @@ class StackedPasses:
         )
         self.replays = Replays(self.gradients, replica.module, layout, ways)
 
-    def run(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def run(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of
         the gradients."""
-        found = self.replays.run(form.leaves, x, y)
+        found = self.replays.run(row_slice.leaves, x, y)
         if found is None:
-            return self.plain(form, x, y)
+            return self.plain(row_slice, x, y)
         losses, grads, slots = found
         return losses, Gradients(grads, slots, self._table(slots))
 
-    def plain(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def plain(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """What `run` means: through the model's Python, torch.vmap and autograd."""
-        losses, grads = self.gradients(form.leaves, x, y)
+        losses, grads = self.gradients(row_slice.leaves, x, y)
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
         return losses, Gradients(present, slots, self._table(slots))
@@ -216,35 +216,35 @@ def why_not(setup: Setup) -> str | None:
         return f"torch.vmap cannot map the model or the loss over clients ({type(error).__name__}: {first})"
 
 
-def _trial_rows(setup: Setup) -> tuple[Replica, Form]:
+def _trial_rows(setup: Setup) -> tuple[Replica, RowSlice]:
     """A copy of the model in training mode, and two rows of other weights."""
     replica = Replica(setup.model, setup.layout, Arena(setup.layout, device=setup.device).field("w", setup.dtype)[0])
     replica.module.train()
-    form = Form(Rows(setup, 2), slice(0, 2))
-    form.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
-    return replica, form
+    row_slice = RowSlice(RowState(setup, 2), slice(0, 2))
+    row_slice.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
+    return replica, row_slice
 
 
 def has_row_program(setup: Setup) -> bool:
     """Whether clients with batches like the example have a row program. Only for models that can be stacked."""
     if setup.example is None:
         return False
-    replica, form = _trial_rows(setup)
+    replica, row_slice = _trial_rows(setup)
     replays = StackedPasses(replica, setup.layout, setup).replays
     x, y = (torch.stack([part, part]) for part in setup.example)
-    replays.run(form.leaves, x, y)
+    replays.run(row_slice.leaves, x, y)
     return replays.has_row_pass(x, y)
 
 
 def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     layout = setup.layout
-    replica, form = _trial_rows(setup)
+    replica, row_slice = _trial_rows(setup)
     batches = [(x, y), (x.flip(0), y.flip(0))]
     x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-    losses, stacked = StackedPasses(replica, layout, setup).plain(form, x, y)
+    losses, stacked = StackedPasses(replica, layout, setup).plain(row_slice, x, y)
     plain = Passes(replica, layout, setup.loss)
     for row, batch in enumerate(batches):
-        replica.row.copy_(form.z[row])
+        replica.row.copy_(row_slice.z[row])
         loss, alone = plain.run(*batch)
         if alone.slots != stacked.slots:
             return "a stacked step gives gradients to other parameters than a plain one"

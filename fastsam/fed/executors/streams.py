@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.client import Client
-from fastsam.fed.executors.cuda import Cuda, alike, joined, tensors, vectors, why_not
+from fastsam.fed.executors.client_trainer import ClientTrainer
+from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors, why_not
 from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.row import Row
 from fastsam.fed.step.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")
@@ -24,7 +24,7 @@ class Lane:
     """A slot: a row and its stream. `busy` from the opening of a client to its close. error: that of a client which is
     left out."""
 
-    def __init__(self, row: Row, cuda: Cuda, excludes: Callable[[ClientError], bool]) -> None:
+    def __init__(self, row: ClientTrainer, cuda: Cuda, excludes: Callable[[ClientError], bool]) -> None:
         self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
         self.excludes = excludes
         self.error: ClientError | None = None
@@ -37,7 +37,7 @@ class Lane:
         self.busy, self.error, self.results = True, None, None
         with self.cuda.on(self.stream):
             try:
-                self.row.open_(task, start, buffers)
+                self.row.open(task, start, buffers)
             except ClientError as error:
                 self._leave_out(error)
 
@@ -48,7 +48,7 @@ class Lane:
         with self.cuda.on(self.stream):
             try:
                 if self.row.task.loop is None:
-                    return self.row.step_()
+                    return self.row.step()
                 client = Client(self.row)
                 self.results = client.results(self.row.task.loop.run(client))
                 return False
@@ -73,8 +73,8 @@ class Lane:
 
 
 class Streams(Executor):
-    """One `Row` and one stream per slot. The host queues a step of every client in turn and waits for none of them
-    inside an epoch.
+    """One `ClientTrainer` and one stream per slot. The host queues a step of every client in turn and waits for none
+    of them inside an epoch.
 
     Joins are events. A row computes what the plain executor computes, in the same order: the bits are the same.
     Raises ValueError for a device that is no CUDA device, and for a model that draws random numbers.
@@ -140,8 +140,8 @@ class Streams(Executor):
                 if lane.error is not None:
                     lane.busy = False
                     yield lane.error
-            for group in alike([lane.close() for lane in finished if lane.error is None]):
-                results = joined(group)
+            for group in group_by_fields([lane.close() for lane in finished if lane.error is None]):
+                results = join_results(group)
                 self.random.check(results.client_ids[0])
                 yield results
 
@@ -155,5 +155,5 @@ class Streams(Executor):
             self.lanes.append(Lane(self.make_row(), self.cuda, self.setup.excludes))
         return self.lanes[slot]
 
-    def make_row(self) -> Row:
-        return Row(self.setup, self.random)
+    def make_row(self) -> ClientTrainer:
+        return ClientTrainer(self.setup, self.random)

@@ -19,7 +19,7 @@ class AlgorithmError(ValueError):
     """A method of the algorithm raised; the cause is attached. Rounds count from 1, as in the records."""
 
 
-def asked(
+def call_algorithm(
     algorithm: object, method: str, arguments: Sequence[Any], round: int | None, clients: Sequence[int] = ()
 ) -> Any:
     """Call a method of an algorithm and return its result.
@@ -127,7 +127,7 @@ def _finite_rows(x: Tensor, n: int) -> Tensor:
     return x.isfinite().reshape(n, -1).all(dim=1)
 
 
-def check_begin(state: State, who: str) -> State:
+def check_initial_state(state: State, who: str) -> State:
     """A state to begin with. Raises ValueError for NaN in it: it would never go away."""
     for name, x in state.items():
         if (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()):
@@ -142,7 +142,7 @@ def check_client(state: object, who: str) -> State:
     return state
 
 
-def check_steps(made: object, w: Tensor, n: int) -> list[tuple[LocalUpdate, int]]:
+def check_updates(made: object, w: Tensor, n: int) -> list[tuple[LocalUpdate, int]]:
     """What `local_update` returned for n clients, as a LocalUpdate for each and the client's row in it.
 
     Raises ValueError unless it is one LocalUpdate, or n of them, with vectors like the weights `w`.
@@ -180,7 +180,7 @@ def check_extra(extra: object) -> Mapping[str, Tensor] | None:
     return extra
 
 
-def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
+def check_finished(closed: object, server: State, n: int) -> tuple[State, Upload]:
     """What `finish_client` returned for n clients.
 
     Raises ValueError unless it is a client's state and an Upload, all tensors `[n, ...]`, or in the state also those of
@@ -211,7 +211,7 @@ def _check_rows(vectors: Mapping[str, Tensor], n: int, what: str) -> None:
             )
 
 
-class Unwritten:
+class MutationCheck:
     """Tensors that are lent to an algorithm's functions, which must not write into them: others have the same ones."""
 
     def __init__(self) -> None:

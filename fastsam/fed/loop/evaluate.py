@@ -142,10 +142,10 @@ class Evaluator:
         # A client's own classes need labels that are classes; equal parts of the test set need nothing, nor do test
         # sets of the clients' own.
         mode = mode if population.test_sizes is None else OWN
-        divided = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
-        divided = divided and (mode != "prior" or _known_labels(population))
-        self.mode = mode if divided else None
-        self._slices = client_slices(mode, population, seed) if divided else None
+        split_epoch = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
+        split_epoch = split_epoch and (mode != "prior" or _known_labels(population))
+        self.mode = mode if split_epoch else None
+        self._slices = client_slices(mode, population, seed) if split_epoch else None
         parts = self._slices or []
         self._clients = len(parts)
         # Clients with their own test samples, all these samples, and the first index of each client's.

@@ -21,7 +21,7 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
 from fastsam.fed.loop.algorithm_calls import Contract
-from fastsam.fed.loop.client_state import ClientStates
+from fastsam.fed.loop.client_state import ClientStateStorage
 from fastsam.fed.loop.contract import check_finite
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
@@ -62,7 +62,7 @@ class Loop:
     chosen: Choice
     evaluator: Evaluator
     view: Replica
-    states: ClientStates
+    states: ClientStateStorage
     ranks: Ranks
     layout: ParameterLayout
     stages: Sequence[Stage] = ()
@@ -238,7 +238,7 @@ class Loop:
         """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked
         once a round."""
         settings = self.settings
-        looks = self.states.looks_ahead or self.population.looks_ahead
+        looks = self.states.prefetches or self.population.prefetches
         if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
         return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed, self._may_empty)
@@ -246,7 +246,7 @@ class Loop:
     def _evaluate(self, state: RunState, completed: int) -> dict[str, Any]:
         if not self._evaluates(completed):
             return self.evaluator.nothing()
-        self.view.load_(state.server["w"], state.buffers)
+        self.view.load(state.server["w"], state.buffers)
         found = self.evaluator(self.view.module)
         return found if self.personal is None else found | self.evaluator.of_own(self._own_models(state, self.personal))
 
@@ -254,7 +254,7 @@ class Loop:
         """The model of every client, one after the other in the same module."""
         for i in range(len(self.population.sizes)):
             own = state.clients.get(i)
-            self.view.load_(personal.row(state.server, own), personal.buffers(state.buffers, own))
+            self.view.load(personal.row(state.server, own), personal.buffers(state.buffers, own))
             yield self.view.module
 
     def _evaluates(self, completed: int) -> bool:

@@ -27,9 +27,7 @@ from fastsam.fed.loop import client_state as states
 from fastsam.fed.loop import requirements
 from fastsam.fed.loop.evaluate import VALIDATION
 from fastsam.fed.loop.rates import Rate, check_formula, rate_at
-from fastsam.fed.measures import NAMES, Measures
-from fastsam.fed.measures import Options as MeasureOptions
-from fastsam.fed.measures import check as check_measures
+from fastsam.fed.measures import NAMES, Measures, NamedMeasures, named
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
@@ -98,10 +96,9 @@ class Settings:
     client_test_split: str = option("prior", "test samples of each client: by its class prior, all, or an equal slice",
         choices=VALIDATION)
     eval_every: int = option(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
-    measures: Sequence[str] | Measures = option((), f"further measurements: {', '.join(NAMES)}; in Python also your "
-                                                    "own object", free=True)
-    measure_options: Mapping[str, Any] | None = option(None,
-        f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}", free=True)
+    measures: Sequence[str] | NamedMeasures | Mapping[str, Any] | Measures = option((),
+        f"further measurements: {', '.join(NAMES)}; or a table of names and settings: "
+        f"{', '.join(table(NamedMeasures))}; in Python also your own object", free=True)
     metrics: Mapping[str, Any] | None = option(None,
         "functions (outputs, labels) -> number on the test set, over all samples and over clients, by name; in a "
         "config their import paths", free=True)
@@ -152,8 +149,7 @@ class Settings:
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
         object.__setattr__(self, "compression", compression_of(self.compression))
-        if isinstance(self.measures, Sequence):
-            check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
+        named(self.measures)
         resolve(self.metrics)
         requirements.check(requirements.Facts(self))
         self._check_rates()
@@ -188,7 +184,7 @@ class Settings:
 
     def steps_of(self, samples: int) -> int:
         """Return the number of local steps of a client with `samples` samples in a round."""
-        whole, rest = executors.divided(samples, self.batch_size, self.drop_last)
+        whole, rest = executors.split_epoch(samples, self.batch_size, self.drop_last)
         return self.local_steps or self.local_epochs * (whole + (rest > 0))
 
     def lr_of(self, index: int) -> float:

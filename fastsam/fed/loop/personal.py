@@ -35,7 +35,7 @@ class ClientModels(Protocol):
         """Return the client's buffers. common: buffers of the global model."""
 
 
-class Kept:
+class AlgorithmModels:
     """Models that the algorithm keeps in addition to the global one (`Algorithm.own_models`). A client that has not
     taken
     part yet has the global model."""
@@ -53,7 +53,7 @@ class Kept:
         return common
 
 
-class Personal:
+class PersonalizedAlgorithm:
     """`inner`, with some of the parameters never sent. A client begins with its own values of them, and the inner
     algorithm sees zeros.
 
@@ -185,15 +185,15 @@ def client_models_of(
 ) -> ClientModels | None:
     """Return the source of the clients' own models, or None if the clients have none.
 
-    A `Personal` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and the algorithm
-    name. `buffers` are those of the initial model if training changes them, else empty.
+    A `PersonalizedAlgorithm` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and
+    the algorithm name. `buffers` are those of the initial model if training changes them, else empty.
     """
     names = settings.local_parameters
     patterns = [] if names is None else [names] if isinstance(names, str) else [*names]
     patterns += own_parameters_of(algorithm, layout.template)
     local = settings.buffers == "local"
     if getattr(algorithm, "own_models", False):
-        return Kept(algorithm)
+        return AlgorithmModels(algorithm)
     if not patterns and not local:
         return None
-    return Personal(algorithm, layout, patterns, buffers if local else ())
+    return PersonalizedAlgorithm(algorithm, layout, patterns, buffers if local else ())

@@ -17,7 +17,7 @@ from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
 from fastsam.fed.executors.base import ClientLoop
 from fastsam.fed.loop.algorithm_calls import Constants, Contract
-from fastsam.fed.loop.client_state import ClientStates, alike, rows
+from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
 from fastsam.fed.loop.contract import not_finite
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
@@ -48,7 +48,7 @@ class Run(Protocol):
     @property
     def stages(self) -> Sequence[Stage]: ...
     @property
-    def states(self) -> ClientStates: ...
+    def states(self) -> ClientStateStorage: ...
     @property
     def weights(self) -> Sequence[int] | None: ...
 
@@ -120,11 +120,11 @@ class Cohort:
         work = work_of(self.round, settings, population)
         order, later = self._order(self.mine, longest_first), self._order(later, longest_first)
         self.states.begin(self.before.clients, order, later)
-        if population.looks_ahead:
+        if population.prefetches:
             assert population.samples is not None
             now = set(order)  # who is in both is loaded again, when its data are forgotten
             others = [i for i in later if i not in now] if self.exchange.ranks.size == 1 else []
-            population.samples.expect([*order, *others], executor.slots)
+            population.samples.prefetch([*order, *others], executor.slots)
         orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), together):
             clients = order[at : at + together]
@@ -159,7 +159,7 @@ class Cohort:
             return [self._first[1]] * len(clients)
         found: dict[int, Constants] = {}
         ids, states = list(known), list(known.values())
-        for places in alike(states):
+        for places in group_by_shape(states):
             those = [ids[place] for place in places]
             found |= dict(zip(those, self._constants([states[place] for place in places], those), strict=True))
         first = None if self._first is None else self._first[1]
@@ -196,7 +196,7 @@ class Cohort:
             norms = torch.linalg.vector_norm(results.delta, dim=1).tolist()
         self.norms |= zip(results.client_ids, norms, strict=True)
         states = [self._open.pop(i, {}) for i in results.client_ids]
-        for places in alike(states):
+        for places in group_by_shape(states):
             whole = len(places) == len(states)
             self._close([states[i] for i in places], results if whole else results.take(places))
 

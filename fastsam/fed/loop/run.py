@@ -38,7 +38,7 @@ from fastsam.fed.loop.options import Optimizer, Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
-from fastsam.fed.measures import Measures
+from fastsam.fed.measures import Measures, NamedMeasures, named
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
@@ -52,7 +52,8 @@ log = logging.getLogger("fastsam.fed")
 
 
 _REPLACED = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
-    "clip_update": "privacy=fed.Privacy(clip=...)"
+    "clip_update": "privacy=fed.Privacy(clip=...)",
+    "measure_options": "measures=fed.NamedMeasures([...], every=...)",
 }
 
 
@@ -104,8 +105,7 @@ def run(
     on_client_error: str = "raise",
     privacy: Privacy | Mapping[str, Any] | None = None,
     compression: TopK | Mapping[str, Any] | None = None,
-    measures: Sequence[str] | Measures = (),
-    measure_options: Mapping[str, Any] | None = None,
+    measures: Sequence[str] | NamedMeasures | Mapping[str, Any] | Measures = (),
     run_dir: str | Path | None = None,
     resume: bool = False,
     checkpoint_every: int = 1,
@@ -168,9 +168,9 @@ def run(
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
         with trials:
             tried = (
-                trial_batch.attempt(trained, population, loss, batch_size)
+                trial_batch.try_batches(trained, population, loss, batch_size)
                 if isinstance(loss, BatchLoss)
-                else trial_step.attempt(trained, population, loss, batch_size)
+                else trial_step.try_pairs(trained, population, loss, batch_size)
             )
         registration.update(tried.draws is not None or population.reads_draw)
         trial_step.check_buffers(tried, settings.buffers)
@@ -183,8 +183,7 @@ def run(
             loss,
             tried,
             backend,
-            measures,
-            measure_options or {},
+            named(measures) or cast(Measures, measures),
             ranks,
         )
         run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))

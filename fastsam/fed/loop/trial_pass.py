@@ -1,6 +1,6 @@
 """One look at a training pass before round 1: the tensors that it reads, and its side effects.
 
-`trial_step.attempt` and `trial_batch.attempt` call `look` with a copy of the model and one batch. The checks of
+`trial_step.try_pairs` and `trial_batch.try_batches` call `look` with a copy of the model and one batch. The checks of
 models and losses in training are here.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.common.fingerprints import references
-from fastsam.fed.executors.drawing import Calls, Watch
 from fastsam.fed.executors.gradient_passes import check_scalar
+from fastsam.fed.executors.random_ops import RandomOpRecorder, RandomOps
 from fastsam.fed.executors.recording import difference, python_state
 from fastsam.fed.step.model_copy import trainable
 
@@ -30,7 +30,7 @@ def look(
     batch: Sequence[Tensor],
     compute: Callable[[], Tensor],
     failed: str,
-) -> tuple[Calls | None, tuple[str, ...]]:
+) -> tuple[RandomOps | None, tuple[str, ...]]:
     """Take one training pass of `trial`, and repeat its forward half from the same buffers and random state.
 
     Args:
@@ -57,7 +57,7 @@ def look(
     frozen, versions = _frozen_versions(trial), [t._version for t in batch if not t.is_inference()]
     copies, state = [t.clone() for t in batch], _python_state(trial)
     with random_state_kept(device):
-        watch = Watch(device)
+        watch = RandomOpRecorder(device)
         with explain(failed), watch:
             value = compute()
         _check_loss(value)

@@ -10,6 +10,6 @@ from __future__ import annotations
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.measures.hook import make
 from fastsam.fed.measures.objective import Objective, subset, unit
-from fastsam.fed.measures.options import NAMES, Options, check
+from fastsam.fed.measures.options import NAMES, NamedMeasures, named
 
-__all__ = ["NAMES", "Measures", "Objective", "Options", "check", "make", "subset", "unit"]
+__all__ = ["NAMES", "Measures", "NamedMeasures", "Objective", "make", "named", "subset", "unit"]

@@ -17,7 +17,7 @@ from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.measures import diagnostics, drift, sharpness
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.measures.objective import Objective, subset, unit
-from fastsam.fed.measures.options import NAMES, Options, check
+from fastsam.fed.measures.options import NAMES, NamedMeasures
 from fastsam.fed.measures.own import OwnMeasures
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import Replica, trainable
@@ -49,21 +49,21 @@ class _Collected:
 
 
 class RoundMeasures:
-    """The measures `names` of a run (see `NAMES`), as the loop calls them.
+    """The measures of a run that are chosen by name (see `NAMES`), as the loop calls them.
 
     While a round lasts, measures along the path keep three snapshots and the delta of every client. Other measures keep
     only the sum of the deltas. The loss is computed on a replica, in eval mode, without augmentation.
     """
 
     def __init__(
-        self, names: Sequence[str], options: Options, model: nn.Module, layout: Layout, population: Population,
-        loss: Loss,
+        self, options: NamedMeasures, model: nn.Module, layout: Layout, population: Population, loss: Loss,
         *, batch_size: int, rounds: int, seed: int, classifies: bool,
     ) -> None:  # fmt: skip
         """Raises ValueError for a measure of classes where the labels are none."""
+        names = options.names
         if "margin" in names and not classifies:
             raise ValueError("the measure 'margin' needs class labels; this task has none")
-        self.names, self.options, self.rounds, self.batch_size = tuple(names), options, rounds, batch_size
+        self.names, self.options, self.rounds, self.batch_size = names, options, rounds, batch_size
         self.classifies, self.loss = classifies, loss
         first = trainable(model)[0]
         if population.batched:
@@ -233,21 +233,18 @@ class RoundMeasures:
         return weights, perturbed
 
 
-def make(
-    measures: Sequence[str] | Measures, options: Mapping[str, Any], buffers: str | None, **parts: Any
-) -> Measures | None:
+def make(measures: NamedMeasures | Measures, buffers: str | None, **parts: Any) -> Measures | None:
     """Return the measures of a run, or None if it has none.
 
     Args:
-        measures: names, or a user's object.
-        options: settings of the measures.
+        measures: names and settings, or a user's object.
         buffers: the run's option.
         **parts: keywords of `RoundMeasures`.
 
     Raises:
-        ValueError: a name or option is unknown, or the run averages buffers, which the measures would not see.
+        ValueError: the object lacks a method, or the run averages buffers, which the measures would not see.
     """
-    if not isinstance(measures, Sequence):
+    if not isinstance(measures, NamedMeasures):
         missing = [name for name in ("snapshots", "clients", "round") if not callable(getattr(measures, name, None))]
         if missing:
             raise ValueError(
@@ -256,13 +253,12 @@ def make(
                 f"got {type(measures).__name__} without {', '.join(missing)}"
             )
         return OwnMeasures(measures)
-    checked = check(measures, options)
-    if measures and buffers in ("average", "local"):
+    if measures.names and buffers in ("average", "local"):
         raise ValueError(
             f"measures use the initial buffers of the model, and buffers={buffers!r} changes them. Use "
             f"buffers='keep' or GroupNorm"
         )
-    return RoundMeasures(measures, checked, **parts) if measures else None
+    return RoundMeasures(measures, **parts) if measures.names else None
 
 
 def kept_steps(steps: int) -> tuple[int, int, int]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastsam.fed.common.checks import integer, number
+from fastsam.fed.common.checks import integer, nearest, number
+from fastsam.fed.common.option import option, table
 
 # Each measure with its keys in a round's record.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -25,50 +26,55 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Options:
-    """Settings of the measures.
-
-    Args:
-        rho: radius of the sharpness and of the margin's perturbation.
-        steps: number of steps of the projected ascent.
-        samples: number of training samples of the loss, a fixed subset with a part of every client; None: all.
-        every: rounds between measured rounds. The last round is always measured.
-        margin: gamma of the margin risk.
-        iterations: largest number of power iterations.
+class NamedMeasures:
+    """Measures of a run by name, with their settings (`measures=fed.NamedMeasures(["sharpness"], every=10)`).
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a name is unknown, or a value is out of range.
     """
 
-    rho: float = 0.1
-    steps: int = 20
-    samples: int | None = None
-    every: int = 1
-    margin: float = 0.1
-    iterations: int = 30
+    names: Sequence[str] = option((), f"names of the measures: {', '.join(NAMES)}")
+    rho: float = option(0.1, "radius of the sharpness and of the margin's perturbation")
+    steps: int = option(20, "number of steps of the projected ascent")
+    samples: int | None = option(None,
+        "number of training samples of the loss, a fixed subset with a part of every client; none: all")  # fmt: skip
+    every: int = option(1, "rounds between measured rounds; the last round is always measured")
+    margin: float = option(0.1, "gamma of the margin risk")
+    iterations: int = option(30, "largest number of power iterations")
 
     def __post_init__(self) -> None:
-        number("measure_options: rho", self.rho, above=0)
-        number("measure_options: margin", self.margin, at_least=0, at_most=1)
+        if isinstance(self.names, str):
+            raise ValueError(f"measures must be a list of names, got the string {self.names!r}; write [{self.names!r}]")
+        object.__setattr__(self, "names", tuple(self.names))
+        unknown = [name for name in self.names if not isinstance(name, str) or name not in NAMES]
+        if unknown:
+            raise ValueError(f"measures: unknown measure {unknown[0]!r}; choose from {', '.join(NAMES)}")
+        number("measures: rho", self.rho, above=0)
+        number("measures: margin", self.margin, at_least=0, at_most=1)
         for name in ("steps", "every", "iterations"):
-            integer(f"measure_options: {name}", getattr(self, name), at_least=1)
+            integer(f"measures: {name}", getattr(self, name), at_least=1)
         if self.samples is not None:
-            integer("measure_options: samples", self.samples, at_least=1)
+            integer("measures: samples", self.samples, at_least=1)
 
 
-def check(names: Sequence[str], options: Mapping[str, Any]) -> Options:
-    """The options. Raises ValueError for a name or an option that does not exist."""
-    if isinstance(names, str):
-        raise ValueError(f"measures must be a list of names, got the string {names!r}; write [{names!r}]")
-    if not isinstance(options, Mapping):
-        raise ValueError(f"measure_options must be a dict, got {type(options).__name__}")
-    unknown = [name for name in names if not isinstance(name, str) or name not in NAMES]
-    if unknown:
-        raise ValueError(f"measures: unknown measure {unknown[0]!r}; choose from {', '.join(NAMES)}")
-    if options and not names:
-        raise ValueError("measure_options are given, but no measures; name what to measure, or leave the options out")
-    known = Options.__dataclass_fields__
-    wrong = [name for name in options if name not in known]
+def named(measures: Any) -> NamedMeasures | None:
+    """Return measures by name from a list of names, a table or a `NamedMeasures`, or None for a user's object.
+
+    Raises:
+        ValueError: a name or a setting is unknown, or there are settings and no names.
+    """
+    if isinstance(measures, NamedMeasures):
+        return measures
+    if isinstance(measures, Sequence):
+        return NamedMeasures(measures)
+    if not isinstance(measures, Mapping):
+        return None
+    known = table(NamedMeasures)
+    wrong = [name for name in measures if name not in known]
     if wrong:
-        raise ValueError(f"measure_options: unknown option {wrong[0]!r}; choose from {', '.join(known)}")
-    return Options(**options)
+        raise ValueError(
+            f"measures has no option {wrong[0]!r}{nearest(wrong[0], known)}; its options: {', '.join(known)}"
+        )
+    if measures and not measures.get("names"):
+        raise ValueError("measures has settings, but no names. Name what to measure, or leave the settings out")
+    return NamedMeasures(**measures)

@@ -61,9 +61,9 @@ def test_the_table_says_what_the_class_declares(name):
     _, _, _, _, _, server, client, down, up, passes, memory, _ = ROWS[name]
     assert ROWS[name][0] == f"`{made!r}`"
     assert (down, up, memory) == (
-        f"{made.download_vectors:g} P",
-        f"{made.upload_vectors:g} P",
-        f"{made.working_vectors:g} P",
+        f"{made.download_vectors:g}",
+        f"{made.upload_vectors:g}",
+        f"{made.working_vectors:g}",
     )
     assert passes == str(made.backward_passes)
     assert made.server_vectors == len(vectors(server)) and made.client_vectors == len(vectors(client))
@@ -98,8 +98,7 @@ def test_the_table_says_what_the_class_does(name):
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
 def test_the_commands_are_understood(name):
     words = shlex.split(ROWS[name][-1].strip("`"))
-    assert words[:3] == ["fastsam", "run", "CONFIG"]
-    resolved = config.resolve(config.read(ROOT / "examples" / "digits.toml", words[3:]))
+    resolved = config.resolve(config.read(ROOT / "examples" / "digits.toml", words))
     assert resolved.algorithm == name
     for option in (w for w in words if w.startswith("--") and w not in ("--algorithm", "--server-lr")):
         assert option.lstrip("-").rpartition(".")[2].replace("-", "_") in resolved.options

@@ -282,8 +282,8 @@ def names(text: str) -> set[str]:
 
 
 def test_the_page_names_what_torch_refuses() -> None:
-    page = (ROOT / "docs" / "executors.md").read_text()
-    table = page[page.index("## What has no deterministic form") : page.index("## Several processes")]
+    page = (ROOT / "docs" / "executors_promises.md").read_text()
+    table = page[page.index("## What has no deterministic form") :]
     refused = names(REFUSED) - set(NO_MODEL_TRAINS_WITH) - {"scatter_reduce"}
     families = {re.sub(r"[123]d$", "", name) for name in refused if name != "use_deterministic_algorithms"}
     assert len(families) > 10

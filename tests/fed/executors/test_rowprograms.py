@@ -273,7 +273,9 @@ def test_epochs_have_the_bits_of_single_steps(
 ) -> None:
     taken, train_ = [], RowPass.train_
     monkeypatch.setattr(
-        RowPass, "train_", lambda self, crews, form: (taken.append(crews[0].alike_steps[0]), train_(self, crews, form))
+        RowPass,
+        "train_",
+        lambda self, blocks, form: (taken.append(blocks[0].alike_steps[0]), train_(self, blocks, form)),
     )
     native_ = trained(method, 3, **options)
     alone = "fedsmoo", "fedgsam", "fedmoswa"

@@ -5,12 +5,11 @@ import torch
 from torch import nn
 
 from fastsam import fed
+from fastsam.fed.algorithms.base import has_loop
 from fastsam.fed.loop.algorithm_calls import CheckedContract, Contract, contract_of
-from fastsam.fed.loop.personal import Personal
+from fastsam.fed.loop.personal import PersonalizedAlgorithm
 from tests.helpers import fed_cases as cases
 from tests.helpers.fed_runs import FIRST, digest, run
-
-NOT_STACKED = ("APFL", "Ditto", "FedBN", "FedGMT", "FedNTD", "FedRep", "FedRobust", "FedSOL", "MOON", "pFedMe")
 
 
 def normed() -> nn.Module:
@@ -34,7 +33,7 @@ def test_checked_calls_give_the_same_bits(name: str) -> None:
     checked = as_a_users(algorithm)
     assert type(contract_of(algorithm)) is Contract and type(contract_of(checked)) is CheckedContract
     options = {"model": normed(), "sizes": (8, 16, 8, 12), "batch_size": 4} if name == "fedbn" else {}
-    for executor in ["sequential"] if cls.__name__ in NOT_STACKED else ["sequential", "vmap"]:
+    for executor in ["sequential"] if has_loop(algorithm) or cls.own_buffers else ["sequential", "vmap"]:
         assert digest(run(algorithm, executor, 3, **options)) == digest(run(checked, executor, 3, **options))
 
 
@@ -43,6 +42,6 @@ def test_a_wrapped_algorithm_of_a_user_is_checked_too() -> None:
         pass
 
     for inner, kind in ((Own(), CheckedContract), (fed.FedAvg(), Contract)):
-        wrapped = Personal.__new__(Personal)
+        wrapped = PersonalizedAlgorithm.__new__(PersonalizedAlgorithm)
         wrapped.inner = inner
         assert type(contract_of(wrapped)) is kind  # type: ignore[arg-type]

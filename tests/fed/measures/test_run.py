@@ -13,7 +13,7 @@ from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed.algorithms import Round
 from fastsam.fed.clients.population import Population
-from fastsam.fed.measures import NAMES, Objective, Options, diagnostics, sharpness, unit
+from fastsam.fed.measures import NAMES, Objective, diagnostics, sharpness, unit
 from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import trainable
@@ -26,7 +26,7 @@ ADDED = {key for keys in NAMES.values() for key in keys}
 
 
 def test_measuring_everything_changes_no_bit_of_the_run():
-    plain, measured = run(), run(measures=list(NAMES), measure_options={"iterations": 3, "steps": 2})
+    plain, measured = run(), run(measures=fed.NamedMeasures(list(NAMES), iterations=3, steps=2))
     for a, b in zip(plain.model.parameters(), measured.model.parameters()):
         assert torch.equal(a, b)
     for before, after in zip(plain.history, measured.history):
@@ -36,14 +36,13 @@ def test_measuring_everything_changes_no_bit_of_the_run():
         }
     # With FedSAM only the measure of FedSMOO has no value. A second run records the same values.
     assert {k for k in ADDED if measured.history[-1][k] is None} == {"dual_gap"}
-    again = run(measures=list(NAMES), measure_options={"iterations": 3, "steps": 2})
+    again = run(measures=fed.NamedMeasures(list(NAMES), iterations=3, steps=2))
     first, second = ([[r[k] for k in sorted(ADDED)] for r in run.history] for run in (measured, again))
     assert first == second
 
 
 def test_the_last_record_is_about_the_final_model():
-    names = ["train", "sharpness", "sharpness_ascent", "margin"]
-    result = run(measures=names, measure_options={"rho": 0.3, "steps": 4})
+    result = run(measures=fed.NamedMeasures(["train", "sharpness", "sharpness_ascent", "margin"], rho=0.3, steps=4))
     model, pairs = result.model, oracle.ragged_clients()
     made = quadratic.replica(model)
     w, f = made.row.clone(), Objective.pooled(made, F.cross_entropy, pairs)
@@ -64,7 +63,7 @@ def test_the_last_record_is_about_the_final_model():
 
 @dataclass(frozen=True)
 class Watched(fed.FedAvg):
-    """FedAvg that remembers what its clients send."""
+    """FedAvg that uses_last_gradient what its clients send."""
 
     seen: list = field(default_factory=list)
 
@@ -86,7 +85,7 @@ def test_consistency_is_the_clients_mean_squared_distance_from_the_new_model(wei
 
 
 def test_measured_rounds_are_every_so_many_and_the_last():
-    result = run(measures=["sharpness", "drifts"], measure_options={"every": 2}, rounds=5)
+    result = run(measures={"names": ["sharpness", "drifts"], "every": 2}, rounds=5)
     assert [r["round"] for r in result.history if r["sharpness"] is not None] == [2, 4, 5]
     assert [r["round"] for r in result.history if r["e_w"] is not None] == [2, 4, 5]
 
@@ -126,10 +125,10 @@ def test_smoothness_and_variances_of_a_quadratic_run():
     """Hessian diag(4, 1, ...) for every client, centres c_i: sigma_g is the spread of A c_i."""
     curvature = torch.diag(torch.tensor([4.0, 1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64))
     clients = [quadratic.samples([1.0, 1.0]), quadratic.samples([-1.0, 1.0])]
-    names = ["smoothness", "variances", "estimation_bias"]
+    names = fed.NamedMeasures(["smoothness", "variances", "estimation_bias"], iterations=200)
     result = run(
         fed.FedAvg(), names, clients, quadratic.Point(), loss=quadratic.loss_of(curvature), test=None,
-        participation=1.0, lr=0.05, local_epochs=3, measure_options={"iterations": 200},
+        participation=1.0, lr=0.05, local_epochs=3,
     )  # fmt: skip
     last = result.history[-1]
     assert last["hessian_norm"] == pytest.approx(4, rel=1e-2)
@@ -173,7 +172,7 @@ def measured(names, **options):
     pairs = [tuple(torch.randn(4, n, generator=generator).double() for n in (2, 1)) for _ in range(3)]
     layout = Layout.of([model.weight.detach()])
     return RoundMeasures(
-        names, Options(**options), model, layout, Population(pairs, None, None, None), F.mse_loss,
+        fed.NamedMeasures(names, **options), model, layout, Population(pairs, None, None, None), F.mse_loss,
         batch_size=2, rounds=5, seed=0, classifies=False,
     )  # fmt: skip
 
@@ -255,7 +254,9 @@ def test_the_documentation_lists_every_measure_with_its_keys_and_every_option():
     named = {row[0].strip("| `"): re.findall(r"`(\w+)`", row[1]) for row in rows if len(row) == 4}
     assert named == {name: list(keys) for name, keys in NAMES.items()}
     options = {row[0].strip("| `"): row[1] for row in rows if len(row) == 3}
-    assert options == {f.name: "none" if f.default is None else str(f.default) for f in fields(Options)}
+    assert options == {
+        f.name: "none" if f.default is None else str(f.default) for f in fields(fed.NamedMeasures) if f.name != "names"
+    }
 
 
 def test_the_code_of_the_documentation_runs():

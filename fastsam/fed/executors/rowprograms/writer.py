@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from fastsam.arena import Segment
 from fastsam.fed.executors.graph_passes import VIEWS, arguments, aten, outputs
 from fastsam.fed.executors.replay import ROWS
-from fastsam.fed.executors.rowprograms.places import Places, check_dtype
+from fastsam.fed.executors.rowprograms.memory_plan import MemoryPlan, check_dtype
 from fastsam_kernels.rowprograms.instructions import DIMS, IGNORED, MOST, OUT, Code, Instruction, NoFormError, Operand
 
 _COPIES = (aten.clone.default, aten.reshape.default, aten._unsafe_view.default)
@@ -46,7 +46,7 @@ class Writer:
     """
 
     def __init__(self, graph: Graph, segments: Sequence[Segment], row_size: int) -> None:
-        self.places, self.instructions = Places(graph), list[Instruction]()
+        self.places, self.instructions = MemoryPlan(graph), list[Instruction]()
         wanted = [(row_size, 1, ()), *((s.offset, s.length, tuple(s.stride)) for s in segments)]
         results = list(zip(outputs(graph), wanted, strict=True))
         late = [

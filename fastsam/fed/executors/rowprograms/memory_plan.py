@@ -16,7 +16,7 @@ from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, SCRATCH, 
 
 
 @dataclass
-class Place:
+class Allocation:
     """Where the elements of a tensor that is no view of another lie; tensor: what it was in the recording."""
 
     base: int
@@ -24,13 +24,13 @@ class Place:
     tensor: Tensor
 
 
-class Places:
+class MemoryPlan:
     """Of all nodes of a graph. inputs: what it reads, in their order; others: those of them that are tensors of the
     model."""
 
     def __init__(self, graph: Graph) -> None:
         self.inputs, self.others = list[Input](), list[Tensor]()
-        self._places: dict[Node, Place] = {}
+        self._places: dict[Node, Allocation] = {}
         self._memory = Scratch(graph)
         for node in graph.find_nodes(op="placeholder"):
             self._add(node, rows=1)
@@ -71,7 +71,7 @@ class Places:
         if t.dim() < 1 or t.shape[0] != ROWS or t.stride(0) < span(t):
             raise NoFormError("a result without rows, or with rows in each other")
         if node not in self._places:
-            self._places[node] = Place(SCRATCH, self._memory.take(node), t)
+            self._places[node] = Allocation(SCRATCH, self._memory.take(node), t)
         place = self._places[node]
         return Operand(place.base, place.offset, t.stride()[1:])
 
@@ -85,14 +85,14 @@ class Places:
             or t.stride()[1:] != strides
         ):
             return False
-        self._places[whole] = Place(OUT, offset, whole.meta["val"])
+        self._places[whole] = Allocation(OUT, offset, whole.meta["val"])
         return True
 
     def leave(self, node: Node) -> None:
         """After an operation: what it was the last to read is no longer needed."""
         self._memory.leave(node)
 
-    def _place(self, node: Node) -> Place:
+    def _place(self, node: Node) -> Allocation:
         whole = root(node)
         if memory(whole) != memory(node):
             raise NoFormError("a view that was a copy")
@@ -111,10 +111,10 @@ class Places:
             check_dtype(t, floating=True)
         if not t.numel():
             raise NoFormError("an empty tensor")
-        self._places[node] = Place(FIRST_INPUT + len(self.inputs), 0, t)
+        self._places[node] = Allocation(FIRST_INPUT + len(self.inputs), 0, t)
         self.inputs.append(Input(tuple(t.shape[rows:]), tuple(t.stride()[rows:]), labels, one=not rows))
 
-    def _input(self, place: Place) -> Input | None:
+    def _input(self, place: Allocation) -> Input | None:
         return self.inputs[place.base - FIRST_INPUT] if place.base >= FIRST_INPUT else None
 
 
@@ -167,5 +167,5 @@ def check_dtype(t: Tensor, floating: bool = False) -> None:
         raise NoFormError(f"numbers in {t.dtype}")
 
 
-def _offset(place: Place, t: Tensor) -> int:
+def _offset(place: Allocation, t: Tensor) -> int:
     return place.offset + int(t.storage_offset()) - int(place.tensor.storage_offset())

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import BLOCK, Task, divided, to_device
+from fastsam.fed.executors.base import BLOCK, Task, split_epoch, to_device
 
 Batch = tuple[Tensor, Tensor]
 
 
-class Samples(NamedTuple):
+class SampleIndices(NamedTuple):
     """Which samples several rows take. x, y: `[n, ...]`, contiguous; places: int64 `[rows, samples]`, in them,
     contiguous."""
 
@@ -24,7 +24,7 @@ class Samples(NamedTuple):
     places: Tensor
 
 
-class Feed:
+class BatchGatherer:
     """The batches of clients that begin together and are alike: as many samples, one batch size, no augmentation.
 
     The same samples in the same order as `Task.batches`, one block of batches after the other for all rows at once. In
@@ -33,7 +33,7 @@ class Feed:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks, self.size = tasks, tasks[0].batch_size
-        whole, rest = divided(tasks[0].samples, self.size, tasks[0].work.drop_last)
+        whole, rest = split_epoch(tasks[0].samples, self.size, tasks[0].work.drop_last)
         self.epoch, self.samples = (
             whole + (rest > 0),
             whole * self.size + rest,
@@ -51,14 +51,16 @@ class Feed:
             self._block = wanted, self._batches(orders)
         return self._block[1][number % BLOCK]
 
-    def span(self, k: int, count: int) -> Samples:
+    def sample_indices(self, k: int, count: int) -> SampleIndices:
         """The samples of batches k to k + count - 1, which are of one epoch."""
         orders = self.orders(k, count)
         store = self.tasks[0].work.store
         if store is None:
             x, y = self._gather(orders)
-            return Samples(x.flatten(0, 1), y.flatten(0, 1), torch.arange(y.numel(), device=y.device).view(y.shape[:2]))
-        return Samples(store.x, store.y, to_device(orders.contiguous(), store.y.device))
+            return SampleIndices(
+                x.flatten(0, 1), y.flatten(0, 1), torch.arange(y.numel(), device=y.device).view(y.shape[:2])
+            )
+        return SampleIndices(store.x, store.y, to_device(orders.contiguous(), store.y.device))
 
     def orders(self, k: int, count: int) -> Tensor:
         """`span`'s places, on the host: in the store, or in the client's own data."""
@@ -78,8 +80,8 @@ class Feed:
                 orders = torch.arange(n).expand(len(self.tasks), n)
             if (store := first.work.store) is not None:
                 # `tensor` of a list takes its time
-                begins = array("q", [store.begins[task.client] for task in self.tasks])
-                orders = orders + torch.frombuffer(begins, dtype=torch.int64).unsqueeze(1)
+                offsets = array("q", [store.offsets[task.client] for task in self.tasks])
+                orders = orders + torch.frombuffer(offsets, dtype=torch.int64).unsqueeze(1)
             self._orders = epoch, orders
         return self._orders[1]
 
@@ -114,8 +116,8 @@ class Feed:
         return x, y
 
 
-def feed_keys(tasks: Sequence[Task]) -> Sequence[object]:
-    """For each of some tasks of one round a key; neighbours of one key can share a `Feed`."""
+def gather_keys(tasks: Sequence[Task]) -> Sequence[object]:
+    """For each of some tasks of one round a key; neighbours of one key can share a `BatchGatherer`."""
     work = tasks[0].work
     if work.augment is not None:  # one batch by itself
         return range(len(tasks))

@@ -1,0 +1,91 @@
+"""Short tables of the pages: one table for all cases of a part, with one figure per contender and case.
+
+The complete tables, with quartiles and times, are printed by `python -m bench.report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from bench.record import Record, Row, failed, median
+from fastsam.lab.report.table import Table
+
+NONE = "–"
+Show = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The figure of a part: its place in a row, its text, and the words above its table."""
+
+    path: str
+    words: str
+    show: Show = "{:.2f}".format
+
+
+# The first figure that any row has is shown.
+FIGURES: dict[str, tuple[Figure, ...]] = {
+    "step": (Figure("eager.to.copied", "Time of the optimizer part of a step; the copied SAM class is 1"),),
+    "steps": (
+        Figure("replayed.to.foreach", "Time of a replayed step; foreach with fused SGD is 1"),
+        Figure("eager.to.copied", "Time of the optimizer part of a step; the copied SAM class is 1"),
+    ),
+    "variants": (Figure("eager.to.SAM", "Time of the optimizer part of a step; `SAM` is 1"),),
+    "speed": (Figure("speed", "Rounds per second; the bare loop is 1"),),
+    "overhead": (Figure("round", "Time of a round; FedAvg is 1"),),
+    "ranks": (Figure("speed", "Rounds per second; one rank is 1"),),
+    "growth": (Figure("speed", "Rounds per second; the first size is 1"),),
+    "share": (Figure("own_share", "Part of a round that is neither autograd nor a kernel", "{:.1%}".format),),
+    "gpu": (Figure("seconds", "Milliseconds of a round", lambda value: f"{1e3 * value:.1f}"),),
+    "busy": (Figure("busy", "Part of a round in which the device is busy", "{:.0%}".format),),
+}
+FURTHER = {
+    "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", "{:.1f}".format)
+}
+LINES = ("ranks", "growth", "share")  # cases that have different contenders: a line each
+
+
+def tables(cases: Sequence[Record]) -> Iterator[str]:
+    """Yield one table, or some lines, for each part in the order of the cases."""
+    for part, group in groupby(cases, key=lambda case: str(case["part"])):
+        found = list(group)
+        figure = next(
+            (one for one in FIGURES[part] if any(median(row, one.path) is not None for row in _rows(found))), None
+        )
+        if figure is None:
+            yield f"{FIGURES[part][-1].words}: not measured."
+        elif part in LINES:
+            yield "\n".join([f"{figure.words}:\n", *(line(case, figure) for case in found)])
+        else:
+            for one in (figure, FURTHER.get(part)):
+                if one and any(median(row, one.path) is not None for row in _rows(found)):
+                    yield f"{one.words}:\n\n{table(found, one).markdown()}"
+
+
+def line(case: Record, figure: Figure) -> str:
+    """Return a case as an item of a list: its title, then each contender with its figure."""
+    values = [(row.get("title", row["name"]), _cell(row, figure)) for row in case["rows"]]
+    return f"- {case['title']}: {', '.join(f'{title} {value}' for title, value in values)}"
+
+
+def table(cases: Sequence[Record], figure: Figure) -> Table:
+    """Return contenders down and cases across; contenders that were not measured in any case are left out."""
+    named = {row["name"]: row for row in reversed(_rows(cases)) if median(row, figure.path) is not None}
+    order = [name for name in dict.fromkeys(row["name"] for row in _rows(cases)) if name in named]
+    rows = []
+    for name in order:
+        bold = "**" if named[name].get("ours") and any(not row.get("ours") for row in named.values()) else ""
+        cells = [_cell(next((row for row in case["rows"] if row["name"] == name), {}), figure) for case in cases]
+        rows.append([f"{bold}{named[name].get('title', name)}{bold}", *cells])
+    return Table("", ["", *(case["title"] for case in cases)], rows)
+
+
+def _rows(cases: Sequence[Record]) -> list[Row]:
+    return [row for case in cases for row in case["rows"]]
+
+
+def _cell(row: Row, figure: Figure) -> str:
+    value = None if failed(row) else median(row, figure.path)
+    return NONE if value is None else figure.show(value)
