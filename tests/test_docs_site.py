@@ -19,6 +19,7 @@ from tests.helpers.places import ROOT
 from tools import notebooks
 
 INDEX = "docs/index.md"
+FOLDERS = ("fastsam", "kernels", "csrc", "bench", "tests", "tools", "docs", "examples")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,18 @@ def test_its_links_lead_somewhere(page: str) -> None:
         assert (ROOT / found).exists(), f"{page}: {target} leads nowhere"
         if anchor:
             assert anchor in anchors(found), f"{page}: {target}: no such heading"
+
+
+READERS_OWN = {"study.py", "train.py", "QUESTION.json"}  # files of the reader, or of another project
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_the_files_that_it_names_exist(page: str) -> None:
+    code = re.findall(r"`([\w./-]+\.(?:py|h|cu|cuh|cpp|json|toml|js))`", text_of(page))
+    named = {name for name in code if "NAME" not in name and not name.startswith(("runs/", "DIR"))} - READERS_OWN
+    found = ["/" + path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    missing = [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in found)]
+    assert not missing, f"{page} names {missing}"
 
 
 def test_every_page_has_one_place(conf: ModuleType) -> None:
