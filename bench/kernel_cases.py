@@ -4,8 +4,6 @@ The bytes of an op are the bytes of its operands, each counted once: no implemen
 tests/ops/test_bytes.py finds the operands of each op by experiment and compares them with this table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.problem import Size
-from fastsam_kernels.columns import WIDTH, HParam
+from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import adam, sgd
 
 LISTS = ("params", "grads")  # the user's own tensors: scattered, or one field; all other operands are fields
@@ -77,29 +75,27 @@ class Op:
 
 _STEP, _DUAL = ("params", "backup", "grads", "table", "hparams"), ("grads", "mu", "s", "table", "hparams")
 _PERTURB, _SGD, _ADAM = (*_STEP, "radius"), (*_STEP, "sgd", ("momentum",)), (*_STEP, "adam", ("exp_avg", "exp_avg_sq"))
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        Op("norm", "norm_", ("grads",), (), ("sumsq", "grads", (), "table", "hparams"), sums=True),
-        Op("perturb", "perturb_", ("params", "grads"), ("params", "backup"), (*_PERTURB, True)),
-        Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
-        Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
-        Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
-           {"keep": True}),
-        Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
-        Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
-           _ADAM, {"steps": "steps"}),
-        # CLIP_FULL is set, so phi*w is inside the clipped norm and the op reads the weights.
-        Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
-           {"g1": "g1", "q": "q"}, sums=True),
-        Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),
-        Op("dual_perturb", "dual_perturb_", ("backup", "mu", "grads", "s"), ("params", "mu"),
-           ("params", "backup", "mu", "grads", "s", "table", "hparams", "radius")),
-        Op("inner", "inner_", ("grads", "g1"), (), ("products", "grads", "g1", "table"), sums=True),
-        Op("accumulate", "accumulate_", ("high", "low", "x"), ("high", "low"), ("high", "low", "x", 0.125),
-           whole=True),
-    )
-}  # fmt: skip
+_OPS = (
+    Op("norm", "norm_", ("grads",), (), ("sumsq", "grads", (), "table", "hparams"), sums=True),
+    Op("perturb", "perturb_", ("params", "grads"), ("params", "backup"), (*_PERTURB, True)),
+    Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
+    Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
+    Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
+       {"keep": True}),
+    Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
+    Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
+       _ADAM, {"steps": "steps"}),
+    # CLIP_INCLUDES_PROX is set, so phi*w is inside the clipped norm and the op reads the weights.
+    Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
+       {"g1": "g1", "q": "q"}, sums=True),
+    Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),
+    Op("dual_perturb", "dual_perturb_", ("backup", "mu", "grads", "s"), ("params", "mu"),
+       ("params", "backup", "mu", "grads", "s", "table", "hparams", "radius")),
+    Op("inner", "inner_", ("grads", "g1"), (), ("products", "grads", "g1", "table"), sums=True),
+    Op("accumulate", "accumulate_", ("high", "low", "x"), ("high", "low"), ("high", "low", "x", 0.125),
+       whole=True),
+)  # fmt: skip
+OPS = {op.name: op for op in _OPS}
 STEP = ("norm", "perturb", "update")  # the ops of a whole step
 
 
@@ -133,12 +129,12 @@ def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
 
 
 def hparams_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:
-    """Return `[rows, 1, WIDTH]`, slightly different in every row; perturbations of about `radius` per element."""
-    common = {HParam.RHO: radius, HParam.NU: 1e-12, HParam.LR: 0.1, HParam.DECAY: 1e-4, HParam.A: 1.0}
-    common |= {HParam.B: 0.5, HParam.PHI: 0.25, HParam.CLIP_FULL: float(op.name == "update_norm")}
+    """Return `[rows, 1, NUM_HPARAMS]`, slightly different in every row; perturbations of about `radius` per element."""
+    common = {HParam.RHO: radius, HParam.PERTURB_EPS: 1e-12, HParam.LR: 0.1, HParam.DECAY: 1e-4, HParam.G2_COEF: 1.0}
+    common |= {HParam.G1_COEF: 0.5, HParam.PROX_MU: 0.25, HParam.CLIP_INCLUDES_PROX: float(op.name == "update_norm")}
     of_adam = {adam.BETA1: 0.9, adam.BETA2: 0.999, adam.EPS: 1e-8, HParam.LR: 1e-3, HParam.DECOUPLED: 1.0}
     columns = common | (of_adam if op.adam else {sgd.MOMENTUM: 0.9, HParam.PENALTY: PENALTY})
-    hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
     for column, value in columns.items():
         hparams[:, 0, column] = value
     hparams[:, 0, HParam.LR] *= torch.linspace(1.0, 0.5, rows, dtype=torch.float64)

@@ -1,0 +1,76 @@
+"""A check for accumulated gradients: gradients that exist when `step(closure)` begins, and that it would clear."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastsam.optim.param_guard import Groups
+from fastsam.optim.parameters import parameters_of
+from fastsam.optim.sharded import to_local
+
+_version_of = Tensor._version.__get__  # type: ignore[attr-defined]
+# The first four steps are checked, then one of 64, because a loop accumulates in all steps or in none.
+FIRST, EVERY = 4, 64
+# Number of times that gradients may be zero (`zero_grad(set_to_none=False)`). Reading them waits for the device.
+FALSE_ALARMS = 8
+
+MESSAGE = (
+    "there were gradients when step(closure) began that no step has used. They are not part of this one: the closure "
+    "is called twice, each time "
+    "with gradients cleared, and makes its whole gradient. To accumulate over micro-batches, run all of them inside "
+    "the closure, or call "
+    "first_step(zero_grad=True) after the backward passes of all and second_step(zero_grad=True) after theirs once "
+    "more. Without accumulation, "
+    "leave out the backward pass before step(closure)"
+)
+
+
+class AccumulationCheck:
+    """Check of the gradients from the end of one closure's step to the beginning of the next.
+
+    It compares identities and versions, and keeps no gradient alive.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._looks = FALSE_ALARMS
+        self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
+        self._used: list[tuple[int, int]] | None = []  # None: not noted
+
+    def reset(self) -> None:
+        """Forget the known gradients, because a step failed or was made in two halves."""
+        self._used = None
+
+    def record(self, groups: Groups) -> None:
+        """Record the present gradients, which were all used."""
+        self._steps += 1
+        if not self._looks or (self._steps >= FIRST and self._steps % EVERY):
+            self._used = None
+            return
+        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
+        self._oldest = weakref.ref(grads[0]) if grads else None
+        self._used = _marks(grads)
+
+    def check(self, groups: Groups) -> None:
+        """Warn once if there are other gradients now, which the step that begins would clear."""
+        used = self._used
+        self._used = None  # until this step is made
+        if used is None:
+            return
+        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
+        fresh = self._oldest is None or self._oldest() is None
+        if not grads or (not fresh and _marks(grads) == used):
+            return
+        self._looks -= 1
+        if any(g.layout != torch.strided or bool(to_local(g).any()) for g in grads):
+            self._looks = 0
+            warnings.warn(MESSAGE, UserWarning, stacklevel=5)
+
+
+def _marks(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return list(zip(map(id, grads), map(_version_of, grads), strict=True))

@@ -1,0 +1,316 @@
+"""The numbers of a step (rho, learning rate, momentum, ...) on the device, refreshed when the parameter groups change.
+
+Python numbers are written once and then only when a group holds another object (a scheduler assigned a new one).
+Tensors are copied on the device in every step, without waiting for it, so a captured CUDA graph follows a schedule that
+writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from numbers import Real
+from operator import is_not, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastsam.optim.update_calls import Group, StateSpec, UpdateRule, state_spec_of
+from fastsam.step import Direction, Mix, perturbation, weigh_
+from fastsam_kernels.hparams import FIRST_RULE_HPARAM, NUM_HPARAMS, HParam
+
+NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
+PLAIN = Mix()
+OWN_OPTIONS = ("rho", "adaptive", "eta")
+NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_decay")  # options of torch's optimizers
+
+
+def check_group(group: Group, number: int) -> None:
+    """Raise ValueError or TypeError for options of a group that no step can use.
+
+    It reads the values of tensors, so it is not for every step.
+    """
+    _check_radius(group, number)
+    check_flag("adaptive", group["adaptive"])
+    for name in NUMBERS:
+        if not isinstance(group.get(name, 0.0), (Real, Tensor, tuple, type(None))):
+            check_number(group, name, number)
+    lr = group.get("lr")
+    if lr is not None and not _number(lr) >= 0:
+        raise ValueError(f"lr must be 0 or more, got {_number(lr)} in parameter group {number}")
+    if not _number(group["rho"]) >= 0:
+        raise ValueError(f"rho must be 0 or more, got {_number(group['rho'])} in parameter group {number}")
+    for name, value in group.items():
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, (float, Tensor)) and name not in ("params", "initial_lr") and math.isnan(_number(part)):
+                raise ValueError(f"{name} is NaN in parameter group {number}")
+    if group.get("differentiable", False) is not False:
+        raise ValueError(
+            f"FusedSAM writes weights in place and cannot be differentiated through; leave out "
+            f"differentiable={group['differentiable']!r}, or pass False"
+        )
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError for any value but True and False, or 1 and 0."""
+    if value not in (True, False):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"an option given as a tensor must have one element, got shape {tuple(value.shape)}")
+        return float(value.item())
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError("an option must be a number that a float can hold, got a larger number") from error
+
+
+def check_number(group: Group, name: str, number: int) -> None:
+    """Raise TypeError for an option that is not a number."""
+    value = group[name]
+    if not isinstance(value, (Real, Tensor)) or isinstance(value, bool):
+        raise TypeError(
+            f"{name} must be a number or a one-element tensor, got {type(value).__name__} in parameter group {number}"
+        )
+    if name in NUMBERS and name != "lr" and isinstance(value, Tensor) and value.dim() > 0:
+        raise TypeError(  # torch's own steps fail on it, some of them after they changed the weights
+            f"{name} must be a number or a tensor without dimensions, got one of shape {list(value.shape)} in "
+            f"parameter group {number}"
+        )
+
+
+def _check_radius(group: Group, number: int) -> None:
+    """Check rho and eta, which no base optimizer does. Only Python numbers are checked."""
+    for name in ("rho", "eta"):
+        value = group[name]
+        check_number(group, name, number)
+        if not isinstance(value, Tensor) and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be 0 or more and finite, got {value} in parameter group {number}")
+
+
+def _read(columns: Callable[[Group], Iterable[tuple[int, Any]]], group: Group, number: int) -> list[tuple[int, Any]]:
+    """Return the columns of a group. Raises ValueError for an option that no float can hold."""
+    try:
+        return list(columns(group))
+    except OverflowError as error:
+        raise ValueError(f"an option of parameter group {number} is larger than every float") from error
+
+
+def _held(value: Any, column: int, number: int) -> float:
+    """Return an option as a float. Raises ValueError for NaN and for a number that no float can hold."""
+    named = f" ({HParam(column).name})" if column < FIRST_RULE_HPARAM else ""
+    try:
+        found = float(value)
+    except OverflowError as error:
+        raise ValueError(f"an option of parameter group {number} is larger than every float{named}") from error
+    if math.isnan(found):
+        raise ValueError(f"an option of parameter group {number} is NaN{named}")
+    return found
+
+
+class LossScales(NamedTuple):
+    """Factors of the first and second gradients of a GradScaler, float32 `[1]`, or None for 1. The update divides the
+    second gradients itself."""
+
+    g1: Tensor | None = None
+    g2: Tensor | None = None
+
+    @property
+    def relative(self) -> LossScales:
+        """Return the factor of the first gradients in units of the second ones', for updates that do not divide."""
+        return LossScales(self.g1 if self.g2 is None else None)
+
+
+class HParamTensor:
+    """The hyperparameter tensor: `tensor` is float64 `[1, groups, NUM_HPARAMS]` on the device."""
+
+    def __init__(
+        self,
+        rule: UpdateRule | None,
+        groups: Sequence[Group],
+        device: torch.device,
+        mix: Mix | None,
+        against: bool = False,
+    ) -> None:
+        """Args:
+        rule: rule of the update, or None.
+        groups: parameter groups.
+        device: device of the tensor.
+        mix: coefficients of the gradients, None if an update reads only the last gradient.
+        against: the perturbation goes against its vector, for any objective."""
+        self.rule, self.mix, self._against = rule, mix, against
+        self.max_grad_norm: float | None = None  # largest norm of the combined gradient
+        self._host = torch.zeros(1, max(len(groups), 1), NUM_HPARAMS, dtype=torch.float64, device="cpu")
+        self.tensor = self._host if device.type == "cpu" else self._host.to(device)
+        options = OWN_OPTIONS + (rule.options if rule else ())
+        if rule is None and all("maximize" in group for group in groups):
+            options += ("maximize",)
+        self._options = options
+        self._read: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
+        self._seen: list[tuple[Any, ...]] = []
+        self.live: list[
+            tuple[int, int, Tensor, Tensor, bool]
+        ] = []  # group, column, place in `tensor`, the user's tensor, negated
+        self.specs: tuple[StateSpec, ...] = ()  # per group; another object when one of them changed
+        self.adaptive = False
+
+    def changed(self, groups: Sequence[Group]) -> bool:
+        """Return True if an option of a group was replaced since the last `read`."""
+        if len(groups) != len(self._seen):
+            return True
+        if torch.compiler.is_compiling():  # which guards on values, and has no identity of numbers
+            return any(self._differs(group, seen) for group, seen in zip(groups, self._seen, strict=True))
+        try:
+            if len(groups) == 1:
+                return any(map(is_not, self._read(groups[0]), self._seen[0]))
+            return any(map(is_not, chain(*map(self._read, groups)), chain(*self._seen)))
+        except KeyError:  # `read` says which
+            return True
+
+    def set_max_grad_norm(self, limit: float | None) -> None:
+        """Set the limit of the combined gradient, from the next step on."""
+        self.max_grad_norm, self._seen = limit, []
+
+    def _differs(self, group: Group, seen: tuple[Any, ...]) -> bool:
+        for value, old in zip(self._values(group), seen, strict=True):
+            if value is not old if isinstance(value, Tensor) or isinstance(old, Tensor) else value != old:
+                return True
+        return False
+
+    def _values(self, group: Group) -> tuple[Any, ...]:
+        return tuple(group[name] for name in self._options)
+
+    def read(self, groups: Sequence[Group]) -> None:
+        """Read the options. Raises as `check_group` does for errors that need no wait for the device; then nothing
+        changed."""
+        rows, live = [], []
+        for number, group in enumerate(groups):
+            self._check_complete(group, number)
+            _check_radius(group, number)
+            row = [0.0] * NUM_HPARAMS
+            for column, value in _read(self._columns, group, number):
+                if isinstance(value, Tensor):
+                    negated = column is HParam.RHO and self._goes_against(group)
+                    live.append((number, int(column), self.tensor[0, number, column], value.detach(), negated))
+                else:
+                    row[column] = _held(value, column, number)
+            rows.append(row)
+        kinds = tuple(state_spec_of(self.rule, group) for group in groups) if self.rule else ()
+        self._host.numpy()[0, : len(rows)] = rows or 0.0
+        if self.tensor is not self._host:
+            self.tensor.copy_(self._host, non_blocking=True)
+        if self.mix is not None:
+            self.correction = torch.zeros_like(self.tensor)  # the numbers of a decoupled sharpness
+            self._mixed = self.tensor[:, :, [HParam.G2_COEF, HParam.G1_COEF]].clone()
+            self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
+        self._largest = self.tensor[:, :, HParam.RHO].clone()
+        self.live = live
+        if kinds != self.specs:
+            self.specs = kinds
+        self.adaptive = any(bool(group["adaptive"]) for group in groups)
+        # A list can be changed in place, so a group that holds one is read again in every step.
+        self._seen = [tuple(object() if isinstance(v, list) else v for v in self._values(g)) for g in groups]
+
+    def _check_complete(self, group: Group, number: int) -> None:
+        missing = [name for name in self._options if name not in group]
+        if missing:
+            raise ValueError(
+                f"parameter group {number} has no {', '.join(missing)}, which every group needs. It was taken away. "
+                f"Set param_groups[{number}][{missing[0]!r}] again"
+            )
+
+    def _columns(self, group: Group) -> Iterator[tuple[int, Any]]:
+        rho = group["rho"]
+        direction = Direction.ADAPTIVE_GRADIENT if group["adaptive"] else Direction.GRADIENT
+        rho = -rho if self._goes_against(group) and not isinstance(rho, Tensor) else rho
+        yield from perturbation(direction, rho, group["eta"], NU)
+        yield HParam.CLIP, 0.0 if self.max_grad_norm is None else self.max_grad_norm
+        if self.rule:
+            yield from self.rule.columns(group).items()
+        # If the base optimizer makes its own step, only the check for finite gradients and `Mix` read these columns.
+        yield from (PLAIN if self.mix is None else self.mix).columns(self._sign(group))
+
+    def _goes_against(self, group: Group) -> bool:
+        """Return True if the perturbation goes against its vector.
+
+        If the objective is maximised, the worst point nearby is the lowest.
+        """
+        return self._against or bool(group.get("maximize"))
+
+    def _sign(self, group: Group) -> float:
+        """Return the sign of both gradients in a fused update. A base optimizer's own step maximises by itself."""
+        return -1.0 if self.rule and group["maximize"] else 1.0
+
+    def set_coefficients(self, inner: Tensor | None, scales: LossScales) -> None:
+        """Set the coefficients of both gradients for this step.
+
+        Args:
+            inner: `[1, 2]`, for a surrogate gap.
+            scales: factors of the first gradients, as they were kept, and of the second ones, which the update divides.
+        """
+        first, ratio = scales.g1, scales.relative.g1
+        numbers = self.tensor
+        numbers[:, :, [HParam.G2_COEF, HParam.G1_COEF]] = self._mixed
+        if inner is not None:
+            if ratio is not None:
+                inner[:, 0] /= ratio
+            weigh_(numbers, inner, self._signs)
+        if first is not None:
+            numbers[:, :, HParam.G1_COEF] /= first
+        sharpness = 0.0 if self.mix is None else self.mix.sharpness
+        if sharpness:
+            if ratio is not None:
+                numbers[:, :, HParam.G2_COEF] /= ratio
+            for column in (HParam.LR, HParam.CLIP):
+                self.correction[:, :, column] = numbers[:, :, column]
+            self.correction[:, :, HParam.G2_COEF] = sharpness * self._signs
+            self.correction[:, :, HParam.G1_COEF] = -sharpness * (self._signs if first is None else self._signs / first)
+
+    @property
+    def combined(self) -> Tensor:
+        """Coefficients of the combined gradient, whose norm is clipped.
+
+        They are the coefficients of the update, except with a decoupled sharpness: then `g1 + sharpness*(g2 - g1)`.
+        """
+        if self.mix is None or not self.mix.sharpness or self.max_grad_norm is None:
+            return self.tensor
+        combined = self.tensor.clone()
+        combined[:, :, HParam.G2_COEF] = self.correction[:, :, HParam.G2_COEF]
+        combined[:, :, HParam.G1_COEF] = self.correction[:, :, HParam.G1_COEF] * (1 - 1 / self.mix.sharpness)
+        return combined
+
+    def set_looksam_coefficient(self, weight: Tensor, grad_scale: Tensor | None) -> None:
+        """Set the coefficient of the second vector of a step with one gradient, float64 `[1]`."""
+        self.tensor[:, :, HParam.G1_COEF] = self._signs * (weight if grad_scale is None else weight / grad_scale)
+
+    def set_single_grad_coefficients(self) -> None:
+        """Set the coefficients of a step that has one gradient."""
+        self.tensor[:, :, HParam.G2_COEF] = self._signs
+
+    def apply_rho_fn(self, rho_fn: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
+        """Set this step's radius by a variant's `rho_fn`.
+
+        Args:
+            rho_fn: function of the radius and the norm.
+            sumsq: squared norm of the direction.
+            scale: loss scale of the direction, None for 1.
+        """
+        norm = sumsq.sqrt() if scale is None else sumsq.sqrt() / scale
+        self.tensor[:, :, HParam.RHO] = self._largest
+        self.copy_live()
+        rho = self.tensor[:, :, HParam.RHO]
+        self.tensor[:, :, HParam.RHO] = rho_fn(rho.abs(), norm).copysign(rho)
+
+    def copy_live(self) -> None:
+        """Copy the options that are tensors. If they are on the device, nothing waits."""
+        for number, column, place, value, negated in self.live:
+            if torch.compiler.is_compiling():  # which must see that the place is part of the tensor
+                place = self.tensor[0, number, column]
+            place.copy_(value.reshape(()), non_blocking=True)
+            if negated:
+                place.neg_()

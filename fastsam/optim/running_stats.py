@@ -1,0 +1,57 @@
+"""Modules whose running statistics the second pass does not update: `FusedSAM(..., model=...)`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from fastsam.batchnorm import Frozen, freeze, thaw
+
+Model = nn.Module | Iterable[nn.Module]
+
+
+class RunningStatsFreezer:
+    """Freezes running statistics from the perturbation to the end of the step.
+
+    It keeps no module alive, so that a replaced model is noticed.
+    """
+
+    def __init__(self, model: Model | None, frozen: Sequence[Frozen] = ()) -> None:
+        """Args:
+            model: module or modules, or None.
+            frozen: layers that are frozen already, if the optimizer is a copy that was made between the passes.
+
+        Raises TypeError if `model` has an object that is not a module.
+        """
+        modules = [] if model is None else [model] if isinstance(model, nn.Module) else list(_iterable(model))
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"model must be a torch.nn.Module or several, got {module!r}")
+        self._modules = [weakref.ref(module) for module in modules]
+        self.frozen = list(frozen)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that still exist."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    def freeze(self) -> None:
+        """Freeze the statistics, because the second pass begins."""
+        if self._modules and not self.frozen:
+            for module in self.modules:
+                self.frozen += freeze(module)
+
+    def thaw(self) -> None:
+        """Update the statistics again, because the second pass is over."""
+        if self.frozen:
+            # A layer that was frozen twice, as a part of two modules, gets back what it had at first.
+            thaw(self.frozen[::-1])
+            self.frozen = []
+
+
+def _iterable(model: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    if not isinstance(model, Iterable):
+        raise TypeError(f"model must be a torch.nn.Module or several, got {model!r}")
+    return model

@@ -1,0 +1,114 @@
+"""The operands of a call as lists of tensors, one per row and segment, as torch's multi-tensor functions take them.
+
+Creating a view costs a microsecond, a table of segments has dozens, and most operands are the same fields in every
+step. So the parsed table and the views of a field are cached until the table or the field is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .weak_tensors import WeakTensorMap
+
+Tensors = list[Tensor] | tuple[Tensor, ...]  # type of the arguments of torch's multi-tensor functions
+Lists = list[list[Tensor] | None]
+Forms = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]  # shapes and strides of tensors
+
+
+class TensorLists:
+    """The parsed form of a table. Segments without an element are not in its lists."""
+
+    def __init__(self, table: Tensor) -> None:
+        records = table.tolist()
+        self.segments = len(records)
+        self._kept = [i for i, (_, length, _, _) in enumerate(records) if length]
+        self._records = [records[i] for i in self._kept]
+        self._flat: Forms = ([(record[1],) for record in self._records], [(1,)] * len(self._records))
+        self.longest = max((record[1] for record in self._records), default=0)  # elements of the longest segment
+        self._all_slots = [slot for _, _, _, slot in records]
+        members: dict[int, list[int]] = {}
+        for i, (_, _, group, _) in enumerate(self._records):
+            members.setdefault(group, []).append(i)
+        self._groups = list(members.items())
+        self._views: WeakTensorMap[tuple[tuple[int, int, int], Forms, list[Tensor]]] = WeakTensorMap()
+
+    def lists(self, rows: int, *operands: Sequence[Tensor] | None) -> Lists:
+        """Return for each operand its tensors, row by row; None stays None.
+
+        Tensors of one row and segment have the same shape and memory order in all lists.
+        """
+        lists: Lists = [None if o is None else self._scattered(o, rows) for o in operands]
+        count, found = len(self._kept), [tensors for tensors in lists if tensors is not None]
+        if len(found) == len(lists) == 1:
+            return lists
+        forms = [([t.shape for t in tensors[:count]], [t.stride() for t in tensors[:count]]) for tensors in found]
+        common = forms[0] if forms else self._flat
+        if any(other != common for other in forms):
+            lists = [None if tensors is None else self._flattened(tensors) for tensors in lists]
+            common = self._flat
+        for i, operand in enumerate(operands):
+            if operand is not None and lists[i] is None:
+                lists[i] = self._views_of(operand[0], rows, common) if count else []
+        return lists
+
+    def parts(self, hparams: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
+        """Yield for each row and group: the row, the group's device scalars, read on the host, and its part of each
+        list."""
+        count = len(self._kept)
+        for row, scalars in enumerate(hparams.tolist()):
+            for group, members in self._groups:
+                if len(members) < count:
+                    own = [None if found is None else [found[row * count + i] for i in members] for found in lists]
+                else:
+                    own = [None if found is None else found[row * count : (row + 1) * count] for found in lists]
+                yield row, scalars[group], own
+
+    def count_(self, steps: Tensor) -> list[Tensor]:
+        """Increment `steps`, `[rows, slots]`, in the table's slots. Return the counts, row by row."""
+        steps[:, self._all_slots] += 1
+        return [counts[slot] for counts in (row.unbind() for row in steps.unbind()) for _, _, _, slot in self._records]
+
+    def _scattered(self, operand: Sequence[Tensor], rows: int) -> list[Tensor] | None:
+        """Return the tensors of an operand that has one per segment; None for a field."""
+        if len(operand) != self.segments or not self._kept:
+            return None
+        first = self._kept[0]
+        if operand[first].numel() != rows * self._records[0][1]:
+            return None
+        tensors = self.kept(operand)
+        if rows == 1:
+            return tensors
+        return [tensor for row in zip(*(t.unbind(0) for t in tensors), strict=True) for tensor in row]
+
+    def kept(self, operand: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of an operand that has one per segment, except the tensors of empty segments."""
+        return list(operand) if len(self._kept) == self.segments else [operand[i] for i in self._kept]
+
+    def _flattened(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t.as_strided((t.numel(),), (1,)) for t in tensors]
+
+    def _views_of(self, field: Tensor, rows: int, forms: Forms) -> list[Tensor]:
+        """Return views of the segments of a field `[rows, row_size]`; its row stride may be 0."""
+        place = rows, field.data_ptr(), field.stride(0)
+        found = self._views.get(field)
+        if found is not None and found[0] == place and found[1] == forms:
+            return found[2]
+        alias = field.detach()  # shares the version counter; views of the field itself would keep it alive
+        starts = [field.storage_offset() + row * field.stride(0) for row in range(rows)]
+        views = [
+            alias.as_strided(shape, stride, start + record[0])
+            for start in starts
+            for shape, stride, record in zip(*forms, self._records, strict=True)
+        ]
+        return self._views.set(field, (place, forms, views))[2]
+
+
+_plans: WeakTensorMap[TensorLists] = WeakTensorMap()
+
+
+def tensor_lists_of(table: Tensor) -> TensorLists:
+    """Return the plan of a table. The table must not change afterwards."""
+    return _plans.get(table) or _plans.set(table, TensorLists(table))
