@@ -4,8 +4,6 @@ By default that is a new folder below `runs/`; published results are written del
 FILE --publish`. The file is written after every case, so that a run that is stopped leaves what it has.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -1,7 +1,5 @@
 """A case of a question, and the options of the command that measures it."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,10 +1,8 @@
 """The contenders: ways of doing a SAM step's optimizer part, with one small protocol.
 
 A contender is built from the initial weights. Before each of its `phases()` it gets the gradients of backward pass i by
-`take(gradients, i)`, which is not timed.
+`set_grads(gradients, i)`, which is not timed.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bench.copied_sam import CopiedSAM
 from bench.problem import FLOOR_BYTES, LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
 from fastsam import SAM, FusedSAM, backends, variants
 
@@ -22,10 +19,13 @@ PLAIN = SAM(RHO)
 NO_MEASUREMENT = "on the CPU Triton runs in its interpreter, thousands of times slower: not a measurement"
 
 
+Tensors = list[Tensor]
+
+
 class Stepper(Protocol):
     """One contender with its own weights and state."""
 
-    def take(self, gradients: Gradients, index: int) -> None: ...
+    def set_grads(self, gradients: Gradients, index: int) -> None: ...
     def weights(self) -> Sequence[Tensor]: ...
 
     def phases(self) -> Sequence[Callable[[], object]]:
@@ -72,7 +72,7 @@ class OptimizerStepper(Stepper):
         self.parameters = parameters(weights)
         self.optimizer = make(self.parameters)
 
-    def take(self, gradients: Gradients, index: int) -> None:
+    def set_grads(self, gradients: Gradients, index: int) -> None:
         for p, g in zip(self.parameters, gradients.tensors(index), strict=True):
             p.grad = g
 
@@ -142,7 +142,7 @@ class FlatStepper(Stepper):
         self.saved = torch.empty_like(self.data)
         self.sgd = torch.optim.SGD([self.parameter], **SGD_OPTIONS, fused=True)
 
-    def take(self, gradients: Gradients, index: int) -> None:
+    def set_grads(self, gradients: Gradients, index: int) -> None:
         self.parameter.grad = gradients.flat(index)
 
     def phases(self) -> Sequence[Callable[[], object]]:
@@ -173,9 +173,7 @@ def _compiled_perturb(weights: list[Tensor], saved: list[Tensor], gradients: lis
     torch._foreach_add_(weights, torch._foreach_mul(gradients, scale))
 
 
-def _compiled_update(
-    weights: list[Tensor], saved: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]
-) -> None:
+def _compiled_update(weights: Tensors, saved: Tensors, gradients: Tensors, momenta: Tensors) -> None:
     direction = torch._foreach_add(gradients, saved, alpha=WEIGHT_DECAY)
     torch._foreach_mul_(momenta, MOMENTUM)
     torch._foreach_add_(momenta, direction)
@@ -201,17 +199,47 @@ class CompiledStepper(Stepper):
         self.perturb = torch.compile(_compiled_perturb, fullgraph=True, dynamic=False)
         self.update = torch.compile(_compiled_update, fullgraph=True, dynamic=False)
 
-    def take(self, gradients: Gradients, index: int) -> None:
+    def set_grads(self, gradients: Gradients, index: int) -> None:
         self.gradients = list(gradients.tensors(index))
 
     def phases(self) -> Sequence[Callable[[], object]]:
-        return (
-            lambda: self.perturb(self.data, self.saved, self.gradients),
-            lambda: self.update(self.data, self.saved, self.gradients, self.momenta),
-        )
+        lists = self.data, self.saved, self.gradients
+        return lambda: self.perturb(*lists), lambda: self.update(*lists, self.momenta)
 
     def weights(self) -> Sequence[Tensor]:
         return self.data
+
+
+class CopiedSAM(torch.optim.Optimizer):
+    """The per-tensor SAM that projects copy from each other: `CopiedSAM(params, torch.optim.SGD, rho=0.05, lr=...)`.
+
+    It is on no package registry: github.com/davda54/sam made it popular. This class performs the same tensor operations
+    in the same order. It is a yardstick, and has the defects that `fastsam.FusedSAM` exists to avoid.
+    """
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    def _each(self) -> list[tuple[dict[str, Any], Any]]:
+        return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        """Perturb the weights, with a norm and a clone per tensor, and the norm of these norms."""
+        norm = torch.norm(torch.stack([(1.0 * p.grad).norm(p=2) for _, p in self._each()]), p=2)
+        for group, p in self._each():
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(1.0 * p.grad * (group["rho"] / (norm + 1e-12)).to(p))
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        """Restore the weights by setting `p.data` to the clones, and take the base optimizer's step."""
+        for _, p in self._each():
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
 
 
 def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:

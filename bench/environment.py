@@ -1,7 +1,5 @@
 """The facts of a measurement: machine, versions, commit, command. `python -m bench.environment` prints them as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -25,14 +23,11 @@ PACKAGES = ("torch", "triton", "numpy", "fused-sam", "pytorch-optimizer")
 
 def facts(command: str) -> dict[str, Any]:
     """Return all facts, ready for JSON. `command` reproduces the measurement from the repository's root."""
-    return {
-        "command": command,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
-        "backends": {f"{b.name}/{b.device}": b.reason or "available" for b in backends.table()},
-    }
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
+    available = {f"{b.name}/{b.device}": b.reason or "available" for b in backends.table()}
+    found = {"command": command, "date": date, "commit": commit(), "machine": machine(), "versions": versions}
+    return found | {"backends": available}
 
 
 def machine() -> dict[str, Any]:
@@ -44,12 +39,10 @@ def machine() -> dict[str, Any]:
         if kind != "Instruction" and size:
             caches[f"L{level}"] = size
     found: dict[str, Any] = {
-        "system": platform.platform(),
-        "cpu": cpu[1] if cpu else platform.processor() or "unknown",
-        "cores": os.cpu_count(),
-        "caches": caches,
+        "system": platform.platform(), "cpu": cpu[1] if cpu else platform.processor() or "unknown",
+        "cores": os.cpu_count(), "caches": caches,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-    }
+    }  # fmt: skip
     if torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))

@@ -5,8 +5,6 @@ it after every phase. Comparing final weights would not do: the gradients are pr
 leave no trace in them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -51,9 +49,10 @@ class Doubles(Gradients):
         return [g.double() for g in super().tensors(index)]
 
 
-def check(
-    contenders: Sequence[Contender], weights: Sequence[Tensor], gradients: Gradients
-) -> tuple[dict[str, Stepper], dict[str, str]]:
+Checked = tuple[dict[str, Stepper], dict[str, str]]
+
+
+def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients: Gradients) -> Checked:
     """Build every contender and take `STEPS` steps with it.
 
     Returns:
@@ -81,7 +80,7 @@ def check(
     def phase(contender: Contender, index: int, number: int, start: list[Tensor], step: int) -> str | None:
         """Take one phase of a contender and compare it with the reference, which has taken it."""
         stepper, last = green[contender.name], number + 1 == len(phases)
-        stepper.take(gradients, index)
+        stepper.set_grads(gradients, index)
         before = [] if last else _copies(stepper)
         own[contender.name][number]()
         if last:
@@ -99,7 +98,7 @@ def check(
             phases, start = reference.phases(), _copies(reference)
             own = {one.name: green[one.name].phases() for one in group if one.name in green}
             for number, act in enumerate(phases):
-                reference.take(doubles, passes)
+                reference.set_grads(doubles, passes)
                 act()
                 where = f"weights after step {step}" if act is phases[-1] else f"perturbation of step {step}"
                 for contender in group:
@@ -127,10 +126,8 @@ def _perturbation(
 
 
 def _update(got: Sequence[Tensor], start: Sequence[Tensor], expected: Sequence[Tensor], share: float) -> str | None:
-    bounds = [
-        w.new_tensor(share * (_largest(w) + _largest(w - origin))).expand(w.numel())
-        for w, origin in zip(expected, start, strict=True)
-    ]
+    pairs = zip(expected, start, strict=True)
+    bounds = [w.new_tensor(share * (_largest(w) + _largest(w - origin))).expand(w.numel()) for w, origin in pairs]
     return excess(lambda w, wanted, bound: (w.double(), wanted, bound), got, expected, bounds)
 
 

@@ -10,8 +10,6 @@ which `python -m bench.report DIR1/*.json DIR2/*.json --publish` makes the pages
 environment is reported.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

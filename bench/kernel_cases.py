@@ -4,8 +4,6 @@ The bytes of an op are the bytes of its operands, each counted once: no implemen
 tests/ops/test_bytes.py finds the operands of each op by experiment and compares them with this table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,29 +75,27 @@ class Op:
 
 _STEP, _DUAL = ("params", "backup", "grads", "table", "hparams"), ("grads", "mu", "s", "table", "hparams")
 _PERTURB, _SGD, _ADAM = (*_STEP, "radius"), (*_STEP, "sgd", ("momentum",)), (*_STEP, "adam", ("exp_avg", "exp_avg_sq"))
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        Op("norm", "norm_", ("grads",), (), ("sumsq", "grads", (), "table", "hparams"), sums=True),
-        Op("perturb", "perturb_", ("params", "grads"), ("params", "backup"), (*_PERTURB, True)),
-        Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
-        Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
-        Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
-           {"keep": True}),
-        Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
-        Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
-           _ADAM, {"steps": "steps"}),
-        # CLIP_INCLUDES_PROX is set, so phi*w is inside the clipped norm and the op reads the weights.
-        Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
-           {"g1": "g1", "q": "q"}, sums=True),
-        Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),
-        Op("dual_perturb", "dual_perturb_", ("backup", "mu", "grads", "s"), ("params", "mu"),
-           ("params", "backup", "mu", "grads", "s", "table", "hparams", "radius")),
-        Op("inner", "inner_", ("grads", "g1"), (), ("products", "grads", "g1", "table"), sums=True),
-        Op("accumulate", "accumulate_", ("high", "low", "x"), ("high", "low"), ("high", "low", "x", 0.125),
-           whole=True),
-    )
-}  # fmt: skip
+_OPS = (
+    Op("norm", "norm_", ("grads",), (), ("sumsq", "grads", (), "table", "hparams"), sums=True),
+    Op("perturb", "perturb_", ("params", "grads"), ("params", "backup"), (*_PERTURB, True)),
+    Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
+    Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
+    Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
+       {"keep": True}),
+    Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
+    Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
+       _ADAM, {"steps": "steps"}),
+    # CLIP_INCLUDES_PROX is set, so phi*w is inside the clipped norm and the op reads the weights.
+    Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
+       {"g1": "g1", "q": "q"}, sums=True),
+    Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),
+    Op("dual_perturb", "dual_perturb_", ("backup", "mu", "grads", "s"), ("params", "mu"),
+       ("params", "backup", "mu", "grads", "s", "table", "hparams", "radius")),
+    Op("inner", "inner_", ("grads", "g1"), (), ("products", "grads", "g1", "table"), sums=True),
+    Op("accumulate", "accumulate_", ("high", "low", "x"), ("high", "low"), ("high", "low", "x", 0.125),
+       whole=True),
+)  # fmt: skip
+OPS = {op.name: op for op in _OPS}
 STEP = ("norm", "perturb", "update")  # the ops of a whole step
 
 

@@ -1,8 +1,6 @@
 """The operands of a kernel case: sets of them that are used in turn, and the gate that compares a call with the
 reference in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,8 +49,7 @@ class Operator:
                 field = self._random((rows, self.layout.row_size), name, generator)
                 found[name] = [field] if listed else field
         if "params" not in found:
-            # required by the schema, never read
-            found["params"] = [found["backup"]] if "backup" in found else found.get("grads", [])
+            found["params"] = [found["backup"]] if "backup" in found else found.get("grads", [])  # never read
         per_row = sum(case.size.lengths)
         double: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
         found |= {"sumsq": torch.zeros(rows, **double), "products": torch.zeros(rows, 2, **double)}

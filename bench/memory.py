@@ -1,7 +1,5 @@
 """The memory that a contender needs beyond the weights and the gradients: counted, not estimated."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 
@@ -28,7 +26,7 @@ def peak_extra_bytes(contender: Contender, weights: Sequence[Tensor], gradients:
         stepper, passes = contender.build(weights), 0
         for _ in range(2):
             for phase in stepper.phases():
-                stepper.take(gradients, passes)
+                stepper.set_grads(gradients, passes)
                 passes += 1
                 phase()
 
@@ -43,9 +41,7 @@ def _peak_cpu(body: Callable[[], None]) -> int:
         body()
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     if results is None:
-        raise RuntimeError(
-            "torch's profiler gave no results, so memory cannot be counted; run with a torch built with Kineto"
-        )
+        raise RuntimeError("torch's profiler gave no results, so memory cannot be counted; use a torch with Kineto")
     now = peak = 0
     for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns()):
         now += event.nbytes()

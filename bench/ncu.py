@@ -4,8 +4,6 @@ Starts ncu on this module, which runs what is profiled, with the clocks as they 
 the measurement is left out.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import shutil

@@ -1,7 +1,5 @@
 """Every op by itself against its memory floor: backends interleaved, eager, and on CUDA replayed from graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,15 +9,15 @@ from bench.kernel_data import MAX_SETS, Operator
 from bench.timing import Machine, interleave
 from fastsam import backends
 
-# every profile takes a while, and the count does not depend on the size
-LAUNCHES_AT = ("resnet18", "rows100", "cut1000")
+LAUNCHES_AT = ("resnet18", "rows100", "cut1000")  # enough, because the count does not depend on the size
+Samples = dict[str, Callable[[], float]]
 REFERENCE_CALLS = 4  # per sample: the unfused backend is a yardstick, not a result
 
 
 def measure(case: KernelCase, machine: Machine, rounds: int, most: float, names: Sequence[str] = ()) -> dict[str, Any]:
     """Measure one case on the backends of these names, by default all."""
     operator = Operator(case, machine.device, machine.cache_bytes)
-    rows, samples = dict[str, dict[str, Any]](), dict[str, Callable[[], float]]()
+    rows, samples = dict[str, dict[str, Any]](), Samples()
     for backend in backends.table():
         if backend.device != machine.device.type or (names and backend.name not in names):
             continue
@@ -51,9 +49,7 @@ def _absent(backend: backends.Backend, case: KernelCase) -> str | None:
     return None if hasattr(backend.load(), case.op.function) else f"this backend has no {case.op.function}"
 
 
-def _prepare(
-    backend: backends.Backend, operator: Operator, machine: Machine, samples: dict[str, Callable[[], float]]
-) -> dict[str, Any]:
+def _prepare(backend: backends.Backend, operator: Operator, machine: Machine, samples: Samples) -> dict[str, Any]:
     """Add the samples of a call: eager, and on CUDA replayed from a graph of one call per set. Return the launches of a
     call, on some of the sizes; only a GPU has launches."""
     kernels, case, reference = backend.load(), operator.case, backend.name == "reference"

@@ -1,7 +1,5 @@
 """The plots of the pages, drawn from results files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +108,5 @@ def _federated(record: Record) -> Iterator[tuple[str, Any]]:
     yield "federated", drawn
 
 
-PLOTS: dict[str, Callable[[Record], Iterator[tuple[str, Any]]]] = {
-    "step": _step, "kernels": _kernels, "federated": _federated
-}  # fmt: skip
+Plot = Callable[[Record], Iterator[tuple[str, Any]]]
+PLOTS: dict[str, Plot] = {"step": _step, "kernels": _kernels, "federated": _federated}

@@ -5,8 +5,6 @@ and from the gradients of the second pass to the new weights (SGD with momentum 
 passes are not part of it. Their gradients are prepared, and have a different address at every step, as under autograd.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,26 +90,18 @@ def cut(parameters: int, tensors: int) -> Shapes:
 SMALL_CNN = _client_cnn(16, 16, 32, 32, 48, 48)  # 20 tensors, 51,994 parameters
 LIST30M: Shapes = ((400, 749), (400,)) * 100  # a hundred linear layers: 200 tensors, 30,000,000 parameters
 CUTS = (1, 10, 100, 400, 1000)
-SIZES: dict[str, Size] = {
-    size.name: size
-    for size in (
-        Size("resnet18", "ResNet-18", _resnet18(), steps=1, rounds=41),
-        Size("small_cnn", "small client CNN", SMALL_CNN, steps=20, rounds=61),
-        Size("list30m", "30 M list", LIST30M, steps=1, rounds=21),
-    )
-}
-KERNEL_SIZES: dict[str, Size] = {
-    size.name: size
-    for size in (
-        Size("resnet18", "ResNet-18, 11.2 M", _resnet18(small=True)),
-        Size("100m", "100 M", ((1000, 999), (1000,)) * 100),
-        Size("50k", "50 k", SMALL_CNN),
-        Size("225k", "225 k", _client_cnn(32, 32, 64, 64, 104, 104)),
-        Size("rows100", "100 rows of 50 k", SMALL_CNN, rows=100),
-        Size("30m", "30 M", LIST30M),
-        *(Size(f"cut{n}", f"4 M in {n}", cut(4_000_000, n)) for n in CUTS),
-    )
-}
+_STEP_SIZES = (
+    Size("resnet18", "ResNet-18", _resnet18(), rounds=41),
+    Size("small_cnn", "small client CNN", SMALL_CNN, steps=20, rounds=61), Size("list30m", "30 M list", LIST30M),
+)  # fmt: skip
+_KERNEL_SIZES = (
+    Size("resnet18", "ResNet-18, 11.2 M", _resnet18(small=True)),
+    Size("100m", "100 M", ((1000, 999), (1000,)) * 100), Size("50k", "50 k", SMALL_CNN),
+    Size("225k", "225 k", _client_cnn(32, 32, 64, 64, 104, 104)),
+    Size("rows100", "100 rows of 50 k", SMALL_CNN, rows=100), Size("30m", "30 M", LIST30M),
+    *(Size(f"cut{n}", f"4 M in {n}", cut(4_000_000, n)) for n in CUTS),
+)  # fmt: skip
+SIZES, KERNEL_SIZES = ({size.name: size for size in sizes} for sizes in (_STEP_SIZES, _KERNEL_SIZES))
 
 
 def initial_weights(shapes: Shapes, seed: int = 0, device: torch.device | str = "cpu") -> list[Tensor]:

@@ -1,7 +1,5 @@
 """The questions that `python -m bench` answers, each with its cases in the order in which they are measured."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,13 +22,12 @@ STEPS_LAST = {"30m": 1, "100m": 2}  # large sizes, in this order: torch.compile 
 COMPILED_SIZES = ("resnet18", "100m", "50k", "225k")  # each takes most of a minute to compile
 COPIED_TENSORS = 400  # number of tensors from which on the copied class, ten launches per tensor and step, is left out
 LAUNCHES_LEFT_OUT = ("225k", "30m", "cut10", "cut100", "cut400")  # a profile takes a while; the others tell enough
+Contenders = Mapping[str, Contender]
 VARIANT_SIZES = {"cpu": [SIZES[n] for n in ("resnet18", "small_cnn")],
                  "cuda": [KERNEL_SIZES[n] for n in ("50k", "resnet18", "100m")]}  # fmt: skip
 
 
-def _steps(
-    options: Options, part: str, name: str, table: Mapping[str, Contender], *where: Any, **how: Any
-) -> Iterator[Case]:
+def _steps(options: Options, part: str, name: str, table: Contenders, *where: Any, **how: Any) -> Iterator[Case]:
     """Yield a case of steps, if `--rows` leaves contenders."""
     chosen = [table[one] for one in options.chosen(table) if not (options.quick and table[one].compiles)]
     if chosen:

@@ -5,8 +5,6 @@ part, a name, a title, facts and `rows`. A row has a name and figures: numbers, 
 A row without figures says why: `problem` (it failed or was wrong) or `absent` (it cannot run here).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ the records in bench/results, draws their plots there, and writes every page fro
 `<!-- bench:NAME -->` and `<!-- /bench -->`. Pages have short tables (bench/joint.py). Nothing here measures.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -76,10 +74,8 @@ STEPS = (
     Column("extra bytes per parameter", "extra_bytes_per_parameter", digits(1)),
     Column("pytorch-optimizer's, ours = 1", "peer.to.ours", digits(1)),
 )  # fmt: skip
-RACE = (
-    Column("rounds per second, relative", "speed", quartiles=True),
-    Column("peak memory", "peak_mib", "{:.0f} MiB".format),
-)
+SPEED = Column("rounds per second, relative", "speed", quartiles=True)
+RACE = (SPEED, Column("peak memory", "peak_mib", "{:.0f} MiB".format))
 COLUMNS: dict[str, Sequence[Column]] = {
     **dict.fromkeys(("step", "steps", "variants", "ops"), STEPS), **dict.fromkeys(("speed", "growth", "ranks"), RACE),
     "overhead": (
@@ -153,9 +149,7 @@ def case_text(case: Record) -> str:
 def reasons(cases: Sequence[Record]) -> list[str]:
     """Return why rows have no figures, a line each."""
     failures = [row for case in cases for row in case["rows"] if failed(row)]
-    found = (
-        f"Not measured: {row.get('title', row['name'])}: {row.get('problem') or row['absent']}." for row in failures
-    )
+    found = (f"Not measured: {r.get('title', r['name'])}: {r.get('problem') or r['absent']}." for r in failures)
     return list(dict.fromkeys(found))
 
 
@@ -275,9 +269,8 @@ def pages() -> dict[Path, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=about, allow_abbrev=False)
     parser.add_argument("results", type=Path, nargs="*", help="results files of any benchmark")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the plots there")
     parser.add_argument("--publish", action="store_true", help="store the records in bench/results and write the pages")

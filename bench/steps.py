@@ -1,7 +1,5 @@
 """The optimizer part of whole steps, contenders interleaved: eager, and on CUDA replayed from graphs."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ VIEWS = (
 )  # fmt: skip
 
 
-class Fleet:
+class StepperPool:
     """Steppers of one contender that take their steps in turn, so that no step finds in the cache what the last one
     left."""
 
@@ -38,7 +36,7 @@ class Fleet:
         """Take a step of each."""
         for stepper, gradients in self.pairs:
             for phase in stepper.phases():
-                stepper.take(gradients, self.passes)
+                stepper.set_grads(gradients, self.passes)
                 self.passes += 1
                 phase()
 
@@ -52,7 +50,7 @@ class Fleet:
         for _ in range(steps):
             for stepper, gradients in self.pairs:
                 for phase in stepper.phases():
-                    stepper.take(gradients, self.passes)
+                    stepper.set_grads(gradients, self.passes)
                     self.passes += 1
                     seconds.append(self.machine.begin(phase, cold))
                     cold = False
@@ -72,7 +70,7 @@ class Fleet:
         for step in range(HOST_STEPS):
             spent = 0.0
             for i, phase in enumerate(stepper.phases()):
-                stepper.take(gradients, 2 * step + i if changed else i)
+                stepper.set_grads(gradients, 2 * step + i if changed else i)
                 start = time.perf_counter()
                 phase()
                 spent += time.perf_counter() - start
@@ -103,17 +101,9 @@ def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict
 
 
 def _measure(
-    chosen: Sequence[Contender],
-    size: Size,
-    machine: Machine,
-    rounds: int,
-    most: float = math.inf,
-    *,
-    steps: int = 1,
-    rotate: bool = False,
-    to: Sequence[str] = (),
-    counts: Sequence[str] = ("memory",),
-) -> dict[str, Any]:
+    chosen: Sequence[Contender], size: Size, machine: Machine, rounds: int, most: float = math.inf, *,
+    steps: int = 1, rotate: bool = False, to: Sequence[str] = (), counts: Sequence[str] = ("memory",),
+) -> dict[str, Any]:  # fmt: skip
     """Measure contenders on one size and return the case.
 
     Args:
@@ -136,18 +126,18 @@ def _measure(
         if "memory" in counts:
             extra = memory.peak_extra_bytes(contender, weights, sets[0])
             found["extra_bytes_per_parameter"] = round(extra / size.parameters, 2)
-        fleet = Fleet(machine, [green[name], *(contender.build(weights) for _ in sets[1:])], sets)
+        pool = StepperPool(machine, [green[name], *(contender.build(weights) for _ in sets[1:])], sets)
         for _ in range(2):
-            fleet.steps()
-        samples[f"{name} eager"] = partial(fleet.eager, steps)
+            pool.steps()
+        samples[f"{name} eager"] = partial(pool.eager, steps)
         if "calls" in counts and not machine.cuda and contender.backend:
-            found |= fleet.calls()
+            found |= pool.calls()
         if "launches" in counts and machine.cuda:
-            found["launches"] = machine.launches(Fleet(machine, [green[name]], sets[:1]).steps)
+            found["launches"] = machine.launches(StepperPool(machine, [green[name]], sets[:1]).steps)
         if "replays" in counts and machine.cuda:
-            found["host_seconds"] = {"unchanged": fleet.host_seconds(False), "changed": fleet.host_seconds(True)}
+            found["host_seconds"] = {"unchanged": pool.host_seconds(False), "changed": pool.host_seconds(True)}
             try:
-                samples[f"{name} replayed"] = fleet.replay()
+                samples[f"{name} replayed"] = pool.replay()
             except RuntimeError as error:
                 found["not_replayed"] = str(error).splitlines()[0]
         return found

@@ -5,8 +5,6 @@ Handing over the gradients is not on the clock here either. pytest-benchmark can
 after the other, so `python -m bench step` compares contenders better.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import Any
@@ -37,7 +35,7 @@ def test_step(size: Size, contender: Contender, threads: int, benchmark: Any) ->
             global hidden
             for phase in green[contender.name].phases():
                 since = time.perf_counter()
-                green[contender.name].take(gradients, next(passes))
+                green[contender.name].set_grads(gradients, next(passes))
                 hidden += time.perf_counter() - since
                 phase()
 

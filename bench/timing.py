@@ -22,11 +22,8 @@ T = TypeVar("T")
 
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # size of each of the two buffers: far beyond any cache
 DEFAULT_CACHE = 32 << 20  # where the system does not say
-# Sets of operands add up to four times the last-level cache, so that none is still in it when its turn comes.
-ROTATION = 4
-# Reads of a gigabyte that keep the device busy for half a millisecond at 4 TB/s, while the host launches the largest
-# graph.
-READS = 2
+ROTATION = 4  # sets of operands fill this number of last-level caches, so that each is out of the cache at its turn
+READS = 2  # reads of a gigabyte, half a millisecond at 4 TB/s, during which the host launches the largest graph
 FEWEST = 3  # rounds, also if they take longer than they may
 
 
@@ -84,12 +81,9 @@ class Rounds:
 
 
 def interleave(
-    samples: Mapping[str, Callable[[], T]],
-    rounds: int,
-    copy: Callable[[], float] | None = None,
-    most: float = math.inf,
-    warm: bool = True,
-) -> Rounds:
+    samples: Mapping[str, Callable[[], T]], rounds: int, copy: Callable[[], float] | None = None,
+    most: float = math.inf, warm: bool = True,
+) -> Rounds:  # fmt: skip
     """Take a sample of every contender per round, beginning with another contender in each round.
 
     Args:

@@ -64,6 +64,13 @@ def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
         assert code[0] < 15, f"docs/{file}.md has its first example in line {code[0] + 1}"
 
 
+def test_the_pages_stay_short() -> None:
+    """All pages have 40,000 words at most, and a page 2,500."""
+    words = {page: len(text_of(page).split()) for page in PAGES if page.startswith("docs/")}
+    assert sum(words.values()) <= 40_000, words
+    assert not {page: count for page, count in words.items() if count > 2_500}
+
+
 def test_the_tables_of_contents_are_the_lists(conf: ModuleType) -> None:
     page = (
         "# Top\n\n- [No](no.md)\n\n## Guides\n\n- [A b](a.md): with `code`, and [another](c.md)\n- [D](../D.md)\n\n## "

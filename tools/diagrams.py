@@ -1,7 +1,7 @@
 """Draws the diagrams of the pages: `make pictures`.
 
-Writes into docs/pictures: `sam_step.svg` (the geometry of a step), `round.svg` (the chain of a federated round),
-`executors.svg` and `memory_tree.svg` (decision trees).
+Writes into docs/pictures: `sam_step.svg` (the geometry of a step), `local_update.svg` and `round.svg` (the chains of a
+client's step and of a federated round), `executors.svg` and `memory_tree.svg` (decision trees).
 """
 
 from __future__ import annotations
@@ -80,15 +80,27 @@ MEMORY_EDGES: Sequence[Edge] = (
     ("large", "small", "no"), ("large", "simple", "yes"), ("simple", "alias", "no"), ("simple", "early", "yes"),
 )  # fmt: skip
 
-ROUND: Sequence[tuple[str, str]] = (
-    ("sample the cohort", "sampler, available"),
-    ("constants of the step", "Algorithm.local_update"),
-    ("train the clients", "executor: batches,\ngradients, update"),
-    ("stages", "clip, noise, compression,\nrobust rule"),
-    ("states and uploads", "Algorithm.finish_client"),
-    ("exact sums", "over clients and processes"),
-    ("step of the server", "Algorithm.step_server"),
-    ("evaluate and record", "measures, callbacks,\ncheckpoint"),
+Chain = Sequence[tuple[str, str, bool]]  # title, names, whether an algorithm chooses it
+
+STEP: Chain = (
+    ("first gradient", "g1 at w", False),
+    ("perturbation", "eps = rho d / |d|", True),
+    ("second gradient", "g2 at w + eps", False),
+    ("combination", "v = a g2 + b g1 + q", True),
+    ("clipping", "of v, to clip_norm", False),
+    ("decay", "u = v + (weight_decay + phi) w", True),
+    ("momentum", "m = momentum m + u", False),
+    ("update", "w = w - lr m", False),
+)
+ROUND: Chain = (
+    ("sample the cohort", "sampler, available", False),
+    ("constants of the step", "Algorithm.local_update", True),
+    ("train the clients", "executor: batches,\ngradients, update", False),
+    ("stages", "clip, noise, compression,\nrobust rule", False),
+    ("states and uploads", "Algorithm.finish_client", True),
+    ("exact sums", "over clients and processes", False),
+    ("step of the server", "Algorithm.step_server", True),
+    ("evaluate and record", "measures, callbacks,\ncheckpoint", False),
 )
 
 
@@ -117,15 +129,15 @@ def draw_tree(nodes: Mapping[str, Node], edges: Sequence[Edge], size: tuple[floa
     return figure
 
 
-def draw_round() -> Figure:
-    """Return the chain of a round: four steps to the right, four back to the left."""
+def draw_chain(chain: Chain, again: str) -> Figure:
+    """Return a chain of eight boxes: four to the right, four back to the left, and an arrow to the first."""
     figure, axes = canvas((9.6, 2.6))
     axes.set_xlim(-1.2, 9.0)
     axes.set_ylim(-0.5, 1.5)
-    places = [(2.6 * (i if i < 4 else 7 - i), 1.0 if i < 4 else 0.0) for i in range(len(ROUND))]
+    places = [(2.6 * (i if i < 4 else 7 - i), 1.0 if i < 4 else 0.0) for i in range(len(chain))]
     boxes = [
-        draw_box(axes, Node(*place, f"{title}\n{names}", names.startswith("Algorithm")))
-        for place, (title, names) in zip(places, ROUND, strict=True)
+        draw_box(axes, Node(*place, f"{title}\n{names}", chosen))
+        for place, (title, names, chosen) in zip(places, chain, strict=True)
     ]
     figure.canvas.draw()  # from here on the boxes have their sizes, at which the arrows end
     for i, start in enumerate(places):
@@ -133,7 +145,7 @@ def draw_round() -> Figure:
         patches = {"patchA": boxes[i].get_bbox_patch(), "patchB": boxes[end].get_bbox_patch()}
         arrow = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 1, "shrinkB": 1, **patches}
         axes.annotate("", places[end], start, arrowprops=arrow)
-    axes.text(-0.1, 0.5, "next round", ha="right", va="center", color=GREY)
+    axes.text(-0.1, 0.5, again, ha="right", va="center", color=GREY)
     return figure
 
 
@@ -179,7 +191,8 @@ def canvas(size: tuple[float, float]) -> tuple[Figure, Axes]:
 
 DIAGRAMS = {
     "sam_step.svg": draw_sam_step,
-    "round.svg": draw_round,
+    "local_update.svg": lambda: draw_chain(STEP, "next batch"),
+    "round.svg": lambda: draw_chain(ROUND, "next round"),
     "executors.svg": lambda: draw_tree(EXECUTORS, EXECUTOR_EDGES, (9.2, 4.6)),
     "memory_tree.svg": lambda: draw_tree(MEMORY, MEMORY_EDGES, (9.6, 3.6)),
 }

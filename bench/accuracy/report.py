@@ -3,8 +3,6 @@
 They have means, spreads, and differences of runs with the same seed. Nothing here trains.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Runs have so few training samples that the contenders differ in generalisation. 
 network: two sets are part of scikit-learn, and two are generated here from a fixed seed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,10 +36,7 @@ class Task:
     batch: int = 32
 
     def split(self, seed: int, tuning: bool) -> tuple[Pair, Pair]:
-        """Return the training samples of a seed, and the samples for evaluation.
-
-        When tuning, the second are the pool's other samples (500 at most), with clean labels.
-        """
+        """Return training samples of a seed and samples for evaluation, which come from the pool when tuning."""
         x, y, test = self.load()
         pool, rng = len(x) - test, torch.Generator().manual_seed(seed)
         order = torch.randperm(pool, generator=rng)

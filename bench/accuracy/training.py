@@ -5,8 +5,6 @@ with the seeds of the report, by two protocols. `steps` has the task's number of
 that fits into SGD's time, by measured times of a step.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -32,7 +30,7 @@ SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (1000,)
 QUICK_STEPS = 20
 RADIUS = 0.1  # radius of the sharpness measure
 SAMPLE = 10  # steps of one timing sample: two whole periods of variants that perturb in one step of five
-
+Trial = tuple[float, float]  # learning rate, and the second number of a contender
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 DECAYS, RHOS = (0.0, 5e-4, 5e-3), (0.02, 0.05, 0.15)
@@ -102,25 +100,15 @@ def measure(name: str, who: str, quick: bool) -> dict[str, Any]:
             "steps": count, "accuracy": accuracy, "sharpness": sharpness, "mean": statistics.fmean(accuracy),
             "std": statistics.stdev(accuracy), "rise": statistics.fmean(sharpness),
         }  # fmt: skip
-    row = {
-        "name": who,
-        "title": f"`{who}`",
-        "cost": cost,
-        "chosen": f"lr {trial[0]:g}, {contender.second} {trial[1]:g}",
-    }
+    text = f"lr {trial[0]:g}, {contender.second} {trial[1]:g}"
+    row = {"name": who, "title": f"`{who}`", "cost": cost, "chosen": text}
     row |= {"grid": grid, "steps": made[own], "time": made[fewer]}
     facts = {"title": task.title, "noise": task.noise, "train": task.train, "steps": steps, "lrs": list(task.lrs)}
     return {**facts, "rows": [row]}
 
 
 def run(
-    task: Task,
-    contender: Contender,
-    trial: tuple[float, float],
-    seed: int,
-    steps: int,
-    tuning: bool = False,
-    sharp: bool = False,
+    task: Task, contender: Contender, trial: Trial, seed: int, steps: int, tuning: bool = False, sharp: bool = False
 ) -> tuple[float, float]:
     """Train from the seed's initial weights on its samples, in its order; the learning rate falls linearly to 0.
 
@@ -134,9 +122,8 @@ def run(
         for group in optimizer.param_groups:
             group["lr"] = trial[0] * (1 - number / steps)
         act()
-    leave = getattr(optimizer, "eval", None)  # one-pass variants leave the weights perturbed
-    if leave is not None:
-        leave()
+    if isinstance(optimizer, FusedSAM):  # one-pass variants leave the weights perturbed
+        optimizer.eval()
     model.eval()
     with torch.no_grad():
         right = (model(held_out[0]).argmax(1) == held_out[1]).double().mean()
@@ -178,9 +165,7 @@ def steps_in_equal_time(steps: int, cost: float) -> int:
     return max(1, min(steps, int(steps / cost)))
 
 
-def _start(
-    task: Task, contender: Contender, trial: tuple[float, float], seed: int
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _start(task: Task, contender: Contender, trial: Trial, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.model()

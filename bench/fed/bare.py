@@ -1,7 +1,5 @@
 """The loops that one writes without a library: over clients, and over batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 

@@ -4,8 +4,6 @@ Every contender is a separate process that trains the same workload (bench/fed/w
 (bench/fed/race.py). `make bench-fed` makes the environments of the other simulators.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,14 +32,12 @@ def all_of(options: Options) -> Iterator[Case]:
         yield from part(options)
 
 
-def _race(
-    options: Options, part: str, title: str, entries: list[Entry], chunks: int, rounds: int, **facts: Any
-) -> Iterator[Case]:
+def _race(options: Options, part: str, title: str, entries: list[Entry], *turns: int, **facts: Any) -> Iterator[Case]:
     names = options.chosen(entry.label for entry in entries[1:])
     entries = [entries[0], *(entry for entry in entries if entry.label in names)]  # the first is the unit
 
     def measure(_: float) -> dict[str, Any]:
-        found = race(entries, chunks, rounds)
+        found = race(entries, *turns)
         for row, at in zip(found["rows"], facts.get("at", ())):
             row["at"] = at
         return ({"axis": facts["axis"]} if facts else {}) | found
@@ -50,10 +46,7 @@ def _race(
 
 
 def speed(options: Options) -> Iterator[Case]:
-    """Yield the races of all contenders on the workload, with one thread.
-
-    Our executor with all processors is compared with the bare loop on one thread.
-    """
+    """Yield the races of all contenders with one thread, and of our executor with all processors."""
     for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
         load = Workload(model, algorithm)
         entries = [Entry("bare loop", "bare:tensors", load), Entry("bare loop, flat", "bare:flat", load)]
@@ -97,10 +90,7 @@ def growth(options: Options) -> Iterator[Case]:
 
 
 def ranks(options: Options) -> Iterator[Case]:
-    """Yield the race of two processes and one, with one thread each.
-
-    Two processes that share only the machine are the bound for ranks.
-    """
+    """Yield the race of one process, two, and two that share only the machine: the bound for ranks."""
     load = Workload("cnn")
     half = replace(load, cohort=load.cohort // 2)
     entries = [Entry("1 rank", "ours:sequential", load), Entry("2 ranks", "ours:sequential", load, ranks=2)]

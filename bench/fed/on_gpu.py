@@ -5,8 +5,6 @@ Each executor and model is a process (a job), so that a failed capture or an err
 row. The process prints each result as it is measured, and names the results that it has no time for.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -35,6 +33,7 @@ TRACED = 20  # clients: a hundred make a trace that takes longer to read than to
 STREAMS = 31  # torch deals out 32 in turn, and one is for graphs of all rows. More slots would share streams
 WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
 STATE_WIDTHS = (32, 4096, 32768)  # width of an MLP: 2 thousand, 300 thousand and 2 million parameters
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue of the device for each stream
 TO_START = 10.0  # s that a process takes to import torch and to prepare the device
 
 Figures = dict[str, Any]
@@ -58,12 +57,8 @@ def run(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
         yield {"part": "jobs", "name": "jobs", "title": "Processes that failed", "rows": [row]}
 
 
-CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue of the device for each stream
-
-
 def by_clients(device: str, model: str, executor: str) -> Iterator[Item]:
-    """Yield a round of n clients by one executor, or by the bare loop under the settings that give the same bits every
-    time."""
+    """Yield a round of n clients by one executor, or by the bare loop with deterministic settings."""
     if executor == WITHOUT_ROW_PROGRAMS:
         rowprograms.maker = lambda setup: None  # type: ignore[assignment]
     for n, algorithm in product(CLIENTS, ("fedavg", "fedsam")):
@@ -74,11 +69,9 @@ def by_clients(device: str, model: str, executor: str) -> Iterator[Item]:
 
 
 def client_states(device: str, where: str) -> Iterator[Item]:
-    """Yield a round of 100 clients of SCAFFOLD with their states on the device or in host memory, small and large
-    models.
+    """Yield a round of 100 clients of SCAFFOLD with their states on the device or in host memory, by model size.
 
-    One batch a client: as little work as there can be to hide the copies. A round reads and writes one state per
-    client.
+    A client has one batch, the least work that can hide the copies of its state.
     """
     options = {"executor": "streams" if device == "cuda" else "sequential", "client_state": where}
     for width in STATE_WIDTHS:
@@ -90,11 +83,7 @@ def client_states(device: str, where: str) -> Iterator[Item]:
 
 
 def table8(device: str, executor: str) -> Iterator[Item]:
-    """Yield ResNet-18-GN, 10 of 100 clients with 500 images of 32x32, batch 50; one of the five local epochs, its time
-    taken five times.
-
-    The images are random: the time of a step does not depend on them.
-    """
+    """Yield one of five local epochs of ResNet-18-GN on 10 of 100 clients with 500 random images of 32x32, batch 50."""
     model = models.build("resnet18_gn", (3, 32, 32), 10, 0).to(device)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(5000, 3, 32, 32, generator=generator).to(device)

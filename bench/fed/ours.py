@@ -1,7 +1,5 @@
 """fastsam.fed.run, as a user calls it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -14,29 +12,18 @@ from fastsam import fed
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
     """Train with `fed.run` and return the model. option: an executor."""
+    algorithm = fed.algorithms.registry[workload.algorithm]()
+    sampler = counted(workload, tick) if dist.is_torchelastic_launched() else "fixed"
     return fed.run(
-        workload.make_model(),
-        workload.tensors(),
-        fed.algorithms.registry[workload.algorithm](),
-        rounds=rounds,
-        local_epochs=workload.epochs,
-        batch_size=BATCH,
-        lr=workload.lr,
-        participation=workload.cohort / workload.clients,
-        sampler=counted(workload, tick) if dist.is_torchelastic_launched() else "fixed",
-        eval_every=rounds,
-        slots=workload.slots,
-        progress=lambda record: tick(),
-        executor=option,
+        workload.make_model(), workload.tensors(), algorithm, rounds=rounds, local_epochs=workload.epochs,
+        batch_size=BATCH, lr=workload.lr, participation=workload.cohort / workload.clients, sampler=sampler,
+        eval_every=rounds, slots=workload.slots, progress=lambda record: tick(), executor=option,
         **dict(workload.options),
-    ).model
+    ).model  # fmt: skip
 
 
 def counted(workload: Workload, tick: Callable[[], None]) -> Callable[[int, torch.Generator], list[int]]:
-    """Return a sampler for several ranks that counts rounds on all of them.
-
-    It is needed because `progress` is called only on the first rank.
-    """
+    """Return a sampler that counts rounds on all ranks, because `progress` is called only on the first rank."""
 
     def sample(round: int, generator: torch.Generator) -> list[int]:
         if round and dist.get_rank():

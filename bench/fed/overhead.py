@@ -6,8 +6,6 @@ server's step) cancel in that difference, and count in the cost of a round. If o
 process's CPU time.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

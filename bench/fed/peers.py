@@ -3,8 +3,6 @@
 Each runs in a separate environment, so a function imports its library itself.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable
@@ -171,11 +169,9 @@ def fedjax(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
         return jax.grad(loss)(params)
 
     algorithm = fedjax.algorithms.fed_avg.federated_averaging(
-        grad_fn,
-        fedjax.optimizers.sgd(LR),
-        fedjax.optimizers.sgd(1.0),
+        grad_fn, fedjax.optimizers.sgd(LR), fedjax.optimizers.sgd(1.0),
         fedjax.ShuffleRepeatBatchHParams(batch_size=BATCH),
-    )
+    )  # fmt: skip
     sampler = fedjax.client_samplers.UniformGetClientSampler(data, workload.cohort, seed=0)
     state = algorithm.init({name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()})
     for _ in range(rounds):
@@ -229,9 +225,8 @@ def blazefl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
     shared = {"model_selector": Models(), "model_name": "", "dataset": Data(), "device": workload.device, "seed": 0}
     local = {"num_clients": workload.clients, "epochs": 1, "batch_size": BATCH, "lr": LR}
     ratio = workload.cohort / workload.clients
-    server = contrib.FedAvgBaseServerHandler(
-        **shared, global_round=rounds, num_clients=workload.clients, sample_ratio=ratio, batch_size=BATCH
-    )
+    own = {"global_round": rounds, "num_clients": workload.clients, "sample_ratio": ratio, "batch_size": BATCH}
+    server = contrib.FedAvgBaseServerHandler(**shared, **own)
     trainer = contrib.FedAvgThreadPoolClientTrainer(**shared, **local, num_parallels=slots)
     while not server.if_stop():
         trainer.local_process(server.downlink_package(), server.sample_clients())

@@ -1,7 +1,5 @@
 """A separate program that answers in lines of JSON, and its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,8 +15,7 @@ PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after
 
 
 def answers() -> Callable[[Any], None]:
-    """Return what says a line of JSON on standard output. The prints of libraries go to standard error from now
-    on."""
+    """Return a function that writes JSON lines to standard output, and redirect other output to standard error."""
     file = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lambda what: print(json.dumps(what), file=file, flush=True)

@@ -1,7 +1,5 @@
 """Contenders in separate processes that take turns, a chunk of rounds each: a disturbance reaches all of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

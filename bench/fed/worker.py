@@ -6,8 +6,6 @@ chunk and answers with the seconds of a round. After the last chunk it reports t
 memory. Several processes of a launcher (torchrun) begin every chunk together; rank 0 reads and answers.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json
@@ -55,10 +53,7 @@ class Chunks:
 
 
 def apart() -> Callable[[], None]:
-    """Make a launcher's processes independent: each of them continues as a single process.
-
-    Return a function that waits until all processes have called it.
-    """
+    """Make a launcher's processes independent. Return a function that waits until all processes have called it."""
     from torch import distributed
 
     store, _, size = next(distributed.rendezvous("env://"))
@@ -106,10 +101,7 @@ def main() -> None:
 
 
 def peak_mib() -> float:
-    """Return the largest memory of this program in MiB.
-
-    `ru_maxrss` is not used, because it begins with the memory of the process that started this one.
-    """
+    """Return the largest memory of this program in MiB, without the starting process's that `ru_maxrss` has."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 

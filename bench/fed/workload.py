@@ -1,11 +1,9 @@
-"""One workload for all contenders: 100 clients with 64 samples in 10 classes, 20 clients a round, one local epoch,
-batch
-16, lr 0.1, no evaluation.
+"""One workload for all contenders: 100 clients with 64 samples in 10 classes, 20 clients a round.
+
+One local epoch with batches of 16 and lr 0.1, without evaluation.
 
 The module imports only numpy and torch, because the other simulators run in separate environments without fastsam.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,33 +24,17 @@ def mlp(width: int = 32) -> nn.Module:
 def cnn() -> nn.Module:
     """Return a CNN for 28x28x1; 225,034 parameters."""
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(1600, 128),
-        nn.ReLU(),
-        nn.Linear(128, CLASSES),
-    )
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(1600, 128), nn.ReLU(), nn.Linear(128, CLASSES),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A federated workload. Only our executors use `slots`, `epochs`, `lr` and `options`.
+    """A federated workload. Only our executors use `slots`, `epochs`, `lr` and `options` (pairs for `fed.run`).
 
-    Args:
-        model (str): "cnn", "mlp", or "mlp:WIDTH".
-        algorithm (str): name of a built-in algorithm.
-        clients (int): number of clients.
-        cohort (int): number of clients in a round.
-        device (str): device of the model and the data (the other simulators use the CPU).
-        slots (int): number of slots; None for the default number.
-        epochs (int): local epochs.
-        lr (float): local learning rate.
-        options: further options of `fed.run`, as pairs.
+    `model` is "cnn", "mlp", or "mlp:WIDTH"; `cohort` is the number of clients in a round. The other simulators use the
+    CPU as `device`.
     """
 
     model: str
@@ -67,7 +49,6 @@ class Workload:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of an input."""
         return SHAPES[self.model.split(":")[0]]
 
     def make_model(self) -> nn.Module:

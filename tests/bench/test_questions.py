@@ -17,6 +17,7 @@ from bench import record as records
 from bench.contenders import (
     VARIANTS,
     Contender,
+    CopiedSAM,
     DeviceForeachStepper,
     FlatStepper,
     ForeachStepper,
@@ -25,7 +26,6 @@ from bench.contenders import (
     contenders,
     variant_contenders,
 )
-from bench.copied_sam import CopiedSAM
 from bench.kernel_cases import OPS, STEP, KernelCase, kernel_cases
 from bench.kernel_data import MAX_SETS, Operator
 from bench.problem import KERNEL_SIZES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
@@ -212,7 +212,7 @@ def test_the_gate_of_an_op_leaves_the_input(layout: str) -> None:
 class Sleepy(Stepper):
     """Handing over gradients takes 20 ms, a phase takes 2 ms."""
 
-    def take(self, gradients: Gradients, index: int) -> None:
+    def set_grads(self, gradients: Gradients, index: int) -> None:
         time.sleep(0.02)
 
     def phases(self) -> Sequence[Callable[[], object]]:
@@ -220,8 +220,8 @@ class Sleepy(Stepper):
 
 
 def test_handing_over_gradients_is_not_on_the_clock() -> None:
-    fleet = steps.Fleet(Small(), [Sleepy()], [Gradients(TINY.shapes)])
-    assert 0.004 <= fleet.eager(2) < 0.02
+    pool = steps.StepperPool(Small(), [Sleepy()], [Gradients(TINY.shapes)])
+    assert 0.004 <= pool.eager(2) < 0.02
 
 
 @pytest.mark.of_each_kind
@@ -286,7 +286,7 @@ def test_the_peer_of_the_device_is_the_one_by_hand() -> None:
     both = DeviceForeachStepper(weights), ForeachStepper(weights)
     for stepper in both:
         for index in range(4):
-            stepper.take(gradients, index)
+            stepper.set_grads(gradients, index)
             stepper.phases()[index % 2]()
     for a, b in zip(both[0].weights(), both[1].weights(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

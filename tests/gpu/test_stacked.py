@@ -19,12 +19,12 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatc
     recorded and compared."""
     own, rounds = Vmap._tick, [0]
 
-    def tick(self: Vmap, crews: list) -> None:
+    def tick(self: Vmap, blocks: list) -> None:
         if rounds[0] < 2:
-            own(self, crews)
+            own(self, blocks)
             return
         with Cuda(torch.device(DEVICE)).no_wait():
-            own(self, crews)
+            own(self, blocks)
 
     monkeypatch.setattr(Vmap, "_tick", tick)
     # in the third step the first and the last have whole batches

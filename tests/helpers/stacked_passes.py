@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fastsam.arena import Arena, Layout
 from fastsam.fed.executors import Setup
 from fastsam.fed.executors.base import LocalOptions
-from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.replay import Found
+from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.stacked import StackedPasses
 from fastsam.fed.step.model_copy import Replica, trainable
 
@@ -19,22 +19,22 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}
 
 def stacked(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, rows: int = 5
-) -> tuple[StackedPasses, Form]:
+) -> tuple[StackedPasses, RowSlice]:
     """Passes of `rows` rows, each with other weights, and their form."""
     layout = Layout.of(trainable(model))
     setup = Setup(model, layout, loss, LocalOptions(), torch.device("cpu"), "auto")
     replica = Replica(model, layout, Arena(layout).field("w", setup.dtype)[0])
-    form = Form(Rows(setup, rows), slice(0, rows))
-    form.z.copy_(torch.stack([(1 - 0.1 * i) * replica.row for i in range(rows)]))
-    return StackedPasses(replica, layout, setup), form
+    row_slice = RowSlice(RowState(setup, rows), slice(0, rows))
+    row_slice.z.copy_(torch.stack([(1 - 0.1 * i) * replica.row for i in range(rows)]))
+    return StackedPasses(replica, layout, setup), row_slice
 
 
-def same(passes: StackedPasses, form: Form, x: Tensor, y: Tensor) -> Found:
+def same(passes: StackedPasses, row_slice: RowSlice, x: Tensor, y: Tensor) -> Found:
     """Compare a replayed pass with the plain pass."""
-    found = passes.replays.run(form.leaves, x, y)
+    found = passes.replays.run(row_slice.leaves, x, y)
     assert found is not None, "nothing is replayed"
     losses, grads, slots = found
-    plain, expected = passes.plain(form, x, y)
+    plain, expected = passes.plain(row_slice, x, y)
     tolerance = TOLERANCE[plain.dtype]
     assert slots == expected.slots
     assert torch.allclose(losses, plain, rtol=tolerance, atol=tolerance)

@@ -222,14 +222,14 @@ def along_gradient(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g
     return -g if optimizer.param_groups[0].get("maximize") else g
 
 
-Ahead = Callable[[torch.optim.Optimizer, Sequence[Tensor], Tensor], Tensor]
-ONE_PASS: dict[str, tuple[SAM, Ahead]] = {
+Prefetcher = Callable[[torch.optim.Optimizer, Sequence[Tensor], Tensor], Tensor]
+ONE_PASS: dict[str, tuple[SAM, Prefetcher]] = {
     "msam": (MSAM(RHO), against_momentum),
     "last gradient": (LastGradient(RHO), along_gradient),
 }
 
 
-def one_pass_loop(ahead: Ahead, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
+def one_pass_loop(ahead: Prefetcher, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
     """Float64, unfused, with torch's own optimizer: the clean weights."""
     start, loss = problem()
     params = [p.clone().requires_grad_() for p in start]

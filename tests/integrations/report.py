@@ -40,13 +40,14 @@ def check(record: dict[str, Any]) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return the page's table: a row per feature, with the versions of the libraries."""
-    lines = ["| library | feature | result |", "|---|---|---|"]
+    """Return a list per library, with the version that was tried, and the environment."""
+    lines = []
     for library, package in PACKAGES.items():
         version = f" {record['versions'][package]}" if package else ""
-        for row in (row for row in record["rows"] if row["library"] == library):
-            lines.append(f"| {library}{version} | {row['feature']} | {row['result']} |")
-    return "\n".join([*lines, f"\nMade on {record['date']} with torch {record['versions']['torch']}."])
+        lines += [f"**{library}{version}**", ""]
+        rows = [row for row in record["rows"] if row["library"] == library]
+        lines += [*(f"- {row['feature']}: *{row['result']}*" for row in rows), ""]
+    return "\n".join([*lines, f"Made on {record['date']} with torch {record['versions']['torch']}."])
 
 
 PAGE = GeneratedPage(

@@ -154,7 +154,7 @@ def test_automatic_mode_with_the_callback(settings: dict[str, Any]) -> None:
     assert "log" not in vars(model), "the module is as it was"
 
 
-@pytest.mark.shows("Lightning", "`SAMCallback()`: `self.log` writes in the first pass alone", "works")
+@pytest.mark.shows("Lightning", "`SAMCallback()`: `self.log` writes only in the first pass", "works")
 def test_the_first_pass_alone_is_logged() -> None:
     first_passes: list[Tensor] = []
 

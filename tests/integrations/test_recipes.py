@@ -76,7 +76,7 @@ def test_the_base_from_timms_factory(name: str, fused: bool) -> None:
     assert [group["weight_decay"] for group in opt.param_groups] == [0.0, 0.05]
 
 
-@pytest.mark.shows("peft", "LoRA: the adapters alone are perturbed and trained", "works")
+@pytest.mark.shows("peft", "LoRA: only the adapters are perturbed and trained", "works")
 @pytest.mark.parametrize("frozen_too", [False, True])
 def test_adapters_alone_move(frozen_too: bool) -> None:
     """Given to the optimizer or not: without a gradient a frozen parameter is not perturbed, nor in the norm."""

@@ -50,4 +50,5 @@ def test_a_row_shows_the_version_that_was_tried() -> None:
     record = PAGE.read(PAGE.results)
     row = record["rows"][0]
     version = record["versions"][PACKAGES[row["library"]]]
-    assert f"| {row['library']} {version} | {row['feature']} | {row['result']} |" in table(record)
+    shown = table(record).partition(f"**{row['library']} {version}**")[2].partition("**")[0]
+    assert f"- {row['feature']}: *{row['result']}*\n" in shown

@@ -352,7 +352,7 @@ def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
     assert same(start, before) and not unwrap_optimizer(trainer.optimizer).is_perturbed
 
 
-@pytest.mark.shows("transformers", "`SAMTrainer`: running statistics take the first pass alone", "works")
+@pytest.mark.shows("transformers", "`SAMTrainer`: running statistics take only the first pass", "works")
 def test_running_statistics_take_the_first_pass_alone(tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -368,7 +368,7 @@ def test_running_statistics_take_the_first_pass_alone(tmp_path: Path) -> None:
     assert int(model.norm.num_batches_tracked) == 6
 
 
-@pytest.mark.shows("transformers", "`SAMTrainerMixin` before `Seq2SeqTrainer`; a FusedSAM of one's own", "works")
+@pytest.mark.shows("transformers", "`SAMTrainerMixin` before `Seq2SeqTrainer`; a FusedSAM that you made", "works")
 def test_a_trainer_of_another_class_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     class Mine(InOrder, SAMTrainerMixin, transformers.Seq2SeqTrainer):
         pass
@@ -396,7 +396,9 @@ def _both(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.shows(
-    "transformers", "`SAMTrainer` with an optimizer that is no FusedSAM; `variant` beside an optimizer", "clear error"
+    "transformers",
+    "`SAMTrainer` with an optimizer that is no FusedSAM; `variant` together with an optimizer",
+    "clear error",
 )
 @pytest.mark.parametrize(
     ("given", "message"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.copied_sam import CopiedSAM
+from bench.contenders import CopiedSAM
 from fastsam import FusedSAM
 from fastsam.backends import Backend
 from tests.helpers import sam_cases

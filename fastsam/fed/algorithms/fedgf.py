@@ -64,7 +64,7 @@ class FedGF(Algorithm):
         if c == 0:
             return LocalUpdate(Direction.GRADIENT, rho=rho)
         p = server["w"] + value_at("rho_g", self.rho_g, round) * server["d"]
-        return LocalUpdate(Direction.GRADIENT, rho=rho, anchor=p, pull=c)
+        return LocalUpdate(Direction.GRADIENT, rho=rho, anchor=p, anchor_weight=c)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         length = torch.linalg.vector_norm(results.delta, dim=1, keepdim=True, dtype=torch.float64)

@@ -56,7 +56,7 @@ class FedTOGA(DynamicRegularizer):
             Direction.GRADIENT_PLUS,
             rho=rho,
             direction_vector=self.kappa * D,
-            remembers=True,
+            uses_last_gradient=True,
             gradient_offset=q,
             proximal_coefficient=phi,
         )

@@ -63,7 +63,7 @@ class FedWMSAM(ControlVariates):
             perturbed_weight=alpha,
             gradient_offset=(1 - alpha) * D_i,
             direction_vector=D_i,
-            drift=-1.0,
+            drift_weight=-1.0,
         )
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:

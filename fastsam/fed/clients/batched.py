@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.clients.batch_loss import parted
-from fastsam.fed.clients.samples import Samples
+from fastsam.fed.clients.samples import ClientDataset
 
 
-class BatchedClients(Sequence[Samples]):
+class BatchedClients(Sequence[ClientDataset]):
     """Client i is `clients[i]`.
 
     Attributes:
@@ -32,11 +32,11 @@ class BatchedClients(Sequence[Samples]):
     def known_sizes(self) -> Mapping[int, int]: ...
 
     @property
-    def looks_ahead(self) -> bool:
+    def prefetches(self) -> bool:
         """True if clients can be loaded before they are needed."""
         return False
 
-    def expect(self, clients: Sequence[int], together: int) -> None:
+    def prefetch(self, clients: Sequence[int], together: int) -> None:
         """Announce the clients that will train, in this order, `together` at once."""
 
     @abstractmethod
@@ -48,13 +48,13 @@ class BatchedClients(Sequence[Samples]):
         return ""
 
     @abstractmethod
-    def __getitem__(self, client: int) -> Samples: ...  # type: ignore[override]
+    def __getitem__(self, client: int) -> ClientDataset: ...  # type: ignore[override]
 
 
-class Held(BatchedClients):
+class InMemoryClients(BatchedClients):
     """Clients that are there from the start."""
 
-    def __init__(self, clients: Sequence[Samples]) -> None:
+    def __init__(self, clients: Sequence[ClientDataset]) -> None:
         self.clients, self.sizes = list(clients), [len(own) for own in clients]
         self.draws = any(own.draws for own in clients)
         labels = [y for own in clients if (y := own.labels) is not None]
@@ -63,7 +63,7 @@ class Held(BatchedClients):
     def __len__(self) -> int:
         return len(self.clients)
 
-    def __getitem__(self, client: int) -> Samples:  # type: ignore[override]
+    def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
         return self.clients[client]
 
     @property
@@ -80,7 +80,7 @@ class Held(BatchedClients):
         return self.clients[client].ignored()
 
 
-def check_kind(own: Samples, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
+def check_kind(own: ClientDataset, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
     """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from that of
     client 0.
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fastsam.fed.clients.ahead import Ahead
 from fastsam.fed.clients.batched import BatchedClients, check_kind
+from fastsam.fed.clients.prefetcher import Prefetcher
 from fastsam.fed.clients.reading import LARGEST_READ, as_samples, read, source
-from fastsam.fed.clients.samples import Collate, Samples, generators, hashed, seeded
+from fastsam.fed.clients.samples import ClientDataset, Collate, generators, hashed, seeded
 from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer
 
@@ -62,7 +62,7 @@ class LazyClients:
 
 
 @dataclass(frozen=True)
-class Given:
+class RawClientData:
     """The value that `load` returned, not read yet."""
 
     data: Any
@@ -103,7 +103,7 @@ class LazyClientData(BatchedClients):
         self.draws, self._reads_draw = self.draws or first.draws, first.draws
         self._first = first.kinds
         wanted = self._seconds > _INSTANT if lazy.ahead is None else lazy.ahead > 0
-        self._ahead = Ahead(self._early) if wanted and not self.draws else None
+        self._ahead = Prefetcher(self._early) if wanted and not self.draws else None
 
     def __len__(self) -> int:
         return len(self.lazy)
@@ -113,19 +113,19 @@ class LazyClientData(BatchedClients):
         return self._known
 
     @property
-    def looks_ahead(self) -> bool:
+    def prefetches(self) -> bool:
         return self._ahead is not None
 
-    def expect(self, clients: Sequence[int], together: int) -> None:
+    def prefetch(self, clients: Sequence[int], together: int) -> None:
         if self._ahead is not None:
-            self._ahead.expect(clients, together if self.lazy.ahead is None else self.lazy.ahead)
+            self._ahead.prefetch(clients, together if self.lazy.ahead is None else self.lazy.ahead)
 
     def digest(self) -> bytes:
         return hashed(len(self), [str(self.lazy.sizes), self._digests[0].hex()])
 
-    def __getitem__(self, client: int) -> Samples:  # type: ignore[override]
+    def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
         early = None if self._ahead is None else self._ahead.take(client)
-        own = early if isinstance(early, Samples) else self._loaded(client, early)
+        own = early if isinstance(early, ClientDataset) else self._loaded(client, early)
         if self._known.setdefault(client, len(own)) != len(own):
             raise ValueError(
                 f"client {client}: it has {len(own)} samples, {'sizes says' if self.told else 'it had'} "
@@ -138,13 +138,13 @@ class LazyClientData(BatchedClients):
             )
         return own
 
-    def _early(self, client: int) -> Samples | Given:
+    def _early(self, client: int) -> ClientDataset | RawClientData:
         """Return what can be prepared before the client trains: everything on the CPU. The memory of a GPU belongs to
         the
         stream that requests it."""
-        return self._loaded(client) if self.device.type == "cpu" else Given(self._given(client, False))
+        return self._loaded(client) if self.device.type == "cpu" else RawClientData(self._given(client, False))
 
-    def _loaded(self, client: int, early: Given | None = None) -> Samples:
+    def _loaded(self, client: int, early: RawClientData | None = None) -> ClientDataset:
         """Return the samples of a client. early: the value that `load` returned before, if any."""
         who, looking = f"client {client}", self._reads_draw is None
         given = self._given(client, looking) if early is None else early.data

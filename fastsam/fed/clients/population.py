@@ -14,9 +14,9 @@ from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from fastsam.fed.clients.batched import BatchedClients
+from fastsam.fed.clients.packed_samples import PackedSamples
 from fastsam.fed.clients.pairs import Pair
-from fastsam.fed.clients.samples import IGNORED, Samples
-from fastsam.fed.clients.store import Store
+from fastsam.fed.clients.samples import IGNORED, ClientDataset
 
 _TOGETHER = 4096  # clients whose samples are copied to be hashed in one piece
 Loss = Callable[[Tensor, Tensor], Tensor]  # loss of outputs and labels
@@ -54,9 +54,9 @@ class Population:
     classes: int | None
     priors: np.ndarray | None
     augment: Augment | None = None
-    store: Store | None = None
+    store: PackedSamples | None = None
     samples: BatchedClients | None = None
-    test_samples: Samples | None = None
+    test_samples: ClientDataset | None = None
     place: torch.device | None = None
     test_sizes: Sequence[int] | None = None
 
@@ -125,9 +125,9 @@ class Population:
         return self.samples is not None and self.samples.draws
 
     @property
-    def looks_ahead(self) -> bool:
+    def prefetches(self) -> bool:
         """True if clients are loaded before they train."""
-        return self.samples is not None and self.samples.looks_ahead
+        return self.samples is not None and self.samples.prefetches
 
     @property
     def test_size(self) -> int:
@@ -166,20 +166,20 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _add_store(digest: blake2b, store: Store) -> None:
+def _add_store(digest: blake2b, store: PackedSamples) -> None:
     """Add to the digest what the clients' tensors would add one by one. Neighbouring clients of one size are added at
     once."""
     both = [(np.frombuffer(_raw(t), np.uint8), t[0].nbytes, t) for t in (store.x, store.y)]
     at = 0
     for n, alike in groupby(store.sizes):
         count = sum(1 for _ in alike)
-        step = (store.begins[at + 1] - store.begins[at]) if count > 1 else n
+        step = (store.offsets[at + 1] - store.offsets[at]) if count > 1 else n
         for first in range(at, at + count, _TOGETHER):
             some = min(_TOGETHER, at + count - first)
             parts = []
             for raw, row, t in both:
                 kind = np.frombuffer(_kind(t.dtype, (n, *t.shape[1:])), np.uint8)
-                own = as_strided(raw[store.begins[first] * row :], (some, n * row), (step * row, 1), writeable=False)
+                own = as_strided(raw[store.offsets[first] * row :], (some, n * row), (step * row, 1), writeable=False)
                 parts += [np.broadcast_to(kind, (some, len(kind))), own]
             digest.update(np.concatenate(parts, axis=1).data)
         at += count

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.batched import Held, check_kind
+from fastsam.fed.clients.batched import InMemoryClients, check_kind
 from fastsam.fed.clients.client_test_sets import ClientTestSets
 from fastsam.fed.clients.lazy import LazyClientData, LazyClients
+from fastsam.fed.clients.packed_samples import LARGEST, PackedSamples, StoredPairs, store_of, stored
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, Source, as_samples, read, source
-from fastsam.fed.clients.samples import Collate, Samples
-from fastsam.fed.clients.store import LARGEST, Store, StoredPairs, store_of, stored
+from fastsam.fed.clients.samples import ClientDataset, Collate
 
 Watched = Callable[[Sequence[Any]], Iterable[Any]]
 
@@ -79,7 +79,7 @@ def prepare(
         checked = None if test is None else checked_pair(test, "the test set", dtype, device)
         return Population(StoredPairs(made), checked, store=made, **about)
     found, tested = _read(given, test, collate, dtype, device, watched)
-    if not whole and not any(isinstance(own, Samples) for own in (*found, tested)):
+    if not whole and not any(isinstance(own, ClientDataset) for own in (*found, tested)):
         pairs, store = stored(cast(list[Pair], found)) if made is None else (StoredPairs(made), made)
         return Population(pairs, cast("Pair | None", tested), store=store, **about)
     if about["augment"] is not None:
@@ -90,7 +90,9 @@ def prepare(
     samples = [as_samples(own) for own in found]
     for i, own in enumerate(samples):
         check_kind(own, f"client {i}", samples[0].kinds if i else None, whole)
-    return Population([], None, samples=Held(samples), test_samples=_test_samples(tested, whole), place=device, **about)
+    return Population(
+        [], None, samples=InMemoryClients(samples), test_samples=_test_samples(tested, whole), place=device, **about
+    )
 
 
 def _lazy(
@@ -101,7 +103,7 @@ def _lazy(
     return Population([], None, None, None, samples=samples, test_samples=_test_samples(tested, whole), place=device)
 
 
-def _test_samples(tested: Pair | Samples | None, whole: bool) -> Samples | None:
+def _test_samples(tested: Pair | ClientDataset | None, whole: bool) -> ClientDataset | None:
     if tested is None:
         return None
     made = as_samples(tested)
@@ -120,7 +122,7 @@ def _read(
     dtype: torch.dtype,
     device: torch.device,
     watched: Watched = iter,
-) -> tuple[list[Pair | Samples], Pair | Samples | None]:
+) -> tuple[list[Pair | ClientDataset], Pair | ClientDataset | None]:
     collated = collate is not None
     sources = [(source(one, f"client {i}", collated), f"client {i}") for i, one in enumerate(given)]
     if collated and sources and not any(isinstance(one, Source) for one, _ in sources):
@@ -135,7 +137,7 @@ def _read(
     return found[: len(given)], found[-1] if test is not None else None
 
 
-def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Store | None:
+def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> PackedSamples | None:
     """Return the clients in a store, checked all at once (a second for 100,000 clients).
 
     Returns None if something is wrong or if the clients differ. Then the clients are checked one by one, which finds

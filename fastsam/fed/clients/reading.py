@@ -24,7 +24,17 @@ from torch.utils.data import (
 
 from fastsam.fed.clients.mapped_rows import MappedRows, lies_in_files
 from fastsam.fed.clients.pairs import Pair, all_finite, checked_pair, is_array
-from fastsam.fed.clients.samples import Collate, Fetched, Samples, Stacked, fetch, generators, leaves, placed, seeded
+from fastsam.fed.clients.samples import (
+    ClientDataset,
+    Collate,
+    DatasetSamples,
+    TensorSamples,
+    fetch,
+    generators,
+    leaves,
+    placed,
+    seeded,
+)
 
 LARGEST_READ = 2**30  # bytes of all clients together; data sets of more are read batch by batch
 WANTED = (
@@ -120,7 +130,7 @@ def read(
     device: torch.device,
     per_sample: float,
     draws: bool | None = None,
-) -> Pair | Samples:
+) -> Pair | ClientDataset:
     """Return a `source` as a pair of tensors or as samples.
 
     Args:
@@ -148,25 +158,25 @@ def read(
             tree = None if found else _stacked(items, who, dtype, device)
             if tree is not None:
                 return tree
-        made = Fetched(given.data, chosen or default_collate, who, dtype, device)
+        made = DatasetSamples(given.data, chosen or default_collate, who, dtype, device)
         made.draws = found or (draws is None and _collate_draws(made))
         made.ahead = isinstance(given.data, MappedRows) and not made.draws
         return made
 
 
-def as_samples(own: Pair | Samples) -> Samples:
+def as_samples(own: Pair | ClientDataset) -> ClientDataset:
     """A pair as samples, too."""
-    return own if isinstance(own, Samples) else Stacked(list(own), len(own[1]))
+    return own if isinstance(own, ClientDataset) else TensorSamples(list(own), len(own[1]))
 
 
-def _of_columns(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | Samples:
+def _of_columns(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset:
     """Return columns (tensors or arrays of all samples) as a pair, or as a tree of columns."""
     if isinstance(given, tuple) and not isinstance(given[0], (Mapping, tuple)):
         return checked_pair(given, who, dtype, device)
     return _tree(given, who, dtype, device)
 
 
-def _tree(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Samples:
+def _tree(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> ClientDataset:
     tree = placed(given, dtype, device)
     wrong = [path for path, leaf in leaves(tree) if not isinstance(leaf, Tensor) or leaf.dim() == 0]
     if wrong:
@@ -181,7 +191,7 @@ def _tree(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Sam
     for path, leaf in leaves(tree):
         if leaf.is_floating_point() and not all_finite(leaf):
             raise ValueError(f"{who}: {path} holds NaN or infinity (in {dtype}); remove or replace those values")
-    return Stacked(tree, count)
+    return TensorSamples(tree, count)
 
 
 def _items(data: Any, places: Sequence[int], who: str) -> list[Any]:
@@ -217,7 +227,7 @@ def _same(a: Any, b: Any) -> bool:
     return True
 
 
-def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.device) -> Pair | Samples | None:
+def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset | None:
     """Return all samples in one tensor, or None if parts of them are not numbers and must be collated batch by
     batch."""
     _check_alike(items, who)
@@ -261,7 +271,7 @@ def _structure(item: Any) -> dict[str, str]:
     }
 
 
-def _collate_draws(samples: Fetched) -> bool:
+def _collate_draws(samples: DatasetSamples) -> bool:
     """Return True if making a batch draws random numbers, as collates of language models do that mask words."""
     before = generators()
     try:

@@ -87,7 +87,7 @@ def generators() -> bytes:
     )
 
 
-class Samples(ABC):
+class ClientDataset(ABC):
     """`len(samples)` samples, taken in batches. draws: reading them draws random numbers, so a batch is read under a
     seed. ahead: any thread may read them, and it is of use to read the next batch while one is trained."""
 
@@ -141,7 +141,7 @@ def hashed(count: int, tree: Any) -> bytes:
     return made.digest()
 
 
-class Stacked(Samples):
+class TensorSamples(ClientDataset):
     """A tree whose leaves are tensors `[n, ...]`, on the device."""
 
     def __init__(self, tree: Any, samples: int) -> None:
@@ -172,7 +172,7 @@ class Stacked(Samples):
         return f" ({count} of its {own[0].numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
 
 
-class Fetched(Samples):
+class DatasetSamples(ClientDataset):
     """A data set that is read one batch at a time, as a `DataLoader` without workers reads it."""
 
     def __init__(self, data: Any, collate: Collate, who: str, dtype: torch.dtype, device: torch.device) -> None:

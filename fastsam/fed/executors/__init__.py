@@ -9,7 +9,17 @@ import importlib
 import pkgutil
 
 from fastsam.fed.executors.auto import AUTO, Choice, choose
-from fastsam.fed.executors.base import ClientError, Ends, Executor, LocalOptions, Setup, Task, Work, divided, registry
+from fastsam.fed.executors.base import (
+    ClientError,
+    Ends,
+    Executor,
+    LocalOptions,
+    Setup,
+    Task,
+    Work,
+    registry,
+    split_epoch,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -37,8 +47,8 @@ __all__ = [
     "Task",
     "Work",
     "choose",
-    "divided",
     "names",
     "registry",
+    "split_epoch",
     "stacks",
 ]

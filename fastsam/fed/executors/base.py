@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from fastsam.arena import Layout
 from fastsam.fed.clients.batched import BatchedClients
 from fastsam.fed.clients.mapped_rows import one_ahead
+from fastsam.fed.clients.packed_samples import PackedSamples
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Augment, Loss, augmented
-from fastsam.fed.clients.samples import Samples
-from fastsam.fed.clients.store import Store
+from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.variant import needs_of
@@ -84,10 +84,10 @@ class Setup:
     Attributes:
         model: the user's model, which is copied.
         layout: layout of its trainable parameters.
-        loss, options, device, backend: of the run.
+        loss, options, device, backend: settings of the run.
         slots: number of clients that may train at once, None for the executor's choice.
-        draws: functions of torch that draw random numbers in a training pass (dropout). Empty: something else draws.
-            None: the model draws nothing.
+        draws: functions of torch that draw random numbers in a training pass (dropout), empty if something else draws
+            them, None if the model draws nothing.
         changes_buffers: a pass changes the model's buffers (BatchNorm).
         example: a batch, to try the model with.
         cohort: largest likely number of clients of a round, None for unknown.
@@ -95,7 +95,7 @@ class Setup:
         excludes_errors: a client whose model or loss raises is excluded from the round.
         batched: reason why samples come in batches and not as tensors, or "".
         reads_draw: making such a batch draws random numbers.
-        loop: name of the algorithm if it trains a client in a loop of its own (`Algorithm.train_client`), or "".
+        loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
     """
 
     model: nn.Module
@@ -132,14 +132,15 @@ class Work:
     Attributes:
         round: index of the round.
         lr: learning rate of the round.
-        epochs, batch_size: of the local work. The last batch of an epoch has the rest, at its exact shape.
+        epochs, batch_size: epochs and batch size of the local work. The last batch of an epoch has the rest, at its
+            exact shape.
         shuffle: use a new order in every epoch; otherwise the stored one.
         seed: seed of the run.
         clients: data (x, y) of all clients, on the device of the executor; `sizes` their numbers of samples.
         augment: makes training inputs of the same shape from stored ones.
-        store: the memory that holds the samples of all clients together, if there is one.
+        store: memory with the samples of all clients, or None.
         steps: number of local steps of every client, in place of epochs.
-        drop_last: an epoch ends with its last whole batch, if it has one.
+        drop_last: an epoch ends with its last whole batch, unless it has only a partial batch.
         samples: the clients if they are not pairs of tensors; `clients` is then empty.
     """
 
@@ -152,7 +153,7 @@ class Work:
     clients: Sequence[Pair]
     sizes: Sequence[int]
     augment: Augment | None = None
-    store: Store | None = None
+    store: PackedSamples | None = None
     steps: int | None = None
     drop_last: bool = False
     samples: BatchedClients | None = None
@@ -162,9 +163,9 @@ class Work:
         return seeds.derive(self.seed, "client", self.round, client)
 
     def orders(self, clients: Sequence[int], epoch: int) -> Tensor:
-        """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. Of each
-        row
-        the first elements count, as many as the client has samples."""
+        """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. A row
+        has
+        as many valid elements as the client has samples, from the first on."""
         return seeds.permutations(clients, [self.sizes[i] for i in clients], self.seed, "shuffle", self.round, epoch)
 
     def draw_orders(self, clients: Sequence[int]) -> dict[int, list[Tensor]]:
@@ -199,7 +200,7 @@ class Task:
         row: index of the client's row in vectors `[n, row_size]`.
         snapshots: local steps before which the row is copied.
         orders: orders of its samples, one per epoch, if they have been drawn (see `draw_orders`).
-        own: its samples if they come in batches, from `open_` on.
+        own: its samples if they come in batches, from `open` on.
         begun: number of epochs that the client has already begun in this round.
         loop: the algorithm's own loop, or None for the run's epochs of local steps.
     """
@@ -210,7 +211,7 @@ class Task:
     row: int = 0
     snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
-    own: Samples | None = None
+    own: ClientDataset | None = None
     begun: int = 0
     loop: ClientLoop | None = None
 
@@ -220,7 +221,7 @@ class Task:
         orders = self.orders if epochs is None and not begun else None
         return replace(self, work=work, orders=orders, begun=begun)
 
-    def open_(self) -> None:
+    def open(self) -> None:
         """Has its samples at hand, where they come in batches: of some clients they are loaded here."""
         if self.work.samples is not None:
             self.own = self.work.samples[self.client]
@@ -293,7 +294,7 @@ class Task:
         return self._sizes(self.samples)
 
     def _sizes(self, samples: int) -> list[int]:
-        whole, rest = divided(samples, self.work.batch_size, self.work.drop_last)
+        whole, rest = split_epoch(samples, self.work.batch_size, self.work.drop_last)
         return [self.work.batch_size] * whole + [rest] * (rest > 0)
 
     @property
@@ -321,11 +322,11 @@ class Task:
                 sizes = self._sizes(len(y))  # `split` by one size goes through Python
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
-    def _own_batches(self, own: Samples) -> Iterator[tuple[Any, None]]:
+    def _own_batches(self, own: ClientDataset) -> Iterator[tuple[Any, None]]:
         readings = self._readings(own)
         return ((batch, None) for batch in (one_ahead(readings) if own.ahead else (read() for read in readings)))
 
-    def _readings(self, own: Samples) -> Iterator[Callable[[], Any]]:
+    def _readings(self, own: ClientDataset) -> Iterator[Callable[[], Any]]:
         """Yield functions that read the batches, one after the other."""
         for epoch in range(self.begun, self.begun + self.epochs):
             order = self._order(epoch) if self.shuffle else torch.arange(sum(self.epoch_sizes()))
@@ -378,7 +379,7 @@ def refusal(setup: Setup, served: frozenset[str] = SGD_OPTIONS) -> str | None:
     return f"it does not serve the options {unserved}" if unserved else None
 
 
-def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
+def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
     """Return the number of whole batches of an epoch, and the number of samples after them (0 for none). A client with
     less samples than a batch has one batch in any case."""
     whole, rest = divmod(samples, batch_size)
@@ -406,7 +407,7 @@ class Executor(ABC):
         stacks: several clients go through one call of the model. Their constants come for `slots` clients together, as
             vectors `[n, row_size]`.
         slots: number of clients that train at once.
-        numbers: what the bits depend on; "exact" if they are those of `sequential`.
+        numbers: conditions on which the bits depend, "exact" if they equal the bits of `sequential`.
 
     Raises:
         ValueError: the executor cannot serve the run; the message has the reason.

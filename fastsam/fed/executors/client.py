@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.executors.base import ClientError, Task, to_device
+from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.extra_models import SecondModel
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
-from fastsam.fed.executors.row import Row
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from fastsam_kernels.hparams import HParam
 
@@ -41,7 +41,7 @@ class Client:
         backward_passes: number of backward passes so far. A loop that calls autograd itself adds its own.
     """
 
-    def __init__(self, row: Row, stopped: Callable[[], bool] | None = None, limit: int | None = None) -> None:
+    def __init__(self, row: ClientTrainer, stopped: Callable[[], bool] | None = None, limit: int | None = None) -> None:
         task = row.task
         if task.step.direction is Direction.CONSTANT:
             raise ValueError(
@@ -70,14 +70,14 @@ class Client:
     @property
     def w(self) -> Tensor:
         """The unperturbed weights, a view that changes with the steps."""
-        w = self._row.form.w
+        w = self._row.row_slice.w
         return self._row.z[0] if w is None else w[0]
 
     @w.setter
     def w(self, weights: Tensor) -> None:
         self._row.z[0].copy_(weights)
-        if self._row.form.w is not None:
-            self._row.form.w[0].copy_(weights)
+        if self._row.row_slice.w is not None:
+            self._row.row_slice.w[0].copy_(weights)
 
     @property
     def delta(self) -> Tensor:
@@ -91,12 +91,12 @@ class Client:
         Raises:
             ValueError: `local_update` gave none.
         """
-        form = self._row.form
-        if form.q is None:
+        row_slice = self._row.row_slice
+        if row_slice.q is None:
             raise ValueError("there is no gradient_offset to change; return LocalUpdate(gradient_offset=...)")
-        own = form.field("gradient_offset")
-        if form.q is not own:
-            form.q = own.copy_(form.q)
+        own = row_slice.field("gradient_offset")
+        if row_slice.q is not own:
+            row_slice.q = own.copy_(row_slice.q)
         return own[0]
 
     # --- data ---
@@ -149,13 +149,13 @@ class Client:
             ValueError: there is a `first_objective`, but `local_update` gave no direction that has a first gradient.
         """
         row = self._row
-        if first_objective is not None and not row.form.kind.two_passes:
+        if first_objective is not None and not row.row_slice.variant.two_passes:
             raise ValueError("first_objective needs a LocalUpdate whose direction is found by a gradient")
         row.set_objectives(penalty, first_objective)
         self.has_phases |= not self._is_new_batch
         self._is_new_batch = False
         try:
-            row.pace_()
+            row.set_schedule()
             row.take(row.k, x, y)
         except ClientError:
             raise
@@ -213,12 +213,12 @@ class Client:
         Raises:
             ValueError: `local_update` gave no direction that is found by a gradient.
         """
-        form = self._row.form
-        if not form.kind.two_passes:
+        row_slice = self._row.row_slice
+        if not row_slice.variant.two_passes:
             raise ValueError("perturb() needs local_update to return LocalUpdate(Direction.GRADIENT, rho=...)")
         if rho is not None:
-            form.hparams[0, 0, HParam.RHO] = rho
-        form.perturb_(gradients)
+            row_slice.hparams[0, 0, HParam.RHO] = rho
+        row_slice.perturb(gradients)
         self._first = gradients
 
     def restore(self) -> None:
@@ -233,8 +233,8 @@ class Client:
         if isinstance(gradients, Tensor):
             layout = row.setup.layout
             gradients = Gradients(layout.views(gradients), tuple(range(len(layout.segments))), layout.table)
-        row.pace_()
-        row.form.update_(gradients, self._first)
+        row.set_schedule()
+        row.row_slice.update(gradients, self._first)
         self._first = None
         row.k += 1
         if self._gradient_loss is not None:
@@ -276,7 +276,7 @@ class Client:
         row = self._row
         self._sum_losses()
         self.has_phases = True
-        row.form.begin_(row.z[0].clone())
+        row.row_slice.begin(row.z[0].clone())
 
     def begin(self, start: Tensor, update: LocalUpdate | None = None) -> None:
         """Begin with another model of this client, from the weights `start` and the client's first buffers.
@@ -297,14 +297,14 @@ class Client:
         """Begin at the weights `start` and measure `delta` from there, for methods with several global models."""
         row = self._row
         row.start = start
-        row.form.begin_(start)
+        row.row_slice.begin(start)
 
     def second_model(self, start: Tensor) -> SecondModel:
         """Return a second model that is trained in lock step, from the weights `start`. It has the learning rate that
         the client has now."""
         self.has_phases = True
         second = self._row.extra_models.second_model(start)
-        second.set_lr(self._row.form.hparams[0, 0, HParam.LR])
+        second.set_lr(self._row.row_slice.hparams[0, 0, HParam.LR])
         return second
 
     def teacher(self, weights: Tensor, index: int = 0) -> nn.Module:
@@ -351,7 +351,7 @@ class Client:
 
 
 def train(
-    row: Row,
+    row: ClientTrainer,
     task: Task,
     start: Tensor,
     buffers: Sequence[Tensor],
@@ -372,7 +372,7 @@ def train(
     Raises:
         ClientError: the model or the loss raised.
     """
-    row.open_(task, start, buffers)
+    row.open(task, start, buffers)
     if task.loop is not None:
         try:
             client = Client(row, stopped)
@@ -380,6 +380,6 @@ def train(
         except Stopped:
             return None
     while stopped is None or not stopped():
-        if not row.step_():
+        if not row.step():
             return row.close()
     return None

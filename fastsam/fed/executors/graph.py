@@ -11,9 +11,9 @@ from torch import Tensor
 from fastsam.fed.executors import streams
 from fastsam.fed.executors.base import Setup, Task, refusal
 from fastsam.fed.executors.capturable import looks_at_values
+from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Replay
 from fastsam.fed.executors.randomness import PassRandomness
-from fastsam.fed.executors.row import Row
 from fastsam.fed.executors.streams import Lane, Streams
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 
@@ -22,7 +22,7 @@ _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at whe
 Batch = tuple[Tensor, Tensor]
 
 
-class StaticRow(Row):
+class CapturableTrainer(ClientTrainer):
     """A row whose steps read and write the same memory every time, so that they can be captured.
 
     Batches are copied into fixed inputs, one pair per shape; vectors into fields. The losses of the steps go to a
@@ -39,21 +39,23 @@ class StaticRow(Row):
         self.inputs: dict[Hashable, Batch] = {}
         self.longest = max(setup.sizes, default=0)
 
-    def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        super().open_(task, start, buffers)
+    def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
+        super().open(task, start, buffers)
         self.counter.zero_()
         if task.step.dual is not None:
-            self.eps = self.form.field("eps")
+            self.eps = self.row_slice.field("eps")
         if self.kept is not None and len(self.kept) <= self.last:
             self._make_room(self.kept.dtype)
 
     def _begin(self, step: LocalUpdate) -> None:
         super()._begin(step)
-        if self.form.q is not None and step.gradient_offset is not None:
-            self.form.q = self.form.field("gradient_offset").copy_(self.form.q)
-        if self.form.s is not None and step.server_perturbation is not None:
-            self.form.s = self.form.field("server_perturbation").copy_(self.form.s)
-        self.form.vectors = {name: self.form.field(name).copy_(v) for name, v in self.form.vectors.items()}
+        if self.row_slice.q is not None and step.gradient_offset is not None:
+            self.row_slice.q = self.row_slice.field("gradient_offset").copy_(self.row_slice.q)
+        if self.row_slice.s is not None and step.server_perturbation is not None:
+            self.row_slice.s = self.row_slice.field("server_perturbation").copy_(self.row_slice.s)
+        self.row_slice.vectors = {
+            name: self.row_slice.field(name).copy_(v) for name, v in self.row_slice.vectors.items()
+        }
 
     def _make_room(self, dtype: torch.dtype) -> None:
         """A buffer for the losses of this client, and of any that has no more samples than the largest of the run."""
@@ -115,7 +117,7 @@ def _like(t: Tensor) -> Tensor:
     return raw.as_strided(t.shape, t.stride(), begin)
 
 
-class Graphs:
+class CudaGraphCache:
     """The captured steps by sort. The first steps of every sort run without a graph."""
 
     def __init__(self, capture: Callable[[Callable[[], None], torch.cuda.Stream], Replay]) -> None:
@@ -149,7 +151,7 @@ class Graph(Streams):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.graphs = Graphs(self.cuda.capture)
+        self.graphs = CudaGraphCache(self.cuda.capture)
         self.joint = self.cuda.stream()  # where graphs of all rows run
 
     @staticmethod
@@ -164,8 +166,8 @@ class Graph(Streams):
             )
         return Streams.why_not(setup) or looks_at_values(setup, streams.Cuda(setup.device))
 
-    def make_row(self) -> Row:
-        return StaticRow(self.setup, self.random)
+    def make_row(self) -> ClientTrainer:
+        return CapturableTrainer(self.setup, self.random)
 
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
         ready, finished = [], []
@@ -173,7 +175,7 @@ class Graph(Streams):
             with self.cuda.on(lane.stream), lane.row.client_errors():
                 batch = next(lane.row.batches, None)
                 if batch is not None:
-                    lane.row.pace_()
+                    lane.row.set_schedule()
             if batch is None:
                 finished.append(lane)
             else:
@@ -195,16 +197,16 @@ class Graph(Streams):
     def _sort(self, lane: Lane, batch: Batch) -> Hashable:
         """Return the properties that steps of one graph must share, or None for a step that is not captured."""
         row = lane.row
-        assert isinstance(row, StaticRow)
+        assert isinstance(row, CapturableTrainer)
         if row.grown:
             self.graphs.clear()
             row.grown = False
         kept = row.k in row.task.snapshots or not all(map(fills, batch))
-        return None if kept else (row.form.kind, shape_of(batch))
+        return None if kept else (row.row_slice.variant, shape_of(batch))
 
     def _own_step(self, lane: Lane, batch: Batch) -> None:
         row, sort = lane.row, self._sort(lane, batch)
-        assert isinstance(row, StaticRow)
+        assert isinstance(row, CapturableTrainer)
         with self.cuda.on(lane.stream), row.client_errors():
             if sort is None:
                 row.take(row.k, *batch)
@@ -243,15 +245,15 @@ class Graph(Streams):
         """A step of every row on its own stream, between a fork from the joint stream and a join to it."""
         for lane, batch in ready:
             row = lane.row
-            assert isinstance(row, StaticRow)
+            assert isinstance(row, CapturableTrainer)
             lane.stream.wait_stream(self.joint)
             with self.cuda.on(lane.stream), row.client_errors():
                 row.take(-1, *row.static(batch))
             self.joint.wait_stream(lane.stream)
 
     @staticmethod
-    def _copy(pairs: Sequence[tuple[Row, Batch]]) -> None:
+    def _copy(pairs: Sequence[tuple[ClientTrainer, Batch]]) -> None:
         """The batches into the rows' inputs, all of one dtype in one launch."""
         for part in (0, 1):
-            inputs = [row.static(batch)[part] for row, batch in pairs if isinstance(row, StaticRow)]
+            inputs = [row.static(batch)[part] for row, batch in pairs if isinstance(row, CapturableTrainer)]
             torch._foreach_copy_(inputs, [batch[part] for _, batch in pairs])

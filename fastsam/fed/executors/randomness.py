@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.drawing import Calls, Lent, default_generator
+from fastsam.fed.executors.random_ops import GeneratorOverride, RandomOps, default_generator
 
 
 class PassRandomness:
@@ -30,7 +30,7 @@ class PassRandomness:
         self._begin: list[torch.Tensor] = []
 
     def drawing(self) -> AbstractContextManager[object]:
-        """Around a client: what it draws comes from `generators`."""
+        """Return the context in which a client trains. The model draws from `generators` in it."""
         return nullcontext()
 
     @contextmanager
@@ -44,7 +44,7 @@ class PassRandomness:
                 generator.set_state(state)
 
     def begin(self, seed: int) -> None:
-        """Begin a client. `seed` is that of its first pass."""
+        """Begin a client. `seed` seeds its first pass."""
         self.seed(seed)
         if not self.draws:
             self._begin = self._states()
@@ -92,9 +92,9 @@ class OwnRandomness(PassRandomness):
     """A thread's generator, from which a model that is known to draw by these calls gets what it would have got from
     the default one."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: RandomOps) -> None:
         self.generators, self.draws = [torch.Generator()], True
-        self._lent = Lent(calls, self.generators[0])
+        self._lent = GeneratorOverride(calls, self.generators[0])
 
     def drawing(self) -> AbstractContextManager[object]:
         return self._lent

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.client import train
-from fastsam.fed.executors.row import Row
+from fastsam.fed.executors.client_trainer import ClientTrainer
 
 
 class Sequential(Executor):
-    """One `Row`. Results come in the order of the tasks. Torch's own threads work inside an operation."""
+    """One `ClientTrainer`. Results come in the order of the tasks. Torch's own threads work inside an operation."""
 
     name = "sequential"
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.row = setup, Row(setup)
+        self.setup, self.row = setup, ClientTrainer(setup)
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
         """See `Executor.train`."""

@@ -21,25 +21,25 @@ from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.base import Setup, refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import strided
-from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.replay import Replays, Ways
+from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.step.model_copy import Replica
 
 _CACHE = 4 * 2**20  # bytes of weights
-# a GPU's rows take a fourth of its memory: fields, copies of them, gradients and what a pass keeps, each like a row
+# rows use a fourth of a GPU's memory; fields, their copies, gradients and saved tensors each count as a row
 _SHARE, _FIELDS = 4, 16
 _UNKNOWN = 64  # rows for a cohort of unknown size
-# Of the trial: how far losses, and the norm of a gradient's difference, may be off. A maximum or a kink that rounding
+# Tolerances of the trial for losses, and for the norm of a gradient's difference. A maximum or a kink that rounding
 # moves (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.05
 
 
 @contextmanager
 def mapping() -> Iterator[None]:
-    """An interrupt inside of `torch.vmap` comes out as it is, and leaves nothing mapped.
+    """Let an interrupt inside `torch.vmap` come out unchanged, without an open level of mapping.
 
-    Between two lines of torch's own it leaves a level of mapping open, in which everything later fails, or takes away
-    one that was not there yet, and then an internal error of torch hides it.
+    Between two lines of torch's own code an interrupt leaves a level open, in which everything later fails. Or it
+    closes a level that was not open yet, and then an internal error of torch hides the interrupt.
     """
     depth = _functorch.get_dynamic_layer_stack_depth()
     try:
@@ -52,7 +52,7 @@ def mapping() -> Iterator[None]:
 
 
 def _interrupt_behind(error: BaseException | None) -> BaseException | None:
-    """What stopped the work (Ctrl-C), where an ordinary error came up on the way out."""
+    """Return the interrupt (Ctrl-C) that an ordinary error has hidden, or None."""
     if not isinstance(error, Exception):
         return None
     while isinstance(error, Exception):
@@ -86,18 +86,18 @@ class StackedPasses:
         )
         self.replays = Replays(self.gradients, replica.module, layout, ways)
 
-    def run(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def run(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of
         the gradients."""
-        found = self.replays.run(form.leaves, x, y)
+        found = self.replays.run(row_slice.leaves, x, y)
         if found is None:
-            return self.plain(form, x, y)
+            return self.plain(row_slice, x, y)
         losses, grads, slots = found
         return losses, Gradients(grads, slots, self._table(slots))
 
-    def plain(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
-        """What `run` means: through the model's Python, torch.vmap and autograd."""
-        losses, grads = self.gradients(form.leaves, x, y)
+    def plain(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+        """Run a pass through the model's Python code, torch.vmap and autograd. This is the meaning of `run`."""
+        losses, grads = self.gradients(row_slice.leaves, x, y)
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
         return losses, Gradients(present, slots, self._table(slots))
@@ -121,13 +121,15 @@ class StackedPasses:
         return check_scalar(self.loss(output, y))
 
     def _classifies(self, outputs: Tensor, y: Tensor) -> bool:
-        """Whether torch's cross-entropy takes `[rows, batch, classes]` and class numbers: it then needs no mapping."""
+        """Return True if torch's cross-entropy takes `[rows, batch, classes]` and class numbers, so that no mapping is
+        needed."""
         return self.classifies and outputs.dim() == 3 and y.dim() == 2 and y.dtype == torch.int64
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """The module has its own parameters again afterwards. (What `functional_call` does, without its search for them
-        in every step.)"""
+        """Give the module stacked parameters inside, and its own parameters afterwards. `functional_call` does the
+        same,
+        with a search for them in every step."""
         try:
             yield
         finally:
@@ -142,7 +144,7 @@ class StackedPasses:
 
 
 def _is_cross_entropy(loss: Loss) -> bool:
-    """Whether it is torch's, as it is without options."""
+    """Return True if the loss is torch's cross-entropy without options."""
     if type(loss) is not nn.CrossEntropyLoss or loss._forward_hooks or loss._forward_pre_hooks:
         return loss is F.cross_entropy
     plain = loss.weight is None and loss.ignore_index == -100 and loss.label_smoothing == 0
@@ -156,7 +158,7 @@ def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, Tensor], str]]:
-    """Where a parameter is held: more than one place when it is tied."""
+    """Return the places that hold a parameter, several if it is tied."""
     return [
         (inner._parameters, name)  # type: ignore[misc]
         for inner in module.modules()
@@ -172,9 +174,11 @@ def _dense(g: Tensor, segment: Segment) -> Tensor:
 
 
 def slots_of(setup: Setup) -> int:
-    """How many rows serve best, no more than clients. On a GPU, where a call costs the same for any number, as many as
-    a fourth of its memory holds, used or free; on a CPU enough to share the cost of a call, few enough for their
-    weights to stay in the cache."""
+    """Return the best number of rows, at most the number of clients.
+
+    On a GPU a call costs the same for any number of rows, so it is the number that a fourth of its memory can hold. On
+    a CPU there are enough rows to share the cost of a call, and few enough for their weights to stay in the cache.
+    """
     row = setup.layout.row_size * setup.dtype.itemsize
     cohort = setup.cohort
     if setup.device.type == "cuda":
@@ -216,35 +220,35 @@ def why_not(setup: Setup) -> str | None:
         return f"torch.vmap cannot map the model or the loss over clients ({type(error).__name__}: {first})"
 
 
-def _trial_rows(setup: Setup) -> tuple[Replica, Form]:
+def _trial_rows(setup: Setup) -> tuple[Replica, RowSlice]:
     """A copy of the model in training mode, and two rows of other weights."""
     replica = Replica(setup.model, setup.layout, Arena(setup.layout, device=setup.device).field("w", setup.dtype)[0])
     replica.module.train()
-    form = Form(Rows(setup, 2), slice(0, 2))
-    form.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
-    return replica, form
+    row_slice = RowSlice(RowState(setup, 2), slice(0, 2))
+    row_slice.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
+    return replica, row_slice
 
 
 def has_row_program(setup: Setup) -> bool:
-    """Whether clients with batches like the example have a row program. Only for models that can be stacked."""
+    """Return True if clients with batches like the example have a row program. Only for models that can be stacked."""
     if setup.example is None:
         return False
-    replica, form = _trial_rows(setup)
+    replica, row_slice = _trial_rows(setup)
     replays = StackedPasses(replica, setup.layout, setup).replays
     x, y = (torch.stack([part, part]) for part in setup.example)
-    replays.run(form.leaves, x, y)
+    replays.run(row_slice.leaves, x, y)
     return replays.has_row_pass(x, y)
 
 
 def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     layout = setup.layout
-    replica, form = _trial_rows(setup)
+    replica, row_slice = _trial_rows(setup)
     batches = [(x, y), (x.flip(0), y.flip(0))]
     x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-    losses, stacked = StackedPasses(replica, layout, setup).plain(form, x, y)
+    losses, stacked = StackedPasses(replica, layout, setup).plain(row_slice, x, y)
     plain = Passes(replica, layout, setup.loss)
     for row, batch in enumerate(batches):
-        replica.row.copy_(form.z[row])
+        replica.row.copy_(row_slice.z[row])
         loss, alone = plain.run(*batch)
         if alone.slots != stacked.slots:
             return "a stacked step gives gradients to other parameters than a plain one"

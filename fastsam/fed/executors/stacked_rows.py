@@ -9,89 +9,93 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import Setup, to_device
-from fastsam.fed.executors.kernel_calls import Form, Rows
-from fastsam.fed.executors.local_work import Crew, neighbours, slots_of, tasks_of
+from fastsam.fed.executors.client_block import ClientBlock, neighbours, slots_of, tasks_of
+from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.step_vectors import vectors_of
 
-_INDICES = 256  # of sets of rows that are not neighbours, kept: the same ones come every round
+_INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
 _WRITTEN = ("z", "w", "momentum", "dual", "eps", "path", "last")  # fields that a step writes; the others are only read
 
 
 class StackedRows:
-    """`slots` rows, and as many beside them for copies once they are needed."""
+    """`slots` rows, and the same number of rows for copies once they are needed."""
 
     def __init__(self, setup: Setup, slots: int) -> None:
         self.setup, self.slots = setup, slots
-        self.rows = Rows(setup, slots)
-        self.scratch: Rows | None = None
+        self.rows = RowState(setup, slots)
+        self.scratch: RowState | None = None
         self._numbered: tuple[slice, list[tuple[float, ...]]] | None = None
-        self._forms: dict[tuple[int, int], Form] = {}
+        self._forms: dict[tuple[int, int], RowSlice] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
-    def form(self, crews: Sequence[Crew]) -> Form:
-        """Of neighbouring rows, where they are."""
-        begin, end = crews[0].slot, crews[-1].end
+    def row_slice(self, blocks: Sequence[ClientBlock]) -> RowSlice:
+        """Return the slice of neighbouring rows."""
+        begin, end = blocks[0].slot, blocks[-1].end
         found = self._forms.get((begin, end))
         if found is None:
-            found = self._forms[begin, end] = Form(self.rows, slice(begin, end))
+            found = self._forms[begin, end] = RowSlice(self.rows, slice(begin, end))
         return found
 
-    def begin_(self, crews: Sequence[Crew], start: Tensor) -> None:
-        """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at
+    def begin(self, blocks: Sequence[ClientBlock], start: Tensor) -> None:
+        """Begin a round in neighbouring rows of one variant. Values that they share are written to all of them at
         once."""
-        form, tasks = self.form(crews), tasks_of(crews)
+        row_slice, tasks = self.row_slice(blocks), tasks_of(blocks)
         first = tasks[0]
         shared = all(task.step is first.step for task in tasks)
         steps = [first.step] if shared else [task.step for task in tasks]
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
-        if self._numbered != (form.part, numbers):  # most often what was written last is what is wanted
-            form.hparams.copy_(to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), form.hparams.device))
-        self._numbered = None if crews[0].kind.rewrites else (form.part, numbers)
-        form.losses.zero_()
-        form.arrange(crews[0].kind)
+        if self._numbered != (row_slice.part, numbers):  # most calls write the numbers of the last call
+            row_slice.hparams.copy_(
+                to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), row_slice.hparams.device)
+            )
+        self._numbered = None if blocks[0].variant.rewrites else (row_slice.part, numbers)
+        row_slice.losses.zero_()
+        row_slice.set_variant(blocks[0].variant)
         own = vectors_of(tasks, "start")
-        form.begin_(start if own is None else own)
+        row_slice.begin(start if own is None else own)
         if own is not None:
-            form.field("begin").copy_(own)
-        for name in ("gradient_offset", "dual", "server_perturbation", *crews[0].kind.vectors):
+            row_slice.field("begin").copy_(own)
+        for name in ("gradient_offset", "dual", "server_perturbation", *blocks[0].variant.vectors):
             vectors = vectors_of(tasks, name)
             if vectors is not None:
-                form.field(name).copy_(vectors)
-        form.vectors = {name: form.field(name) for name in crews[0].kind.vectors}
+                row_slice.field(name).copy_(vectors)
+        row_slice.vectors = {name: row_slice.field(name) for name in blocks[0].variant.vectors}
 
-    def gathered(self, crews: Sequence[Crew]) -> Form:
+    def gathered(self, blocks: Sequence[ClientBlock]) -> RowSlice:
         """Their rows side by side, ready for a step: where they are, or copies, which `put_back_` takes back."""
-        form = self.form(crews) if neighbours(crews) else self._copied(crews)
-        form.s = form.field("server_perturbation") if crews[0].tasks[0].step.server_perturbation is not None else None
-        form.vectors = {name: form.field(name) for name in crews[0].kind.vectors}
-        form.arrange(crews[0].kind)
-        if crews[0].kind.paced:
-            form.pace_([task.pace(crew.k, crew.steps) for crew in crews for task in crew.tasks])
-        return form
+        row_slice = self.row_slice(blocks) if neighbours(blocks) else self._copied(blocks)
+        row_slice.s = (
+            row_slice.field("server_perturbation") if blocks[0].tasks[0].step.server_perturbation is not None else None
+        )
+        row_slice.vectors = {name: row_slice.field(name) for name in blocks[0].variant.vectors}
+        row_slice.set_variant(blocks[0].variant)
+        if blocks[0].variant.has_schedule:
+            row_slice.set_schedule([task.pace(block.k, block.steps) for block in blocks for task in block.tasks])
+        return row_slice
 
-    def _copied(self, crews: Sequence[Crew]) -> Form:
+    def _copied(self, blocks: Sequence[ClientBlock]) -> RowSlice:
         if self.scratch is None:
-            self.scratch = Rows(self.setup, self.slots)
-        index = self._index(crews)
-        form = Form(self.scratch, slice(0, len(index)))
+            self.scratch = RowState(self.setup, self.slots)
+        index = self._index(blocks)
+        row_slice = RowSlice(self.scratch, slice(0, len(index)))
         for name in self.rows.arena.names:
-            torch.index_select(self.rows.field(name), 0, index, out=form.field(name))
-        torch.index_select(self.rows.hparams, 0, index, out=form.hparams)
-        torch.index_select(self.rows.losses, 0, index, out=form.losses)
-        return form
+            torch.index_select(self.rows.field(name), 0, index, out=row_slice.field(name))
+        torch.index_select(self.rows.hparams, 0, index, out=row_slice.hparams)
+        torch.index_select(self.rows.losses, 0, index, out=row_slice.losses)
+        return row_slice
 
-    def put_back_(self, crews: Sequence[Crew], form: Form) -> None:
-        """What a step wrote into copies, where they are copies."""
-        if form.rows is self.rows:
+    def put_back_(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
+        """Copy the results of a step from copied rows to the rows."""
+        if row_slice.rows is self.rows:
             return
-        index = self._index(crews)
+        index = self._index(blocks)
         for name in _WRITTEN:
-            if name in self.rows.arena or name in form.rows.arena:
-                self.rows.field(name).index_copy_(0, index, form.field(name))
-        self.rows.losses.index_copy_(0, index, form.losses)
+            if name in self.rows.arena or name in row_slice.rows.arena:
+                self.rows.field(name).index_copy_(0, index, row_slice.field(name))
+        self.rows.losses.index_copy_(0, index, row_slice.losses)
 
-    def _index(self, crews: Sequence[Crew]) -> Tensor:
-        slots = tuple(slots_of(crews))
+    def _index(self, blocks: Sequence[ClientBlock]) -> Tensor:
+        slots = tuple(slots_of(blocks))
         if slots not in self._indices:
             if len(self._indices) == _INDICES:
                 self._indices.clear()

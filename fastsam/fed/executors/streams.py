@@ -9,22 +9,26 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.client import Client
-from fastsam.fed.executors.cuda import Cuda, alike, joined, tensors, vectors, why_not
+from fastsam.fed.executors.client_trainer import ClientTrainer
+from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors, why_not
 from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.row import Row
 from fastsam.fed.step.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")
-# without a number of the user's: small clients overlap up to about so many streams; torch deals out 32, then the first
-# again
+# Default: small clients overlap on up to about this number of streams. torch has 32 streams and then repeats the
+# first.
 SLOTS = 8
 
 
 class Lane:
-    """A slot: a row and its stream. `busy` from the opening of a client to its close. error: that of a client which is
-    left out."""
+    """A slot: a row and its stream.
 
-    def __init__(self, row: Row, cuda: Cuda, excludes: Callable[[ClientError], bool]) -> None:
+    Attributes:
+        busy: a client was opened and not closed yet.
+        error: error of a client that is excluded.
+    """
+
+    def __init__(self, row: ClientTrainer, cuda: Cuda, excludes: Callable[[ClientError], bool]) -> None:
         self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
         self.excludes = excludes
         self.error: ClientError | None = None
@@ -37,7 +41,7 @@ class Lane:
         self.busy, self.error, self.results = True, None, None
         with self.cuda.on(self.stream):
             try:
-                self.row.open_(task, start, buffers)
+                self.row.open(task, start, buffers)
             except ClientError as error:
                 self._leave_out(error)
 
@@ -48,7 +52,7 @@ class Lane:
         with self.cuda.on(self.stream):
             try:
                 if self.row.task.loop is None:
-                    return self.row.step_()
+                    return self.row.step()
                 client = Client(self.row)
                 self.results = client.results(self.row.task.loop.run(client))
                 return False
@@ -62,7 +66,7 @@ class Lane:
         self.error = error
 
     def close(self) -> ClientResults:
-        """What the client leaves behind, ready on the caller's stream."""
+        """Return the results of the client, ready on the caller's stream."""
         with self.cuda.on(self.stream):
             results = self.results or self.row.close()
         self.busy, self.results = False, None
@@ -73,8 +77,8 @@ class Lane:
 
 
 class Streams(Executor):
-    """One `Row` and one stream per slot. The host queues a step of every client in turn and waits for none of them
-    inside an epoch.
+    """One `ClientTrainer` and one stream per slot. The host queues a step of every client in turn and waits for none
+    of them inside an epoch.
 
     Joins are events. A row computes what the plain executor computes, in the same order: the bits are the same.
     Raises ValueError for a device that is no CUDA device, and for a model that draws random numbers.
@@ -105,7 +109,7 @@ class Streams(Executor):
             except Exception:
                 try:
                     self.leave()
-                # a capture that failed may leave streams that nobody can wait for: what counts is its reason
+                # after a failed capture some streams cannot be waited for; the reason of the failure is raised
                 except RuntimeError as problem:
                     log.info("the lanes of a round that failed could not be waited for: %s", problem)
                 raise
@@ -115,7 +119,7 @@ class Streams(Executor):
             self.leave()
 
     def leave(self) -> None:
-        """In the middle of a round, too: what was queued ends before its memory is used again."""
+        """End a round, also in the middle: queued work ends before its memory is used again."""
         for lane in self.lanes:
             lane.busy = False
             self.cuda.current().wait_stream(lane.stream)
@@ -140,13 +144,13 @@ class Streams(Executor):
                 if lane.error is not None:
                     lane.busy = False
                     yield lane.error
-            for group in alike([lane.close() for lane in finished if lane.error is None]):
-                results = joined(group)
+            for group in group_by_fields([lane.close() for lane in finished if lane.error is None]):
+                results = join_results(group)
                 self.random.check(results.client_ids[0])
                 yield results
 
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
-        """Queues a step of each; those that had none left."""
+        """Queue a step of each lane, and return the lanes whose clients have no step left."""
         return [lane for lane in busy if not lane.step()]
 
     def _lane(self, slot: int) -> Lane:
@@ -155,5 +159,5 @@ class Streams(Executor):
             self.lanes.append(Lane(self.make_row(), self.cuda, self.setup.excludes))
         return self.lanes[slot]
 
-    def make_row(self) -> Row:
-        return Row(self.setup, self.random)
+    def make_row(self) -> ClientTrainer:
+        return ClientTrainer(self.setup, self.random)

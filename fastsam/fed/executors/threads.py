@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.client import train
+from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
-from fastsam.fed.executors.row import Row
 from fastsam.fed.step.local_update import ClientResults
 
 _PATIENCE = 0.1  # seconds between two looks for Ctrl-C
-_AHEAD = 2  # tasks handed out per slot: one in work, one that a thread finds when it is done while the receiver is busy
+_AHEAD = 2  # queued tasks per slot: one in work, and one for a thread that finishes while the receiver is busy
 
 
 def cpus() -> int:
@@ -27,8 +27,8 @@ def cpus() -> int:
 
 
 class Threads(Executor):
-    """A `Row` per thread, each with its own deep copy of the model. Autograd runs a CPU backward pass in the calling
-    thread.
+    """A `ClientTrainer` per thread, each with its own deep copy of the model. Autograd runs a CPU backward pass in the
+    calling thread.
 
     Results come in the order in which clients finish. An error in one client, Ctrl-C, or a receiver that leaves stops
     all threads after their current local step. A model that draws random numbers (dropout) draws the same numbers, from
@@ -48,7 +48,7 @@ class Threads(Executor):
             raise ValueError(f"executor {self.name!r} cannot serve here: {reason}. Use executor='sequential'")
         self.setup, self.slots = setup, setup.slots or cpus()
         self.random = NoRandomness(setup.device)
-        self.rows: list[Row] = []
+        self.rows: list[ClientTrainer] = []
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
         """See `Executor.train`."""
@@ -83,11 +83,11 @@ class Threads(Executor):
             if isinstance(results, (ClientResults, ClientError)):
                 yield results
 
-    def _row(self, number: int) -> Row:
+    def _row(self, number: int) -> ClientTrainer:
         """Rows are made when they are needed: a small cohort costs no more than its clients."""
         if number == len(self.rows):
             calls = self.setup.draws
-            self.rows.append(Row(self.setup, self.random if calls is None else OwnRandomness(calls)))
+            self.rows.append(ClientTrainer(self.setup, self.random if calls is None else OwnRandomness(calls)))
         return self.rows[number]
 
 
@@ -113,14 +113,14 @@ class _Team:
         self.stop = threading.Event()
         self.threads: list[threading.Thread] = []
 
-    def join_in(self, row: Row) -> None:
+    def join_in(self, row: ClientTrainer) -> None:
         thread = threading.Thread(
             target=self._work, args=(row,), name=f"fastsam client {len(self.threads)}", daemon=True
         )
         self.threads.append(thread)
         thread.start()
 
-    def _work(self, row: Row) -> None:
+    def _work(self, row: ClientTrainer) -> None:
         try:
             torch.set_num_threads(1)  # a thread begins with its own count
             while (task := self.todo.get()) is not None:
@@ -133,7 +133,7 @@ class _Team:
         except BaseException as error:
             self.done.put(error)
 
-    def _train(self, row: Row, task: Task) -> Ends | None:
+    def _train(self, row: ClientTrainer, task: Task) -> Ends | None:
         """Return the results of a client, or None if it was stopped."""
         try:
             with row.random.drawing():
@@ -144,8 +144,11 @@ class _Team:
             return error
 
     def next_end(self) -> ClientResults | BaseException:
-        """Of a client that has ended, or failed. Raises KeyboardInterrupt at Ctrl-C, also where another thread took the
-        signal: Python looks for it in this one only when a wait is over.
+        """Return the results of a client that has ended, or its error.
+
+        Raises:
+            KeyboardInterrupt: at Ctrl-C, also if another thread received the signal. Python handles it in this thread
+                only after a wait.
         """
         while True:
             try:
@@ -154,10 +157,10 @@ class _Team:
                 continue
 
     def dismiss(self) -> None:
-        """Returns when every thread has ended: in the middle of a round after its current step.
+        """End all threads, in the middle of a round after their current step.
 
-        Ctrl-C may have fallen into a thread's start: one that is not there yet does nothing when it comes, and cannot
-        be waited for.
+        Ctrl-C may have interrupted the start of a thread. Such a thread does nothing when it starts, and it cannot be
+        waited for.
         """
         self.stop.set()
         for _ in self.threads:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.kernel_calls import Form, Rows
+from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.variant import StepVariant
 
 SERVED = frozenset({"gradient", "adaptive gradient", "has_q", "has_phi"})
 
 
-class TorchUpdates(Form):
+class TorchUpdates(RowSlice):
     """A row whose updates are steps of an optimizer of torch. The optimizer and its state are new for each client.
 
     The optimizer gets `a*g2 + q + phi*w` of the local update rule as gradient. The kernels perturb the weights.
@@ -24,7 +24,7 @@ class TorchUpdates(Form):
         parameters: parameters of the model, which view the row.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowState) -> None:
         super().__init__(rows, slice(0, 1))
         make = rows.options.optimizer
         assert make is not None
@@ -34,27 +34,27 @@ class TorchUpdates(Form):
         self._lr, self._a, self._phi = 0.0, 1.0, 0.0
         self.parameters: list[nn.Parameter] = []
 
-    def arrange(self, kind: StepVariant) -> None:
-        """See `Form.arrange`. Raises ValueError for a variant that is neither a plain step nor a step of SAM."""
-        unserved = sorted(kind.needs - SERVED)
+    def set_variant(self, variant: StepVariant) -> None:
+        """See `RowSlice.arrange`. Raises ValueError for a variant that is neither a plain step nor a step of SAM."""
+        unserved = sorted(variant.needs - SERVED)
         if unserved:
             raise ValueError(
                 f"optimizer serves plain local steps and steps of SAM, but this algorithm needs {', '.join(unserved)}. "
                 "Use another algorithm, or leave optimizer out"
             )
-        super().arrange(kind)
+        super().set_variant(variant)
 
     def set_constants(self, step: LocalUpdate, lr: float) -> None:
         """Set the numbers of the next steps."""
         self._lr, self._a, self._phi = lr, step.perturbed_weight, step.proximal_coefficient
 
-    def begin_(self, start: Tensor) -> None:
-        """See `Form.begin_`. The next update makes a new optimizer."""
-        super().begin_(start)
+    def begin(self, start: Tensor) -> None:
+        """See `RowSlice.begin`. The next update makes a new optimizer."""
+        super().begin(start)
         self._optimizer = None
 
-    def update_(self, grads: Gradients, first: Gradients | None) -> None:
-        """See `Form.update_`."""
+    def update(self, grads: Gradients, first: Gradients | None) -> None:
+        """See `RowSlice.update_`."""
         if self.w is not None:
             self.z.copy_(self.w)
         if self._optimizer is None:

@@ -10,23 +10,23 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors import epochs, stacked
+from fastsam.fed.executors import epoch_graphs, stacked
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
-from fastsam.fed.executors.batches import feed_keys
-from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.kernel_calls import Form
-from fastsam.fed.executors.local_work import (
-    Crew,
+from fastsam.fed.executors.batch_gatherer import gather_keys
+from fastsam.fed.executors.client_block import (
+    ClientBlock,
     Shared,
+    block_of,
     client_error,
-    crew_of,
     next_batch,
     row_ends,
     rows_to_keep,
     runs,
     slots_of,
 )
+from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.randomness import NoRandomness
+from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_rows import StackedRows
 from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
@@ -52,10 +52,7 @@ class Vmap(Executor):
     def __init__(self, setup: Setup) -> None:
         reason = stacked.why_not(setup)
         if reason is not None:
-            raise ValueError(
-                f"executor 'vmap' cannot serve here: {reason}. Use executor='auto', which takes one that can, or "
-                f"'sequential'"
-            )
+            raise ValueError(f"executor 'vmap' cannot serve here: {reason}. Use executor='auto' or 'sequential'")
         self.setup, self.layout = setup, setup.layout
         self.slots = setup.slots or stacked.slots_of(setup)
         self.numbers = f"vmap, {self.slots} slots"
@@ -63,7 +60,9 @@ class Vmap(Executor):
         self.replica = Replica(setup.model, setup.layout, self.rows.rows.field("z")[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
         self.random = NoRandomness(setup.device)
-        self.epochs = None if setup.excludes_errors else epochs.epochs_of(setup)  # a capture that fails is the end
+        self.epochs = (
+            None if setup.excludes_errors else epoch_graphs.epoch_graphs_of(setup)
+        )  # a capture that fails is the end
         self._shapes: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
 
@@ -72,43 +71,43 @@ class Vmap(Executor):
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self.start, self.buffers = start, buffers
-        active: list[Crew] = []
+        active: list[ClientBlock] = []
         source, free = iter(tasks), list(range(self.slots))
         with self.random.guarded():
             while True:
                 opened = self._open(source, free) if free else []
                 if opened:
                     active = sorted([*active, *opened], key=_SLOT)
-                    free = free[sum(len(crew.tasks) for crew in opened) :]
+                    free = free[sum(len(block.tasks) for block in opened) :]
                 if not active:
                     return
-                self._tick([crew for crew in active if not crew.done])
-                done = [crew for crew in active if crew.done]
+                self._tick([block for block in active if not block.done])
+                done = [block for block in active if block.done]
                 if done:
-                    active = [crew for crew in active if not crew.done]
+                    active = [block for block in active if not block.done]
                     free = sorted([*free, *slots_of(done)])
-                    yield from {id(crew.error): crew.error for crew in done if crew.error is not None}.values()
-                    yield from self._close([crew for crew in done if crew.error is None])
+                    yield from {id(block.error): block.error for block in done if block.error is not None}.values()
+                    yield from self._close([block for block in done if block.error is None])
 
     # --- the beginning and the end of clients ---
 
-    def _open(self, tasks: Iterator[Task], free: Sequence[int]) -> list[Crew]:
-        """Tasks in the free slots, as many as there are of both."""
+    def _open(self, tasks: Iterator[Task], free: Sequence[int]) -> list[ClientBlock]:
+        """Put tasks into the free slots, until there are no more tasks or slots."""
         new = list(islice(tasks, len(free)))
-        opened: list[Crew] = []
+        opened: list[ClientBlock] = []
         steps = {id(task.step): task.step for task in new}
         sorts = {
             key: (self._kind(step), step.full_gradient, step.pilot, step.start is None) for key, step in steps.items()
         }
         for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
-            these, slots, (kind, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].step)]
-            crews = [crew_of(these[own], slots[own.start], kind, self._shapes) for own in runs(feed_keys(these))]
-            self.rows.begin_(crews, self.start)
+            these, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].step)]
+            blocks = [block_of(these[own], slots[own.start], variant, self._shapes) for own in runs(gather_keys(these))]
+            self.rows.begin(blocks, self.start)
             if full_gradient or pilot is not None:
-                self._first_gradients(crews, pilot)
-            if kind.constant and (e := vectors_of(these, "direction_vector")) is not None:
-                self.rows.form(crews).shift_(e)
-            opened += crews
+                self._first_gradients(blocks, pilot)
+            if variant.constant and (e := vectors_of(these, "direction_vector")) is not None:
+                self.rows.row_slice(blocks).start_shifted(e)
+            opened += blocks
         return opened
 
     def _kind(self, step: LocalUpdate) -> StepVariant:
@@ -116,77 +115,83 @@ class Vmap(Executor):
         check_vectors(step, self.start)
         return step.constants.variant
 
-    def _first_gradients(self, crews: list[Crew], pilot: Pilot | None) -> None:
+    def _first_gradients(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
         """Each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, into the field
         "gradient"; with a pilot the radii that it makes of them."""
-        form = self.rows.form(crews)
-        gradients = form.field("gradient").zero_()
+        row_slice = self.rows.row_slice(blocks)
+        gradients = row_slice.field("gradient").zero_()
         if pilot is None:
-            self._add_batches(crews, None)
+            self._add_batches(blocks, None)
             return
-        for crew in crews:
-            crew.norms = torch.zeros(len(crew.tasks), dtype=torch.float64, device=gradients.device)
-        self._add_batches(crews, pilot)
-        form.radius_(pilot, torch.cat([crew.norms for crew in crews if crew.norms is not None]), gradients)
+        for block in blocks:
+            block.norms = torch.zeros(len(block.tasks), dtype=torch.float64, device=gradients.device)
+        self._add_batches(blocks, pilot)
+        row_slice.set_radius(pilot, torch.cat([block.norms for block in blocks if block.norms is not None]), gradients)
 
-    def _add_batches(self, crews: list[Crew], pilot: Pilot | None) -> None:
-        """What clients take their gradients at the start on, those of one shape together."""
-        waiting = [(crew, crew.at_start(pilot)) for crew in crews]
+    def _add_batches(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
+        """Add the gradients at the start of clients, in groups of batches of one shape."""
+        waiting = [(block, block.at_start(pilot)) for block in blocks]
         self.replica.module.eval()
         try:
             while waiting:
-                heads = [(crew, batches, self._next(crew, batches)) for crew, batches in waiting]
-                waiting = [(crew, batches) for crew, batches, batch in heads if batch is not None]
+                heads = [(block, batches, self._next(block, batches)) for block, batches in waiting]
+                waiting = [(block, batches) for block, batches, batch in heads if batch is not None]
                 ready = sorted(((c, b) for c, _, b in heads if b is not None), key=lambda pair: pair[1][1].shape[1])
                 for _, group in groupby(ready, key=lambda pair: pair[1][1].shape[1]):
                     pairs = list(group)
                     try:
                         self._add_gradients(pairs)
                     except ClientError as error:
-                        self._leave_out([crew for crew, _ in pairs], error)
+                        self._leave_out([block for block, _ in pairs], error)
                 waiting = [pair for pair in waiting if pair[0].error is None]
         finally:
             self.replica.module.train()
 
-    def _next(self, crew: Crew, batches: Iterator[Shared]) -> Shared | None:
-        """None behind the last one, and for a crew that is left out for its error."""
+    def _next(self, block: ClientBlock, batches: Iterator[Shared]) -> Shared | None:
+        """Return the next batch, or None after the last one, and for a block that is excluded for its error."""
         try:
             return next(batches, None)
         except ClientError as error:
-            self._leave_out([crew], error)
+            self._leave_out([block], error)
             return None
 
-    def _add_gradients(self, pairs: list[tuple[Crew, Shared]]) -> None:
-        crews = [crew for crew, _ in pairs]
+    def _add_gradients(self, pairs: list[tuple[ClientBlock, Shared]]) -> None:
+        blocks = [block for block, _ in pairs]
         x, y = (torch.cat(part) for part in zip(*((x, y) for _, (x, y, _) in pairs), strict=True))
-        _, gradients = self._pass(crews, self.rows.gathered(crews), x, y)
+        _, gradients = self._pass(blocks, self.rows.gathered(blocks), x, y)
         views, row = self.layout.views(self.rows.rows.field("gradient")), 0
-        norms = gradients.norms(len(x)) if crews[0].norms is not None else None
-        for crew, (_, _, share) in pairs:
-            crew.extra_backward_passes += 1
-            rows = slice(row, row := row + len(crew.tasks))
+        norms = gradients.norms(len(x)) if blocks[0].norms is not None else None
+        for block, (_, _, share) in pairs:
+            block.extra_backward_passes += 1
+            rows = slice(row, row := row + len(block.tasks))
             for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
-                views[slot][crew.slot : crew.end].add_(g[rows], alpha=share)
-            if crew.norms is not None and norms is not None:
-                crew.norms.add_(norms[rows], alpha=share)
+                views[slot][block.slot : block.end].add_(g[rows], alpha=share)
+            if block.norms is not None and norms is not None:
+                block.norms.add_(norms[rows], alpha=share)
 
-    def _close(self, crews: list[Crew]) -> Iterator[ClientResults]:
-        """What finished clients leave behind, of those that leave the same things together."""
-        groups: dict[tuple[bool, ...], list[Crew]] = {}
-        for crew in crews:
-            step = crew.tasks[0].step
-            sort = crew.kind.constant, step.start is None, step.dual is None, step.full_gradient, crew.kind.piloted
-            groups.setdefault(sort, []).append(crew)
+    def _close(self, blocks: list[ClientBlock]) -> Iterator[ClientResults]:
+        """Yield the results of finished clients, in groups with the same fields."""
+        groups: dict[tuple[bool, ...], list[ClientBlock]] = {}
+        for block in blocks:
+            step = block.tasks[0].step
+            sort = (
+                block.variant.constant,
+                step.start is None,
+                step.dual is None,
+                step.full_gradient,
+                block.variant.piloted,
+            )
+            groups.setdefault(sort, []).append(block)
         for group in groups.values():
             yield row_ends(group, self.rows.gathered(group), self.start, self.buffers)
 
     # --- steps ---
 
-    def _tick(self, crews: list[Crew]) -> None:
+    def _tick(self, blocks: list[ClientBlock]) -> None:
         """One local step of every client, or more where a row program or a graph takes them."""
-        groups: dict[object, list[Crew]] = {}  # whose next batches have one shape
-        for crew in crews:
-            groups.setdefault(crew.shape, []).append(crew)
+        groups: dict[object, list[ClientBlock]] = {}  # blocks whose next batches have one shape
+        for block in blocks:
+            groups.setdefault(block.shape, []).append(block)
         for group in groups.values():
             try:
                 if not (self._train_by_rows(group) or self._train_by_graph(group)):
@@ -194,69 +199,87 @@ class Vmap(Executor):
             except ClientError as error:
                 self._leave_out(group, error)
 
-    def _leave_out(self, crews: list[Crew], error: ClientError) -> None:
-        """Nothing more is done for those of the crews whose error it is. Raises it where clients are not left out."""
+    def _leave_out(self, blocks: list[ClientBlock], error: ClientError) -> None:
+        """Exclude the blocks whose clients have this error. Raises the error if clients are not excluded."""
         if not self.setup.excludes(error):
             raise error
-        for crew in crews:
-            if not set(error.client_ids).isdisjoint(task.client for task in crew.tasks):
-                crew.error = error
+        for block in blocks:
+            if not set(error.client_ids).isdisjoint(task.client for task in block.tasks):
+                block.error = error
 
-    def _train_by_graph(self, crews: list[Crew]) -> bool:
-        """The next epoch of a crew, from a captured graph. False where there is none."""
-        if self.epochs is None or len(crews) > 1 or crews[0].kind.paced:
+    def _train_by_graph(self, blocks: list[ClientBlock]) -> bool:
+        """Take the next epoch of a block by a captured graph. Return False if there is none."""
+        if self.epochs is None or len(blocks) > 1 or blocks[0].variant.has_schedule:
             return False
-        form, replays = self.rows.gathered(crews), self.passes.replays
-        return self.epochs.train(crews[0], form, replays, lambda x, y, ends: self._local_step(crews, form, x, y, ends))
+        row_slice, replays = self.rows.gathered(blocks), self.passes.replays
+        return self.epochs.train(
+            blocks[0], row_slice, replays, lambda x, y, ends: self._local_step(blocks, row_slice, x, y, ends)
+        )
 
-    def _train_by_rows(self, crews: list[Crew]) -> bool:
-        """The next steps of each crew, as many as have one shape, by a row program. False where there is none."""
-        known = self.passes.replays.row_pass(crews[0].alike_steps[1], *crews[0].samples)
-        if not isinstance(known, RowPass) or not all(map(known.serves, crews)):
+    def _train_by_rows(self, blocks: list[ClientBlock]) -> bool:
+        """Take the next steps of each block by a row program, as many as have one shape. Return False if there is
+        none."""
+        known = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
+        if not isinstance(known, RowPass) or not all(map(known.serves, blocks)):
             return False
-        joins = known.side_by_side and crews[0].tasks[0].work.store is not None
-        for together in [crews] if joins else [[crew] for crew in crews]:
+        joins = known.side_by_side and blocks[0].tasks[0].work.store is not None
+        for together in [blocks] if joins else [[block] for block in blocks]:
             try:
-                form = self.rows.gathered(together)
-                known.train_(together, form)
-                self.rows.put_back_(together, form)
+                row_slice = self.rows.gathered(together)
+                known.train_(together, row_slice)
+                self.rows.put_back_(together, row_slice)
             except Exception as error:
                 raise client_error(together, error) from error
         return True
 
-    def _step(self, crews: list[Crew]) -> None:
+    def _step(self, blocks: list[ClientBlock]) -> None:
         """One step of clients whose batches have one shape."""
-        x, y = next_batch(crews)
-        form, kept = self.rows.gathered(crews), rows_to_keep(crews)
+        x, y = next_batch(blocks)
+        row_slice, kept = self.rows.gathered(blocks), rows_to_keep(blocks)
         for i, snapshots, k in kept:
-            p = form.field("p")[i].clone() if form.kind.constant else None
-            snapshots[k] = Snapshot(form.z[i].clone() if p is None else form.z[i] - p, p)
-        self._local_step(crews, form, x, y, any(crew.k + 1 == crew.steps for crew in crews), kept)
-        self.rows.put_back_(crews, form)
-        for crew in crews:
-            crew.k += 1
+            p = row_slice.field("p")[i].clone() if row_slice.variant.constant else None
+            snapshots[k] = Snapshot(row_slice.z[i].clone() if p is None else row_slice.z[i] - p, p)
+        self._local_step(blocks, row_slice, x, y, any(block.k + 1 == block.steps for block in blocks), kept)
+        self.rows.put_back_(blocks, row_slice)
+        for block in blocks:
+            block.k += 1
 
     def _local_step(
-        self, crews: list[Crew], form: Form, x: Tensor, y: Tensor, ends: bool, kept: Sequence[Kept] = ()
+        self,
+        blocks: list[ClientBlock],
+        row_slice: RowSlice,
+        x: Tensor,
+        y: Tensor,
+        ends: bool,
+        kept: Sequence[Kept] = (),
     ) -> None:
-        """What the device does in a step. ends: it is the last one of some; kept: rows whose perturbation is, too."""
-        if form.kind.walks:
-            form.walk_()
-            for i, snapshots, k in kept:
-                snapshots[k] = Snapshot(snapshots[k].w, form.z[i] - snapshots[k].w)
-        losses, first = self._pass(crews, form, x, y)
-        if form.kind.two_passes:
-            form.perturb_(first, form.field("eps") if ends and form.s is not None else None)
-            for i, snapshots, k in kept:
-                snapshots[k] = Snapshot(snapshots[k].w, form.z[i] - snapshots[k].w)
-            _, second = self._pass(crews, form, x, y)
-            form.update_(second, first)
-        else:
-            form.update_(first, None)
-        form.losses.add_(losses.double() * y.shape[1])
+        """Take a step on the device.
 
-    def _pass(self, crews: list[Crew], form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+        Args:
+            blocks: the clients.
+            row_slice: their rows.
+            x: inputs, `[rows, batch, ...]`.
+            y: labels, `[rows, batch, ...]`.
+            ends: the step is the last one of some clients.
+            kept: rows whose perturbation is copied for snapshots.
+        """
+        if row_slice.variant.uses_path:
+            row_slice.perturb_along_path()
+            for i, snapshots, k in kept:
+                snapshots[k] = Snapshot(snapshots[k].w, row_slice.z[i] - snapshots[k].w)
+        losses, first = self._pass(blocks, row_slice, x, y)
+        if row_slice.variant.two_passes:
+            row_slice.perturb(first, row_slice.field("eps") if ends and row_slice.s is not None else None)
+            for i, snapshots, k in kept:
+                snapshots[k] = Snapshot(snapshots[k].w, row_slice.z[i] - snapshots[k].w)
+            _, second = self._pass(blocks, row_slice, x, y)
+            row_slice.update(second, first)
+        else:
+            row_slice.update(first, None)
+        row_slice.losses.add_(losses.double() * y.shape[1])
+
+    def _pass(self, blocks: list[ClientBlock], row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         try:
-            return self.passes.run(form, x, y)
+            return self.passes.run(row_slice, x, y)
         except Exception as error:
-            raise client_error(crews, error) from error
+            raise client_error(blocks, error) from error

@@ -16,14 +16,14 @@ from fastsam.fed.executors.client import Client
 from fastsam.fed.loop import row_contract
 from fastsam.fed.loop.client_state import rows
 from fastsam.fed.loop.contract import (
-    Unwritten,
-    asked,
-    check_begin,
+    MutationCheck,
+    call_algorithm,
     check_client,
-    check_closed,
     check_extra,
+    check_finished,
+    check_initial_state,
     check_server,
-    check_steps,
+    check_updates,
 )
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
@@ -41,12 +41,12 @@ class Contract:
 
     def init_server(self, w0: Tensor) -> State:
         """Return the server's state before the first round."""
-        state: State = asked(self.algorithm, "init_server", (w0,), None)
+        state: State = call_algorithm(self.algorithm, "init_server", (w0,), None)
         return state
 
     def init_client(self, server: State, round: Round | None = None, client_ids: Sequence[int] = ()) -> State:
         """Return the state of new clients, which they share. `round` is None before the first round."""
-        state: State = asked(
+        state: State = call_algorithm(
             self.algorithm, "init_client", (server,), None if round is None else round.index, client_ids
         )
         return state
@@ -57,27 +57,29 @@ class Contract:
         """Return the constants of n clients with the states `client`, `[n, ...]`. Without `client_ids` this is the
         trial before the first round."""
         index = round.index if client_ids else None
-        made = asked(self.algorithm, "local_update", (server, client, round), index, client_ids)
+        made = call_algorithm(self.algorithm, "local_update", (server, client, round), index, client_ids)
         return [(made, row) for row in range(n)] if isinstance(made, LocalUpdate) else [(one, 0) for one in made]
 
     def train_client(self, server: State, state: State, round: Round, client: Client) -> Mapping[str, Tensor] | None:
         """Do the local work of a client in the loop of the algorithm, and return its extra results."""
         arguments = (client, server, state, round)
-        extra: Mapping[str, Tensor] | None = asked(self.algorithm, "train_client", arguments, round.index, [client.id])
+        extra: Mapping[str, Tensor] | None = call_algorithm(
+            self.algorithm, "train_client", arguments, round.index, [client.id]
+        )
         return extra
 
     def finish_clients(
         self, server: State, states: Sequence[State], client: State, results: ClientResults, round: Round
     ) -> tuple[State, Upload]:
         """Return the new states of n clients, `[n, ...]`, and their upload. `client` holds `states` as rows."""
-        finished: tuple[State, Upload] = asked(
+        finished: tuple[State, Upload] = call_algorithm(
             self.algorithm, "finish_client", (server, client, results, round), round.index, results.client_ids
         )
         return finished
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """Return the server's state after the round."""
-        state: State = asked(self.algorithm, "step_server", (server, aggregate, round), round.index)
+        state: State = call_algorithm(self.algorithm, "step_server", (server, aggregate, round), round.index)
         return state
 
 
@@ -92,23 +94,26 @@ class CheckedContract(Contract):
     def __init__(self, algorithm: Algorithm) -> None:
         super().__init__(algorithm)
         self._index = -1  # index of the present round
-        self._guard = Unwritten()
+        self._guard = MutationCheck()
         self._copy: Any = None  # a copy of the algorithm, in the first round until rows have been compared
         self._attributes: dict[str, object] = {}
         self._new_clients = 0
         self._has_seen_upload = True
 
     def init_server(self, w0: Tensor) -> State:
-        """Return the server's state before the first round. Raises ValueError for another value."""
+        """Return the server's state before the first round. Raises ValueError if it is not a dict of tensors with
+        "w"."""
         return check_server(super().init_server(w0), w0, "init_server")
 
     def init_client(self, server: State, round: Round | None = None, client_ids: Sequence[int] = ()) -> State:
-        """Return the state of new clients. Raises ValueError for another value, or NaN in it before the first round."""
+        """Return the state of new clients. Raises ValueError if it is not a dict of tensors, or has NaN before the
+        first
+        round."""
         if round is not None:
             self._begin_round(server, round)
         state = check_client(super().init_client(server, round, client_ids), "init_client")
         if round is None:
-            return check_begin(state, "init_client")
+            return check_initial_state(state, "init_client")
         self._guard.lend("client", state)
         self._new_clients = len(client_ids)
         return state
@@ -120,8 +125,8 @@ class CheckedContract(Contract):
         index = round.index if client_ids else None
         if client_ids:
             self._begin_round(server, round)
-        made = asked(self.algorithm, "local_update", (server, client, round), index, client_ids)
-        checked = check_steps(made, server["w"], n)
+        made = call_algorithm(self.algorithm, "local_update", (server, client, round), index, client_ids)
+        checked = check_updates(made, server["w"], n)
         if self._new_clients > 1 and self._copy is not None:
             self._new_clients = 0
             row_contract.check_local_update(self._copy, server, {name: x[0] for name, x in client.items()}, round)
@@ -137,14 +142,14 @@ class CheckedContract(Contract):
         """Return new states and the upload of n clients. Raises ValueError for other values, and for a write into the
         old states."""
         self._begin_round(server, round)
-        guard, alone = Unwritten(), []
+        guard, alone = MutationCheck(), []
         guard.lend("client", client)
         if len(states) > 1 and self._copy is not None:  # copies, because results may be written into
             some = enumerate(states[: row_contract.COMPARED])
             alone = [(server, rows([state]), results.take([i]), round) for i, state in some]
         finished = super().finish_clients(server, states, dict(client), results, round)
         guard.check()
-        state, upload = check_closed(finished, server, len(states))
+        state, upload = check_finished(finished, server, len(states))
         if alone:
             row_contract.check_rows(self._copy, "finish_client", finished, alone, len(states))
             self._copy = None
@@ -154,8 +159,8 @@ class CheckedContract(Contract):
         return state, upload
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        """Return the server's state after the round. Raises ValueError for another value, and if a method has written
-        into a state in this round."""
+        """Return the server's state after the round. Raises ValueError if it is not a dict of tensors with "w", or if a
+        method has written into a state in this round."""
         self._begin_round(server, round)
         after = check_server(super().step_server(server, aggregate, round), server["w"], "step_server")
         if round.index == 0:
@@ -168,7 +173,7 @@ class CheckedContract(Contract):
         """Begin to guard the server's state, at the first call of a round."""
         if self._index == round.index:
             return
-        self._index, self._guard, self._new_clients = round.index, Unwritten(), 0
+        self._index, self._guard, self._new_clients = round.index, MutationCheck(), 0
         self._guard.lend("server", server)
         first = round.index == 0
         self._copy = row_contract.copied(self.algorithm) if first else None

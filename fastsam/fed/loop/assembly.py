@@ -15,12 +15,12 @@ from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.weights import own_weights
 from fastsam.fed.loop import client_state, trial_loop, trial_step
 from fastsam.fed.loop.algorithm_calls import Contract, contract_of
-from fastsam.fed.loop.contract import asked, check_begin
+from fastsam.fed.loop.contract import call_algorithm, check_initial_state
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.padding import check_padding_of_step
-from fastsam.fed.loop.personal import Personal, client_models_of, own_parameters_of
+from fastsam.fed.loop.personal import PersonalizedAlgorithm, client_models_of, own_parameters_of
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.loop.requirements import Facts, check
 from fastsam.fed.measures import Measures, NamedMeasures, make
@@ -66,7 +66,8 @@ def assemble(
     clients = len(population.sizes)
     if settings.cohort is not None and settings.cohort > clients:
         raise ValueError(
-            f"cohort={settings.cohort} needs at least so many clients, but there are {clients}. Use a smaller cohort"
+            f"cohort={settings.cohort} needs at least {settings.cohort} clients, but there are {clients}. Use a "
+            "smaller cohort"
         )
     names = measures.names if isinstance(measures, NamedMeasures) else ()
     facts = Facts(
@@ -85,10 +86,10 @@ def assemble(
     personal = client_models_of(
         algorithm, settings, parameter_layout, view.copy_of_buffers() if tried.changed_buffers else ()
     )
-    algorithm = cast(Algorithm, personal) if isinstance(personal, Personal) else algorithm
+    algorithm = cast(Algorithm, personal) if isinstance(personal, PersonalizedAlgorithm) else algorithm
     w0 = view.row.clone()
     contract = contract_of(algorithm)
-    server = check_begin(contract.init_server(w0), "init_server")
+    server = check_initial_state(contract.init_server(w0), "init_server")
     noise = noise_of(settings, parameter_layout, len(population.sizes), place)
     state = RunState(0, server, view.copy_of_buffers())
     weights = own_weights(settings.weighting, len(population.sizes))
@@ -148,7 +149,7 @@ def _try(
     client = contract.init_client(state.server)
     constants = contract.local_updates(state.server, client_state.rows([client]), 1, about)[0]
     if getattr(contract.algorithm, "own_models", False):
-        own, w = asked(contract.algorithm, "own_model", (state.server, client), None), state.server["w"]
+        own, w = call_algorithm(contract.algorithm, "own_model", (state.server, client), None), state.server["w"]
         if not isinstance(own, Tensor) or (own.shape, own.dtype, own.device) != (w.shape, w.dtype, w.device):
             got = f"{own.dtype} {list(own.shape)} on {own.device}" if isinstance(own, Tensor) else type(own).__name__
             raise ValueError(
@@ -158,4 +159,4 @@ def _try(
     check_padding_of_step(constants[0], layout)
     if not contract.has_loop:
         return constants[0], False
-    return constants[0], trial_loop.attempt(contract, setup, population, settings, state, client, constants, about)
+    return constants[0], trial_loop.try_loop(contract, setup, population, settings, state, client, constants, about)

@@ -35,17 +35,17 @@ State = dict[str, Tensor]
 States = Mapping[int, State]
 
 
-class ClientStates(Protocol):
+class ClientStateStorage(Protocol):
     """A store of clients' states.
 
     Attributes:
         where: "device", "host" or "disk".
         reason: why, for the record.
-        looks_ahead: the store can use the clients of the next round.
+        prefetches: the store can use the clients of the next round.
     """
 
     where: str
-    looks_ahead: bool
+    prefetches: bool
     reason: str
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
@@ -71,10 +71,10 @@ class ClientStates(Protocol):
         rank."""
 
 
-class OnDevice:
+class DeviceStateStorage:
     """States are tensors on the device of the run, as the algorithm made them. Nothing here costs anything."""
 
-    where, looks_ahead = "device", False
+    where, prefetches = "device", False
 
     def __init__(self, device: torch.device, reason: str) -> None:
         self.device, self.reason = device, reason
@@ -96,7 +96,7 @@ class OnDevice:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class PrefetchedState:
     """A copy on the device of `source`, whole when `ready` is."""
 
     source: State
@@ -104,18 +104,18 @@ class Fetched:
     ready: torch.cuda.Event
 
 
-class InHostMemory:
-    """States are tensors in pinned host memory. They are copied to the device when they are needed, at most `ahead` of
-    them early.
+class HostStateStorage:
+    """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most `ahead`
+    states earlier.
 
-    All copies in both directions use one separate stream. So a row of host memory is written only after earlier reads
-    of it, and read only after it is written, without further waits. The host waits for copies only at the end of a
-    round. The device holds the states of the clients that train, and `ahead` more: the next of the cohort, and at its
-    end those of the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A
-    tensor that several states share (a past model) is copied once and stays shared.
+    All copies in both directions use one separate stream. Therefore host memory is written only after earlier reads,
+    and read only after it is written, without further waits. The host waits for copies only at the end of a round. The
+    device holds the states of the clients that train, and `ahead` more states: first of the cohort, and at its end of
+    the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A tensor that
+    several states share (a past model) is copied once and stays shared.
     """
 
-    where, looks_ahead = "host", True
+    where, prefetches = "host", True
 
     def __init__(self, device: torch.device, reason: str, ahead: int, pool: HostPool | None = None) -> None:
         """Make the store. pool: a pool of memory other than pinned memory."""
@@ -123,7 +123,7 @@ class InHostMemory:
         self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
         self.where = "host" if pool is None else "disk"
         self.stream = self.cuda.stream()
-        self._fetched: dict[int, Fetched] = {}
+        self._fetched: dict[int, PrefetchedState] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
         self._again: set[int] = set()  # clients of this cohort and the next
         self._down: WeakTensorMap[Tensor] = WeakTensorMap()  # device tensor -> host copy
@@ -173,10 +173,10 @@ class InHostMemory:
             client = next(iter(self._queue))
             self._fetched[client] = self._fetch(self._queue.pop(client))
 
-    def _fetch(self, state: State) -> Fetched:
+    def _fetch(self, state: State) -> PrefetchedState:
         with self.cuda.on(self.stream):
             copies = {name: self._to_device(t) for name, t in state.items()}
-        return Fetched(state, copies, self.stream.record_event())
+        return PrefetchedState(state, copies, self.stream.record_event())
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if not self.pool.holds(tensor):
@@ -203,14 +203,14 @@ class InHostMemory:
         return tensor.device.type == self.device.type
 
 
-class OnDisk:
+class DiskStateStorage:
     """States of a run on the CPU are rows of mapped files, of which the system keeps in memory what it has room for. A
     client trains on a copy.
 
     A tensor that several states share (a past model) is written once, and stays shared.
     """
 
-    where, looks_ahead = "disk", False
+    where, prefetches = "disk", False
 
     def __init__(self, reason: str) -> None:
         self.reason, self.pool = reason, HostPool(make_mapped)
@@ -249,7 +249,7 @@ class OnDisk:
         return kept
 
 
-def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStates:
+def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStateStorage:
     """Return the store for `where` (one of `CHOICES`).
 
     "auto" is a rule on sizes and not on free memory: the device, if all states take at most `SHARE` of its memory; the
@@ -260,7 +260,7 @@ def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientS
         where: name of the store.
         device: device of the run.
         nbytes: bytes of the states of all clients.
-        ahead: see `InHostMemory`.
+        ahead: see `HostStateStorage`.
     """
     reason = "it was asked for"
     if where == "auto":
@@ -268,11 +268,17 @@ def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientS
     log.info("client states: %s, %s", where, reason)
     if where == "disk":
         return (
-            InHostMemory(device, reason, max(ahead, _AHEAD), HostPool(make_mapped)) if apart(device) else OnDisk(reason)
+            HostStateStorage(device, reason, max(ahead, _AHEAD), HostPool(make_mapped))
+            if apart(device)
+            else DiskStateStorage(reason)
         )
     if not apart(device):
-        return OnDevice(device, "the device of the run is the CPU, whose memory is host memory")
-    return OnDevice(device, reason) if where == "device" else InHostMemory(device, reason, max(ahead, _AHEAD))
+        return DeviceStateStorage(device, "the device of the run is the CPU, whose memory is host memory")
+    return (
+        DeviceStateStorage(device, reason)
+        if where == "device"
+        else HostStateStorage(device, reason, max(ahead, _AHEAD))
+    )
 
 
 def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
@@ -291,8 +297,8 @@ def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:
-    """Return the number of vectors (of the size of "w") that a client keeps: what the algorithm declares, and at least
-    those of its first state."""
+    """Return the number of vectors (of the size of "w") that a client keeps, at least the vectors of its first
+    state."""
     begin = sum(t.nbytes for t in algorithm.init_client(server).values()) / max(server["w"].nbytes, 1)
     return max(begin, getattr(algorithm, "client_vectors", 0))
 
@@ -312,7 +318,7 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def alike(states: Sequence[State]) -> list[list[int]]:
+def group_by_shape(states: Sequence[State]) -> list[list[int]]:
     """The places of states that can be rows of one: with the same names, shapes and dtypes."""
     if len(states) == 1:
         return [[0]]

@@ -184,7 +184,7 @@ class Settings:
 
     def steps_of(self, samples: int) -> int:
         """Return the number of local steps of a client with `samples` samples in a round."""
-        whole, rest = executors.divided(samples, self.batch_size, self.drop_last)
+        whole, rest = executors.split_epoch(samples, self.batch_size, self.drop_last)
         return self.local_steps or self.local_epochs * (whole + (rest > 0))
 
     def lr_of(self, index: int) -> float:

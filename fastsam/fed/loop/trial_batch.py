@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.population import IGNORED, Loss, Population, check_labels
-from fastsam.fed.clients.samples import Samples, leaves
+from fastsam.fed.clients.samples import ClientDataset, leaves
 from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
 from fastsam.fed.loop.trial_step import Trial, are_labels, check_function, check_outputs, of_classes, one_per_class
 from fastsam.fed.step.model_copy import copied
@@ -20,8 +20,8 @@ def batch_loss(loss: Loss | BatchLoss, population: Population) -> Loss | BatchLo
     return PairLoss(loss) if population.samples is not None and not isinstance(loss, BatchLoss) else loss
 
 
-def attempt(model: nn.Module, population: Population, loss: BatchLoss, batch_size: int) -> Trial:
-    """Take a step on the client with most samples, and then a pass over the test set, as `trial_step.attempt` does.
+def try_batches(model: nn.Module, population: Population, loss: BatchLoss, batch_size: int) -> Trial:
+    """Take a step on the client with most samples, and then a pass over the test set, as `trial_step.try_pairs` does.
 
     Raises:
         ValueError: something does not work; the message names client and batch.
@@ -46,7 +46,7 @@ def attempt(model: nn.Module, population: Population, loss: BatchLoss, batch_siz
     return Trial(classifies, changed, draws, None)
 
 
-def _first(samples: Samples, who: str, batch_size: int) -> Any:
+def _first(samples: ClientDataset, who: str, batch_size: int) -> Any:
     with explain(f"{who}: its first batch cannot be made"):
         return samples.take(torch.arange(min(batch_size, len(samples))), 0)
 

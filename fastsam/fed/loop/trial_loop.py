@@ -7,16 +7,16 @@ from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Setup, Task
 from fastsam.fed.executors.client import Client
-from fastsam.fed.executors.row import Row
+from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.loop.algorithm_calls import Constants, Contract
-from fastsam.fed.loop.contract import asked, check_extra
+from fastsam.fed.loop.contract import call_algorithm, check_extra
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.round import work_of
 from fastsam.fed.loop.trial_pass import random_state_kept
 from fastsam.fed.rundir.checkpoint import RunState
 
 
-def attempt(
+def try_loop(
     contract: Contract,
     setup: Setup,
     population: Population,
@@ -47,13 +47,13 @@ def attempt(
     sizes = population.known_sizes
     client = max(sizes, key=lambda i: (sizes[i], -i)) if sizes else 0
     with random_state_kept(setup.device):
-        row = Row(setup)
+        row = ClientTrainer(setup)
         try:
             task = Task(client, work_of(round, settings, population), *constants)
-            row.open_(task, before.server["w"], before.buffers)
+            row.open(task, before.server["w"], before.buffers)
             handle = Client(row, limit=1)
             arguments = (handle, before.server, client_state, round)
-            handle.results(check_extra(asked(contract.algorithm, "train_client", arguments, None)))
+            handle.results(check_extra(call_algorithm(contract.algorithm, "train_client", arguments, None)))
         except ClientError as error:
             cause = error.__cause__ or error
             kind = "" if type(cause) is ValueError else f"{type(cause).__name__}: "

@@ -1,6 +1,6 @@
 """One look at a training pass before round 1: the tensors that it reads, and its side effects.
 
-`trial_step.attempt` and `trial_batch.attempt` call `look` with a copy of the model and one batch. The checks of
+`trial_step.try_pairs` and `trial_batch.try_batches` call `look` with a copy of the model and one batch. The checks of
 models and losses in training are here.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.common.fingerprints import references
-from fastsam.fed.executors.drawing import Calls, Watch
 from fastsam.fed.executors.gradient_passes import check_scalar
+from fastsam.fed.executors.random_ops import RandomOpRecorder, RandomOps
 from fastsam.fed.executors.recording import difference, python_state
 from fastsam.fed.step.model_copy import trainable
 
@@ -30,12 +30,12 @@ def look(
     batch: Sequence[Tensor],
     compute: Callable[[], Tensor],
     failed: str,
-) -> tuple[Calls | None, tuple[str, ...]]:
+) -> tuple[RandomOps | None, tuple[str, ...]]:
     """Take one training pass of `trial`, and repeat its forward half from the same buffers and random state.
 
     Args:
         model: the user's model.
-        trial: the copy of it that is tried; afterwards its buffers are those after one pass.
+        trial: the copy that is tried. Afterwards its buffers have the values after one pass.
         loss: the user's loss, to name what it refers to.
         batch: the tensors that the pass reads.
         compute: returns the loss of `trial` on the batch.
@@ -57,7 +57,7 @@ def look(
     frozen, versions = _frozen_versions(trial), [t._version for t in batch if not t.is_inference()]
     copies, state = [t.clone() for t in batch], _python_state(trial)
     with random_state_kept(device):
-        watch = Watch(device)
+        watch = RandomOpRecorder(device)
         with explain(failed), watch:
             value = compute()
         _check_loss(value)
@@ -140,7 +140,7 @@ def _check_hooks(model: nn.Module) -> None:
 def _check_own_model(model: nn.Module, trial: nn.Module, leaves: Mapping[int, Tensor]) -> None:
     """Raise ValueError if the loss refers to parameters of the user's model.
 
-    The copy of a scripted model has no leaves of its own; `_check_gradients` refuses it.
+    The copy of a scripted model has no leaves; `_check_gradients` refuses it.
     """
     if leaves.keys().isdisjoint(map(id, trial.parameters())):
         return

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastsam.fed import executors
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
-from fastsam.fed.executors.drawing import Calls
+from fastsam.fed.executors.random_ops import RandomOps
 from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
 from fastsam.fed.step.model_copy import copied, trainable
 
@@ -37,11 +37,11 @@ class Trial:
 
     classifies: bool
     changed_buffers: tuple[str, ...]
-    draws: Calls | None
+    draws: RandomOps | None
     example: tuple[Tensor, Tensor] | None
 
 
-def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: int) -> Trial:
+def try_pairs(model: nn.Module, population: Population, loss: Loss, batch_size: int) -> Trial:
     """Takes the step on the client with most samples. The model, and torch's random state, stay as they are.
 
     Raises ValueError: the model or the loss does not work on the data, the model not on the test set, labels outside
@@ -152,7 +152,7 @@ def check_smallest(
         return
     sizes = population.known_sizes
     # The last batch of an epoch.
-    rest = {i: executors.divided(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
+    rest = {i: executors.split_epoch(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
     if not rest:
         return
     client = min(rest, key=rest.__getitem__)

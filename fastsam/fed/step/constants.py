@@ -13,7 +13,15 @@ from fastsam.step import Direction, GradCoefficients
 # Fields of a LocalUpdate: the numbers and flags, the vectors, and all optional objects.
 NUMBERS = (
     *("direction", "rho", "eta", "perturbed_weight", "clean_weight", "surrogate_gap", "proximal_coefficient"),
-    *("drift", "remembers", "penalty", "lr_end_factor", "rho_end_factor", "pull", "full_gradient"),
+    *(
+        "drift_weight",
+        "uses_last_gradient",
+        "penalty",
+        "lr_end_factor",
+        "rho_end_factor",
+        "anchor_weight",
+        "full_gradient",
+    ),
 )
 VECTORS = (
     *("gradient_offset", "direction_vector", "dual", "server_perturbation"),
@@ -41,12 +49,12 @@ class Values(NamedTuple):
     clean_weight: float
     surrogate_gap: float
     proximal_coefficient: float
-    drift: float
-    remembers: bool
+    drift_weight: float
+    uses_last_gradient: bool
     penalty: float
     lr_end_factor: float
     rho_end_factor: float
-    pull: float
+    anchor_weight: float
     full_gradient: bool
     given: tuple[str, ...]
 
@@ -97,9 +105,9 @@ def _made(values: Values, types: tuple[type, ...]) -> Constants:
         mix.needs_g1,
         bool(values.surrogate_gap),
         values.lr_end_factor != 1 or values.rho_end_factor != 1,
-        values.drift,
-        values.remembers,
-        values.pull,
+        values.drift_weight,
+        values.uses_last_gradient,
+        values.anchor_weight,
         "pilot" in values.given,
         "rho_scale" in values.given,
     )
@@ -126,8 +134,8 @@ def _check(c: Values) -> None:
         raise ValueError(
             f"LocalUpdate: rho_scale belongs to a perturbation without a dual; the direction is {c.direction.value!r}"
         )
-    number("pull", c.pull, at_least=0, at_most=1)
-    for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift"):
+    number("anchor_weight", c.anchor_weight, at_least=0, at_most=1)
+    for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift_weight"):
         number(name, getattr(c, name))
     needed = _NEEDS.get(c.direction, ())
     for name in ("direction_vector", "dual", "server_perturbation"):
@@ -137,17 +145,19 @@ def _check(c: Values) -> None:
                 f"vectors direction_vector, dual, server_perturbation; "
                 f"{name} was {'not given' if name in needed else 'given'}"
             )
-    if (c.drift and c.direction not in ALONG_THE_WAY) or (c.remembers and c.direction is not Direction.GRADIENT_PLUS):
+    if (c.drift_weight and c.direction not in ALONG_THE_WAY) or (
+        c.uses_last_gradient and c.direction is not Direction.GRADIENT_PLUS
+    ):
         raise ValueError(
-            f"LocalUpdate: drift belongs to the directions 'path' and 'gradient plus', remembers to 'gradient "
-            f"plus'; the direction is {c.direction.value!r}, with drift={c.drift!r} and "
-            f"remembers={c.remembers!r}"
+            "LocalUpdate: drift_weight belongs to the directions 'path' and 'gradient plus', uses_last_gradient to "
+            f"'gradient plus'; the direction is {c.direction.value!r}, with drift_weight={c.drift_weight!r} and "
+            f"uses_last_gradient={c.uses_last_gradient!r}"
         )
-    if ("anchor" not in c.given) == (c.pull > 0) or (c.pull and c.has_one_gradient):
+    if ("anchor" not in c.given) == (c.anchor_weight > 0) or (c.anchor_weight and c.has_one_gradient):
         raise ValueError(
-            "LocalUpdate: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first "
-            "gradient; got "
-            f"pull={c.pull!r}, {'no' if 'anchor' not in c.given else 'an'} anchor, and the direction "
+            "LocalUpdate: an anchor and an anchor_weight > 0 go together, in a step whose perturbation is found by a "
+            "first gradient; got "
+            f"anchor_weight={c.anchor_weight!r}, {'no' if 'anchor' not in c.given else 'an'} anchor, and the direction "
             f"{c.direction.value!r}"
         )
     if (c.clean_weight or c.surrogate_gap) and c.has_one_gradient:

@@ -3,11 +3,11 @@
 In one client and one round (w^t is the global model that the client received):
 
     d   = none, g1, T^2*g1 with T = |w| + eta (ASAM), alpha*(g1 - mu) - s (FedSMOO), a constant e,
-          k*e + drift*(w - w^t) in step k = 0, 1, ..., g1 + e + drift*(w - w^t) [+ g2 of the step before], or L*g1 with
+          k*e + m*(w - w^t) in step k = 0, 1, ..., g1 + e + m*(w - w^t) [+ g2 of the step before], or L*g1 with
           L = |w - w^t|, of each parameter over its norms along the first dimension (FedSOL)
     eps = rho * d / (||d|| + nu)                  ASAM: the norm of T*g1; FedSOL: the norm of g1
     mu <- mu + (eps - s)/alpha                    FedSMOO only
-    g2  = gradient at w + eps, or at (1 - pull)*(w + eps) + pull*anchor; without a direction g2 = g1
+    g2  = gradient at w + eps, or at (1 - c)*(w + eps) + c*anchor; without a direction g2 = g1
     v   = a*g2 + b*g1 + q
     w  <- w - lr * (sig*v + (weight_decay + phi)*w)
 
@@ -16,6 +16,7 @@ In one client and one round (w^t is the global model that the client received):
     e       direction_vector           a       perturbed_weight
     s       server_perturbation        b       clean_weight
     alpha   penalty                    phi     proximal_coefficient
+    m       drift_weight               c       anchor_weight
 
 An algorithm chooses the constants, and an executor takes the steps. `Direction` and `GradCoefficients` are shared with
 `FusedSAM` (`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and
@@ -57,8 +58,8 @@ class LocalUpdate:
         proximal_coefficient: phi. `gradient_offset` then holds the constant half `-phi*w^t` of the proximal term
             `phi*(w - w^t)`.
         direction_vector: e, the direction (CONSTANT) or a part of it (PATH, GRADIENT_PLUS).
-        drift: weight of `w - w^t` in the direction (PATH, GRADIENT_PLUS).
-        remembers: the direction has the gradient g2 of the step before, 0 in the first step (GRADIENT_PLUS).
+        drift_weight: weight of `w - w^t` in the direction (PATH, GRADIENT_PLUS).
+        uses_last_gradient: the direction has the gradient g2 of the step before, 0 in the first step (GRADIENT_PLUS).
         dual: mu, the client's dual at the start (GRADIENT_MINUS_DUAL).
         server_perturbation: s (GRADIENT_MINUS_DUAL).
         penalty: alpha (GRADIENT_MINUS_DUAL).
@@ -68,8 +69,8 @@ class LocalUpdate:
         rho_scale: factors >= 0 of the radius, weight by weight (`ParameterLayout.factors`): `eps = rho * rho_scale *
             d/(||d|| + nu)`. Weights with factor 0 are not perturbed and not in the norm. Not without a direction, and
             not with a dual.
-        anchor, pull: the perturbed point, at which g2 is taken, is moved towards the anchor by a share from 0 to 1. Not
-            with PATH and CONSTANT.
+        anchor: weights towards which the perturbed point, at which g2 is taken, is moved. Not with PATH and CONSTANT.
+        anchor_weight: c, from 0 (no movement) to 1 (the anchor).
         start: weights at which the local steps begin, in place of the global model; deltas are measured from there.
         full_gradient: compute the gradient over the client's whole data at the start (`ClientResults.gradient`), in
             batches, in evaluation mode.
@@ -89,8 +90,8 @@ class LocalUpdate:
     gradient_offset: Tensor | None = None  # constant added to the gradient
     proximal_coefficient: float = 0.0  # proximal coefficient
     direction_vector: Tensor | None = None  # CONSTANT: the direction; PATH, GRADIENT_PLUS: a part of it
-    drift: float = 0.0  # PATH, GRADIENT_PLUS: weight of w - w^t
-    remembers: bool = False  # GRADIENT_PLUS
+    drift_weight: float = 0.0  # PATH, GRADIENT_PLUS: weight of w - w^t
+    uses_last_gradient: bool = False  # GRADIENT_PLUS
     dual: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
     server_perturbation: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
@@ -98,7 +99,7 @@ class LocalUpdate:
     rho_end_factor: float = 1.0  # the radius at the end of the round, over that at its beginning
     rho_scale: Tensor | None = None  # factors of the radius, weight by weight
     anchor: Tensor | None = None  # towards which the perturbed point is pulled
-    pull: float = 0.0
+    anchor_weight: float = 0.0
     start: Tensor | None = None  # where the steps begin; None: the global model
     full_gradient: bool = False
     pilot: Pilot | None = None

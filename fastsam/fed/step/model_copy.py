@@ -78,7 +78,7 @@ class Replica:
             parameter.grad = None
 
     @torch.no_grad()
-    def load_(self, weights: Tensor, buffers: Sequence[Tensor]) -> None:
+    def load(self, weights: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the weights (`[row_size]`) and the buffers in."""
         self.row.copy_(weights)
         for own, new in zip(self.buffers, buffers, strict=True):

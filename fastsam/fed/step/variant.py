@@ -34,9 +34,9 @@ class StepVariant:
         keeps_first: the update reads the first gradient too.
         surrogate: the weight of g2 is computed on the device (GSAM).
         paced: the learning rate or the radius is different in every step.
-        drift: weight of `w - w^t` in the direction.
-        remembers: the gradient of the step before is in the direction.
-        pull: share by which the perturbed point is pulled towards the anchor.
+        drift_weight: weight of `w - w^t` in the direction.
+        uses_last_gradient: the gradient of the step before is in the direction.
+        anchor_weight: share by which the perturbed point is pulled towards the anchor.
         piloted: gradients at the start find the radius.
         scaled: the radius is different in every weight.
     """
@@ -46,10 +46,10 @@ class StepVariant:
     has_phi: bool = False
     keeps_first: bool = False
     surrogate: bool = False
-    paced: bool = False
-    drift: float = 0.0
-    remembers: bool = False
-    pull: float = 0.0
+    has_schedule: bool = False
+    drift_weight: float = 0.0
+    uses_last_gradient: bool = False
+    anchor_weight: float = 0.0
     piloted: bool = False
     scaled: bool = False
 
@@ -62,7 +62,7 @@ class StepVariant:
     @cached_property
     def rewrites(self) -> bool:
         """True if the device or a schedule changes `hparams` after they were written."""
-        return self.surrogate or self.paced or self.piloted
+        return self.surrogate or self.has_schedule or self.piloted
 
     @cached_property
     def two_passes(self) -> bool:
@@ -75,7 +75,7 @@ class StepVariant:
         return self.direction is Direction.CONSTANT
 
     @cached_property
-    def walks(self) -> bool:
+    def uses_path(self) -> bool:
         """True if every step has another perturbation, found without a gradient."""
         return self.direction is Direction.PATH
 
@@ -85,17 +85,17 @@ class StepVariant:
         perturbation."""
         given = {
             "direction_vector": self.direction in ALONG_THE_WAY,
-            "anchor": self.pull > 0,
+            "anchor": self.anchor_weight > 0,
             "rho_scale": self.scaled,
         }
         return tuple(name for name, is_given in given.items() if is_given)
 
     @cached_property
-    def returns(self) -> bool:
+    def needs_origin(self) -> bool:
         """True if the steps read the weights with which the round began."""
-        return bool(self.drift) or self.direction is Direction.GRADIENT_BY_DRIFT
+        return bool(self.drift_weight) or self.direction is Direction.GRADIENT_BY_DRIFT
 
     @cached_property
     def memory(self) -> tuple[str, ...]:
         """Names of the fields that a step leaves to the next one, zero at the start."""
-        return ("path",) if self.walks else ("last",) if self.remembers else ()
+        return ("path",) if self.uses_path else ("last",) if self.uses_last_gradient else ()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastsam import fed
-from fastsam.fed.clients import population, store
+from fastsam.fed.clients import packed_samples, population
 from fastsam.fed.clients import prepare as preparing
 from fastsam.fed.clients.mapped_rows import one_ahead
 from fastsam.fed.clients.pairs import ALIGNMENT, all_finite
@@ -332,7 +332,7 @@ def test_pairs_together_equal_pairs_one_by_one(sizes: list[int], dtype: torch.dt
     ours, theirs = prepare(data, None, torch.float32, CPU), one_by_one(data, monkeypatch)
     assert ours.store is not None and theirs.store is not None
     assert ours.store.x.dtype == (torch.uint8 if dtype == torch.uint8 else torch.float32), "bytes stay bytes"
-    assert list(ours.store.begins) == list(theirs.store.begins) and ours.sizes == theirs.sizes
+    assert list(ours.store.offsets) == list(theirs.store.offsets) and ours.sizes == theirs.sizes
     for mine, other in zip(ours.clients, theirs.clients, strict=True):
         for a, b in zip(mine, other, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % ALIGNMENT == 0
@@ -405,7 +405,7 @@ def test_a_client_of_a_store_becomes_tensors_when_it_is_asked_for() -> None:
 
 def test_of_much_data_there_is_no_second_copy(monkeypatch: MonkeyPatch) -> None:
     data = clients([4, 1, 9])
-    for module in (preparing, store):
+    for module in (preparing, packed_samples):
         monkeypatch.setattr(module, "LARGEST", 100)
     found = prepare(data, None, torch.float32, CPU)
     aligned = [(x, y) for x, y in data if x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.clients.ahead import Ahead
+from fastsam.fed.clients.prefetcher import Prefetcher
 from tests.helpers.fed_kinds import Rows, in_another_collate, model, pairs, run, weights
 
 SIZES = [10, 11, 12, 13]
@@ -158,19 +158,19 @@ def test_no_more_than_asked_for_are_loaded_ahead(most: int) -> None:
             time.sleep(0.001)
         return begun
 
-    ahead = Ahead(load)
+    ahead = Prefetcher(load)
     go.release(100)
-    ahead.expect(range(8), most)
+    ahead.prefetch(range(8), most)
     assert loaded() == list(range(most))
     assert ahead.take(0) == 0 and loaded() == list(range(most + 1)), "the next one takes its place"
     assert ahead.take(7) == 70 and begun[-1] == 7, "who comes out of turn is loaded at once"
-    ahead.expect([20], most)
+    ahead.prefetch([20], most)
     assert ahead.take(20) == 200 and ahead.take(1) == 10 and begun.count(1) == 2, "the others were forgotten"
 
 
 def test_what_a_load_raises_comes_out_where_its_client_is_asked_for() -> None:
-    ahead = Ahead(lambda i: 1 // i)
-    ahead.expect([0, 1], 2)
+    ahead = Prefetcher(lambda i: 1 // i)
+    ahead.prefetch([0, 1], 2)
     assert ahead.take(1) == 1
     with pytest.raises(ZeroDivisionError):
         ahead.take(0)

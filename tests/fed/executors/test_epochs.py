@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.executors import epochs
+from fastsam.fed.executors import epoch_graphs
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
 from tests.helpers import oracle
@@ -32,7 +32,7 @@ EVEN = (6,) * 3  # a whole batch and a partial one
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs capture, in `FakeCuda.captured`."""
-    monkeypatch.setattr(epochs, "epochs_of", lambda setup: epochs.Epochs(FakeCuda(setup.device)))
+    monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
 
 
 def train(algorithm: object, sizes: tuple[int, ...] = EVEN, **options: object) -> str:
@@ -82,10 +82,11 @@ def test_an_epoch_is_captured_once_not_per_round() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("captured")
 def test_clients_that_are_not_alike_train_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They step together while their batches have equal shapes; the remaining client uses a graph of its epochs."""
+    """They step together while their batches have equal shapes; the remaining client uses a graph of its
+    epoch_graphs."""
     ragged = (6, 7, 3)
     ours = train(fed.FedSAM(rho=0.05), ragged)
-    monkeypatch.setattr(epochs, "epochs_of", lambda setup: None)
+    monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: None)
     assert train(fed.FedSAM(rho=0.05), ragged) == ours
 
 
@@ -115,11 +116,11 @@ def test_steps_that_a_measure_keeps_are_not_captured() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("captured")
 def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two numbers of samples: two sorts of epochs, of which one has a graph."""
-    monkeypatch.setattr(epochs, "KEPT", 1)
+    """Two numbers of samples: two sorts of epoch_graphs, of which one has a graph."""
+    monkeypatch.setattr(epoch_graphs, "KEPT", 1)
     plain = train(fed.FedAvg(), (6, 6, 3, 3), slots=2)
     assert len(FakeCuda.captured) == 1
-    monkeypatch.setattr(epochs, "epochs_of", lambda setup: None)
+    monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: None)
     assert train(fed.FedAvg(), (6, 6, 3, 3), slots=2) == plain
 
 

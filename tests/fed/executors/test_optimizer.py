@@ -101,7 +101,7 @@ class Later(fed.Algorithm):
         (fed.FedAvg(), {"momentum": 0.9}, "momentum, weight_decay and clip_norm at their defaults.* momentum=0.9"),
         (fed.FedAvg(), {"clip_norm": 1.0}, "clip_norm=1.0. Put them into the optimizer"),
         (fed.FedSMOO(), {}, "needs plain local steps, or steps of SAM, but FedSMOO has steps with gradient minus dual"),
-        (fed.FedWMSAM(), {}, "FedWMSAM has steps with drift, path"),
+        (fed.FedWMSAM(), {}, "FedWMSAM has steps with drift_weight, path"),
         (fed.APFL(), {}, "optimizer does not serve second models"),
         (fed.FedAvg(), {"executor": "vmap"}, "'vmap' cannot serve here: it does not serve the options optimizer"),
         (Later(), {}, "optimizer serves plain local steps .* but this algorithm needs constant"),

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from fastsam import fed
 from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
 from fastsam.fed.data import FederatedData
 from fastsam.fed.executors import LocalOptions, Setup, Task, Work, auto, capturable
-from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.cuda import CaptureError, Cuda
+from fastsam.fed.executors.cuda import CaptureError
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
@@ -28,16 +28,13 @@ CASES = {
     "fedscam": fed.FedSCAM(rho=0.3), "fedspeed": fed.FedSpeed(rho=0.05),
 }  # fmt: skip
 UNCAPTURED = {"apfl": fed.APFL(), "ditto": fed.Ditto(), "fedrep": fed.FedRep(head_epochs=1), "fedsol": fed.FedSOL()}
+UNCAPTURED |= {"fedbn": fed.FedBN()}
 
 
 def train(
-    algorithm: object,
-    device: str = "cpu",
-    sizes: tuple[int, ...] = SIZES,
-    model: object = None,
-    augment: object = None,
+    algorithm: object, device: str = "cpu", sizes: tuple[int, ...] = SIZES, model: Any = None, augment: Any = None,
     **options: object,
-) -> str:
+) -> str:  # fmt: skip
     clients = oracle.ragged_clients(torch.float32, sizes)
     if augment is not None:
         clients = FederatedData(clients, clients[0], classes=3, augment=augment)
@@ -58,24 +55,17 @@ def test_the_order_of_work_gives_the_bits_of_the_plain_executor(options: dict, s
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_a_step_is_captured_once_per_sort_not_per_round() -> None:
-    sizes = (64,) * 6
-    clients = oracle.ragged_clients(torch.float32, sizes)
-    keywords = {"executor": "graph", "slots": 3, "batch_size": 32, "participation": 1.0, "local_epochs": 2}
+def test_a_step_is_captured_once_per_shape_and_not_per_round() -> None:
     for rounds in (2, 4):
-        fed.run(oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=rounds, **keywords)
+        train(fed.FedSAM(), sizes=(64,) * 6, rounds=rounds, executor="graph", slots=3, batch_size=32, participation=1.0)
         assert len(FakeCuda.captured) == 1
 
 
 @pytest.mark.usefixtures("no_cuda")
 def test_a_client_with_more_steps_than_any_before() -> None:
-    clients = oracle.ragged_clients(torch.float32, (5, 5, 40))
-    keywords = {"rounds": 3, "batch_size": 5, "participation": 1.0, "local_epochs": 3}
-    results = [
-        fed.run(oracle.smooth_model(torch.float32), clients, fed.FedSAM(), executor=executor, **keywords, **slots)
-        for executor, slots in (("sequential", {}), ("graph", {"slots": 1}), ("graph", {"slots": 2}))
-    ]
-    assert len({tuple(round["train_loss"] for round in result.history) for result in results}) == 1
+    keywords = {"sizes": (5, 5, 40), "participation": 1.0, "local_epochs": 3}
+    cases = (("sequential", {}), ("graph", {"slots": 1}), ("graph", {"slots": 2}))
+    assert len({train(fed.FedSAM(), executor=executor, **keywords, **slots) for executor, slots in cases}) == 1
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -85,9 +75,17 @@ def test_without_a_gpu_it_says_so(executor: str) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_a_loop_of_an_algorithm_is_not_captured() -> None:
-    with pytest.raises(ValueError, match="FedRobust trains each client in a loop of its own"):
-        train(fed.FedRobust(), executor="graph")
+@pytest.mark.parametrize(
+    ("algorithm", "model", "words"),
+    [
+        (fed.FedRobust(), None, "FedRobust trains each client in a loop of its own"),
+        (fed.FedSAM(), lambda: Looks(6, 3), "executor 'graph' cannot serve here: .* looks at values on the host"),
+    ],
+)
+def test_refused_captures(algorithm: fed.Algorithm, model: Any, words: str, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "waits", False)
+    with pytest.raises(ValueError, match=words):
+        train(algorithm, executor="graph", model=model)
 
 
 @pytest.mark.gpu
@@ -99,44 +97,29 @@ def test_on_a_gpu_the_bits_are_those_of_the_plain_executor(name: str, executor: 
     assert train(ALGORITHMS[name], "cuda", executor=executor, slots=slots) == plain
 
 
+SLOW = [("fedsmoo", "graph", 1), ("fedsmoo", "streams", 3), ("mimelite", "streams", 2), ("fedscam", "streams", 2)]
+SLOW += [("apfl", "streams", 3), ("ditto", "streams", 3), ("fedrep", "streams", 2), ("fedsol", "streams", 3)]
+SLOW += [(name, executor, 3) for name in ("fedbn",) for executor in EXECUTORS]
+SLOW += [(name, "graph", 3) for name in CASES if name != "fedlesam-d"]
+
+
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize(
     ("name", "executor", "slots"),
-    [
-        *(pytest.param(name, "graph", 3, marks=[] if name == "fedlesam-d" else pytest.mark.slow) for name in CASES),
-        pytest.param("fedsmoo", "graph", 1, marks=pytest.mark.slow),
-        pytest.param("fedsmoo", "streams", 3, marks=pytest.mark.slow),
-        pytest.param("mimelite", "streams", 2, marks=pytest.mark.slow),
-        pytest.param("fedscam", "streams", 2, marks=pytest.mark.slow),
-        pytest.param("apfl", "streams", 3, marks=pytest.mark.slow),
-        pytest.param("ditto", "streams", 3, marks=pytest.mark.slow),
-        pytest.param("fedrep", "streams", 2, marks=pytest.mark.slow),
-        pytest.param("fedsol", "streams", 3, marks=pytest.mark.slow),
-    ],
+    [("fedlesam-d", "graph", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_streams_are_ordered_and_replays_repeat_what_was_captured(name: str, executor: str, slots: int) -> None:
     """Two streams never touch one memory without a wait between; a replay reads and writes the memory that the capture
     did, and no number of the code has changed."""
     options = {"backend": "reference", "clip_norm": 0.5, "momentum": 0.5, "rounds": 2, "sizes": (7, 10, 1, 12, 11)}
+    if name == "fedbn":  # buffers that stay with the clients
+        options = {"backend": "reference", "rounds": 2, "sizes": (7, 10, 12, 13), "model": normed}
     algorithm = (CASES | UNCAPTURED)[name]
     plain = train(algorithm, executor="sequential", **options)
     with Watch():
         assert train(algorithm, executor=executor, slots=slots, **options) == plain
-    if executor == "graph":
+    if executor == "graph" and name != "fedbn":
         assert sum(graph.replays for graph in FakeCuda.captured) > 5
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_buffers_that_stay_with_the_clients_are_ordered_too(executor: str) -> None:
-    def made() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
-
-    options = {"backend": "reference", "rounds": 2, "sizes": (7, 10, 12, 13), "model": made}
-    plain = train(fed.FedBN(), executor="sequential", **options)
-    with Watch():
-        assert train(fed.FedBN(), executor=executor, slots=3, **options) == plain
 
 
 def test_the_stand_in_notices_what_it_is_for() -> None:
@@ -203,9 +186,7 @@ def test_models_and_data_of_all_sorts(case: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize(
-    "augment", [lambda x, g: x.T.contiguous().T, lambda x, g: x[:1].expand_as(x)], ids=["transposed", "expanded"]
-)
+@pytest.mark.parametrize("augment", [lambda x, g: x.T.contiguous().T, lambda x, g: x[:1].expand_as(x)])
 def test_inputs_stay_laid_out_as_they_were(augment: object) -> None:
     """Results of libraries, and the storage of expanded tensors, depend on the layout."""
     seen: set[object] = set()
@@ -228,8 +209,7 @@ def test_inputs_stay_laid_out_as_they_were(augment: object) -> None:
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_an_error_names_the_client_and_its_step(executor: str) -> None:
     """Also when the step is one of many in a joint graph."""
-    clients = oracle.ragged_clients(torch.float32, (20,) * 4)
-    bad = float(clients[2][0][:, 0].sum())
+    bad = float(oracle.ragged_clients(torch.float32, (20,) * 4)[2][0][:, 0].sum())
 
     class Model(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -237,10 +217,9 @@ def test_an_error_names_the_client_and_its_step(executor: str) -> None:
                 raise ValueError("bad sample")
             return super().forward(x)
 
+    options = {"sizes": (20,) * 4, "batch_size": 20, "participation": 1.0, "model": lambda: Model(6, 3), "slots": 4}
     with pytest.raises(fed.ClientError, match=r"client 2 failed in round 1, local step 0: ValueError: bad sample"):
-        fed.run(
-            Model(6, 3), clients, fed.FedSAM(), rounds=1, batch_size=20, participation=1.0, executor=executor, slots=4
-        )
+        train(fed.FedSAM(), executor=executor, **options)
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -277,11 +256,8 @@ def oracle_tasks(sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5) -> tupl
 @pytest.mark.usefixtures("no_cuda")
 def test_there_are_no_more_graphs_than_slots_and_sorts() -> None:
     """Clients that train at the same time change all the time, and no graph is made for every set of them."""
-    clients = oracle.ragged_clients(torch.float32, tuple(range(8, 104, 8)))
-    fed.run(
-        oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=6, batch_size=8, participation=0.6,
-        executor="graph", slots=4,
-    )  # fmt: skip
+    options = {"sizes": tuple(range(8, 104, 8)), "rounds": 6, "batch_size": 8, "participation": 0.6, "slots": 4}
+    train(fed.FedSAM(), executor="graph", **options)
     # All batches are full, for each slot by itself and for the first 2, 3 and 4 slots together.
     assert len(FakeCuda.captured) <= 7
 
@@ -341,34 +317,28 @@ def hooked() -> torch.nn.Module:
         (hooked, "streams", "hooks"),
     ],
 )
-def test_auto_takes_graphs_on_a_gpu_and_streams_where_a_capture_would_fail_or_freeze(
-    monkeypatch: pytest.MonkeyPatch, model: Callable[[], torch.nn.Module], name: str, because: str
+def test_auto_takes_graphs_on_a_gpu_unless_a_capture_would_fail_or_freeze(
+    monkeypatch: MonkeyPatch, model: Callable[[], torch.nn.Module], name: str, because: str
 ) -> None:
     monkeypatch.setattr(FakeCuda, "waits", False)
-    _, _, setup = oracle_tasks()
     made = model()
     layout = Layout.of(list(made.parameters()))
-    x, y = oracle.ragged_clients(torch.float32, (8,))[0]
-    setup = replace(setup, model=made, layout=layout, example=(x, y))
-    monkeypatch.setattr(auto, "_not_stacked", lambda setup: "it is not asked here")
+    example = oracle.ragged_clients(torch.float32, (8,))[0]
     monkeypatch.setattr(capturable, "Arena", lambda layout, device: Arena(layout))  # on the CPU
-    found, reason = auto.rule(replace(setup, device=torch.device("cuda")))
+    found, reason = rule_of(monkeypatch, model=made, layout=layout, example=example)
     assert found == name and re.search(because, reason), reason
 
 
+def rule_of(monkeypatch: MonkeyPatch, **changes: object) -> tuple[str, str]:
+    """Return the executor that "auto" selects for unstacked clients on a GPU, and the reason."""
+    monkeypatch.setattr(auto, "_not_stacked", lambda setup: "not in this test")
+    return auto.rule(replace(oracle_tasks()[2], device=torch.device("cuda"), **changes))
+
+
 @pytest.mark.usefixtures("no_cuda")
-def test_auto_takes_streams_where_a_client_that_raises_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = replace(oracle_tasks()[2], excludes_errors=True)
-    monkeypatch.setattr(auto, "_not_stacked", lambda setup: "it is not asked here")
-    found, reason = auto.rule(replace(setup, device=torch.device("cuda")))
+def test_auto_takes_streams_if_a_client_that_raises_is_excluded(monkeypatch: MonkeyPatch) -> None:
+    found, reason = rule_of(monkeypatch, excludes_errors=True)
     assert found == "streams" and "on_client_error='exclude'" in reason
-
-
-@pytest.mark.usefixtures("no_cuda")
-def test_a_model_that_cannot_be_captured_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeCuda, "waits", False)
-    with pytest.raises(ValueError, match="executor 'graph' cannot serve here: .* looks at values on the host"):
-        train(fed.FedSAM(), executor="graph", model=lambda: Looks(6, 3))
 
 
 # ---- lanes that end together
@@ -385,7 +355,7 @@ def test_lanes_that_end_together_close_together(executor: str) -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize("slots", [1, 3])
-def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: MonkeyPatch) -> None:
     """Also where nothing can be waited for afterwards."""
     tasks, start, setup = oracle_tasks((64, 64, 64), batch=16)
     made = executors.registry["graph"](replace(setup, slots=slots))
@@ -400,58 +370,3 @@ def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: 
     monkeypatch.setattr(made.graphs, "capture", refuses)
     with pytest.raises((CaptureError, fed.ClientError), match="it was refused"):
         list(made.train(start, [], iter(tasks)))
-
-
-# --- A capture that fails: the caller's stream is back, and the error says why. With a stand-in for torch's graphs.
-
-
-class Torch:
-    """torch's captures: a capture with an error cannot be ended, which hides the error and keeps its stream."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stream = "before"
-        places = {
-            "torch.cuda.CUDAGraph": object, "torch.cuda.graph": lambda *a, **k: Context(self, **k),
-            "torch.cuda.current_stream": lambda device: self.stream, "torch.cuda.set_stream": self._set,
-        }  # fmt: skip
-        for name, value in places.items():
-            monkeypatch.setattr(name, value, raising=False)
-
-    def _set(self, stream: str) -> None:
-        self.stream = stream
-
-
-class Context:
-    def __init__(self, world: Torch, stream: str, capture_error_mode: str) -> None:
-        self.world, self.own = world, stream
-
-    def __enter__(self) -> None:
-        self.before, self.world.stream = self.world.stream, self.own
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is not None:
-            raise RuntimeError("operation failed due to a previous error during capture")
-        self.world.stream = self.before
-
-
-@pytest.mark.parametrize(
-    ("raised", "seen", "words"),
-    [
-        (ValueError("the model looks at its values"), CaptureError,
-            "ValueError: the model looks at its values. Use executor='streams'"),
-        (ClientError("client 3 failed"), ClientError, "client 3 failed"),
-    ],
-)  # fmt: skip
-def test_a_capture_that_fails_says_why(
-    raised: Exception, seen: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, cuda, stream = Torch(monkeypatch), Cuda(torch.device("cuda", 0)), "a stream"
-
-    def work() -> None:
-        raise raised
-
-    with pytest.raises(seen, match=words):
-        cuda.capture(work, stream)  # type: ignore[arg-type]
-    assert world.stream == "before"
-    cuda.capture(lambda: None, stream)  # type: ignore[arg-type]
-    assert world.stream == "before"

@@ -13,9 +13,9 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.arena import Layout
-from fastsam.fed.clients.store import stored as store_of
+from fastsam.fed.clients.packed_samples import stored as store_of
 from fastsam.fed.executors import LocalOptions, Setup, Task, Work, stacked, stacked_rows
-from fastsam.fed.executors.batches import Feed
+from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
@@ -115,19 +115,19 @@ def tasks_of(n, stored, **options):
 def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, stored):
     """n = 100 in batches of 1 or 3 is more than one block of batches."""
     tasks = tasks_of(n, stored, **options)
-    feed = Feed(tasks)
+    gatherer = BatchGatherer(tasks)
     for k, batches in enumerate(zip(*(t.batches() for t in tasks), strict=True)):
         for name in (0, 1):
-            assert torch.equal(feed.get(k)[name], torch.stack([batch[name] for batch in batches]))
+            assert torch.equal(gatherer.get(k)[name], torch.stack([batch[name] for batch in batches]))
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_what_a_feed_has_gathered_goes_with_it(stored):
     """At once: until the garbage collector comes, there would be the samples of many rounds."""
-    feed = Feed(tasks_of(100, stored))
-    feed.get(0)
-    gone = weakref.ref(feed)
-    del feed
+    gatherer = BatchGatherer(tasks_of(100, stored))
+    gatherer.get(0)
+    gone = weakref.ref(gatherer)
+    del gatherer
     assert gone() is None
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.algorithms.base import has_loop
 from fastsam.fed.loop.algorithm_calls import CheckedContract, Contract, contract_of
-from fastsam.fed.loop.personal import Personal
+from fastsam.fed.loop.personal import PersonalizedAlgorithm
 from tests.helpers import fed_cases as cases
 from tests.helpers.fed_runs import FIRST, digest, run
 
@@ -42,6 +42,6 @@ def test_a_wrapped_algorithm_of_a_user_is_checked_too() -> None:
         pass
 
     for inner, kind in ((Own(), CheckedContract), (fed.FedAvg(), Contract)):
-        wrapped = Personal.__new__(Personal)
+        wrapped = PersonalizedAlgorithm.__new__(PersonalizedAlgorithm)
         wrapped.inner = inner
         assert type(contract_of(wrapped)) is kind  # type: ignore[arg-type]

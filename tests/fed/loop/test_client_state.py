@@ -17,7 +17,7 @@ from torch import Tensor
 from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed.loop import client_state
-from fastsam.fed.loop.client_state import InHostMemory
+from fastsam.fed.loop.client_state import HostStateStorage
 from fastsam.fed.rundir.manifest import sealed
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeStream, Watch
@@ -161,7 +161,7 @@ def test_copies_are_ordered_with_the_work_that_they_are_for(
     assert digest(made) == plain
 
 
-class Loose(InHostMemory):
+class Loose(HostStateStorage):
     """Without one of its waits."""
 
     without = ""
@@ -193,7 +193,7 @@ def test_the_stand_in_notices_a_wait_that_is_missing(
     without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loose, "without", without)
-    monkeypatch.setattr(client_state, "InHostMemory", Loose)
+    monkeypatch.setattr(client_state, "HostStateStorage", Loose)
     options = {"backend": "reference", "rounds": 2, "participation": 1.0, "client_state": "host"}
     with (
         Watch(),

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastsam import fed
 from fastsam.fed.clients import sampling
 from fastsam.fed.loop import client_state
-from fastsam.fed.loop.client_state import InHostMemory, OnDevice, OnDisk
+from fastsam.fed.loop.client_state import DeviceStateStorage, DiskStateStorage, HostStateStorage
 from fastsam.fed.loop.host_pool import HostPool
 from fastsam.fed.sums.ranks import Ranks
 from fastsam_kernels.weak_tensors import WeakTensorMap
@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.integers(0, 2**32), st.integers(0, 6))
 def test_whatever_is_asked_the_store_answers_as_a_dict_would(seed: int, ahead: int) -> None:
     """Cohorts, predictions that are right and wrong, rounds that are given up, exclusions, tensors that are shared."""
-    draw, store = random.Random(seed), InHostMemory(CPU, "", ahead) if ahead else OnDisk("")
+    draw, store = random.Random(seed), HostStateStorage(CPU, "", ahead) if ahead else DiskStateStorage("")
     kept: dict[int, Any] = {}
     truth: dict[int, list[float]] = {}
     later: list[int] = []
@@ -66,7 +66,7 @@ def test_whatever_is_asked_the_store_answers_as_a_dict_would(seed: int, ahead: i
 @pytest.mark.usefixtures("gpu")
 def test_the_host_holds_two_versions_of_a_state_at_most() -> None:
     """Rows of freed states are reused."""
-    store, kept = InHostMemory(CPU, "", 4), dict[int, Any]()
+    store, kept = HostStateStorage(CPU, "", 4), dict[int, Any]()
     for t in range(20):
         store.begin(kept, range(100), ())
         kept |= {i: store.put(i, {"c_i": torch.full((4096,), float(t + i))}) for i in range(100)}
@@ -78,19 +78,19 @@ def test_the_host_holds_two_versions_of_a_state_at_most() -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
-    store = InHostMemory(CPU, "", 4) if kind == "host" else OnDisk("")
+    store = HostStateStorage(CPU, "", 4) if kind == "host" else DiskStateStorage("")
     kept = store.put(0, {"a": torch.ones(3), "b": torch.zeros(2)})
     again = store.put(0, {**store.get(0, kept), "b": torch.ones(2)})
     assert again["a"] is kept["a"] and again["b"] is not kept["b"]
     del kept, again
-    beside = (store._down, store._up) if isinstance(store, InHostMemory) else (store._file, store._copy)
+    beside = (store._down, store._up) if isinstance(store, HostStateStorage) else (store._file, store._copy)
     assert [len(one) for one in beside] == [0, 0]  # no entry outlives its tensor
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
 def test_states_on_disk_lie_in_files_that_go_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    store = OnDisk("")
+    store = DiskStateStorage("")
     kept = store.put(0, {"c_i": torch.arange(5.0), "n": torch.tensor(3)})
     assert kept["c_i"].tolist() == [0, 1, 2, 3, 4] and kept["n"].item() == 3 and not list(tmp_path.iterdir())
     for tensor in kept.values():
@@ -108,7 +108,7 @@ def test_memory_of_another_stream_is_lent(monkeypatch: pytest.MonkeyPatch) -> No
     """Storage must stay allocated until its stream is done: fetched states for the work, new states for the copies."""
     lent: list[tuple[set[int], Any]] = []
     monkeypatch.setattr(FakeCuda, "lend", lambda self, tensors, stream: lent.append(({id(t) for t in tensors}, stream)))
-    store, new = InHostMemory(CPU, "", 4), {"a": torch.ones(3), "b": torch.zeros(2)}
+    store, new = HostStateStorage(CPU, "", 4), {"a": torch.ones(3), "b": torch.zeros(2)}
     kept = store.put(0, new)
     assert lent == [({id(new["a"])}, store.stream), ({id(new["b"])}, store.stream)]
     lent.clear()
@@ -119,7 +119,7 @@ def test_memory_of_another_stream_is_lent(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("gpu")
 def test_the_host_writes_no_row_that_is_still_read() -> None:
     """A new state must not take a free row that is still being copied."""
-    store = InHostMemory(CPU, "", 4)
+    store = HostStateStorage(CPU, "", 4)
     with Watch():
         kept = {0: store.put(0, {"c_i": torch.ones(5)})}
         store.commit()
@@ -194,15 +194,22 @@ class Pair(Ranks):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("kinds", [(InHostMemory, InHostMemory), (InHostMemory, OnDevice), (OnDevice, InHostMemory)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (HostStateStorage, HostStateStorage),
+        (HostStateStorage, DeviceStateStorage),
+        (DeviceStateStorage, HostStateStorage),
+    ],
+)
 def test_a_state_moves_to_where_the_other_rank_keeps_its_own(kinds: Any) -> None:
-    here, there = (kind(CPU, "", *((4,) if kind is InHostMemory else ())) for kind in kinds)
+    here, there = (kind(CPU, "", *((4,) if kind is HostStateStorage else ())) for kind in kinds)
     state = here.put(3, {"c_i": torch.arange(5.0), "n": torch.tensor(2)})
     here.commit()
     left = Pair(0, 2).move_states({3: state}, {3: 1}, {3: 0}, here.adopt)
     held = Pair(1, 2).move_states({}, {3: 1}, {3: 0}, there.adopt)
     assert left == {} and list(held) == [3]
-    assert all(there.pool.holds(t) for t in held[3].values() if there.looks_ahead)
+    assert all(there.pool.holds(t) for t in held[3].values() if there.prefetches)
     there.begin(held, [3], [])
     got = there.get(3, held[3])
     assert got["c_i"].tolist() == [0, 1, 2, 3, 4] and got["n"].item() == 2 and got["n"].dtype == torch.int64
@@ -218,7 +225,7 @@ def test_of_a_row_of_the_pool_only_the_row_is_sent(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 def test_on_a_gpu_states_are_pinned_and_few_are_on_the_device() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    store, kept, vector = InHostMemory(device, "", 4), dict[int, Any](), 2**20
+    store, kept, vector = HostStateStorage(device, "", 4), dict[int, Any](), 2**20
     for i in range(64):
         kept[i] = store.put(i, {"c_i": torch.full((vector,), float(i), device=device)})
     store.commit()
@@ -234,7 +241,7 @@ def test_on_a_gpu_states_are_pinned_and_few_are_on_the_device() -> None:
 # the GPU.
 
 
-class Counted(InHostMemory):
+class Counted(HostStateStorage):
     """A store that counts the copies on the device, and their maximum."""
 
     most = 0
@@ -273,7 +280,7 @@ def test_the_device_holds_the_states_of_those_that_train_and_a_few_more(
     executor: str, slots: int, clients: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many clients there are, and however many of them take part."""
-    monkeypatch.setattr(client_state, "InHostMemory", Counted)
+    monkeypatch.setattr(client_state, "HostStateStorage", Counted)
     monkeypatch.setattr(Counted, "most", 0)
     algorithm = Tracked()
     options = {"rounds": 2, "participation": 1.0, "executor": executor, "slots": slots, "client_state": "host"}
@@ -285,7 +292,7 @@ def test_the_device_holds_the_states_of_those_that_train_and_a_few_more(
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list of requests ("get") and copies ("fetch") in their order; a state holds its client's number."""
     seen: list[tuple[str, int]] = []
-    fetch, get = InHostMemory._fetch, InHostMemory.get
+    fetch, get = HostStateStorage._fetch, HostStateStorage.get
 
     def fetched(self: Any, state: Any) -> Any:
         seen.append(("fetch", int(state["who"])))
@@ -297,8 +304,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         assert int(made["who"]) == client and not self.pool.holds(made["who"])
         return made
 
-    monkeypatch.setattr(InHostMemory, "_fetch", fetched)
-    monkeypatch.setattr(InHostMemory, "get", got)
+    monkeypatch.setattr(HostStateStorage, "_fetch", fetched)
+    monkeypatch.setattr(HostStateStorage, "get", got)
     return seen
 
 
@@ -333,7 +340,7 @@ def test_the_next_cohort_is_fetched_while_this_one_trains(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("gpu")
 def test_who_is_asked_for_before_its_turn_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, store = copies(monkeypatch), InHostMemory(CPU, "", 1)
+    seen, store = copies(monkeypatch), HostStateStorage(CPU, "", 1)
     kept = {i: store.put(i, {"who": torch.tensor(i)}) for i in range(4)}
     store.commit()
     store.begin(kept, [0], [3])

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsam import fed
-from fastsam.fed.clients import store as stores
+from fastsam.fed.clients import packed_samples as stores
+from fastsam.fed.clients.packed_samples import stored
 from fastsam.fed.clients.pairs import ALIGNMENT
-from fastsam.fed.clients.store import stored
 from fastsam.fed.executors import Task, Work
-from fastsam.fed.executors.batches import Feed
+from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from tests.helpers import fed_cases as cases
@@ -244,7 +244,7 @@ def test_clients_of_one_state_share_their_constants(executor, calls):
 def test_stored_samples_are_views_that_begin_as_tensors_of_their_own_do():
     pairs = [(torch.randn(n, 3), torch.randint(0, 5, (n,))) for n in (5, 1, 8, 13)]
     views, store = stored(pairs)
-    for (x, y), (own_x, own_y), begin in zip(pairs, views, store.begins, strict=True):
+    for (x, y), (own_x, own_y), begin in zip(pairs, views, store.offsets, strict=True):
         assert torch.equal(x, own_x) and torch.equal(y, own_y)
         assert own_x.data_ptr() % ALIGNMENT == own_y.data_ptr() % ALIGNMENT == 0
         assert own_x.data_ptr() == store.x[begin].data_ptr() and own_y.data_ptr() == store.y[begin].data_ptr()
@@ -270,12 +270,12 @@ def test_a_span_is_its_batches_one_after_the_other(n, size, counts, kept):
     pairs, store = stored([(torch.randn(n, 2), torch.arange(n)) for _ in range(3)])
     work = Work(0, 0.1, 2, size, True, 3, pairs, [n] * 3, None, store if kept else None)
     tasks = [Task(i, work, fed.LocalUpdate()) for i in range(3)]
-    feed, k = Feed(tasks), 0
+    gatherer, k = BatchGatherer(tasks), 0
     for count in counts:
-        samples = feed.span(k, count)
+        samples = gatherer.sample_indices(k, count)
         assert all(part.is_contiguous() for part in samples) and samples.places.shape[0] == 3
         for i, places in enumerate(samples.places.split(size, 1)):
-            x, y = feed.get(k + i)
+            x, y = gatherer.get(k + i)
             assert torch.equal(samples.x[places], x) and torch.equal(samples.y[places], y)
         assert i == count - 1
         k += count

@@ -63,7 +63,7 @@ def test_the_last_record_is_about_the_final_model():
 
 @dataclass(frozen=True)
 class Watched(fed.FedAvg):
-    """FedAvg that remembers what its clients send."""
+    """FedAvg that uses_last_gradient what its clients send."""
 
     seen: list = field(default_factory=list)
 

@@ -43,10 +43,15 @@ class Own(fed.Algorithm):
 
 
 STEPS = {
-    "path": {"direction": D.PATH, "direction_vector": 0.7, "drift": -1.0},
+    "path": {"direction": D.PATH, "direction_vector": 0.7, "drift_weight": -1.0},
     "path along e": {"direction": D.PATH, "direction_vector": 0.7},
-    "gradient plus": {"direction": D.GRADIENT_PLUS, "direction_vector": 0.2, "drift": 0.5, "remembers": True},
-    "pull": {"direction": D.GRADIENT, "anchor": 0.4, "pull": 0.25},
+    "gradient plus": {
+        "direction": D.GRADIENT_PLUS,
+        "direction_vector": 0.2,
+        "drift_weight": 0.5,
+        "uses_last_gradient": True,
+    },
+    "anchor_weight": {"direction": D.GRADIENT, "anchor": 0.4, "anchor_weight": 0.25},
 }
 
 
@@ -79,7 +84,7 @@ def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
     model, (x, y) = oracle.smooth_model(), oracle.ragged_clients()[0]
     x, y = x[:5], y[:5]
     kept = {"local_epochs": 3, "batch_size": 5, "lr": 0.1, "shuffle": False}
-    constants = {"direction": D.GRADIENT, "anchor": 0.0, "pull": 1.0}
+    constants = {"direction": D.GRADIENT, "anchor": 0.0, "anchor_weight": 1.0}
     final = fed.run(model, [(x, y)], Own(constants), rounds=1, participation=1.0, **kept).model
     loss = torch.nn.functional.cross_entropy(model(x), y)
     for p, g, q in zip(
@@ -89,7 +94,7 @@ def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["path", "pull"])
+@pytest.mark.parametrize("name", ["path", "anchor_weight"])
 def test_measures_along_the_path_see_the_perturbation(name):
     """The same on every executor, and no bit of the training changes."""
 

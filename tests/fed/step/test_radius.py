@@ -84,7 +84,7 @@ FALLING = {
     "falling": {"direction": D.GRADIENT, "rho": 0.4, "rho_end_factor": 0.1},
     "rising": {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.2, "rho_end_factor": 3.0},
     "to nothing": {"direction": D.GRADIENT_PLUS, "rho": 0.4, "rho_end_factor": 0.0},
-    "along a path": {"direction": D.PATH, "drift": -1.0, "rho": 0.4, "rho_end_factor": 0.1},
+    "along a path": {"direction": D.PATH, "drift_weight": -1.0, "rho": 0.4, "rho_end_factor": 0.1},
 }
 
 
@@ -109,10 +109,10 @@ def test_row_programs_take_it(monkeypatch):
     """Step by step, in single precision: they agree with the plain executor, and serve."""
     taken: list[int] = []
 
-    def counted(own, crews, form):
-        before = crews[0].k
-        train(own, crews, form)
-        taken.append(crews[0].k - before)
+    def counted(own, blocks, row_slice):
+        before = blocks[0].k
+        train(own, blocks, row_slice)
+        taken.append(blocks[0].k - before)
 
     train = RowPass.train_
     monkeypatch.setattr(RowPass, "train_", counted)
@@ -161,7 +161,7 @@ SCALE = {"2": 0.0, "0.weight": 1.5, "2.b*": 0.5}
 BY_PARAMETER = (1.5, 1.0, 0.0, 0.5)
 DIRECTIONS = {
     D.GRADIENT: {}, D.ADAPTIVE_GRADIENT: {"rho_end_factor": 0.5}, D.GRADIENT_PLUS: {}, D.GRADIENT_BY_DRIFT: {},
-    D.PATH: {"drift": -1.0}, D.CONSTANT: {},
+    D.PATH: {"drift_weight": -1.0}, D.CONSTANT: {},
 }  # fmt: skip
 
 
@@ -200,15 +200,15 @@ SCALED = {"rho_scale": SCALE}
     [
         ("step.local_update", "LocalUpdate.radius", "(1 - self.rho_end_factor) * k",
             "(1 - self.rho_end_factor) * (k + 1)", D.GRADIENT, FALLS, "sequential"),
-        ("executors.kernel_calls", "Form.pace_", "self.hparams[:, 0, HParam.RHO].copy_(radii)", "pass", D.GRADIENT,
-            FALLS, "vmap"),
-        ("executors.kernel_calls", "Form.perturb_", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]',
+        ("executors.row_state", "RowSlice.set_schedule", "self.hparams[:, 0, HParam.RHO].copy_(radii)", "pass",
+            D.GRADIENT, FALLS, "vmap"),
+        ("executors.row_state", "RowSlice.perturb", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]',
             D.GRADIENT, SCALED,
             "sequential"),
-        ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
-        ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
-        ("executors.stacked_rows", "StackedRows.begin_",
-            '("gradient_offset", "dual", "server_perturbation", *crews[0].kind.vectors)', '("gradient_offset",)',
+        ("executors.row_state", "RowSlice._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
+        ("executors.row_state", "RowSlice._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
+        ("executors.stacked_rows", "StackedRows.begin",
+            '("gradient_offset", "dual", "server_perturbation", *blocks[0].variant.vectors)', '("gradient_offset",)',
             D.GRADIENT, SCALED, "vmap"),
         ("step.parameter_layout", "ParameterLayout.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED,
             "sequential"),

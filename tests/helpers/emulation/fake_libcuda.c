@@ -1,4 +1,4 @@
-/* A libcuda.so.1 without a device: functions that Triton's driver calls, so that its code for loading and launching runs.
+/* A libcuda.so.1 without a device: functions of Triton's driver, so that its loading and launching code runs.
    Each launch becomes a line of the log: kernel, blocks, threads, bytes of shared memory, architecture of the cubin. */
 #include <cuda.h>
 #include <stdarg.h>

@@ -176,10 +176,10 @@ algorithms.fedsol FedSOL.proximal_divergence: divergence(outputs, teacher_output
 algorithms.fedsol FedSOL.train_client: first_objective=partial(self.proximal_divergence, teacher_outputs) =>  @ fedsol
 algorithms.fedsol FedSOL.local_update: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
 executors.gradient_passes Passes.run_objective: check_scalar(objective(outputs)) => loss + objective(outputs) @ fedsol
-executors.row Row.set_objectives: penalty is None => True @ fedgmt
-executors.kernel_calls Form._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
+executors.client_trainer ClientTrainer.set_objectives: penalty is None => True @ fedgmt
+executors.row_state RowSlice._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
     torch.sub(self.w, self.field('origin'), out=self.field('direction')) @ fedsol
-executors.kernel_calls Form._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
+executors.row_state RowSlice._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
     torch.linalg.vector_norm(far, dim=-1, keepdim=True) @ fedsol
 # MOON
 algorithms.moon MOON.contrast: s_old - s => s - s_old @ moon
@@ -196,10 +196,11 @@ algorithms.distillation divergence: (outputs / temperature, teacher_outputs / te
     teacher_outputs) @ fedntd
 algorithms.distillation divergence: (share * (q - p)).sum(1) => share * (q - p) @ fedntd
 # FedWMSAM
-algorithms.fedwmsam FedWMSAM.local_update: drift=-1.0 => drift=1.0 @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: drift_weight=-1.0 => drift_weight=1.0 @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: LocalUpdate(Direction.PATH, rho=rho, perturbed_weight=alpha,
-    gradient_offset=(1 - alpha) * D_i, direction_vector=D_i, drift=-1.0) => LocalUpdate(Direction.PATH, rho=rho,
-    perturbed_weight=alpha, gradient_offset=(1 - alpha) * D_i, direction_vector=server['D'], drift=-1.0) @ fedwmsam
+    gradient_offset=(1 - alpha) * D_i, direction_vector=D_i, drift_weight=-1.0) => LocalUpdate(Direction.PATH, rho=rho,
+    perturbed_weight=alpha, gradient_offset=(1 - alpha) * D_i, direction_vector=server['D'], drift_weight=-1.0) @
+    fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: (1 - alpha) * D_i => D_i @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: perturbed_weight=alpha => perturbed_weight=1.0 @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: alpha / (1 - alpha) => alpha @ fedwmsam
@@ -208,8 +209,8 @@ algorithms.fedwmsam FedWMSAM.step_server: 1 + aggregate.mean('cos') => 1 - aggre
 algorithms.fedwmsam FedWMSAM.step_server: (1 + aggregate.mean('cos')).clamp(LEAST, MOST) => 1 + aggregate.mean('cos') @
     fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
-executors.kernel_calls Form.walk_: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
-executors.kernel_calls Form._drifted: d.mul_(self.kind.drift) => d @ fedwmsam
+executors.row_state RowSlice.perturbalong_path: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
+executors.row_state RowSlice._drifted: d.mul_(self.variant.drift_weight) => d @ fedwmsam
 # FedTOGA
 algorithms.fedtoga FedTOGA.local_update: self.kappa * D => D @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: self.beta * D => D @ fedtoga
@@ -218,7 +219,7 @@ algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, aggregate
     (-aggregate.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
     aggregate.mean('delta').to(server['D'].dtype)} @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: rho=rho => rho=0.0 @ fedtoga
-executors.kernel_calls Form._select: map(self.field, kind.memory) => () @ fedtoga
+executors.row_state RowSlice._select: map(self.field, variant.memory) => () @ fedtoga
 # FedGF
 algorithms.fedgf FedGF.local_update: max(1, min(round.index, self.window)) => self.window @ fedgf
 algorithms.fedgf FedGF.local_update: min(round.index, self.window) => round.index @ fedgf-window
@@ -226,7 +227,7 @@ algorithms.fedgf FedGF.step_server: round.index % self.window => 0 @ fedgf
 algorithms.fedgf FedGF.step_server: aggregate.mean('length') > self.threshold => aggregate.mean('length') <
     self.threshold @ fedgf
 algorithms.fedgf FedGF.local_update: server['d'] => -server['d'] @ fedgf
-algorithms.fedgf FedGF.local_update: pull=c => pull=c / 2 @ fedgf
+algorithms.fedgf FedGF.local_update: anchor_weight=c => anchor_weight=c / 2 @ fedgf
 algorithms.fedgf FedGF.step_server: server['w'].double() => 2 * server['w'].double() @ fedgf
 # FedSCAM
 algorithms.fedscam FedSCAM._radius: 1 + self.alpha * self._apart(norms, cosines(-gradients, u)) => 2 + self.alpha *
@@ -280,7 +281,8 @@ algorithms.fedsam FedSAM.local_update: self.eta => 0.0 @ fedsam-asam
 fastsam_kernels.reference perturb_: t * t * direction => t * direction @ fedsam-asam
 fastsam_kernels.reference norm_: (w.to(dtype).abs() + h[HParam.ETA]) * direction => direction @ fedsam-asam
 fastsam_kernels.reference perturb_: w + scale * direction => w - scale * direction @ fedsam
-executors.row Row._sharp_step: self.form.update_(second, first) => self.form.update_(first, second) @ fedsam
+executors.client_trainer ClientTrainer._sharp_step: self.row_slice.update(second, first) =>
+    self.row_slice.update(first, second) @ fedsam
 algorithms.schedule formula: {'round': float(index + 1), **known} => {'round': float(index), **known} @ fedsam-schedule
 # FedGSAM
 algorithms.fedgsam FedGSAM.local_update: self.alpha => -self.alpha @ fedgsam
@@ -302,10 +304,11 @@ algorithms.estimate LocalEstimate.step_server: {**after, 'w_old': server['w']} =
     fedlesam-last-round
 algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
     server.get('w_old') => False or server.get('w_old') @ fedlesam
-executors.kernel_calls Form.shift_: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
-executors.kernel_calls Form.shift_: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
-executors.kernel_calls Form.shift_: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
-executors.row Row.results: self.form.field('begin') if step.direction is Direction.CONSTANT else self.start =>
+executors.row_state RowSlice.start_shifted: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
+executors.row_state RowSlice.start_shifted: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
+executors.row_state RowSlice.start_shifted: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
+executors.client_trainer ClientTrainer.results: self.row_slice.field('begin') if step.direction is Direction.CONSTANT
+    else self.start =>
     self.start
     @ fedlesam
 # FedRobust
@@ -332,21 +335,21 @@ fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PROX_MU]) => 
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum
-executors.kernel_calls Form._select: [self.momentum, *map(self.field, kind.memory)] => [] @ fedavg momentum
-executors.kernel_calls Rows.numbers: perturbation(step.direction, step.rho, step.eta, NU) =>
+executors.row_state RowSlice._select: [self.momentum, *map(self.field, variant.memory)] => [] @ fedavg momentum
+executors.row_state RowState.numbers: perturbation(step.direction, step.rho, step.eta, NU) =>
     perturbation(step.direction, step.rho, step.eta, 0.0) @ fedsam
 """)
 
 # Algorithms whose clients have local models, with the cases of tests/fed/algorithms/test_personal.py.
 PERSONAL = mutants(r"""
-loop.personal Personal.row: made[self.places] = state[OWN].to(w.device) => made[self.places] += 0 *
+loop.personal PersonalizedAlgorithm.row: made[self.places] = state[OWN].to(w.device) => made[self.places] += 0 *
     state[OWN].to(w.device) @ fedbn
-loop.personal Personal._begun: buffers or None => None @ fedbn
-loop.personal Personal.finish_client: client[OWN] + results.delta[:, self.places] => client[OWN] -
+loop.personal PersonalizedAlgorithm._begun: buffers or None => None @ fedbn
+loop.personal PersonalizedAlgorithm.finish_client: client[OWN] + results.delta[:, self.places] => client[OWN] -
     results.delta[:, self.places] @ fedbn
-loop.personal Personal.local_update: start[:, self.places] = own => pass @ fedbn
-loop.personal Personal.finish_client: move_buffers(begun, by) => move_buffers(begun, 0 * by) @ fedbn
-loop.personal Personal._without: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
+loop.personal PersonalizedAlgorithm.local_update: start[:, self.places] = own => pass @ fedbn
+loop.personal PersonalizedAlgorithm.finish_client: move_buffers(begun, by) => move_buffers(begun, 0 * by) @ fedbn
+loop.personal PersonalizedAlgorithm._without: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
 algorithms.fedrep FedRep.train_client: i not in head => True @ fedrep
 algorithms.fedrep FedRep.train_client: client.trainable(head) => client.trainable(range(len(layout.names))) @ fedrep
 algorithms.fedrep FedRep.train_client: client.batches(self.head_epochs) => client.batches() @ fedrep
@@ -373,6 +376,6 @@ algorithms.apfl APFL.train_client: v.w - w => w - v.w @ apfl
 algorithms.apfl APFL.train_client: w.lerp(v.w, alpha.to(w.dtype)) => v.w @ apfl
 algorithms.apfl APFL.train_client: (alpha - eta_alpha * client.dot(gradients, v.w - w)).clamp(0, 1) =>
     alpha - eta_alpha * client.dot(gradients, v.w - w) @ apfl-extreme
-executors.row Row.begin_again: (replace(self.task, step=step, snapshots=frozenset()), start) =>
+executors.client_trainer ClientTrainer.begin_again: (replace(self.task, step=step, snapshots=frozenset()), start) =>
     (replace(self.task, step=step, snapshots=frozenset()), self.start) @ ditto
 """)

@@ -11,23 +11,27 @@ from torch.fx import GraphModule
 from fastsam import ops
 from fastsam.arena import Layout
 from fastsam.fed.executors.base import to_device
-from fastsam.fed.executors.batches import Samples
-from fastsam.fed.executors.kernel_calls import Form
-from fastsam.fed.executors.local_work import Crew
+from fastsam.fed.executors.batch_gatherer import SampleIndices
+from fastsam.fed.executors.client_block import ClientBlock
+from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms.writer import Writer
 from fastsam.fed.step.local_update import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
 _SERVED = frozenset(
-    {"gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "paced", "piloted"}
+    {"gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "piloted"}
 )
 
 
 class RowPass:
-    """`f(*inputs) -> (losses, *gradients)` of any number of rows. The gradients are views of one field
-    `[rows, row_size]`.
+    """A pass `f(*inputs) -> (losses, *gradients)` of any number of rows. The gradients are views of one field `[rows,
+    row_size]`.
 
-    others: tensors of the model that the program reads. slots: of the parameters that have a gradient.
+    Args:
+        program: the row program.
+        others: tensors of the model that the program reads.
+        layout: layout of a row.
+        slots: indices of the parameters that have a gradient.
     """
 
     def __init__(self, program: ops.RowProgram, others: Sequence[Tensor], layout: Layout, slots: Sequence[int]) -> None:
@@ -40,60 +44,66 @@ class RowPass:
         grads = (out.as_strided((rows, *s.shape), (width, *s.stride), s.offset) for s in self.segments)
         return (out.select(1, self.row_size), *grads)
 
-    def serves(self, crew: Crew) -> bool:
+    def serves(self, block: ClientBlock) -> bool:
         """Return True if all steps of the block can be taken natively.
 
         They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, on samples that can be gathered natively,
         and no row is copied before a step.
         """
-        plain = crew.kind.needs <= _SERVED
-        x, y = crew.samples
+        plain = block.variant.needs <= _SERVED
+        x, y = block.samples
         gathered = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
-        return plain and gathered and crew.feed is not None and not any(task.snapshots for task in crew.tasks)
+        return plain and gathered and block.gatherer is not None and not any(task.snapshots for task in block.tasks)
 
     @property
     def side_by_side(self) -> bool:
-        """Whether crews that take other numbers of steps gain from one call: on CUDA, where each row has a block and no
-        row can raise."""
+        """True if one call for blocks with different numbers of steps is faster. On CUDA each row has a thread block,
+        and
+        no row can raise."""
         return self.program.device.type == "cuda"
 
-    def train_(self, crews: Sequence[Crew], form: Form) -> None:
-        """The next steps of each crew, as many as have one shape. Several crews: from one store, their batches of one
-        size. form: of their rows, arranged; its losses are added to.
+    def train_(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
+        """Take the next steps of each block, as many as have one shape, and add up the losses.
+
+        Args:
+            blocks: the clients. Several blocks come from one store, and their batches have one size.
+            row_slice: their rows, with the variant set.
         """
-        counts, batch = [crew.alike_steps[0] for crew in crews], crews[0].alike_steps[1]
-        (x, y, places), steps = _spans(crews, counts)
-        two_passes = form.kind.two_passes
+        counts, batch = [block.alike_steps[0] for block in blocks], blocks[0].alike_steps[1]
+        (x, y, places), steps = _spans(blocks, counts)
+        two_passes = row_slice.variant.two_passes
         self.program.steps_(
-            form.leaves, self.others, x, y, places, batch, form.z, form.w, form.layout.table, form.hparams, form.losses,
-            momentum=form.momentum, q=form.q, shift=form.shift, steps=steps, sumsq=form.sumsq if two_passes else None,
-            sumsq_v=form.sumsq_v,
-            adaptive=form.kind.direction is Direction.ADAPTIVE_GRADIENT,
-            keeps_first=two_passes and form.kind.keeps_first,
+            row_slice.leaves, self.others, x, y, places, batch, row_slice.z, row_slice.w, row_slice.layout.table,
+            row_slice.hparams, row_slice.losses, momentum=row_slice.momentum, q=row_slice.q, shift=row_slice.shift,
+            steps=steps, sumsq=row_slice.sumsq if two_passes else None, sumsq_v=row_slice.sumsq_v,
+            adaptive=row_slice.variant.direction is Direction.ADAPTIVE_GRADIENT,
+            keeps_first=two_passes and row_slice.variant.keeps_first,
         )  # fmt: skip
-        for crew, count in zip(crews, counts, strict=True):
-            crew.k += count
+        for block, count in zip(blocks, counts, strict=True):
+            block.k += count
 
 
-def _spans(crews: Sequence[Crew], counts: Sequence[int]) -> tuple[Samples, Tensor | None]:
-    """The samples of each crew's next `counts` batches, filled up to the most of them, and how many batches each row
-    has; None: all as many."""
-    feeds = [crew.feed for crew in crews if crew.feed is not None]
-    if len(crews) == 1:
-        return feeds[0].span(crews[0].k, counts[0]), None
-    orders = [feed.orders(crew.k, count) for feed, crew, count in zip(feeds, crews, counts, strict=True)]
+def _spans(blocks: Sequence[ClientBlock], counts: Sequence[int]) -> tuple[SampleIndices, Tensor | None]:
+    """Return the samples of each block's next `counts` batches, padded to the largest count, and the number of batches
+    of
+    each row. None means that all rows have the same number."""
+    feeds = [block.gatherer for block in blocks if block.gatherer is not None]
+    if len(blocks) == 1:
+        return feeds[0].sample_indices(blocks[0].k, counts[0]), None
+    orders = [gatherer.orders(block.k, count) for gatherer, block, count in zip(feeds, blocks, counts, strict=True)]
     rows = [len(order) for order in orders]
     places = torch.zeros(sum(rows), max(order.shape[1] for order in orders), dtype=torch.int64)
     for part, order in zip(places.split(rows), orders, strict=True):
         part[:, : order.shape[1]] = order
-    x, y = crews[0].samples
+    x, y = blocks[0].samples
     steps = torch.tensor([count for count, n in zip(counts, rows, strict=True) for _ in range(n)])
-    return Samples(x, y, to_device(places, y.device)), to_device(steps, y.device)
+    return SampleIndices(x, y, to_device(places, y.device)), to_device(steps, y.device)
 
 
 def row_pass(layout: Layout, device: torch.device, module: GraphModule, slots: Sequence[int]) -> RowPass | None:
-    """Of a graph whose outputs are losses and the gradients of the parameters `slots`, evaluated (see `graph_passes`)
-    on `ROWS` rows; None where an operation has no form.
+    """Return the row program of a graph whose outputs are losses and the gradients of the parameters `slots`, or None.
+
+    The graph was evaluated on `ROWS` rows (see `graph_passes`). It has no row program if an operation has no form.
     """
     try:
         written = Writer(module.graph, [layout.segments[i] for i in slots], layout.row_size)

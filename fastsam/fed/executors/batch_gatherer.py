@@ -10,39 +10,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import BLOCK, Task, divided, to_device
+from fastsam.fed.executors.base import BLOCK, Task, split_epoch, to_device
 
 Batch = tuple[Tensor, Tensor]
 
 
-class Samples(NamedTuple):
-    """Which samples several rows take. x, y: `[n, ...]`, contiguous; places: int64 `[rows, samples]`, in them,
-    contiguous."""
+class SampleIndices(NamedTuple):
+    """The samples of several rows.
+
+    Attributes:
+        x, y: samples, `[n, ...]`, contiguous.
+        places: indices of the samples of each row, int64 `[rows, samples]`, contiguous.
+    """
 
     x: Tensor
     y: Tensor
     places: Tensor
 
 
-class Feed:
-    """The batches of clients that begin together and are alike: as many samples, one batch size, no augmentation.
+class BatchGatherer:
+    """The batches of clients that begin together and have the same number of samples and batch size, without
+    augmentation.
 
-    The same samples in the same order as `Task.batches`, one block of batches after the other for all rows at once. In
-    memory the rows of a batch lie side by side.
+    Samples and order equal `Task.batches`. Some batches at a time are gathered for all rows. The rows
+    of a batch are contiguous in memory.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks, self.size = tasks, tasks[0].batch_size
-        whole, rest = divided(tasks[0].samples, self.size, tasks[0].work.drop_last)
+        whole, rest = split_epoch(tasks[0].samples, self.size, tasks[0].work.drop_last)
         self.epoch, self.samples = (
             whole + (rest > 0),
             whole * self.size + rest,
-        )  # of an epoch: batches, and what is in them
-        self._orders: tuple[int, Tensor] | None = None  # of one epoch
-        self._block: tuple[tuple[int, int], list[Batch]] | None = None  # of one epoch and number
+        )  # numbers of batches and of samples in an epoch
+        self._orders: tuple[int, Tensor] | None = None  # an epoch, and its orders
+        self._block: tuple[tuple[int, int], list[Batch]] | None = None  # epoch and number, and their batches
 
     def get(self, k: int) -> Batch:
-        """Batch k of all rows. Its neighbours are gathered with it: to be asked for in order."""
+        """Return batch k of all rows. Neighbouring batches are gathered with it, so k should increase."""
         epoch, number = divmod(k, self.epoch)
         wanted, samples = (epoch, number // BLOCK), BLOCK * self.size
         if self._block is None or self._block[0] != wanted:
@@ -51,14 +56,16 @@ class Feed:
             self._block = wanted, self._batches(orders)
         return self._block[1][number % BLOCK]
 
-    def span(self, k: int, count: int) -> Samples:
+    def sample_indices(self, k: int, count: int) -> SampleIndices:
         """The samples of batches k to k + count - 1, which are of one epoch."""
         orders = self.orders(k, count)
         store = self.tasks[0].work.store
         if store is None:
             x, y = self._gather(orders)
-            return Samples(x.flatten(0, 1), y.flatten(0, 1), torch.arange(y.numel(), device=y.device).view(y.shape[:2]))
-        return Samples(store.x, store.y, to_device(orders.contiguous(), store.y.device))
+            return SampleIndices(
+                x.flatten(0, 1), y.flatten(0, 1), torch.arange(y.numel(), device=y.device).view(y.shape[:2])
+            )
+        return SampleIndices(store.x, store.y, to_device(orders.contiguous(), store.y.device))
 
     def orders(self, k: int, count: int) -> Tensor:
         """`span`'s places, on the host: in the store, or in the client's own data."""
@@ -66,8 +73,8 @@ class Feed:
         return self._places(epoch)[:, first * self.size : (first + count) * self.size]
 
     def _places(self, epoch: int) -> Tensor:
-        """Where the samples of each row's epoch are in their order, int64 `[rows, samples]`: in the store, or in the
-        client's own data."""
+        """Return the indices of the samples of each row's epoch in order, int64 `[rows, samples]`. They count in the
+        store, or in the client's own data."""
         if self._orders is None or self._orders[0] != epoch:
             first, n = self.tasks[0], self.samples
             if first.shuffle:
@@ -78,8 +85,8 @@ class Feed:
                 orders = torch.arange(n).expand(len(self.tasks), n)
             if (store := first.work.store) is not None:
                 # `tensor` of a list takes its time
-                begins = array("q", [store.begins[task.client] for task in self.tasks])
-                orders = orders + torch.frombuffer(begins, dtype=torch.int64).unsqueeze(1)
+                offsets = array("q", [store.offsets[task.client] for task in self.tasks])
+                orders = orders + torch.frombuffer(offsets, dtype=torch.int64).unsqueeze(1)
             self._orders = epoch, orders
         return self._orders[1]
 
@@ -114,8 +121,8 @@ class Feed:
         return x, y
 
 
-def feed_keys(tasks: Sequence[Task]) -> Sequence[object]:
-    """For each of some tasks of one round a key; neighbours of one key can share a `Feed`."""
+def gather_keys(tasks: Sequence[Task]) -> Sequence[object]:
+    """For each of some tasks of one round a key; neighbours of one key can share a `BatchGatherer`."""
     work = tasks[0].work
     if work.augment is not None:  # one batch by itself
         return range(len(tasks))

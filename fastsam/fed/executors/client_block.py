@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Task, divided
-from fastsam.fed.executors.batches import Batch, Feed
-from fastsam.fed.executors.kernel_calls import Form
+from fastsam.fed.executors.base import ClientError, Task, split_epoch
+from fastsam.fed.executors.batch_gatherer import Batch, BatchGatherer
+from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import buffer_displacement
 from fastsam.fed.step.pilot import Pilot
@@ -22,19 +22,20 @@ Shared = tuple[Tensor, Tensor, float]  # a batch, and its share in a mean
 
 
 @dataclass(slots=True)
-class Crew:
-    """Clients in neighbouring slots that begin, step and end together: those of one key (see `feed_keys`), or one
-    client.
+class ClientBlock:
+    """Clients of one key (see `gather_keys`) in neighbouring slots, which begin, step and end together.
 
     Attributes:
         slot, end: the first slot, and the slot after the last.
         epoch: number of steps of an epoch.
-        shapes: properties that crews must share to step together: for a whole batch, and for the last batch of an
+        shapes: properties that blocks must share to step together: for a whole batch, and for the last batch of an
             epoch.
-        steps, seen: of each client, the number of local steps and of the samples in all its batches.
-        feed: batches of stored samples. A client with augmented samples is alone and has batches of its `own`.
+        steps, seen: number of local steps of a client, and of the samples in all its batches.
+        gatherer: batches of stored samples. A client with augmented samples has a separate block, and its `own`
+            batches.
         k: number of steps taken.
-        extra_backward_passes, snapshots: of each client.
+        extra_backward_passes: number of backward passes before the first step.
+        snapshots: copied rows of each client.
         norms: running means of the norms of a pilot's gradients, float64 `[clients]`.
         error: error for which its clients are excluded.
         drawn: index and batch of the next step, if batches are the client's own.
@@ -43,12 +44,12 @@ class Crew:
     tasks: Sequence[Task]
     slot: int
     end: int
-    kind: StepVariant
+    variant: StepVariant
     epoch: int
     shapes: tuple[object, object]
     steps: int
     seen: int
-    feed: Feed | None
+    gatherer: BatchGatherer | None
     own: Iterator[Batch]
     snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
@@ -59,7 +60,7 @@ class Crew:
 
     @property
     def samples(self) -> Batch:
-        """The memory of its samples, `[n, ...]`: that of all clients, or the first client's own."""
+        """Return the memory of the samples, `[n, ...]`, of all clients, or of the first client."""
         task, store = self.tasks[0], self.tasks[0].work.store
         return (task.x, task.y) if store is None else (store.x, store.y)
 
@@ -68,11 +69,11 @@ class Crew:
         """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
         each."""
         first = self.tasks[0]
-        whole, rest = divided(first.samples, first.batch_size, first.work.drop_last)
+        whole, rest = split_epoch(first.samples, first.batch_size, first.work.drop_last)
         at = self.k % self.epoch
         if at >= whole:
             return 1, rest
-        return 1 if self.kind.paced else min(whole - at, self.steps - self.k), first.batch_size
+        return 1 if self.variant.has_schedule else min(whole - at, self.steps - self.k), first.batch_size
 
     @property
     def done(self) -> bool:
@@ -87,8 +88,8 @@ class Crew:
     def batch(self) -> Batch:
         """Return the batch of the next step, `[clients, batch, ...]`. Raises ClientError."""
         try:
-            if self.feed is not None:
-                return self.feed.get(self.k)
+            if self.gatherer is not None:
+                return self.gatherer.get(self.k)
             if (
                 self.drawn is None or self.drawn[0] != self.k
             ):  # a step that failed for another client's batch is repeated
@@ -110,18 +111,20 @@ class Crew:
             raise client_error([self], error) from error
 
 
-def crew_of(tasks: Sequence[Task], slot: int, kind: StepVariant, shapes: dict[tuple[object, ...], int]) -> Crew:
-    """Tasks of one key (see `feed_keys`), from this slot on. shapes: a number for each shape of a step that was seen so
-    far; new ones are added."""
+def block_of(
+    tasks: Sequence[Task], slot: int, variant: StepVariant, shapes: dict[tuple[object, ...], int]
+) -> ClientBlock:
+    """Tasks of one key (see `gather_keys`), from this slot on. shapes: a number for each shape of a step that was seen
+    so far; new ones are added."""
     first = tasks[0]
-    whole, rest = divided(first.samples, first.batch_size, first.work.drop_last)
+    whole, rest = split_epoch(first.samples, first.batch_size, first.work.drop_last)
     sizes = (first.batch_size if whole else rest, rest or first.batch_size)
-    keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
+    keys = [(variant, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
     epoch = whole + (rest > 0)
-    return Crew(
-        tasks, slot, slot + len(tasks), kind, epoch, (full, last), first.work.steps or epoch * first.epochs, first.seen,
-        Feed(tasks) if first.augment is None else None, first.batches(), [{} for _ in tasks],
+    return ClientBlock(
+        tasks, slot, slot + len(tasks), variant, epoch, (full, last), first.work.steps or epoch * first.epochs,
+        first.seen, BatchGatherer(tasks) if first.augment is None else None, first.batches(), [{} for _ in tasks],
     )  # fmt: skip
 
 
@@ -131,65 +134,69 @@ def runs(keys: Sequence[object]) -> list[slice]:
     return [slice(*results) for results in pairwise([*begins, len(keys)])]
 
 
-def tasks_of(crews: Sequence[Crew]) -> list[Task]:
+def tasks_of(blocks: Sequence[ClientBlock]) -> list[Task]:
     """Return the tasks of all their clients."""
-    return [task for crew in crews for task in crew.tasks]
+    return [task for block in blocks for task in block.tasks]
 
 
-def slots_of(crews: Sequence[Crew]) -> list[int]:
+def slots_of(blocks: Sequence[ClientBlock]) -> list[int]:
     """Return the slots of all their clients."""
-    return [slot for crew in crews for slot in range(crew.slot, crew.end)]
+    return [slot for block in blocks for slot in range(block.slot, block.end)]
 
 
-def neighbours(crews: Sequence[Crew]) -> bool:
-    """Return True if the crews' slots are contiguous."""
-    return crews[-1].end - crews[0].slot == sum(len(crew.tasks) for crew in crews)
+def neighbours(blocks: Sequence[ClientBlock]) -> bool:
+    """Return True if the blocks' slots are contiguous."""
+    return blocks[-1].end - blocks[0].slot == sum(len(block.tasks) for block in blocks)
 
 
-def next_batch(crews: Sequence[Crew]) -> Batch:
+def next_batch(blocks: Sequence[ClientBlock]) -> Batch:
     """Return the next batch of all their clients, `[clients, batch, ...]`. Raises ClientError."""
-    if len(crews) == 1:
-        return crews[0].batch()
-    x, y = zip(*(crew.batch() for crew in crews), strict=True)
+    if len(blocks) == 1:
+        return blocks[0].batch()
+    x, y = zip(*(block.batch() for block in blocks), strict=True)
     return torch.cat(x), torch.cat(y)
 
 
-def rows_to_keep(crews: Sequence[Crew]) -> list[tuple[int, dict[int, Snapshot], int]]:
-    """The rows, counted over all crews, that are to be kept as they are before the next step; where to; and the number
+def rows_to_keep(blocks: Sequence[ClientBlock]) -> list[tuple[int, dict[int, Snapshot], int]]:
+    """The rows, counted over all blocks, that are to be kept as they are before the next step; where to; and the number
     of the step."""
-    clients = [(crew.k, *pair) for crew in crews for pair in zip(crew.tasks, crew.snapshots, strict=True)]
+    clients = [(block.k, *pair) for block in blocks for pair in zip(block.tasks, block.snapshots, strict=True)]
     return [(row, snapshots, k) for row, (k, task, snapshots) in enumerate(clients) if k in task.snapshots]
 
 
-def row_ends(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence[Tensor]) -> ClientResults:
-    """Return the results of clients whose rows are in `form`. All have the same fields, and no buffer was changed."""
-    step, clients = crews[0].tasks[0].step, [task.client for task in tasks_of(crews)]
+def row_ends(
+    blocks: Sequence[ClientBlock], row_slice: RowSlice, start: Tensor, buffers: Sequence[Tensor]
+) -> ClientResults:
+    """Return the results of clients whose rows are in `row_slice`. All have the same fields, and no buffer was
+    changed."""
+    step, clients = blocks[0].tasks[0].step, [task.client for task in tasks_of(blocks)]
     steps: list[int] = []
     backward_passes: list[int] = []
     samples: list[int] = []
-    for crew in crews:
-        n = len(crew.tasks)
-        steps += [crew.k] * n
-        backward_passes += [crew.k * step.backward_passes + crew.extra_backward_passes] * n
-        samples += [crew.seen] * n
+    for block in blocks:
+        n = len(block.tasks)
+        steps += [block.k] * n
+        backward_passes += [block.k * step.backward_passes + block.extra_backward_passes] * n
+        samples += [block.seen] * n
     moved = buffer_displacement(buffers, buffers) if buffers else None
     return ClientResults(
         client_ids=clients,
-        delta=form.z - (form.field("begin") if form.kind.constant or step.start is not None else start),
+        delta=row_slice.z
+        - (row_slice.field("begin") if row_slice.variant.constant or step.start is not None else start),
         num_steps=steps,
         backward_passes=backward_passes,
-        losses=form.losses.clone(),
+        losses=row_slice.losses.clone(),
         num_samples=samples,
         buffers=None if moved is None else moved.expand(len(clients), -1),
-        dual=None if step.dual is None else form.field("dual").clone(),
-        eps=None if step.dual is None else form.field("eps").clone(),
-        gradient=form.field("gradient").clone() if step.full_gradient or step.pilot is not None else None,
-        norms=None if step.pilot is None else torch.cat([crew.norms for crew in crews if crew.norms is not None]),
-        snapshots=[snapshots for crew in crews for snapshots in crew.snapshots],
+        dual=None if step.dual is None else row_slice.field("dual").clone(),
+        eps=None if step.dual is None else row_slice.field("eps").clone(),
+        gradient=row_slice.field("gradient").clone() if step.full_gradient or step.pilot is not None else None,
+        norms=None if step.pilot is None else torch.cat([block.norms for block in blocks if block.norms is not None]),
+        snapshots=[snapshots for block in blocks for snapshots in block.snapshots],
     )
 
 
-def client_error(crews: Sequence[Crew], error: Exception) -> ClientError:
+def client_error(blocks: Sequence[ClientBlock], error: Exception) -> ClientError:
     """The error of a step that several clients took together."""
-    tasks = tasks_of(crews)
-    return ClientError.of([task.client for task in tasks], tasks[0].round, crews[0].k, error)
+    tasks = tasks_of(blocks)
+    return ClientError.of([task.client for task in tasks], tasks[0].round, blocks[0].k, error)

@@ -15,8 +15,8 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Setup, Task, to_device
 from fastsam.fed.executors.extra_models import ExtraModels
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
-from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.randomness import PassRandomness
+from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.step_vectors import check_vectors
 from fastsam.fed.executors.torch_updates import TorchUpdates
 from fastsam.fed.step.constants import Constants
@@ -24,7 +24,7 @@ from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate,
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
-class Row:
+class ClientTrainer:
     """Two buffers: `z`, which the model's parameters view, and `w`, the unperturbed weights, for steps that perturb by
     a gradient.
 
@@ -35,7 +35,7 @@ class Row:
     `shift`). Gradients are read where autograd left them; a parameter without a gradient in a pass is left out of the
     calls that use it. Nothing in a step waits for the device.
 
-    Use: `open_(task, ...)`, then `step_()` until it returns False, then `close()`. A loop of the algorithm uses a row
+    Use: `open(task, ...)`, then `step()` until it returns False, then `close()`. A loop of the algorithm uses a row
     through `fastsam.fed.executors.client.Client`.
     """
 
@@ -48,28 +48,28 @@ class Row:
     batches: Iterator[tuple[Any, Any]]
 
     def __init__(self, setup: Setup, random: PassRandomness | None = None) -> None:
-        self.setup, self.rows = setup, Rows(setup, 1)
+        self.setup, self.rows = setup, RowState(setup, 1)
         self.updates = updates = None if setup.options.optimizer is None else TorchUpdates(self.rows)
-        self.form = updates or Form(self.rows, slice(0, 1))
-        self.z = self.form.z
+        self.row_slice = updates or RowSlice(self.rows, slice(0, 1))
+        self.z = self.row_slice.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
         if updates is not None:
             updates.parameters = self.replica.parameters
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self._run = self._run_perturbed = self.passes.run
-        self.extra_models = ExtraModels(setup, self.form)
+        self.extra_models = ExtraModels(setup, self.row_slice)
         self._filled: tuple[float, ...] = ()
         self._known: tuple[Constants | None, float] = None, 0.0
         self._checked: LocalUpdate | None = None
-        self._kind = self.form.kind
+        self._kind = self.row_slice.variant
         self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
         self._sized: tuple[int | None, ...] = ()
         self.replica.module.train()
 
     # --- a client's round ---
 
-    def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
+    def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begins a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`.
 
         Raises ValueError for vectors that do not fit."""
@@ -84,7 +84,7 @@ class Row:
         self.eps = self.gradient = self.norms = None
         if task.work.samples is not None:
             with self.client_errors():
-                task.open_()
+                task.open()
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self._begin(step)
@@ -93,20 +93,20 @@ class Row:
                 self._first_gradient()
             if step.pilot is not None:
                 assert self.norms is not None and self.gradient is not None
-                self.form.radius_(step.pilot, self.norms, self.gradient)
-        if self.form.kind.constant and (e := task.vector("direction_vector")) is not None:
-            self.form.shift_(e)
+                self.row_slice.set_radius(step.pilot, self.norms, self.gradient)
+        if self.row_slice.variant.constant and (e := task.vector("direction_vector")) is not None:
+            self.row_slice.start_shifted(e)
         self._measure(self.task)
         self.batches = task.batches()
         self.random.begin(task.pass_seed(0))
 
-    def step_(self) -> bool:
+    def step(self) -> bool:
         """One local step. False when there was none left. Raises ClientError when the model or the loss raises."""
         try:  # not `client_errors`: a context manager costs as much as a kernel call
             batch = next(self.batches, None)
             if batch is None:
                 return False
-            self.pace_()
+            self.set_schedule()
             self.take(self.k, *batch)
         except ClientError:
             raise
@@ -138,7 +138,7 @@ class Row:
         task, step = self.task, self.task.step
         results = ClientResults(
             client_ids=(task.client,),
-            delta=self.z - (self.form.field("begin") if step.direction is Direction.CONSTANT else self.start),
+            delta=self.z - (self.row_slice.field("begin") if step.direction is Direction.CONSTANT else self.start),
             num_steps=(self.k,),
             backward_passes=(self.k * step.backward_passes + self.extra_backward_passes,),
             losses=losses,
@@ -148,7 +148,7 @@ class Row:
         )
         if step.dual is not None:
             eps = None if self.eps is None else self.eps.clone()
-            results = replace(results, dual=self.form.field("dual").clone(), eps=eps)
+            results = replace(results, dual=self.row_slice.field("dual").clone(), eps=eps)
         return replace(results, gradient=self.gradient, norms=self.norms) if self.gradient is not None else results
 
     def begin_again(self, step: LocalUpdate, start: Tensor) -> None:
@@ -166,22 +166,24 @@ class Row:
         """Write the numbers of the step, and let its kernels read its vectors."""
         if self._known[0] is not step.constants or self._known[1] != self.task.work.lr or self._kind.rewrites:
             self._fill(step, self.task.work.lr)
-        self.form.arrange(self._kind)
-        self.form.begin_(self.start)
+        self.row_slice.set_variant(self._kind)
+        self.row_slice.begin(self.start)
         if step.constants.vectors:
             self._read_vectors(step)
 
     def _read_vectors(self, step: LocalUpdate) -> None:
         """Put the vectors of the step where its kernels read them; vectors that are only read stay where they are."""
-        form = self.form
+        row_slice = self.row_slice
         q, mu, s = (self.task.vector(name) for name in ("gradient_offset", "dual", "server_perturbation"))
         if q is not None:
-            form.q = q[None]
+            row_slice.q = q[None]
         if mu is not None and s is not None:
-            form.field("dual")[0].copy_(mu)
-            form.s = s[None]
-        if form.kind.vectors:
-            form.vectors = {name: v[None] for name in form.kind.vectors if (v := self.task.vector(name)) is not None}
+            row_slice.field("dual")[0].copy_(mu)
+            row_slice.s = s[None]
+        if row_slice.variant.vectors:
+            row_slice.vectors = {
+                name: v[None] for name in row_slice.variant.vectors if (v := self.task.vector(name)) is not None
+            }
 
     def _fill(self, step: LocalUpdate, lr: float) -> None:
         numbers = self.rows.numbers(step, lr)
@@ -194,7 +196,7 @@ class Row:
         if self._kind.two_passes:
             self._step = self._sharp_step
         else:
-            self._step = self._walking_step if self._kind.walks else self._plain_step
+            self._step = self._path_step if self._kind.uses_path else self._plain_step
 
     def _measure(self, task: Task) -> None:
         """Compute the number of steps, and of samples in each."""
@@ -217,10 +219,10 @@ class Row:
 
     # --- a step ---
 
-    def pace_(self) -> None:
+    def set_schedule(self) -> None:
         """The learning rate and the radius of the next step, where it has its own."""
-        if self._kind.paced:
-            self.form.pace_([self.task.pace(min(self.k, self.last), self.last + 1)])
+        if self._kind.has_schedule:
+            self.row_slice.set_schedule([self.task.pace(min(self.k, self.last), self.last + 1)])
 
     def set_objectives(self, penalty: Objective | None, first_objective: Objective | None) -> None:
         """Set what the passes of the next steps back-propagate (see `Client.step`)."""
@@ -238,11 +240,11 @@ class Row:
 
     def _plain_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, gradients = self._pass(k, x, y)
-        self.form.update_(gradients, None)
+        self.row_slice.update(gradients, None)
         return loss
 
-    def _walking_step(self, k: int, x: Any, y: Any) -> Tensor:
-        self.form.walk_()
+    def _path_step(self, k: int, x: Any, y: Any) -> Tensor:
+        self.row_slice.perturb_along_path()
         if k in self.task.snapshots:
             w = self.snapshots[k].w
             self.snapshots[k] = Snapshot(w, self.z[0] - w)
@@ -269,8 +271,8 @@ class Row:
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self._pass(k, x, y)
         if self.task.step.dual is not None and (k == self.last or self.task.loop is not None):
-            self.eps = self.form.field("eps").zero_()
-        self.form.perturb_(first, self.eps)
+            self.eps = self.row_slice.field("eps").zero_()
+        self.row_slice.perturb(first, self.eps)
         if k in self.task.snapshots:
             w = self.snapshots[k].w
             self.snapshots[k] = Snapshot(w, self.z[0] - w)
@@ -279,12 +281,12 @@ class Row:
         _, second = self._pass(k, x, y, perturbed=True)
         for buffer, value in zip(self.replica.buffers, kept, strict=True):
             buffer.copy_(value)
-        self.form.update_(second, first)
+        self.row_slice.update(second, first)
         return loss
 
     def _keep(self, k: int) -> None:
         """Copy the row before step k, for measures along the path."""
-        p = self.form.field("p")[0] if self.form.kind.constant else None
+        p = self.row_slice.field("p")[0] if self.row_slice.variant.constant else None
         self.snapshots[k] = Snapshot(
             (self.z[0] if p is None else self.z[0] - p).clone(), None if p is None else p.clone()
         )

@@ -1,6 +1,6 @@
 """The arithmetic of the local update rule on rows of an arena: the kernels of a local step and their operands.
 
-`Row` runs it on one row.
+`ClientTrainer` runs it on one row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastsam_kernels.rules import sgd
 _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
 
 
-class Rows:
+class RowState:
     """The state of `rows` rows, each with its own constants of the local update rule. `momentum` and the clipped norm
     exist if the run has them. losses: sums of the losses of each row."""
 
@@ -64,8 +64,8 @@ def _common(options: LocalOptions) -> list[float]:
     return values
 
 
-class Form:
-    """Some neighbouring rows of a `Rows` and their steps, all of one variant, which `arrange` sets.
+class RowSlice:
+    """Some neighbouring rows of a `RowState` and their steps, all of one variant, which `set_variant` sets.
 
     Attributes:
         z: `[rows, row_size]`, the weights that autograd sees.
@@ -74,7 +74,7 @@ class Form:
         vectors: further vectors by name (`StepVariant.vectors`).
     """
 
-    def __init__(self, rows: Rows, part: slice) -> None:
+    def __init__(self, rows: RowState, part: slice) -> None:
         self.rows, self.part = rows, part
         self.kernels, self.layout = rows.kernels, rows.layout
         self.z, self.hparams, self.losses = self.field("z"), rows.hparams[part], rows.losses[part]
@@ -93,103 +93,105 @@ class Form:
         """One view `[rows, *shape]` per parameter, for autograd."""
         return [view.detach().requires_grad_() for view in self.layout.views(self.z)]
 
-    def arrange(self, kind: StepVariant) -> None:
-        """Take the fields that steps of `kind` work on, if the last steps were of another one.
+    def set_variant(self, variant: StepVariant) -> None:
+        """Take the fields that steps of `variant` work on, if the last steps were of another one.
 
         `q` is then the field of that name; an owner may put another tensor there.
         """
-        if kind is not self.kind:
-            self._select(kind)
+        if variant is not self.variant:
+            self._select(variant)
 
-    def _select(self, kind: StepVariant) -> None:
-        """Select the fields and the calls of steps of `kind`, so that a step makes no decisions."""
-        self.kind = kind
-        self.w: Tensor | None = self.field("w") if kind.two_passes or kind.walks else None
-        self.q: Tensor | None = self.field("gradient_offset") if kind.has_q or (kind.constant and self.folds) else None
+    def _select(self, variant: StepVariant) -> None:
+        """Select the fields and the calls of steps of `variant`, so that a step makes no decisions."""
+        self.variant = variant
+        self.w: Tensor | None = self.field("w") if variant.two_passes or variant.uses_path else None
+        self.q: Tensor | None = (
+            self.field("gradient_offset") if variant.has_q or (variant.constant and self.folds_shift) else None
+        )
         shift = self.shift
         self._shift = {} if shift is None else {"shift": shift}
-        starts = [self.z, self.w, self.field("origin") if kind.returns else None]
+        starts = [self.z, self.w, self.field("origin") if variant.needs_origin else None]
         self._starts = [field for field in starts if field is not None]
-        zeros = [self.momentum, *map(self.field, kind.memory)]
+        zeros = [self.momentum, *map(self.field, variant.memory)]
         self._zeros = [field for field in zeros if field is not None]
         self._prepares = self.w is not None or self.sumsq_v is not None
 
     @property
-    def folds(self) -> bool:
+    def folds_shift(self) -> bool:
         """True if a constant perturbation p is folded into q as `-coefficient*p`, for the terms that belong to `w`."""
         options = self.rows.options
-        inside = self.kind.has_phi or (options.clip_norm is None and options.weight_decay > 0)
+        inside = self.variant.has_phi or (options.clip_norm is None and options.weight_decay > 0)
         return inside and (options.clip_scope == "full" or options.clip_norm is None)
 
     @property
     def shift(self) -> Tensor | None:
         """p, where a constant perturbation cannot be folded into q: clipping does not scale the decay."""
         options = self.rows.options
-        outside = options.weight_decay > 0 or (options.clip_scope != "full" and self.kind.has_phi)
-        return self.field("p") if self.kind.constant and options.clip_norm is not None and outside else None
+        outside = options.weight_decay > 0 or (options.clip_scope != "full" and self.variant.has_phi)
+        return self.field("p") if self.variant.constant and options.clip_norm is not None and outside else None
 
     # --- the beginning of a round ---
 
-    def begin_(self, start: Tensor) -> None:
+    def begin(self, start: Tensor) -> None:
         """The weights of the start (`[row_size]`, or `[rows, row_size]`) in every row, and no momentum."""
         for field in self._starts:
             field.copy_(start)
         for field in self._zeros:
             field.zero_()
 
-    def shift_(self, e: Tensor) -> None:
+    def start_shifted(self, e: Tensor) -> None:
         """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[row_size]`, or `[rows, row_size]`."""
         p, begin, rows = self.field("p"), self.field("begin"), e.expand_as(self.z)
-        self._perturb_along([begin], self.z, self.field("direction").copy_(rows) if self.kind.scaled else rows)
+        self._perturb_along([begin], self.z, self.field("direction").copy_(rows) if self.variant.scaled else rows)
         torch.sub(begin, self.z, out=p)
         self.z.copy_(begin)
-        if self.folds:
+        if self.folds_shift:
             phi, decay = self.hparams[:, :, HParam.PROX_MU], self.hparams[:, :, HParam.DECAY]
             inside = phi if self.sumsq_v is not None else phi + decay
             own, folded = self.field("gradient_offset"), p * -inside.to(p.dtype)
-            self.q = own.copy_(folded if not self.kind.has_q or self.q is None else folded.add_(self.q))
+            self.q = own.copy_(folded if not self.variant.has_q or self.q is None else folded.add_(self.q))
 
-    def radius_(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
+    def set_radius(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
         """The radii that the pilot makes of the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of the
         rows."""
         self.hparams[:, 0, HParam.RHO].copy_(pilot.radii(norms, gradients))
 
     # --- a step ---
 
-    def pace_(self, numbers: Sequence[tuple[float, float]]) -> None:
+    def set_schedule(self, numbers: Sequence[tuple[float, float]]) -> None:
         """The learning rate and the radius of the next step, for each row; a radius that a pilot found stays."""
         rates, radii = to_device(torch.tensor(numbers, dtype=torch.float64), self.hparams.device).unbind(1)
         self.hparams[:, 0, HParam.LR].copy_(rates)
-        if not self.kind.piloted:
+        if not self.variant.piloted:
             self.hparams[:, 0, HParam.RHO].copy_(radii)
 
-    def perturb_(self, first: Gradients, eps: Tensor | None = None) -> None:
+    def perturb(self, first: Gradients, eps: Tensor | None = None) -> None:
         """Set `z = w + eps` by the first gradients. With a dual, eps `[rows, row_size]` is also written to `eps` if it
         is
         given."""
         grads, table = first.tensors, first.table
         assert self.w is not None  # arrange() saw to it
-        if self.kind.direction is Direction.GRADIENT_MINUS_DUAL:
+        if self.variant.direction is Direction.GRADIENT_MINUS_DUAL:
             mu, s = self.field("dual"), self.s
             assert s is not None
             self.kernels.dual_norm_(self.sumsq, grads, mu, s, table, self.hparams)
             self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hparams, self.sumsq, eps=eps)
         else:
-            if self.kind.direction is Direction.GRADIENT_PLUS:
+            if self.variant.direction is Direction.GRADIENT_PLUS:
                 grads = self._joined(first)
-            weights = [self.w] if self.kind.direction is Direction.ADAPTIVE_GRADIENT else []
-            if self.kind.scaled:
+            weights = [self.w] if self.variant.direction is Direction.ADAPTIVE_GRADIENT else []
+            if self.variant.scaled:
                 grads = self._times(grads, first, self.vectors["rho_scale"].sign())
             self.kernels.norm_(self.sumsq, grads, weights, table, self.hparams)
-            if self.kind.direction is Direction.GRADIENT_BY_DRIFT:
+            if self.variant.direction is Direction.GRADIENT_BY_DRIFT:
                 grads = self._by_drift(first)
-            if self.kind.scaled:
+            if self.variant.scaled:
                 grads = self._times(grads, first, self.vectors["rho_scale"])
             self.kernels.perturb_([self.z], self.w, grads, table, self.hparams, self.sumsq, False)
-        if self.kind.pull:
-            self.z.lerp_(self.vectors["anchor"], self.kind.pull)
+        if self.variant.anchor_weight:
+            self.z.lerp_(self.vectors["anchor"], self.variant.anchor_weight)
 
-    def walk_(self) -> None:
+    def perturb_along_path(self) -> None:
         """`z = w + eps` along `k*e + drift*(w - w^t)` in step k, before any gradient; the field "path" is k*e."""
         assert self.w is not None  # arrange() saw to it
         path = self.field("path")
@@ -199,7 +201,7 @@ class Form:
     def _perturb_along(self, z: list[Tensor], w: Tensor, d: Tensor) -> None:
         """`z = w + eps` along rows that no gradient is in. d: `[rows, row_size]`; written where the radius is
         scaled."""
-        table, scale = self.layout.table, self.vectors["rho_scale"] if self.kind.scaled else None
+        table, scale = self.layout.table, self.vectors["rho_scale"] if self.variant.scaled else None
         if scale is not None:
             d.mul_(scale.sign())
         self.kernels.norm_(self.sumsq, [d], [], table, self.hparams)
@@ -210,16 +212,16 @@ class Form:
     def _drifted(self, e: Tensor) -> Tensor:
         """`e + drift*(w - w^t)`, in the field "direction"."""
         d = self.field("direction")
-        if not self.kind.drift:
+        if not self.variant.drift_weight:
             return d.copy_(e)
         assert self.w is not None
         torch.sub(self.w, self.field("origin"), out=d)
-        return d.mul_(self.kind.drift).add_(e)
+        return d.mul_(self.variant.drift_weight).add_(e)
 
     def _joined(self, first: Gradients) -> list[Tensor]:
         """Return the first gradients plus the other parts of the direction, by parameter."""
         d = self._drifted(self.vectors["direction_vector"])
-        if self.kind.remembers:
+        if self.variant.uses_last_gradient:
             d.add_(self.field("last"))
         views = self._like(first, d)
         torch._foreach_add_(views, first.tensors)
@@ -249,7 +251,7 @@ class Form:
         views = self.layout.views(field)
         return [views[i].view_as(g) for i, g in zip(grads.slots, grads.tensors, strict=True)]
 
-    def update_(self, grads: Gradients, first: Gradients | None) -> None:
+    def update(self, grads: Gradients, first: Gradients | None) -> None:
         """Update `z`, and `w` if the steps have it."""
         g1 = self._prepare_update(grads, first) if self._prepares else None
         self.kernels.update_(
@@ -260,17 +262,17 @@ class Form:
     def _prepare_update(self, grads: Gradients, first: Gradients | None) -> list[Tensor] | None:
         """Return the first gradients if the update reads them. Restore what only the first pass used, and compute what
         clipping and a surrogate gap need."""
-        if self.kind.walks or self.kind.pull:
+        if self.variant.uses_path or self.variant.anchor_weight:
             if self.w is not None and len(grads.slots) < len(self.layout.segments):
                 self.z.copy_(self.w)  # parameters that the pass did not use were perturbed too, and must not stay so
         elif first is not None and first.slots != grads.slots:
             assert self.w is not None
             # parameters that only the first pass used must not stay perturbed
             self.kernels.restore_([self.z], self.w, first.table)
-        if self.kind.remembers:
+        if self.variant.uses_last_gradient:
             torch._foreach_copy_(self._like(grads, self.field("last")), grads.tensors)
-        g1 = first.like(grads) if first is not None and self.kind.keeps_first else None
-        if self.kind.surrogate and g1:
+        g1 = first.like(grads) if first is not None and self.variant.keeps_first else None
+        if self.variant.surrogate and g1:
             self.kernels.inner_(self.inner, g1, grads.tensors, grads.table)
             set_gsam_coefficients_(self.hparams, self.inner)
         if self.sumsq_v is not None:

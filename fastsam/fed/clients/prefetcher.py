@@ -12,7 +12,7 @@ T = TypeVar("T")
 _PATIENCE = 0.1  # seconds of a wait between two looks for Ctrl-C
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Loads the expected clients in a thread, one after the other. At most `most` loaded clients wait for their use.
 
     An error of a load is raised where the client is taken. The thread ends when it has nothing to do, and does not
@@ -28,7 +28,7 @@ class Ahead(Generic[T]):
         self._busy: int | None = None  # the client that the thread loads
         self._works, self._most = False, 0
 
-    def expect(self, clients: Sequence[int], most: int) -> None:
+    def prefetch(self, clients: Sequence[int], most: int) -> None:
         """Announce the clients that will be taken, in this order, each once. Loaded clients that are not among them are
         dropped.
 

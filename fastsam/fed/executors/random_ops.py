@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-Calls = frozenset[Callable[..., Any]]
+RandomOps = frozenset[Callable[..., Any]]
 
 # Held while a thread's numbers are in the default generator, and while it is read.
 default_generator = threading.Lock()
 
 
-class Watch(TorchFunctionMode):
+class RandomOpRecorder(TorchFunctionMode):
     """Records which of the calls inside draw from the default generators, on the device of a model's inputs and on the
     CPU."""
 
@@ -48,7 +48,7 @@ class Watch(TorchFunctionMode):
             self._last = after
         return made
 
-    def found(self) -> Calls | None:
+    def found(self) -> RandomOps | None:
         """At the end of the pass, backward and all. None: nothing drew. Empty: something else than these calls drew
         too."""
         now = self._state()
@@ -57,10 +57,10 @@ class Watch(TorchFunctionMode):
         return frozenset() if self._hidden or not torch.equal(now, self._last) else frozenset(self._calls)
 
 
-class Lent(TorchFunctionMode):
+class GeneratorOverride(TorchFunctionMode):
     """While it is entered, `calls` of this thread draw from `generator`."""
 
-    def __init__(self, calls: Calls, generator: torch.Generator) -> None:
+    def __init__(self, calls: RandomOps, generator: torch.Generator) -> None:
         super().__init__()
         self._calls, self._generator = calls, generator
 

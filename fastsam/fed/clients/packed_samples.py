@@ -16,7 +16,7 @@ LARGEST = 256 * 2**20  # largest number of bytes in addition to the user's tenso
 
 
 @dataclass(frozen=True)
-class Store:
+class PackedSamples:
     """The samples of all clients in one pair of tensors. Between two clients there may be zeros.
 
     Attributes:
@@ -27,19 +27,19 @@ class Store:
 
     x: Tensor
     y: Tensor
-    begins: Sequence[int]
+    offsets: Sequence[int]
     sizes: Sequence[int]
 
     def labels(self) -> Tensor:
         """y of all clients, `[samples, ...]`, without the zeros between them."""
-        return self.y if len(self.y) == sum(self.sizes) else self.y[_places(self.sizes, self.begins).to(self.y.device)]
+        return self.y if len(self.y) == sum(self.sizes) else self.y[_places(self.sizes, self.offsets).to(self.y.device)]
 
 
 class StoredPairs(Sequence[Pair]):
     """The clients of a store: views of it. Each view is made on first use, because few of 100,000 clients train in a
     round."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: PackedSamples) -> None:
         self.store = store
         self._made: dict[int, Pair] = {}
 
@@ -52,7 +52,7 @@ class StoredPairs(Sequence[Pair]):
             if not 0 <= client < len(self):
                 raise IndexError(client)
             store = self.store
-            begin, n = store.begins[client], store.sizes[client]
+            begin, n = store.offsets[client], store.sizes[client]
             made = self._made[client] = store.x.narrow(0, begin, n), store.y.narrow(0, begin, n)
         return made
 
@@ -60,13 +60,13 @@ class StoredPairs(Sequence[Pair]):
         store = self.store
         gaps = [
             end - begin - n
-            for begin, end, n in zip(store.begins, [*store.begins[1:], len(store.y)], store.sizes, strict=True)
+            for begin, end, n in zip(store.offsets, [*store.offsets[1:], len(store.y)], store.sizes, strict=True)
         ]
         parts = [n for pair in zip(store.sizes, gaps, strict=True) for n in pair]
         yield from zip(*(t.split_with_sizes(parts)[::2] for t in (store.x, store.y)), strict=True)
 
 
-def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Store | None]:
+def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | None]:
     """The pairs as views of one store, each at a multiple of the alignment.
 
     As they were, without a store, when samples of different clients differ in shape or dtype, or are too many for a
@@ -81,24 +81,24 @@ def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Store | None]:
     return (list(pairs), None) if made is None else (StoredPairs(made), made)
 
 
-def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> Store | None:
+def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> PackedSamples | None:
     """Return a store of the clients' samples, which follow each other in x and y, or None if it would be too large or
     empty."""
     rows = [t[0].nbytes for t in (x, y)]
     if not all(rows):
         return None
     unit = lcm(*(ALIGNMENT // gcd(ALIGNMENT, row) for row in rows))
-    begins = [0, *accumulate(n + -n % unit for n in sizes)]
-    if begins[-1] * sum(rows) > LARGEST:
+    offsets = [0, *accumulate(n + -n % unit for n in sizes)]
+    if offsets[-1] * sum(rows) > LARGEST:
         return None
-    if begins[-1] > len(y):
-        places = _places(sizes, begins[:-1])
-        x, y = (t.new_zeros(begins[-1], *t.shape[1:]).index_copy_(0, places.to(t.device), t) for t in (x, y))
-    return Store(x, y, begins[:-1], sizes)
+    if offsets[-1] > len(y):
+        places = _places(sizes, offsets[:-1])
+        x, y = (t.new_zeros(offsets[-1], *t.shape[1:]).index_copy_(0, places.to(t.device), t) for t in (x, y))
+    return PackedSamples(x, y, offsets[:-1], sizes)
 
 
-def _places(sizes: Sequence[int], begins: Sequence[int]) -> Tensor:
-    """Return the indices of the samples of clients that begin at `begins`, int64 `[samples]`."""
+def _places(sizes: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """Return the indices of the samples of clients that begin at `offsets`, int64 `[samples]`."""
     counts = torch.tensor(sizes)
-    moved = torch.tensor(begins) - (counts.cumsum(0) - counts)
+    moved = torch.tensor(offsets) - (counts.cumsum(0) - counts)
     return torch.arange(sum(sizes)) + moved.repeat_interleave(counts)

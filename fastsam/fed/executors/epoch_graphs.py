@@ -9,10 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fastsam.fed.executors.base import Setup
+from fastsam.fed.executors.client_block import ClientBlock
 from fastsam.fed.executors.cuda import Cuda, Replay
-from fastsam.fed.executors.kernel_calls import Form
-from fastsam.fed.executors.local_work import Crew
 from fastsam.fed.executors.replay import Function, Replays
+from fastsam.fed.executors.row_state import RowSlice
 
 KEPT = 16  # graphs, each with its own memory; later sorts train step by step
 _EAGER_EPOCHS = 2  # epochs before a capture, because libraries set up on first use and that cannot be captured
@@ -20,7 +20,7 @@ _EAGER_EPOCHS = 2  # epochs before a capture, because libraries set up on first 
 Step = Callable[[Tensor, Tensor, bool], None]  # function of x, y, and whether it is the last step
 
 
-class Epoch(NamedTuple):
+class CapturedEpoch(NamedTuple):
     """A captured epoch. places: int64 `[rows, samples]`, the indices of its samples. held: objects that it reads."""
 
     graph: Replay
@@ -28,7 +28,7 @@ class Epoch(NamedTuple):
     held: tuple[object, ...]
 
 
-class Epochs:
+class EpochGraphs:
     """The captured epochs of one run, by rows, kind and number of samples.
 
     One is captured for clients that begin together and are alike, whose passes are replayed from recordings: a model
@@ -37,44 +37,46 @@ class Epochs:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda, self.stream = cuda, cuda.stream()
-        self._made, self._seen = dict[Hashable, Epoch](), dict[Hashable, int]()
+        self._made, self._seen = dict[Hashable, CapturedEpoch](), dict[Hashable, int]()
 
-    def train(self, crew: Crew, form: Form, replays: Replays, step: Step) -> bool:
-        """The crew's next epoch, in the rows of `form`, which are arranged; False where its steps have to be taken one
-        by one."""
-        if crew.k % crew.epoch or crew.feed is None or crew.tasks[0].work.store is None:
+    def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
+        """The block's next epoch, in the rows of `row_slice`, which are arranged; False where its steps have to be
+        taken one by one."""
+        if block.k % block.epoch or block.gatherer is None or block.tasks[0].work.store is None:
             return False
-        if any(task.snapshots for task in crew.tasks) or crew.k + crew.epoch > crew.steps:
+        if any(task.snapshots for task in block.tasks) or block.k + block.epoch > block.steps:
             return False
-        ends = form.s is not None and crew.k + crew.epoch == crew.steps
-        key = (form.part.start, form.part.stop, form.kind, crew.tasks[0].samples, ends)
+        ends = row_slice.s is not None and block.k + block.epoch == block.steps
+        key = (row_slice.part.start, row_slice.part.stop, row_slice.variant, block.tasks[0].samples, ends)
         epoch = self._made.get(key)
-        functions = () if epoch is not None else self._functions(key, crew, replays)
+        functions = () if epoch is not None else self._functions(key, block, replays)
         if functions is None:
             return False
-        places = crew.feed.span(crew.k, crew.epoch).places
+        places = block.gatherer.sample_indices(block.k, block.epoch).places
         self.stream.wait_stream(self.cuda.current())
         with self.cuda.on(self.stream):
             if epoch is None:
-                epoch = self._made[key] = self._captured(crew, places.clone(), functions, step)
+                epoch = self._made[key] = self._captured(block, places.clone(), functions, step)
             epoch.places.copy_(places)
             epoch.graph.replay()
         self.cuda.current().wait_stream(self.stream)
-        crew.k += crew.epoch
+        block.k += block.epoch
         return True
 
-    def _functions(self, key: Hashable, crew: Crew, replays: Replays) -> tuple[Function, ...] | None:
+    def _functions(self, key: Hashable, block: ClientBlock, replays: Replays) -> tuple[Function, ...] | None:
         """Return the recorded passes of an epoch that is captured now, or None."""
         self._seen[key] = self._seen.get(key, 0) + 1
-        sizes = crew.tasks[0].epoch_sizes()
-        found = [replays.settled(size, len(crew.tasks), *crew.samples) for size in sorted(set(sizes))]
+        sizes = block.tasks[0].epoch_sizes()
+        found = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(sizes))]
         functions = tuple(function for function in found if function is not None)
         early = self._seen[key] <= _EAGER_EPOCHS
         return None if early or len(self._made) == KEPT or len(functions) < len(found) else functions
 
-    def _captured(self, crew: Crew, places: Tensor, functions: tuple[Function, ...], step: Step) -> Epoch:
-        x, y = crew.samples
-        sizes, ends = crew.tasks[0].epoch_sizes(), crew.k + crew.epoch == crew.steps
+    def _captured(
+        self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: Step
+    ) -> CapturedEpoch:
+        x, y = block.samples
+        sizes, ends = block.tasks[0].epoch_sizes(), block.k + block.epoch == block.steps
 
         def work() -> None:
             at = 0
@@ -84,9 +86,9 @@ class Epochs:
                 step(own_x, own_y, ends and number + 1 == len(sizes))
                 at += size
 
-        return Epoch(self.cuda.capture(work, self.stream), places, (x, y, functions))
+        return CapturedEpoch(self.cuda.capture(work, self.stream), places, (x, y, functions))
 
 
-def epochs_of(setup: Setup) -> Epochs | None:
-    """Return the captured epochs of a run, or None if its functions may have graphs of their own (compiled models)."""
-    return Epochs(Cuda(setup.device)) if setup.device.type == "cuda" else None
+def epoch_graphs_of(setup: Setup) -> EpochGraphs | None:
+    """Return the captured epochs of a run, or None if its functions may have graphs themselves (compiled models)."""
+    return EpochGraphs(Cuda(setup.device)) if setup.device.type == "cuda" else None
