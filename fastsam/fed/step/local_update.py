@@ -18,9 +18,9 @@ In one client and one round (w^t is the global model that the client received):
     alpha   penalty                    phi     proximal_coefficient
     m       drift_weight               c       anchor_weight
 
-An algorithm chooses the constants, and an executor takes the steps. `Direction` and `Mix` are shared with `FusedSAM`
-(`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and momentum are
-options of the run.
+An algorithm chooses the constants, and an executor takes the steps. `Direction` and `GradCoefficients` are shared with
+`FusedSAM` (`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and
+momentum are options of the run.
 """
 
 from __future__ import annotations
