@@ -286,8 +286,7 @@ def test_a_bad_option(base: Any, name: str, value: Any, words: str, number: int,
 def test_calls_out_of_order(backend: Backend) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    before = copies(params)
-    number: Any = 5
+    before, number = copies(params), 5
     idle: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (opt.second_step, RuntimeError, "second_step\\(\\) without first_step\\(\\)"),
         (opt.step, RuntimeError, "no closure.*step\\(closure\\)"),
