@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.problem import Size
-from fastsam_kernels.columns import WIDTH, HParam
+from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import adam, sgd
 
 LISTS = ("params", "grads")  # the user's own tensors: scattered, or one field; all other operands are fields
@@ -85,7 +85,7 @@ _OPS = (
     Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
     Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
        _ADAM, {"steps": "steps"}),
-    # CLIP_FULL is set, so phi*w is inside the clipped norm and the op reads the weights.
+    # CLIP_INCLUDES_PROX is set, so phi*w is inside the clipped norm and the op reads the weights.
     Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
        {"g1": "g1", "q": "q"}, sums=True),
     Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),
@@ -129,12 +129,12 @@ def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
 
 
 def hparams_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:
-    """Return `[rows, 1, WIDTH]`, slightly different in every row; perturbations of about `radius` per element."""
-    common = {HParam.RHO: radius, HParam.NU: 1e-12, HParam.LR: 0.1, HParam.DECAY: 1e-4, HParam.A: 1.0}
-    common |= {HParam.B: 0.5, HParam.PHI: 0.25, HParam.CLIP_FULL: float(op.name == "update_norm")}
+    """Return `[rows, 1, NUM_HPARAMS]`, slightly different in every row; perturbations of about `radius` per element."""
+    common = {HParam.RHO: radius, HParam.PERTURB_EPS: 1e-12, HParam.LR: 0.1, HParam.DECAY: 1e-4, HParam.G2_COEF: 1.0}
+    common |= {HParam.G1_COEF: 0.5, HParam.PROX_MU: 0.25, HParam.CLIP_INCLUDES_PROX: float(op.name == "update_norm")}
     of_adam = {adam.BETA1: 0.9, adam.BETA2: 0.999, adam.EPS: 1e-8, HParam.LR: 1e-3, HParam.DECOUPLED: 1.0}
     columns = common | (of_adam if op.adam else {sgd.MOMENTUM: 0.9, HParam.PENALTY: PENALTY})
-    hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
     for column, value in columns.items():
         hparams[:, 0, column] = value
     hparams[:, 0, HParam.LR] *= torch.linspace(1.0, 0.5, rows, dtype=torch.float64)

@@ -1,7 +1,7 @@
 // The schemas of all ops, and their registration for the CPU. Only LibTorch's stable ABI is used, so one binary serves
 // torch 2.10 and later. kernels/reference.py describes every argument.
-#include "args_fed.h"
-#include "cpu/run.h"
+#include "cpu/parallel.h"
+#include "tensor_args_fed.h"
 
 namespace fastsam {
 namespace {
@@ -9,9 +9,10 @@ namespace {
 void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hparams,
           bool accumulate) {
   const NormArgs args = norm_args(sumsq, grads, weights, table, hparams, accumulate);
-  for (int64_t i = 0; i < args.call.rows * args.call.groups; ++i) {
-    STD_TORCH_CHECK(args.call.hparams[i * kWidth + ADAPTIVE] == 0.0 || args.weights.given() || args.call.segments == 0,
-                    "weights are needed when a group is adaptive");
+  for (int64_t i = 0; i < args.problem.rows * args.problem.groups; ++i) {
+    STD_TORCH_CHECK(
+        args.problem.hparams[i * kNumHParams + ADAPTIVE] == 0.0 || args.weights.defined() || args.problem.segments == 0,
+        "weights are needed when a group is adaptive");
   }
   run_norm(args);
 }
@@ -23,31 +24,35 @@ void perturb(const Tensors params, const Tensor backup, const Tensors grads, con
 
 void restore(const Tensors params, const Tensor backup, const Tensor table) {
   const RestoreArgs args = restore_args(params, backup, table);
-  const bool stream = streams(args.call, size_of(args.call.weight) + size_of(args.call.backup_type));
-  over_chunks(args.call, [&](int64_t begin, int64_t end) { restore_range(args, stream, begin, end); });
+  const bool stream =
+      use_nontemporal_stores(args.problem, size_of(args.problem.weight) + size_of(args.problem.backup_type));
+  parallel_for_chunks(args.problem, [&](int64_t begin, int64_t end) { restore_range(args, stream, begin, end); });
 }
 
 void dual_norm(const Tensor sumsq, const Tensors grads, const Tensor mu, const Tensor s, const Tensor table,
                const Tensor hparams, bool accumulate) {
   const DualArgs args = dual_norm_args(sumsq, grads, mu, s, table, hparams, accumulate);
-  std::vector<double> partials(args.call.rows * args.call.chunks());
-  over_chunks(args.call, [&](int64_t begin, int64_t end) { dual_norm_range(args, partials.data(), begin, end); });
-  reduce(args.call, partials, args.sumsq, accumulate);
+  std::vector<double> partials(args.problem.rows * args.problem.chunks());
+  parallel_for_chunks(args.problem,
+                      [&](int64_t begin, int64_t end) { dual_norm_range(args, partials.data(), begin, end); });
+  reduce(args.problem, partials, args.sumsq, accumulate);
 }
 
 void dual_perturb(const Tensors params, const Tensor backup, const Tensor mu, const Tensors grads, const Tensor s,
                   const Tensor table, const Tensor hparams, const Tensor sumsq, const OptionalTensor eps) {
   const DualArgs args = dual_perturb_args(params, backup, mu, grads, s, table, hparams, sumsq, eps);
-  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + 3 * size_of(args.call.backup_type));
-  over_chunks(args.call, [&](int64_t begin, int64_t end) { dual_perturb_range(args, stream, begin, end); });
+  const bool stream =
+      use_nontemporal_stores(args.problem, 2 * size_of(args.problem.weight) + 3 * size_of(args.problem.backup_type));
+  parallel_for_chunks(args.problem, [&](int64_t begin, int64_t end) { dual_perturb_range(args, stream, begin, end); });
 }
 
 void inner(const Tensor out, const Tensors x, const Tensors y, const Tensor table, bool accumulate) {
   const InnerArgs args = inner_args(out, x, y, table, accumulate);
-  const int64_t chunks = args.call.chunks();
-  std::vector<double> partials(2 * args.call.rows * chunks);
-  over_chunks(args.call, [&](int64_t begin, int64_t end) { inner_range(args, partials.data(), begin, end); });
-  for (int64_t i = 0; i < 2 * args.call.rows; ++i) {
+  const int64_t chunks = args.problem.chunks();
+  std::vector<double> partials(2 * args.problem.rows * chunks);
+  parallel_for_chunks(args.problem,
+                      [&](int64_t begin, int64_t end) { inner_range(args, partials.data(), begin, end); });
+  for (int64_t i = 0; i < 2 * args.problem.rows; ++i) {
     double total = 0.0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) total += partials[2 * (i / 2 * chunks + chunk) + i % 2];
     args.out[i] = accumulate ? args.out[i] + total : total;
@@ -63,9 +68,10 @@ void update_norm(const Tensor sumsq, const Tensors params, const OptionalTensor 
                  const Tensor table, const Tensor hparams, const Tensors g1, const OptionalTensor q,
                  const OptionalTensor grad_scale, bool accumulate) {
   const UpdateArgs args = update_norm_args(sumsq, params, backup, grads, table, hparams, g1, q, grad_scale, accumulate);
-  std::vector<double> partials(args.call.rows * args.call.chunks());
-  over_chunks(args.call, [&](int64_t begin, int64_t end) { update_norm_range(args, partials.data(), begin, end); });
-  reduce(args.call, partials, args.sumsq, accumulate);
+  std::vector<double> partials(args.problem.rows * args.problem.chunks());
+  parallel_for_chunks(args.problem,
+                      [&](int64_t begin, int64_t end) { update_norm_range(args, partials.data(), begin, end); });
+  reduce(args.problem, partials, args.sumsq, accumulate);
 }
 
 void update(const Tensors params, const OptionalTensor backup, const Tensors grads, const Tensor table,

@@ -1,5 +1,5 @@
 // The op product, for stacked clients' small matrices. CPU only; kernels/product.py describes every argument.
-#include "args.h"
+#include "tensor_args.h"
 
 namespace fastsam {
 namespace {

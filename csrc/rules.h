@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "launch.h"
+#include "kernel_args.h"
 
 namespace fastsam {
 
@@ -16,9 +16,9 @@ struct UpdateRule {
   int fields;
   unsigned needed;
   bool counts;
-  // The CPU function, as the ranges of launch.h. It reads steps and does not count them.
-  void (*range)(const UpdateArgs&, bool stream, int64_t begin, int64_t end) = nullptr;
-  // The CUDA function, as the functions of launch.h. It counts the steps. A rule without counts needs no tickets.
+  // The CPU function, as the ranges of kernel_args.h. It reads steps and does not count them.
+  void (*range)(const UpdateArgs&, bool nontemporal, int64_t begin, int64_t end) = nullptr;
+  // The CUDA function, as the functions of kernel_args.h. It counts the steps. A rule without counts needs no tickets.
   int (*launch)(const UpdateArgs&, unsigned* tickets, void* stream) = nullptr;
 };
 
@@ -29,14 +29,14 @@ inline std::vector<UpdateRule>& update_rules() {
 
 // Registers a rule when a library is loaded. Rule: any instance of the template of rules/NAME.h.
 template <class Rule>
-UpdateRule& enter_rule(const char* name) {
+UpdateRule& register_rule(const char* name) {
   static_assert(Rule::kState <= kMostState, "more fields than an update has");
   static_assert(Rule::kNeeded >> Rule::kState == 0, "needed fields that the rule does not have");
   return update_rules().emplace_back(UpdateRule{name, Rule::kState, Rule::kNeeded, Rule::kCounts});
 }
 
 // Returns the rule of this name, or nullptr if there is no such rule.
-inline const UpdateRule* rule_named(const std::string& name) {
+inline const UpdateRule* find_rule(const std::string& name) {
   const auto& rules = update_rules();
   const auto found =
       std::find_if(rules.begin(), rules.end(), [&](const UpdateRule& rule) { return rule.name == name; });
@@ -53,8 +53,8 @@ inline std::string rule_names() {
 
 #define FASTSAM_TEXT_OF(x) #x
 #define FASTSAM_TEXT(x) FASTSAM_TEXT_OF(x)
-// The file of the rule for which a file of cpu/ or cuda/ is compiled. Its path is relative, because with csrc as an
-// include folder CUDA's headers would find our math.h.
+// The file of the rule for which a file of cpu/ or cuda/ is compiled. Its path is relative, because csrc is no include
+// folder.
 // clang-format off
 #define FASTSAM_RULE_FILE FASTSAM_TEXT(../rules/FASTSAM_RULE.h)
 // clang-format on

@@ -2,7 +2,7 @@
 // kernels/rounding.py.
 #pragma once
 
-#include "types.h"
+#include "kernel_math.h"
 
 namespace fastsam {
 
@@ -39,5 +39,18 @@ FASTSAM_HD W stochastic(float y, uint32_t random) {
   const float rounded = bit_cast<float>(sum >> dropped << dropped) - raise;
   return narrow<W>(size != size ? y : bit_cast<float>(sign | bit_cast<uint32_t>(rounded)));
 }
+
+// perturb_ with stochastic rounding.
+struct StochasticFunctor {
+  PerturbFunctor<float> perturb;
+  Random random;
+
+  // w: the unperturbed weight, or its master copy; rounded: the same in half precision; place: its place in the row.
+  template <class W>
+  FASTSAM_HD W perturbed(float w, W rounded, W g, uint32_t place) const {
+    const float y = widen(rounded) + perturb.step(w, widen(g));
+    return perturb.moves ? stochastic<W>(y, random.bits(place)) : rounded;
+  }
+};
 
 }  // namespace fastsam

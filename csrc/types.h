@@ -107,6 +107,16 @@ FASTSAM_HD W narrow(C x) {
   return Narrow<W>::from(x);
 }
 
+// Converts from one storage type to another. The bits are kept if the types are the same (a NaN keeps its payload).
+template <class To, class From>
+FASTSAM_HD To convert(From x) {
+  if constexpr (std::is_same_v<To, From>) {
+    return x;
+  } else {
+    return narrow<To>(widen(x));
+  }
+}
+
 // Equality of stored weights as numbers: NaN differs from all, +0 equals -0.
 template <class W>
 FASTSAM_HD bool same(W a, W b) {

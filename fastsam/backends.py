@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from fastsam_kernels.conventions import FLOATS
+from fastsam_kernels.constants import FLOATS
 
 
 class Kernels(Protocol):
@@ -138,7 +138,7 @@ def _native(device: str) -> Callable[[], str | None]:
 
 def _triton(device: str) -> Callable[[], str | None]:
     def why_not() -> str | None:
-        return importlib.import_module("fastsam_kernels.triton_launch").why_not(device)
+        return importlib.import_module("fastsam_kernels.triton_backend").why_not(device)
 
     return why_not
 
@@ -155,13 +155,13 @@ def _cuda() -> str | None:
 # the CPU, which is its interpreter, thousands of times slower: what is before them serves always.
 BACKENDS: tuple[Backend, ...] = (
     Backend("native", "cuda", "native", _native("cuda")),
-    Backend("triton", "cuda", "triton_launch", _triton("cuda")),
+    Backend("triton", "cuda", "triton_backend", _triton("cuda")),
     Backend("foreach", "cuda", "foreach", _cuda),
     Backend("reference", "cuda", "reference", _cuda),
     Backend("native", "cpu", "native", _native("cpu")),
     Backend("foreach", "cpu", "foreach", _always),
     Backend("reference", "cpu", "reference", _always),
-    Backend("triton", "cpu", "triton_launch", _triton("cpu")),
+    Backend("triton", "cpu", "triton_backend", _triton("cpu")),
 )
 NAMES = ("auto", "native", "triton", "foreach", "reference")
 

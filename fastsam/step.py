@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam_kernels.columns import HParam
+from fastsam_kernels.hparams import HParam
 
 
 class Direction(Enum):
@@ -44,7 +44,7 @@ class Direction(Enum):
 def perturbation(direction: Direction, rho: Any, eta: Any, nu: float) -> Iterator[tuple[HParam, Any]]:
     """The device scalars of a perturbation: Python numbers, or one-element tensors where they were given."""
     yield HParam.RHO, rho
-    yield HParam.NU, nu
+    yield HParam.PERTURB_EPS, nu
     yield HParam.ADAPTIVE, float(direction is Direction.ADAPTIVE_GRADIENT)
     yield HParam.ETA, eta
 
@@ -85,22 +85,22 @@ class Mix:
             raise ValueError(f"{given[0]} determines a and b itself; leave them at 1 and 0, and the others at 0")
 
     @property
-    def keeps_first(self) -> bool:
+    def needs_g1(self) -> bool:
         """Whether the update reads the first gradient too."""
         return bool(self.b or self.surrogate_gap or self.sharpness)
 
     def columns(self, sign: float = 1.0) -> Iterator[tuple[HParam, float]]:
         """The device scalars; of a surrogate gap those of no overlap, `weigh_` does the rest. sign: -1 where the
         objective is maximised."""
-        yield HParam.A, sign * self.a
-        yield HParam.B, sign * (-self.surrogate_gap or self.b)
+        yield HParam.G2_COEF, sign * self.a
+        yield HParam.G1_COEF, sign * (-self.surrogate_gap or self.b)
 
 
 def weigh_(hparams: Tensor, inner: Tensor, sign: Tensor | float = 1.0) -> None:
     """A surrogate gap's weight of g2, `sign*(1 + alpha*cc)`, without waiting for the device.
 
-    hparams: float64 `[rows, groups, WIDTH]`, whose column B is `-sign*alpha`; its column A is written. inner: float64
-    `[rows, 2]`, `<g1, g2>` and `||g2||^2` of `inner_`. sign: a number, or `[rows or 1, groups]`.
+    hparams: float64 `[rows, groups, NUM_HPARAMS]`, whose column B is `-sign*alpha`; its column A is written. inner:
+    float64 `[rows, 2]`, `<g1, g2>` and `||g2||^2` of `inner_`. sign: a number, or `[rows or 1, groups]`.
     """
     overlap = inner[:, :1] / (inner[:, 1:] + torch.finfo(torch.float64).tiny)
-    hparams[:, :, HParam.A] = sign - hparams[:, :, HParam.B] * overlap
+    hparams[:, :, HParam.G2_COEF] = sign - hparams[:, :, HParam.G1_COEF] * overlap

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from . import reference, rules
-from .columns import HParam
-from .conventions import CLIP_EPS, refuse_freed
-from .lists import Lists, Plan, Tensors, plan_of
+from .constants import CLIP_EPS, check_not_freed
+from .hparams import HParam
 from .reference import accumulate_ as accumulate_
 from .reference import dual_norm_ as dual_norm_
 from .reference import dual_perturb_ as dual_perturb_
 from .reference import inner_ as inner_
+from .tensor_lists import Lists, TensorLists, Tensors, tensor_lists_of
 
 WRITES_IN_PARTS = torch.float16, torch.bfloat16  # their updates are made by the reference, in parts
 
@@ -99,7 +99,7 @@ def norm_(
     """See `reference.norm_`."""
     if not _serves(hparams, grads, weights):
         return reference.norm_(sumsq, grads, weights, table, hparams, accumulate)
-    plan = plan_of(table)
+    plan = tensor_lists_of(table)
     lists = plan.lists(len(sumsq), grads, weights or None)
     directions = lists[0] or []
     if weights:
@@ -125,12 +125,12 @@ def perturb_(
     """See `reference.perturb_`."""
     if not _serves(hparams, params, [backup], grads):
         return reference.perturb_(params, backup, grads, table, hparams, sumsq, save, seed)
-    plan, norms = plan_of(table), sumsq.sqrt().tolist()
+    plan, norms = tensor_lists_of(table), sumsq.sqrt().tolist()
     lists = plan.lists(len(norms), params, [backup], grads)
     perturb_lists_(plan, hparams, lists, norms, save)
 
 
-def perturb_lists_(plan: Plan, hparams: Tensor, lists: Lists, norms: Sequence[float], save: bool) -> None:
+def perturb_lists_(plan: TensorLists, hparams: Tensor, lists: Lists, norms: Sequence[float], save: bool) -> None:
     """Compute `perturb_` of the lists params, backup and grads, with the norm of each row."""
     params_, o_, _ = lists
     if save:
@@ -143,21 +143,21 @@ def perturb_lists_(plan: Plan, hparams: Tensor, lists: Lists, norms: Sequence[fl
                 t = _adaptive(w_, h[HParam.ETA])
                 torch._foreach_mul_(t, t)
                 g = torch._foreach_mul(t, g)
-            torch._foreach_add_(w_, g, alpha=h[HParam.RHO] / (norms[row] + h[HParam.NU]))
+            torch._foreach_add_(w_, g, alpha=h[HParam.RHO] / (norms[row] + h[HParam.PERTURB_EPS]))
 
 
 @torch.no_grad()
 def restore_(params: Sequence[Tensor], backup: Tensor, table: Tensor) -> None:
     """See `reference.restore_`."""
-    _copy_(*plan_of(table).lists(len(backup), params, [backup]))
+    _copy_(*tensor_lists_of(table).lists(len(backup), params, [backup]))
 
 
 def _linear(h: Sequence[float], g2: Tensors, g1: Tensors | None, q: Tensors | None, scale: float) -> Tensors:
     """Return `v = a*g2/scale + b*g1 + q` of the local update rule, or `g2` itself if no other term changes it."""
     v = g2 if scale == 1 else torch._foreach_div(g2, scale)
-    if h[HParam.A] != 1:
-        v = torch._foreach_mul(v, h[HParam.A])
-    for term, factor in ((g1, h[HParam.B]), (q, 1.0)):
+    if h[HParam.G2_COEF] != 1:
+        v = torch._foreach_mul(v, h[HParam.G2_COEF])
+    for term, factor in ((g1, h[HParam.G1_COEF]), (q, 1.0)):
         if term is None:
             continue
         if v is g2:
@@ -183,13 +183,13 @@ def update_norm_(
     """See `reference.update_norm_`."""
     if not _serves(hparams, params, _field(backup), grads):
         return reference.update_norm_(sumsq, params, backup, grads, table, hparams, g1, q, grad_scale, accumulate)
-    plan, scale = plan_of(table), 1.0 if grad_scale is None else grad_scale.item()
+    plan, scale = tensor_lists_of(table), 1.0 if grad_scale is None else grad_scale.item()
     found: list[Tensor] = []
     for _, h, (w, g, g1_, q_) in plan.parts(
         hparams, plan.lists(len(sumsq), params if backup is None else [backup], grads, g1, _field(q))
     ):
         v = _linear(h, g, g1_, q_, scale)
-        found += torch._foreach_add(v, w, alpha=h[HParam.PHI]) if h[HParam.CLIP_FULL] else v
+        found += torch._foreach_add(v, w, alpha=h[HParam.PROX_MU]) if h[HParam.CLIP_INCLUDES_PROX] else v
     _put(sumsq, found, plan.longest, accumulate)
 
 
@@ -205,12 +205,12 @@ def _gradient(
     h: Sequence[float], w: Tensors, v: Tensors, sumsq_v: float | None, shift: Tensors | None
 ) -> tuple[Tensors, float]:
     """Return `d` of `reference.update_` without `decay*w`, and that decay, which rules add themselves."""
-    full, factor = h[HParam.CLIP_FULL], _clip_factor(h[HParam.CLIP], sumsq_v)
-    if full and h[HParam.PHI]:
-        v = torch._foreach_add(v, w, alpha=h[HParam.PHI])
+    full, factor = h[HParam.CLIP_INCLUDES_PROX], _clip_factor(h[HParam.CLIP], sumsq_v)
+    if full and h[HParam.PROX_MU]:
+        v = torch._foreach_add(v, w, alpha=h[HParam.PROX_MU])
     if factor != 1:
         v = torch._foreach_mul(v, factor)
-    decay = (0.0 if h[HParam.DECOUPLED] else h[HParam.DECAY]) + (0.0 if full else h[HParam.PHI])
+    decay = (0.0 if h[HParam.DECOUPLED] else h[HParam.DECAY]) + (0.0 if full else h[HParam.PROX_MU])
     if decay and (shift is not None or h[HParam.DECOUPLED]):
         v = torch._foreach_add(v, w if shift is None else torch._foreach_sub(w, shift), alpha=decay)
         decay = 0.0
@@ -239,11 +239,11 @@ def update_(
 ) -> None:
     """See `reference.update_`."""
     found = rules.find(rule)
-    if found.lists is None or not _serves(hparams, params, _field(backup), grads):
+    if found.foreach_update is None or not _serves(hparams, params, _field(backup), grads):
         options: dict[str, Any] = {"steps": steps, "g1": g1, "q": q, "sumsq_v": sumsq_v, "grad_scale": grad_scale}
         options |= {"found_inf": found_inf, "first": first, "keep": keep, "shift": shift}
         return reference.update_(params, backup, grads, table, hparams, rule, state, **options)
-    plan, rows = plan_of(table), len(hparams)
+    plan, rows = tensor_lists_of(table), len(hparams)
     shared = params, _field(backup), grads, g1, _field(q), _field(shift)
     params_, o_, *others = plan.lists(rows, *shared, *map(_field, state))
     stops = found_inf is not None and found_inf.item() != 0
@@ -257,20 +257,20 @@ def update_(
     counts = None if steps is None else plan.count_(steps)
     for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hparams, [weights, counts, *others]):
         d, decay = _gradient(h, w_, _linear(h, g, g1_, q_, scale), sums[row], p)
-        found.lists(h, w_, d, decay, fields, t, first)
+        found.foreach_update(h, w_, d, decay, fields, t, first)
     if weights is o_:
         _copy_(params_, o_)
 
 
 class ListCalls:
     """The two passes of an optimizer's step on operands that were checked once, with the methods of
-    `raw_calls.RawCalls`."""
+    `direct_calls.DirectCalls`."""
 
     REPEATS = False  # the calls of an update hold its gradients
 
     def __init__(self, params: Sequence[Tensor], backup: Tensor, table: Tensor, hparams: Tensor) -> None:
         self._operands = params, backup, table, hparams
-        self._plan = plan_of(table)
+        self._plan = tensor_lists_of(table)
         self._params, self._backup = self._plan.lists(1, params, [backup])
 
     @staticmethod
@@ -280,8 +280,8 @@ class ListCalls:
 
     @torch.no_grad()
     def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
-        """See `raw_calls.RawCalls.norm_perturb_`."""
-        refuse_freed(grads)
+        """See `direct_calls.DirectCalls.norm_perturb_`."""
+        check_not_freed(grads)
         params, backup, table, hparams = self._operands
         if adaptive:
             norm_(sumsq, grads, params, table, hparams)
@@ -301,8 +301,8 @@ class ListCalls:
         keep: bool,
         in_place: bool = False,
     ) -> list[partial[None]]:
-        """See `raw_calls.RawCalls.update`."""
-        refuse_freed(grads)
+        """See `direct_calls.DirectCalls.update`."""
+        check_not_freed(grads)
         params, backup, table, hparams = self._operands
         start = None if in_place else backup
         return [
@@ -310,7 +310,7 @@ class ListCalls:
         ]
 
 
-def raw_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> ListCalls | None:
+def direct_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> ListCalls | None:
     """Return the two passes of a step on these operands, or None if they need the general functions, as without a
     backup."""
     return (

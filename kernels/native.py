@@ -13,26 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .direct_calls import CudaDirectCalls, DirectCalls
 from .libraries import OPS as _OPS
 from .libraries import build_hint as build_hint
 from .libraries import why_not as why_not
-from .raw_calls import CudaCalls, RawCalls
-from .rule import all_fields
+from .rule import pad_state
 
 _increment_version = torch._C._increment_version
 _ops = torch.ops.fastsam
 
 
-def raw_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> Any:
-    """Return `raw_calls.RawCalls`, or on a GPU `raw_calls.CudaCalls`: faster calls of a step on these operands.
+def direct_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> Any:
+    """Return `direct_calls.DirectCalls`, or on a GPU `direct_calls.CudaDirectCalls`: faster calls of a step on these
+    operands.
 
     Returns None during the capture of a CUDA graph. `backup` is None for weights that are updated in place and
     perturbed in separate tensors.
     """
     if params[0].device.type == "cpu":
-        return RawCalls(params, backup, table, hparams)
+        return DirectCalls(params, backup, table, hparams)
     # Memory allocated during a graph's capture belongs to the graph and is filled only in its replay.
-    return None if torch.cuda.is_current_stream_capturing() else CudaCalls(params, backup, table, hparams)
+    return None if torch.cuda.is_current_stream_capturing() else CudaDirectCalls(params, backup, table, hparams)
 
 
 def _wrote(params: Sequence[Tensor]) -> None:
@@ -88,7 +89,7 @@ def update_(
     **options: Any,
 ) -> None:
     """See `reference.update_`."""
-    operands = params, backup, grads, table, hparams, rule, *all_fields(state), steps, g1 or ()
+    operands = params, backup, grads, table, hparams, rule, *pad_state(state), steps, g1 or ()
     _ops.update_.default(*operands, **options)
     _wrote(params)
 
@@ -114,7 +115,7 @@ def update_calls(
 
     The calls execute no line of Python code, so that no signal is handled between them.
     """
-    operands = params, backup, grads, table, hparams, rule, *all_fields(state), steps, g1 or ()
+    operands = params, backup, grads, table, hparams, rule, *pad_state(state), steps, g1 or ()
     options = None, sumsq_v, grad_scale, found_inf, first, keep, None
     # The overload is a Python function around `_op`. An interrupt in it could come after the update was made.
     return [partial(_ops.update_.default._op, *operands, *options), partial(_increment_version, params)]

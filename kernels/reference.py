@@ -14,7 +14,7 @@ A model is one flat index space that is cut into *segments*. A cohort of clients
         `[rows, row_size]`, addressed at the segments' offsets. A field that is only read may have the row stride 0,
         so that all rows share one vector.
     hparams
-        float64 `[rows, groups, WIDTH]`, see `columns`. Its first dimension is the number of rows of a call.
+        float64 `[rows, groups, NUM_HPARAMS]`, see `hparams`. Its first dimension is the number of rows of a call.
     sumsq
         float64 `[rows]`: a sum of squares per row.
 
@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .columns import WIDTH, HParam
-from .conventions import CLIP_EPS, FLOATS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
+from .constants import CLIP_EPS, FLOATS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
+from .hparams import NUM_HPARAMS, HParam
 from .rounding import DROPPED, random_bits, stochastic
 
 # Dtypes of weights for which `update_` writes state and weights one after the other, so that an interrupt may come
@@ -66,7 +66,7 @@ def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Te
 def _scalars(hparams: Tensor, group: int, dtype: torch.dtype) -> dict[int, Tensor]:
     """Return the columns of one group as `[rows, 1]`, which broadcast over a segment."""
     values = hparams[:, group].to(dtype)
-    return {column: values[:, column : column + 1] for column in range(WIDTH)}
+    return {column: values[:, column : column + 1] for column in range(NUM_HPARAMS)}
 
 
 def _each(
@@ -91,7 +91,7 @@ def _unscaled(grad: Tensor, grad_scale: Tensor | None, dtype: torch.dtype) -> Te
 def _scale(hparams: Tensor, group: int, sumsq: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `rho/(norm + nu)`, `[rows, 1]`, computed in float64 and then rounded, as in every backend."""
     h = _scalars(hparams, group, torch.float64)
-    return (h[HParam.RHO] / (sumsq.sqrt()[:, None] + h[HParam.NU])).to(dtype)
+    return (h[HParam.RHO] / (sumsq.sqrt()[:, None] + h[HParam.PERTURB_EPS])).to(dtype)
 
 
 def _accumulate(out: Tensor, total: Tensor, accumulate: bool) -> None:
@@ -224,7 +224,7 @@ def dual_perturb_(
     """
     dtype = compute_dtype(backup.dtype)
     for h, (w_, o, g, mu_, s_, e_) in _each(table, hparams, dtype, params, [backup], grads, [mu], [s], _field(eps)):
-        scale = h[HParam.RHO] / (sumsq.sqrt().to(dtype)[:, None] + h[HParam.NU])
+        scale = h[HParam.RHO] / (sumsq.sqrt().to(dtype)[:, None] + h[HParam.PERTURB_EPS])
         moves = (sumsq.isfinite() & (sumsq > 0))[:, None]
         e = scale * _dual_direction(h, g, mu_, s_, dtype)
         e = torch.where(moves, e, torch.zeros_like(e))
@@ -304,7 +304,7 @@ def update_norm_(
     grad_scale: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """Compute `sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` if CLIP_FULL is set.
+    """Compute `sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` if CLIP_INCLUDES_PROX is set.
 
     Clipping limits this norm.
     """
@@ -313,16 +313,16 @@ def update_norm_(
     for h, (w_, o, g, g1_, q_) in _each(table, hparams, dtype, params, _field(backup), grads, g1, _field(q)):
         v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
         w = (w_ if o is None else o).to(dtype)
-        v = torch.where(h[HParam.CLIP_FULL] != 0, v + h[HParam.PHI] * w, v)
+        v = torch.where(h[HParam.CLIP_INCLUDES_PROX] != 0, v + h[HParam.PROX_MU] * w, v)
         total += v.square().sum(1, dtype=torch.float64)
     _accumulate(sumsq, total, accumulate)
 
 
 def _linear(h: dict[int, Tensor], g2: Tensor, g1: Tensor | None, q: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `v = a*g2 + b*g1 + q` of the local update rule."""
-    v = h[HParam.A] * g2
+    v = h[HParam.G2_COEF] * g2
     if g1 is not None:
-        v = v + h[HParam.B] * g1.to(dtype)
+        v = v + h[HParam.G1_COEF] * g1.to(dtype)
     return v if q is None else v + q.to(dtype)
 
 
@@ -382,12 +382,13 @@ def update_(
             steps[:, slot] += 1 if stop is None else torch.where(stop, 0, 1).to(steps.dtype)
             t = steps[:, slot].to(torch.float64)[:, None]
         w = (w_ if o_ is None else o_).to(dtype)
-        full, decoupled, decay = h[HParam.CLIP_FULL] != 0, h[HParam.DECOUPLED] != 0, h[HParam.DECAY]
+        full, decoupled, decay = h[HParam.CLIP_INCLUDES_PROX] != 0, h[HParam.DECOUPLED] != 0, h[HParam.DECAY]
         v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
-        inner = torch.where(full, v + h[HParam.PHI] * w, v)
-        inside = torch.where(decoupled, 0.0, decay) + torch.where(full, 0.0, h[HParam.PHI])
+        inner = torch.where(full, v + h[HParam.PROX_MU] * w, v)
+        inside = torch.where(decoupled, 0.0, decay) + torch.where(full, 0.0, h[HParam.PROX_MU])
         d = _clip_factor(h, sumsq_v, dtype) * inner + inside * (w if shift_ is None else w - shift_)
-        new, *states = found.step(h, torch.where(decoupled, w * (1 - h[HParam.LR] * decay), w), d, fields, t, first)
+        shrunk = torch.where(decoupled, w * (1 - h[HParam.LR] * decay), w)
+        new, *states = found.reference_update(h, shrunk, d, fields, t, first)
         for field, value in zip(fields, states, strict=False):
             if field is not None:
                 field.copy_(value if stop is None else torch.where(stop, field, value))

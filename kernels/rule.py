@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .columns import OWN, WIDTH, HParam
+from .hparams import FIRST_RULE_HPARAM, NUM_HPARAMS, HParam
 
 Group = Mapping[str, Any]  # options of an optimizer's parameter group
 Scalars = Mapping[int, Tensor]  # columns of `hparams`, each `[rows, 1]`
-MOST_FIELDS = 3  # largest number of fields in a rule's state
+MAX_STATE = 3  # largest number of fields in a rule's state
 
 
 def _always(group: Group) -> bool:
@@ -34,31 +34,33 @@ def _zero(group: Group) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class UpdateRule:
     """The update of some optimizer classes.
 
     Attributes:
         name: name of both files.
-        serves: the optimizer classes. Their subclasses are not served, because they may change the update.
+        optimizer_types: the optimizer classes. Their subclasses are not served, because they may change the update.
         options: keys of a parameter group that the rule reads.
         state: keys of the fields in a parameter's state, in the order of the kernels' arguments.
         counter: key of the number of steps in a parameter's state; None if steps are not counted.
-        optional: keys of the fields that a parameter may lack; `kept` returns the fields of a group's parameters.
-        own: function from a group to the rule's own columns of `hparams`, in their order: Python numbers or one-element
-            tensors.
-        step: function of the reference, see below.
-        numbers, element: functions that Triton compiles, see below.
-        lists: function for torch's multi-tensor functions and fused optimizers, see below. None: the reference is used.
-        fits: function that returns True if the kernels support a group's options. Otherwise the optimizer's own `step`
-            is used.
-        starts_alone: function that returns True if a parameter's first update differs from later ones with fields of
-            zeros (`first`).
-        start: function that returns the value of the fields before the first step: one number, or one per field of
-            `kept`.
+        optional: keys of the fields that a parameter may lack; `state_keys` returns the fields of a group's parameters.
+        rule_hparams: function from a group to the rule's own columns of `hparams`, in their order: Python numbers or
+            one-element tensors.
+        reference_update: function of the reference, see below.
+        scalar_args, triton_update: functions that Triton compiles, see below.
+        foreach_update: function for torch's multi-tensor functions and fused optimizers, see below. None: the reference
+        is used.
+        supports: function that returns True if the kernels support a group's options. Otherwise the optimizer's own
+            `step` is used.
+        initializes_in_first_step: function that returns True if a parameter's first update differs from later ones with
+            fields of zeros (`first`).
+        initial_state: function that returns the value of the fields before the first step: one number, or one per field
+            of `state_keys`.
         decoupled: function that returns True if weight decay shrinks the weights by `lr*decay`, and False if it is a
             part of the gradient.
 
-    `step(h, w, d, fields, t, first)` returns the new weights and the new fields in their order, each `[rows, length]`:
+    `reference_update(h, w, d, fields, t, first)` returns the new weights and the new fields in their order, each
+    `[rows, length]`:
 
         h       the columns
         w       the weights, already shrunk if the decay is decoupled
@@ -67,30 +69,31 @@ class Rule:
         t       float64 `[rows, 1]`, the number of this step, from 1
         first   True if the fields are not set yet
 
-    `numbers(lr, own, count, COMPUTE)` returns a tuple of scalars, computed in float64 from the rule's own columns (a
-    tuple). `element(w, d, fields, numbers, GIVEN, FIRST)` returns a tuple of the new weights and the new fields. Bit i
-    of GIVEN is set if field i is given. `tl`, and `divide`, `root` and `power` of `triton_common`, are globals of both.
+    `scalar_args(lr, own, count, COMPUTE)` returns a tuple of scalars, computed in float64 from the rule's own columns
+    (a tuple). `triton_update(w, d, fields, numbers, GIVEN, FIRST)` returns a tuple of the new weights and the new
+    fields. Bit i of GIVEN is set if field i is given. `tl`, and `divide`, `root` and `power` of `triton_common`, are
+    globals of both.
 
-    `lists(h, w_, d, decay, fields_, t, first)` updates lists of tensors on the CPU in place. `h` has the columns as
-    numbers; if they have a decoupled decay, `lists` shrinks the weights. `d` is the gradient without `decay*w`, and `t`
-    has a count per tensor if steps are counted.
+    `foreach_update(h, w_, d, decay, fields_, t, first)` updates lists of tensors on the CPU in place. `h` has the
+    columns as numbers; if they have a decoupled decay, `foreach_update` shrinks the weights. `d` is the gradient
+    without `decay*w`, and `t` has a count per tensor if steps are counted.
     """
 
     name: str
-    serves: tuple[type[Optimizer], ...]
+    optimizer_types: tuple[type[Optimizer], ...]
     options: tuple[str, ...]
     state: tuple[str, ...]
-    own: Callable[[Group], Sequence[Any]]
-    step: Callable[[Scalars, Tensor, Tensor, Sequence[Tensor | None], Tensor, bool], tuple[Tensor, ...]]
-    numbers: Callable[..., Any]
-    element: Callable[..., Any]
-    lists: Callable[..., None] | None = None
+    rule_hparams: Callable[[Group], Sequence[Any]]
+    reference_update: Callable[[Scalars, Tensor, Tensor, Sequence[Tensor | None], Tensor, bool], tuple[Tensor, ...]]
+    scalar_args: Callable[..., Any]
+    triton_update: Callable[..., Any]
+    foreach_update: Callable[..., None] | None = None
     optional: tuple[str, ...] = ()
     counter: str | None = None
-    fits: Callable[[Group], bool] = _always
-    kept: Callable[[Group], tuple[str, ...]] | None = None
-    starts_alone: Callable[[Group], bool] = _never
-    start: Callable[[Group], float | tuple[float, ...]] = _zero
+    supports: Callable[[Group], bool] = _always
+    state_keys: Callable[[Group], tuple[str, ...]] | None = None
+    initializes_in_first_step: Callable[[Group], bool] = _never
+    initial_state: Callable[[Group], float | tuple[float, ...]] = _zero
     decoupled: Callable[[Group], bool] = _never
 
     def columns(self, group: Group) -> dict[int, Any]:
@@ -98,14 +101,14 @@ class Rule:
         common: dict[int, Any] = {
             HParam.LR: group["lr"],
             HParam.DECAY: group["weight_decay"],
-            HParam.A: -1.0 if group["maximize"] else 1.0,
+            HParam.G2_COEF: -1.0 if group["maximize"] else 1.0,
             HParam.DECOUPLED: float(self.decoupled(group)),
         }
-        return {**common, **dict(zip(range(OWN, WIDTH), self.own(group), strict=False))}
+        return {**common, **dict(zip(range(FIRST_RULE_HPARAM, NUM_HPARAMS), self.rule_hparams(group), strict=False))}
 
     def fields(self, group: Group) -> tuple[str, ...]:
         """Return the keys of the fields that a group's parameters have."""
-        return self.state if self.kept is None else self.kept(group)
+        return self.state if self.state_keys is None else self.state_keys(group)
 
     @property
     def needed(self) -> tuple[bool, ...]:
@@ -113,9 +116,9 @@ class Rule:
         return tuple(name not in self.optional for name in self.state)
 
 
-def all_fields(state: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the fields of a state, padded with None to `MOST_FIELDS`. Raises ValueError for more fields."""
-    if len(state) > MOST_FIELDS:
-        raise ValueError(f"a rule's state has at most {MOST_FIELDS} fields, got {len(state)}")
+def pad_state(state: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the fields of a state, padded with None to `MAX_STATE`. Raises ValueError for more fields."""
+    if len(state) > MAX_STATE:
+        raise ValueError(f"a rule's state has at most {MAX_STATE} fields, got {len(state)}")
     padded = [*state, None, None, None]
     return padded[0], padded[1], padded[2]

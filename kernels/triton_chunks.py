@@ -3,7 +3,7 @@
 A program works on one chunk (at most `CHUNK` elements of one segment) of one row. The cut depends only on the table,
 not on the number of rows. So a row has the same bits in a batch and without other rows.
 
-A kernel finds its chunk (`locate`), computes its numbers from the device scalars (`columns`), and passes the op's
+A kernel finds its chunk (`locate`), computes its numbers from the device scalars (`hparams`), and passes the op's
 function to a loop. `each_block` calls it for one block of elements at a time, `add_up` for terms of sums. Its arguments
 are the operands in the kernel's order, the numbers, and the elements of the call (`Elements`). An operand is a pointer
 to the chunk's first element, or None if it is absent. Constants are put into a tuple only in the call itself: Triton
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .columns import HParam
+from .hparams import HParam
 from .triton_common import LANES, narrow, widen
 
 CHUNK = tl.constexpr(4096)  # elements per program

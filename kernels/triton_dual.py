@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .triton_call import Call, compilable, compute_type, wrote
 from .triton_chunks import add_up, columns, each_block, load, locate, read, store
 from .triton_norm import finish_row, sum_chunks_
+from .triton_op import Call, compilable, compute_type, wrote
 from .triton_perturb import radius
 
 

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
-from .triton_call import Call, compilable, compute_type
 from .triton_chunks import add_up, columns, locate, read, read_if
 from .triton_common import LANES, LOG2_LANES, pairwise_sum
+from .triton_op import Call, compilable, compute_type
 from .triton_tickets import last_of_row, tickets_of
 
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .triton_call import Call, compilable, compute_type, wrote
 from .triton_chunks import columns, each_block, load, locate, read, store
 from .triton_common import narrow, widen
+from .triton_op import Call, compilable, compute_type, wrote
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def radius(sumsq, h, chunk):
     sums, stride = sumsq
     squares = tl.load(sums + chunk.row * stride)
     moves = (squares > 0) & (squares < float("inf"))
-    return h.rho / (tl.sqrt(squares) + h.nu), moves
+    return h.rho / (tl.sqrt(squares) + h.perturb_eps), moves
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .conventions import refuse_freed
+from .constants import check_not_freed
 from .triton_chunks import CHUNK, Operand
 
 ENTRIES = 256  # largest number of entries of each cache; a step of a model uses about five
@@ -36,7 +36,7 @@ RESERVE = 1 << 17  # int64 numbers of pinned memory for captures: 1 MB
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkTable:
     """The cut of a table into chunks, on the device."""
 
     segments: int
@@ -96,7 +96,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-Entry = TypeVar("Entry", Plan, Addresses)
+Entry = TypeVar("Entry", ChunkTable, Addresses)
 
 
 class Cache(Generic[Entry]):
@@ -134,16 +134,16 @@ class Cache(Generic[Entry]):
         return kept
 
 
-_plans: Cache[Plan] = Cache()
+_plans: Cache[ChunkTable] = Cache()
 _addresses: Cache[Addresses] = Cache()
 
 
-def plan_of(table: Tensor, device: torch.device) -> Plan:
+def chunk_table_of(table: Tensor, device: torch.device) -> ChunkTable:
     """Return the plan of a table (int64 `[segments, 4]`, on the CPU)."""
-    return _plans.get(table.numpy().tobytes(), device, lambda: _make_plan(table, device))
+    return _plans.get(table.numpy().tobytes(), device, lambda: _make_chunk_table(table, device))
 
 
-def _make_plan(table: Tensor, device: torch.device) -> Plan:
+def _make_chunk_table(table: Tensor, device: torch.device) -> ChunkTable:
     chunk = CHUNK.value
     counts = (table[:, 1] + (chunk - 1)) // chunk
     segment = torch.repeat_interleave(torch.arange(table.shape[0], device=table.device), counts)
@@ -152,10 +152,10 @@ def _make_plan(table: Tensor, device: torch.device) -> Plan:
     both = upload(torch.cat([torch.stack([segment, begin], 1).flatten(), table.flatten()]), device)
     chunks, records = both.split([2 * segment.numel(), table.numel()])
     lengths = tuple(table[:, 1].tolist())
-    return Plan(len(lengths), segment.numel(), chunks, records, lengths, not bool((table[:, 0] % 16).any()))
+    return ChunkTable(len(lengths), segment.numel(), chunks, records, lengths, not bool((table[:, 0] % 16).any()))
 
 
-def operand_of(tensors: Sequence[Tensor], plan: Plan, rows: int) -> tuple[Operand, bool]:
+def operand_of(tensors: Sequence[Tensor], plan: ChunkTable, rows: int) -> tuple[Operand, bool]:
     """Return a list operand in the form that kernels take, and a flag that is true if it is aligned.
 
     The operand is one field, or one tensor per segment.
@@ -166,7 +166,7 @@ def operand_of(tensors: Sequence[Tensor], plan: Plan, rows: int) -> tuple[Operan
     strides = (0,) * len(tensors) if rows == 1 else tuple(t.stride(0) if t.numel() else 0 for t in tensors)
     pointers = tuple(t.data_ptr() for t in tensors)
     if not all(pointers):
-        refuse_freed(tensors)
+        check_not_freed(tensors)
     content = (pointers, strides, first.element_size())
     addresses = _addresses.get(content, first.device, lambda: _make_addresses(*content, first.device))
     return Operand(addresses.table, 0, DTYPES[first.dtype]), addresses.aligned

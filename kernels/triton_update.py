@@ -18,15 +18,15 @@ import triton
 import triton.language as tl
 
 from . import reference, rules
-from .conventions import CLIP_EPS
-from .rule import MOST_FIELDS, all_fields
-from .triton_call import Call, compilable, compute_type, wrote
+from .constants import CLIP_EPS
+from .rule import MAX_STATE, pad_state
 from .triton_chunks import add_up, columns, each_block, load, locate, read, read_if, store, store_if
 from .triton_common import divide, power, root
 from .triton_norm import finish_row, sum_chunks_
+from .triton_op import Call, compilable, compute_type, wrote
 from .triton_tickets import last_of_row, tickets_of
 
-FIELDS = tl.constexpr(MOST_FIELDS)
+FIELDS = tl.constexpr(MAX_STATE)
 EPSILON = tl.constexpr(CLIP_EPS)
 COUNT_BLOCK = tl.constexpr(128)  # segments counted at a time
 
@@ -72,8 +72,8 @@ def _update_norm_kernel(
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
     h = columns(hparams, chunk)
-    a = h.a * _inverse(grad_scale)
-    numbers = a.to(COMPUTE), h.b.to(COMPUTE), h.phi.to(COMPUTE), h.clip_full != 0
+    a = h.g2_coef * _inverse(grad_scale)
+    numbers = a.to(COMPUTE), h.g1_coef.to(COMPUTE), h.prox_mu.to(COMPUTE), h.clip_includes_prox != 0
     totals = add_up(_add_squares, 1, (grads, g1, q, weights), numbers, chunk, COMPUTE, ALIGNED)
     finish_row(sums, totals, chunk, ACCUMULATE)
 
@@ -102,11 +102,11 @@ def _clip_factor(h, sumsq_v, chunk):
 @triton.jit
 def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
     """Return a, b, phi, sig, the coupled decay, and the factor by which a decoupled decay shrinks the weights."""
-    full, apart = h.clip_full != 0, h.decoupled != 0
-    a, sig = h.a * _inverse(grad_scale), _clip_factor(h, sumsq_v, chunk)
-    inside = tl.where(apart, 0.0, h.decay) + tl.where(full, 0.0, h.phi)
+    full, apart = h.clip_includes_prox != 0, h.decoupled != 0
+    a, sig = h.g2_coef * _inverse(grad_scale), _clip_factor(h, sumsq_v, chunk)
+    inside = tl.where(apart, 0.0, h.decay) + tl.where(full, 0.0, h.prox_mu)
     shrink = tl.where(apart, 1.0 - h.lr * h.decay, 1.0)
-    return [x.to(COMPUTE) for x in (a, h.b, h.phi, sig, inside, shrink)]
+    return [x.to(COMPUTE) for x in (a, h.g1_coef, h.prox_mu, sig, inside, shrink)]
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def _update_kernel(
     run = _running(found_inf)
     each_block(
         _update, (weights, grads, g1, q, shift, backup, state0, state1, state2),
-        Step(form, h.clip_full != 0, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,
+        Step(form, h.clip_includes_prox != 0, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,
     )  # fmt: skip
     if counters is not None:
         _count_row(counters, chunk, plan[1], run)
@@ -194,9 +194,9 @@ def form_of(name: str) -> tuple[Any, Any]:
     The rule's file is also imported without Triton, so the names of Triton that it uses are set here.
     """
     rule = rules.find(name)
-    for function in (rule.numbers, rule.element):
+    for function in (rule.scalar_args, rule.triton_update):
         function.__globals__.update(tl=tl, divide=divide, root=root, power=power)
-    return triton.jit(rule.numbers), triton.jit(rule.element)
+    return triton.jit(rule.scalar_args), triton.jit(rule.triton_update)
 
 
 @compilable(cast("Callable[..., None]", reference.update_), "params", "backup", "steps")
@@ -232,4 +232,4 @@ def _update_(
 
 def update_(params, backup, grads, table, hparams, rule, state=(), **options):
     """See `reference.update_`."""
-    _update_(params, backup, grads, table, hparams, rule, *all_fields(state), **options)
+    _update_(params, backup, grads, table, hparams, rule, *pad_state(state), **options)

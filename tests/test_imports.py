@@ -64,7 +64,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 OUTER = frozenset({"fastsam", "fastsam.__main__"})  # import what they like, and nobody inside imports them
 # Definitions that all backends share: the layout of the device scalars, dtypes, update rules, row programs' words.
 SHARED = tuple(
-    f"fastsam_kernels.{name}" for name in ("columns", "conventions", "rule", "rules", "rowprograms.instructions")
+    f"fastsam_kernels.{name}"
+    for name in ("hparams", "constants", "rule", "rules", "rowprograms.instructions", "weak_tensors")
 )
 BACKEND_NAMES = frozenset({"native", "triton", "foreach", "reference"})
 EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"})

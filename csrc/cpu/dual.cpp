@@ -10,8 +10,8 @@ void dual_norm_range(const DualArgs& args, double* partials, int64_t begin, int6
   FASTSAM_DISPATCH(dual_norm_range, args, partials, begin, end);
 }
 
-void dual_perturb_range(const DualArgs& args, bool stream, int64_t begin, int64_t end) {
-  FASTSAM_DISPATCH(dual_perturb_range, args, stream, begin, end);
+void dual_perturb_range(const DualArgs& args, bool nontemporal, int64_t begin, int64_t end) {
+  FASTSAM_DISPATCH(dual_perturb_range, args, nontemporal, begin, end);
 }
 
 }  // namespace fastsam

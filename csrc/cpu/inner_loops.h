@@ -30,7 +30,7 @@ struct Products {
 };
 
 template <class W>
-inline void inner_piece(const W* x, const W* y, int64_t n, double* out) {
+inline void inner_chunk(const W* x, const W* y, int64_t n, double* out) {
   Products products;
   alignas(64) double a[kBlock], b[kBlock];
   for (int64_t start = 0; start < n; start += kBlock, x += kBlock, y += kBlock) {
@@ -44,12 +44,12 @@ inline void inner_piece(const W* x, const W* y, int64_t n, double* out) {
 }
 
 inline void inner_range(const InnerArgs& args, double* partials, int64_t begin, int64_t end) {
-  with_types(args.call, [&](auto weight, auto) {
+  dispatch_types(args.problem, [&](auto weight, auto) {
     using W = decltype(weight);
     double* out = partials + 2 * begin;
-    each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
-      inner_piece(at<const W>(args.x, row, segment, piece.begin), at<const W>(args.y, row, segment, piece.begin),
-                  piece.count, out);
+    for_each_chunk(args.problem, begin, end, [&](int64_t row, int64_t segment, ChunkRange range) {
+      inner_chunk(at<const W>(args.x, row, segment, range.begin), at<const W>(args.y, row, segment, range.begin),
+                  range.count, out);
       out += 2;
     });
   });

@@ -30,7 +30,7 @@ struct Squares {
 };
 
 template <class W>
-inline double norm_piece(const W* g, const W* w, int64_t n, const NormRule<compute_t<W>>& rule) {
+inline double norm_chunk(const W* g, const W* w, int64_t n, const NormFunctor<compute_t<W>>& rule) {
   using C = compute_t<W>;
   Squares<C> squares;
   if constexpr (std::is_same_v<W, C>) {
@@ -53,20 +53,20 @@ inline double norm_piece(const W* g, const W* w, int64_t n, const NormRule<compu
 }
 
 inline void norm_range(const NormArgs& args, double* partials, int64_t begin, int64_t end) {
-  with_types(args.call, [&](auto weight, auto) {
+  dispatch_types(args.problem, [&](auto weight, auto) {
     using W = decltype(weight);
     int64_t unit = begin;
-    each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
-      const NormRule<compute_t<W>> rule(scalars(args.call, row, segment));
-      partials[unit++] = norm_piece(at<const W>(args.grads, row, segment, piece.begin),
-                                    at<const W>(args.weights, row, segment, piece.begin), piece.count, rule);
+    for_each_chunk(args.problem, begin, end, [&](int64_t row, int64_t segment, ChunkRange range) {
+      const NormFunctor<compute_t<W>> rule(scalars(args.problem, row, segment));
+      partials[unit++] = norm_chunk(at<const W>(args.grads, row, segment, range.begin),
+                                    at<const W>(args.weights, row, segment, range.begin), range.count, rule);
     });
   });
 }
 
 template <class W, class S>
-inline double linear_piece(const S* w, const W* g2, const W* g1, const compute_t<W>* q, int64_t n,
-                           const LinearRule<compute_t<W>>& rule) {
+inline double linear_chunk(const S* w, const W* g2, const W* g1, const compute_t<W>* q, int64_t n,
+                           const LinearFunctor<compute_t<W>>& rule) {
   using C = compute_t<W>;
   Squares<C> squares;
   alignas(64) C x[kBlock];
@@ -84,19 +84,19 @@ inline double linear_piece(const S* w, const W* g2, const W* g1, const compute_t
 
 inline void update_norm_range(const UpdateArgs& args, double* partials, int64_t begin, int64_t end) {
   const double inverse = args.grad_scale != nullptr ? 1.0 / *args.grad_scale : 1.0;
-  with_types(args.call, [&](auto weight, auto stored) {
+  dispatch_types(args.problem, [&](auto weight, auto stored) {
     using W = decltype(weight);
     using C = compute_t<W>;
     int64_t unit = begin;
-    each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
-      const LinearRule<C> rule(scalars(args.call, row, segment), inverse);
-      const W* g2 = at<const W>(args.grads, row, segment, piece.begin);
-      const W* g1 = at<const W>(args.g1, row, segment, piece.begin);
-      const C* q = at<const C>(args.q, args.call, row, segment, piece.begin);
-      const auto* o = at<const decltype(stored)>(args.backup, args.call, row, segment, piece.begin);
-      const W* z = at<const W>(args.params, row, segment, piece.begin);
+    for_each_chunk(args.problem, begin, end, [&](int64_t row, int64_t segment, ChunkRange range) {
+      const LinearFunctor<C> rule(scalars(args.problem, row, segment), inverse);
+      const W* g2 = at<const W>(args.grads, row, segment, range.begin);
+      const W* g1 = at<const W>(args.g1, row, segment, range.begin);
+      const C* q = at<const C>(args.q, args.problem, row, segment, range.begin);
+      const auto* o = at<const decltype(stored)>(args.backup, args.problem, row, segment, range.begin);
+      const W* z = at<const W>(args.params, row, segment, range.begin);
       partials[unit++] =
-          o != nullptr ? linear_piece(o, g2, g1, q, piece.count, rule) : linear_piece(z, g2, g1, q, piece.count, rule);
+          o != nullptr ? linear_chunk(o, g2, g1, q, range.count, rule) : linear_chunk(z, g2, g1, q, range.count, rule);
     });
   });
 }

@@ -7,12 +7,12 @@
 
 namespace fastsam {
 
-void perturb_range(const PerturbArgs& args, bool stream, int64_t begin, int64_t end) {
-  FASTSAM_DISPATCH(perturb_range, args, stream, begin, end);
+void perturb_range(const PerturbArgs& args, bool nontemporal, int64_t begin, int64_t end) {
+  FASTSAM_DISPATCH(perturb_range, args, nontemporal, begin, end);
 }
 
-void restore_range(const RestoreArgs& args, bool stream, int64_t begin, int64_t end) {
-  FASTSAM_DISPATCH(restore_range, args, stream, begin, end);
+void restore_range(const RestoreArgs& args, bool nontemporal, int64_t begin, int64_t end) {
+  FASTSAM_DISPATCH(restore_range, args, nontemporal, begin, end);
 }
 
 }  // namespace fastsam

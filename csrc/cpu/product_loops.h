@@ -105,8 +105,8 @@ inline void pack(const Matrix& b, int64_t k, int64_t count, float* __restrict__ 
 
 // High rows of the result, `count` columns. b: `[k, Across * kLanes]`, dense across.
 template <int High, int Across>
-FASTSAM_ONCE void block(const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* __restrict__ out,
-                        int64_t width, int64_t count) {
+FASTSAM_NOINLINE void block(const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* __restrict__ out,
+                            int64_t width, int64_t count) {
   Lanes sums[High][Across];
   FASTSAM_UNROLL for (int i = 0; i < High; ++i) {
     FASTSAM_UNROLL for (int j = 0; j < Across; ++j) sums[i][j] = Lanes{};

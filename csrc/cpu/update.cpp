@@ -9,12 +9,12 @@
 namespace fastsam {
 namespace {
 
-void range(const UpdateArgs& args, bool stream, int64_t begin, int64_t end) {
-  FASTSAM_DISPATCH(update_range<FASTSAM_RULE::Rule>, args, stream, begin, end);
+void range(const UpdateArgs& args, bool nontemporal, int64_t begin, int64_t end) {
+  FASTSAM_DISPATCH(update_range<FASTSAM_RULE::Rule>, args, nontemporal, begin, end);
 }
 
 [[maybe_unused]] const bool entered = [] {
-  enter_rule<FASTSAM_RULE::Rule<float>>(FASTSAM_TEXT(FASTSAM_RULE)).range = range;
+  register_rule<FASTSAM_RULE::Rule<float>>(FASTSAM_TEXT(FASTSAM_RULE)).range = range;
   return true;
 }();
 

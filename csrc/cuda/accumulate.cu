@@ -7,7 +7,7 @@ namespace {
 constexpr int kTogether = 4;  // number of rows that are loaded at the same time
 
 template <class T>
-constexpr int kEach = kPackBytes / sizeof(T);  // elements per thread
+constexpr int kEach = kVecBytes / sizeof(T);  // elements per thread
 
 template <class T>
 int64_t blocks_for(int64_t n) {
@@ -31,41 +31,41 @@ __device__ __forceinline__ Bits warp_max(Bits x) {
 
 // Returns `Each` elements from p. Elements from `count` on are zero.
 template <int Width, int Each, class T>
-__device__ __forceinline__ Pack<std::remove_const_t<T>, Each> read(T* p, int count) {
-  Pack<std::remove_const_t<T>, Each> pack = {};
-  const Operand<T, Width> operand(p);
+__device__ __forceinline__ AlignedVector<std::remove_const_t<T>, Each> read(T* p, int count) {
+  AlignedVector<std::remove_const_t<T>, Each> vector = {};
+  const VectorPtr<T, Width> operand(p);
   if (count == Each) {
 #pragma unroll
     for (int start = 0; start < Each; start += Width) {
-      Pack<std::remove_const_t<T>, Width> part;
+      AlignedVector<std::remove_const_t<T>, Width> part;
       operand.read(part, start);
 #pragma unroll
-      for (int lane = 0; lane < Width; ++lane) pack.x[start + lane] = part.x[lane];
+      for (int lane = 0; lane < Width; ++lane) vector.x[start + lane] = part.x[lane];
     }
   } else {
 #pragma unroll
     for (int lane = 0; lane < Each; ++lane) {
-      if (lane < count) pack.x[lane] = p[lane];
+      if (lane < count) vector.x[lane] = p[lane];
     }
   }
-  return pack;
+  return vector;
 }
 
 template <int Width, int Each, class T>
-__device__ __forceinline__ void write(T* p, const Pack<T, Each>& pack, int count) {
-  const Operand<T, Width> operand(p);
+__device__ __forceinline__ void write(T* p, const AlignedVector<T, Each>& vector, int count) {
+  const VectorPtr<T, Width> operand(p);
   if (count == Each) {
 #pragma unroll
     for (int start = 0; start < Each; start += Width) {
-      Pack<T, Width> part;
+      AlignedVector<T, Width> part;
 #pragma unroll
-      for (int lane = 0; lane < Width; ++lane) part.x[lane] = pack.x[start + lane];
+      for (int lane = 0; lane < Width; ++lane) part.x[lane] = vector.x[start + lane];
       operand.write(part, start);
     }
   } else {
 #pragma unroll
     for (int lane = 0; lane < Each; ++lane) {
-      if (lane < count) p[lane] = pack.x[lane];
+      if (lane < count) p[lane] = vector.x[lane];
     }
   }
 }
@@ -98,23 +98,23 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(const AccumulatePa
   const int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * each, rest = args.n - begin;
   const int count = rest < 0 ? 0 : rest < each ? static_cast<int>(rest) : each;
   const T* x = static_cast<const T*>(args.x) + begin;
-  Pack<T, each> base = {};
+  AlignedVector<T, each> base = {};
   if (args.base != nullptr) base = read<each, each>(static_cast<const T*>(args.base) + begin, count);
-  Pack<uint64_t, each> high = read<2, each>(args.high + begin, count);
-  Pack<int64_t, each> low = read<2, each>(args.low + begin, count);
+  AlignedVector<uint64_t, each> high = read<2, each>(args.high + begin, count);
+  AlignedVector<int64_t, each> low = read<2, each>(args.low + begin, count);
   for (int64_t first = 0; first < args.rows; first += kTogether) {
-    Pack<T, each> packs[kTogether] = {};
+    AlignedVector<T, each> vectors[kTogether] = {};
 #pragma unroll
-    for (int turn = 0; turn < kTogether; ++turn) {
-      if (first + turn < args.rows) packs[turn] = read<each, each>(x + (first + turn) * args.row_stride, count);
+    for (int u = 0; u < kTogether; ++u) {
+      if (first + u < args.rows) vectors[u] = read<each, each>(x + (first + u) * args.row_stride, count);
     }
 #pragma unroll
-    for (int turn = 0; turn < kTogether; ++turn) {
-      if (first + turn >= args.rows) break;
+    for (int u = 0; u < kTogether; ++u) {
+      if (first + u >= args.rows) break;
       decltype(magnitude_bits(T())) bits = 0;
 #pragma unroll
       for (int lane = 0; lane < each; ++lane) {
-        const T d = packs[turn].x[lane] - base.x[lane];
+        const T d = vectors[u].x[lane] - base.x[lane];
         bits = magnitude_bits(d) > bits ? magnitude_bits(d) : bits;
         add_fixed_point(static_cast<double>(d) * args.scale, high.x[lane], low.x[lane]);
       }
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(const AccumulatePa
       bits = warp_max(bits);
       const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
       if (threadIdx.x % kWarp == 0) {
-        p.partials[(first + turn) * gridDim.x * kWarps + warp] = magnitude_of(bits);
+        p.partials[(first + u) * gridDim.x * kWarps + warp] = magnitude_of(bits);
       }
     }
 #pragma unroll

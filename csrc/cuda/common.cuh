@@ -1,6 +1,6 @@
-// Helpers of all CUDA kernels: packs of 128 bits, the segment table as a kernel argument, and launching.
+// Helpers of all CUDA kernels: vectors of 128 bits, the segment table as a kernel argument, and launching.
 //
-// One block computes one chunk of one row (`Unit`). In sums, each warp of a block may compute a small segment, because
+// One block computes one chunk of one row (`Tile`). In sums, each warp of a block may compute a small segment, because
 // most tensors of a model have fewer elements than a block has threads. Blocks are not persistent. The work of a block
 // before its first load (a search in the table, in constant memory) is short, and its scalars are computed during the
 // first loads. The hardware's scheduler is expected to balance blocks of unequal length better than a fixed stride.
@@ -18,21 +18,22 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../launch.h"
-#include "../math.h"
+#include "../kernel_args.h"
+#include "../kernel_math.h"
 
 namespace fastsam {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kPackBytes = 16;
+constexpr int kVecBytes = 16;
 constexpr int64_t kArgumentLimit = 32764;
 
-// ---- packs ---------------------------------------------------------------------------------------------------------
+// ---- vectors
+// ---------------------------------------------------------------------------------------------------------
 
 template <class T, int N>
-struct alignas(N * sizeof(T)) Pack {
+struct alignas(N * sizeof(T)) AlignedVector {
   T x[N];
 };
 
@@ -41,67 +42,57 @@ template <int Bytes>
 using Word = std::conditional_t<Bytes == 16, int4,
                                 std::conditional_t<Bytes == 8, int2, std::conditional_t<Bytes == 4, int, short>>>;
 
-// The address of a block's first element of an operand (nullptr: not given). The flag is true if packs of Width
+// The address of a block's first element of an operand (nullptr: not given). The flag is true if vectors of Width
 // elements may be read and written in one access. Gradients in the buckets of DistributedDataParallel are aligned to 4
 // bytes. Such an operand costs more instructions, and the other operands keep their wide accesses.
 //
-// Once: the next access to these elements is at least a pass of the model later. They leave the second-level cache
-// first, so that it keeps the data of the next kernel: the gradients between norm and perturbation, the weights before
-// a pass.
-template <class T, int Width, bool Once = false>
-struct Operand {
+// kStreaming: the next access to these elements is at least a pass of the model later. They leave the second-level
+// cache first, so that it keeps the data of the next kernel: the gradients between norm and perturbation, the weights
+// before a pass.
+template <class T, int Width, bool kStreaming = false>
+struct VectorPtr {
   using Element = std::remove_const_t<T>;
   T* data;
-  bool wide;
+  bool aligned;
 
-  __device__ __forceinline__ Operand(T* p = nullptr)
-      : data(p), wide(reinterpret_cast<uintptr_t>(p) % (Width * sizeof(T)) == 0) {}
+  __device__ __forceinline__ VectorPtr(T* p = nullptr)
+      : data(p), aligned(reinterpret_cast<uintptr_t>(p) % (Width * sizeof(T)) == 0) {}
 
   __device__ __forceinline__ explicit operator bool() const { return data != nullptr; }
 
   template <int N>
-  __device__ __forceinline__ void read(Pack<Element, N>& pack, int i) const {
-    if (Once && (N == 1 || wide)) {
-      using Whole = Word<sizeof(pack)>;
-      pack = bit_cast<Pack<Element, N>>(__ldcs(reinterpret_cast<const Whole*>(data + i)));
-    } else if (N == 1 || wide) {
-      pack = *reinterpret_cast<const Pack<Element, N>*>(data + i);
+  __device__ __forceinline__ void read(AlignedVector<Element, N>& vector, int i) const {
+    if (kStreaming && (N == 1 || aligned)) {
+      using Whole = Word<sizeof(vector)>;
+      vector = bit_cast<AlignedVector<Element, N>>(__ldcs(reinterpret_cast<const Whole*>(data + i)));
+    } else if (N == 1 || aligned) {
+      vector = *reinterpret_cast<const AlignedVector<Element, N>*>(data + i);
     } else {
 #pragma unroll
-      for (int lane = 0; lane < N; ++lane) pack.x[lane] = data[i + lane];
+      for (int lane = 0; lane < N; ++lane) vector.x[lane] = data[i + lane];
     }
   }
 
   template <int N>
-  __device__ __forceinline__ void write(const Pack<Element, N>& pack, int i) const {
-    if (Once && (N == 1 || wide)) {
-      using Whole = Word<sizeof(pack)>;
-      __stcs(reinterpret_cast<Whole*>(data + i), bit_cast<Whole>(pack));
-    } else if (N == 1 || wide) {
-      *reinterpret_cast<Pack<Element, N>*>(data + i) = pack;
+  __device__ __forceinline__ void write(const AlignedVector<Element, N>& vector, int i) const {
+    if (kStreaming && (N == 1 || aligned)) {
+      using Whole = Word<sizeof(vector)>;
+      __stcs(reinterpret_cast<Whole*>(data + i), bit_cast<Whole>(vector));
+    } else if (N == 1 || aligned) {
+      *reinterpret_cast<AlignedVector<Element, N>*>(data + i) = vector;
     } else {
 #pragma unroll
-      for (int lane = 0; lane < N; ++lane) data[i + lane] = pack.x[lane];
+      for (int lane = 0; lane < N; ++lane) data[i + lane] = vector.x[lane];
     }
   }
 };
-
-// Converts from one storage type to another. The bits are kept if the types are the same (a NaN keeps its payload).
-template <class To, class From>
-__device__ __forceinline__ To convert(From x) {
-  if constexpr (std::is_same_v<To, From>) {
-    return x;
-  } else {
-    return narrow<To>(widen(x));
-  }
-}
 
 // ---- the table -----------------------------------------------------------------------------------------------------
 
 // The segments of one launch: first the large ones, then the small ones, which share blocks. Both are in the row's
 // order. Lists: the number of list operands.
 template <int Lists, int Capacity>
-struct Table {
+struct SegmentMetadata {
   int segments, chunk;
   int large, whole;         // number of large segments, and of their chunks in a row, a block each
   int prefix[Capacity];     // number of a row's chunks of large segments before segment i
@@ -125,58 +116,59 @@ constexpr int capacity(int lists, int64_t bytes) {
 }
 
 // The chunk of one row for a block, or for a warp of it: [begin, begin + count) of a segment.
-struct Unit {
+struct Tile {
   int row, segment, count;
   int chunk;  // number of the chunk in the row, in this launch
   int64_t begin;
-  bool shared;  // each warp has a segment, or none (`count` is 0)
-  int warp;     // the block's first warp that works on it
-  int thread;   // number of the calling thread in these warps
+  bool warp_per_segment;  // each warp has a segment, or none (`count` is 0)
+  int warp;               // the block's first warp that works on it
+  int thread;             // number of the calling thread in these warps
 };
 
-// Shares: the table may have segments that share blocks.
-template <bool Shares = false, class T>
-__device__ __forceinline__ Unit unit_of(const T& table, unsigned index) {
+// WarpPerSegment: the table may have segments that share blocks.
+template <bool WarpPerSegment = false, class T>
+__device__ __forceinline__ Tile tile_of(const T& table, unsigned index) {
   const unsigned blocks = table.blocks();
-  Unit unit;
-  unit.row = index / blocks;
+  Tile tile;
+  tile.row = index / blocks;
   const int block = index % blocks;
-  unit.shared = Shares && block >= table.whole;
-  if (unit.shared) {
+  tile.warp_per_segment = WarpPerSegment && block >= table.whole;
+  if (tile.warp_per_segment) {
     // The compiler knows that a value of the first lane is the same in the whole warp, so it needs no register of every
     // thread.
-    unit.warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarp, 0);
-    const int small = table.large + (block - table.whole) * kWarps + unit.warp;
+    tile.warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarp, 0);
+    const int small = table.large + (block - table.whole) * kWarps + tile.warp;
     const bool there = small < table.segments;
-    unit.thread = threadIdx.x % kWarp;
-    unit.segment = there ? small : 0;
-    unit.begin = 0;
-    unit.count = there ? static_cast<int>(table.length[small]) : 0;
-    unit.chunk = table.prefix[unit.segment];
+    tile.thread = threadIdx.x % kWarp;
+    tile.segment = there ? small : 0;
+    tile.begin = 0;
+    tile.count = there ? static_cast<int>(table.length[small]) : 0;
+    tile.chunk = table.prefix[tile.segment];
   } else {
-    unit.warp = 0;
-    unit.thread = threadIdx.x;
-    unit.segment = static_cast<int>(segment_of(table.prefix, table.large, block));
-    const Piece piece = piece_of(block - table.prefix[unit.segment], table.length[unit.segment], table.chunk);
-    unit.begin = piece.begin;
-    unit.count = block < table.whole ? static_cast<int>(piece.count) : 0;
-    unit.chunk = block;
+    tile.warp = 0;
+    tile.thread = threadIdx.x;
+    tile.segment = static_cast<int>(segment_of(table.prefix, table.large, block));
+    const ChunkRange range =
+        chunk_range_of(block - table.prefix[tile.segment], table.length[tile.segment], table.chunk);
+    tile.begin = range.begin;
+    tile.count = block < table.whole ? static_cast<int>(range.count) : 0;
+    tile.chunk = block;
   }
-  unit.chunk += table.less[unit.segment];
-  return unit;
+  tile.chunk += table.less[tile.segment];
+  return tile;
 }
 
-// Returns the address of a unit's first element in a list operand (nullptr if the list is not given), and in a field.
-template <class T, class Table>
-__device__ __forceinline__ T* at(const Table& table, int list, const Unit& unit) {
-  T* start = static_cast<T*>(table.start[list][unit.segment]);
-  return start == nullptr ? nullptr : start + unit.row * table.row_stride[list][unit.segment] + unit.begin;
+// Returns the address of a tile's first element in a list operand (nullptr if the list is not given), and in a field.
+template <class T, class SegmentMetadata>
+__device__ __forceinline__ T* at(const SegmentMetadata& table, int list, const Tile& tile) {
+  T* start = static_cast<T*>(table.start[list][tile.segment]);
+  return start == nullptr ? nullptr : start + tile.row * table.row_stride[list][tile.segment] + tile.begin;
 }
 
-template <class T, class Table>
-__device__ __forceinline__ T* at(const Field& field, const Table& table, const Unit& unit) {
+template <class T, class SegmentMetadata>
+__device__ __forceinline__ T* at(const Field& field, const SegmentMetadata& table, const Tile& tile) {
   T* data = static_cast<T*>(field.data);
-  return data == nullptr ? nullptr : data + unit.row * field.stride + table.offset[unit.segment] + unit.begin;
+  return data == nullptr ? nullptr : data + tile.row * field.stride + table.offset[tile.segment] + tile.begin;
 }
 
 // The arguments of every kernel with hyper-parameters.
@@ -184,43 +176,45 @@ struct Scalars {
   const double* hparams;
   int groups;
 
-  // Returns the columns of the group of a unit's segment.
-  template <class Table>
-  __device__ __forceinline__ const double* of(const Table& table, const Unit& unit) const {
-    return hparams + (static_cast<int64_t>(unit.row) * groups + table.group[unit.segment]) * kWidth;
+  // Returns the columns of the group of a tile's segment.
+  template <class SegmentMetadata>
+  __device__ __forceinline__ const double* of(const SegmentMetadata& table, const Tile& tile) const {
+    return hparams + (static_cast<int64_t>(tile.row) * groups + table.group[tile.segment]) * kNumHParams;
   }
 };
 
-inline Scalars scalars_of(const Call& call) { return Scalars{call.hparams, static_cast<int>(call.groups)}; }
+inline Scalars scalars_of(const Problem& problem) { return Scalars{problem.hparams, static_cast<int>(problem.groups)}; }
 
-// The number of elements of one sweep of a block; see index.h.
+// The number of elements of one sweep of a block; see chunks.h.
 template <class Op>
 constexpr int64_t sweep_of() {
-  return int64_t{kThreads} * Op::kWidth * Op::kTurns;
+  return int64_t{kThreads} * Op::kVecSize * Op::kUnroll;
 }
 
 // ---- launching -----------------------------------------------------------------------------------------------------
 
 // Returns the elements of a row. The chunk length depends on it, and not on the number of rows.
-inline int64_t row_elements(const Call& call) {
+inline int64_t row_elements(const Problem& problem) {
   int64_t n = 0;
-  for (int64_t i = 0; i < call.segments; ++i) n += call.table[i].length;
+  for (int64_t i = 0; i < problem.segments; ++i) n += problem.table[i].length;
   return n;
 }
 
 // Returns the number of chunks of a row's first segments.
-inline int64_t row_chunks(const Call& call, int64_t chunk, int64_t segments) {
+inline int64_t row_chunks(const Problem& problem, int64_t chunk, int64_t segments) {
   int64_t n = 0;
-  for (int64_t i = 0; i < segments; ++i) n += chunks_of(call.table[i].length, chunk);
+  for (int64_t i = 0; i < segments; ++i) n += chunks_of(problem.table[i].length, chunk);
   return n;
 }
 
-inline int64_t row_chunks(const Call& call, int64_t chunk) { return row_chunks(call, chunk, call.segments); }
+inline int64_t row_chunks(const Problem& problem, int64_t chunk) {
+  return row_chunks(problem, chunk, problem.segments);
+}
 
 // Returns the chunk length of a row for Element: the row is cut into `enough` chunks before chunks get longer.
 template <class Element>
-int64_t chunk_of(const Call& call, int64_t enough) {
-  return chunk_for(row_elements(call), sweep_of<Element>(), enough);
+int64_t chunk_of(const Problem& problem, int64_t enough) {
+  return chunk_for(row_elements(problem), sweep_of<Element>(), enough);
 }
 
 // A launch of a call. All launches have this chunk length. It has the number of the row's earlier chunks, and a flag
@@ -231,16 +225,16 @@ struct Part {
 };
 
 template <int Capacity, size_t Lists, class F>
-int in_parts(const Call& call, const std::array<const List*, Lists>& lists, int64_t chunk, int64_t most, bool reversed,
-             F&& f) {
+int in_parts(const Problem& problem, const std::array<const List*, Lists>& lists, int64_t chunk, int64_t most,
+             bool reversed, F&& f) {
   const auto shares = [&](const Segment& segment) { return segment.length > 0 && segment.length <= most; };
-  const int64_t parts = call.segments > 0 ? (call.segments + Capacity - 1) / Capacity : 1;
+  const int64_t parts = problem.segments > 0 ? (problem.segments + Capacity - 1) / Capacity : 1;
   for (int64_t launched = 0; launched < parts; ++launched) {
     const int64_t first = (reversed ? parts - 1 - launched : launched) * Capacity;
-    Table<static_cast<int>(Lists), Capacity> table;
+    SegmentMetadata<static_cast<int>(Lists), Capacity> table;
     table.chunk = static_cast<int>(chunk);
-    table.segments = static_cast<int>(std::min<int64_t>(Capacity, call.segments - first));
-    const Segment* segments = call.table + first;
+    table.segments = static_cast<int>(std::min<int64_t>(Capacity, problem.segments - first));
+    const Segment* segments = problem.table + first;
     table.large = table.segments - static_cast<int>(std::count_if(segments, segments + table.segments, shares));
     table.whole = 0;
     for (int each = 0, small = 0; each < table.segments; ++each) {
@@ -255,12 +249,12 @@ int in_parts(const Call& call, const std::array<const List*, Lists>& lists, int6
       table.offset[i] = segment.offset;
       table.length[i] = segment.length;
       for (size_t list = 0; list < Lists; ++list) {
-        const bool given = lists[list]->given();
-        table.start[list][i] = given ? lists[list]->start[first + each] : nullptr;
-        table.row_stride[list][i] = given ? lists[list]->row_stride[first + each] : 0;
+        const bool defined = lists[list]->defined();
+        table.start[list][i] = defined ? lists[list]->start[first + each] : nullptr;
+        table.row_stride[list][i] = defined ? lists[list]->row_stride[first + each] : 0;
       }
     }
-    const int error = f(table, Part{chunk, row_chunks(call, chunk, first), launched == parts - 1});
+    const int error = f(table, Part{chunk, row_chunks(problem, chunk, first), launched == parts - 1});
     if (error != 0) return error;
   }
   return 0;
@@ -269,12 +263,12 @@ int in_parts(const Call& call, const std::array<const List*, Lists>& lists, int6
 // Calls f(table, part) for the smallest number of launches that hold all segments, in their order or `reversed`. Stops
 // at the first error and returns it. Segments of at most `most` elements share blocks.
 template <size_t Lists, class F>
-int each_part(const Call& call, const std::array<const List*, Lists>& lists, int64_t chunk, int64_t most, bool reversed,
-              F&& f) {
+int each_part(const Problem& problem, const std::array<const List*, Lists>& lists, int64_t chunk, int64_t most,
+              bool reversed, F&& f) {
   constexpr int small = capacity(Lists, 4096), large = capacity(Lists, kArgumentLimit);
-  if (call.rows == 0) return 0;
-  return call.segments <= small ? in_parts<small>(call, lists, chunk, most, reversed, f)
-                                : in_parts<large>(call, lists, chunk, most, reversed, f);
+  if (problem.rows == 0) return 0;
+  return problem.segments <= small ? in_parts<small>(problem, lists, chunk, most, reversed, f)
+                                   : in_parts<large>(problem, lists, chunk, most, reversed, f);
 }
 
 // Launches `blocks` blocks, if any, with `shared` bytes of dynamic shared memory. Returns a cudaError_t, and clears it
@@ -296,35 +290,35 @@ int launch(void (*kernel)(Argument), int64_t blocks, void* stream, const Params&
 }
 
 // Launches once for each part of a call, with a block for each chunk of each row. Small segments may share a block:
-// segments for which each thread of a warp has at most one pack, as it would in a separate block. An Op has
+// segments for which each thread of a warp has at most one vector, as it would in a separate block. An Op has
 //   Element<W, O>, kEnough   the computation on an element of weights W and backup O; for `chunk_of`
 //   params(table, part)      the argument of a kernel
 //   kernel<W, O, Params>()   the kernel
-//   kShares                  true if small segments share blocks
+//   kWarpPerSegment                  true if small segments share blocks
 //   kReversed                true if it walks from the end of the rows to their start
 //   finishes()               true if a block finishes every row, even a row without elements
 template <class Op, size_t Lists>
-int launch_chunks(const Op& op, const Call& call, const std::array<const List*, Lists>& lists, void* stream) {
-  return with_types(call, [&](auto weight, auto stored) -> int {
+int launch_chunks(const Op& op, const Problem& problem, const std::array<const List*, Lists>& lists, void* stream) {
+  return dispatch_types(problem, [&](auto weight, auto stored) -> int {
     using W = decltype(weight);
     using O = decltype(stored);
     using Element = typename Op::template Element<W, O>;
-    const int64_t chunk = chunk_of<Element>(call, Op::kEnough);
-    const int64_t most = Op::kShares ? kWarp * Element::kWidth : 0;
-    return each_part(call, lists, chunk, most, Op::kReversed, [&](const auto& table, const Part& part) {
+    const int64_t chunk = chunk_of<Element>(problem, Op::kEnough);
+    const int64_t most = Op::kWarpPerSegment ? kWarp * Element::kVecSize : 0;
+    return each_part(problem, lists, chunk, most, Op::kReversed, [&](const auto& table, const Part& part) {
       const auto params = op.params(table, part);
       const auto kernel = Op::template kernel<W, O, std::decay_t<decltype(params)>>();
-      return launch(kernel, call.rows * (op.finishes() ? table.blocks() : table.busy()), stream, params);
+      return launch(kernel, problem.rows * (op.finishes() ? table.blocks() : table.busy()), stream, params);
     });
   });
 }
 
 // Returns the number of partial sums of a call whose Op computes sums: one for each chunk of each row.
 template <class Op>
-int64_t partials_of(const Call& call) {
-  return with_types(call, [&](auto weight, auto stored) {
+int64_t partials_of(const Problem& problem) {
+  return dispatch_types(problem, [&](auto weight, auto stored) {
     using Element = typename Op::template Element<decltype(weight), decltype(stored)>;
-    return call.rows * row_chunks(call, chunk_of<Element>(call, Op::kEnough));
+    return problem.rows * row_chunks(problem, chunk_of<Element>(problem, Op::kEnough));
   });
 }
 

@@ -10,15 +10,15 @@ namespace {
 template <class W>
 struct DualDirection {
   using Value = compute_t<W>;
-  static constexpr int kWidth = kPackBytes / sizeof(Value), kTurns = 2;
-  Operand<const W, kWidth> g;
-  Operand<const Value, kWidth> mu, s;
+  static constexpr int kVecSize = kVecBytes / sizeof(Value), kUnroll = 2;
+  VectorPtr<const W, kVecSize> g;
+  VectorPtr<const Value, kVecSize> mu, s;
   Value penalty;
 
   template <int N>
   struct Loaded {
-    Pack<W, N> g;
-    Pack<Value, N> mu, s;
+    AlignedVector<W, N> g;
+    AlignedVector<Value, N> mu, s;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
@@ -28,13 +28,13 @@ struct DualDirection {
   }
   template <int N>
   __device__ __forceinline__ Value value(const Loaded<N>& x, int lane) const {
-    return DualRule<Value>::direction(penalty, widen(x.g.x[lane]), x.mu.x[lane], x.s.x[lane]);
+    return DualFunctor<Value>::direction(penalty, widen(x.g.x[lane]), x.mu.x[lane], x.s.x[lane]);
   }
 };
 
-template <class Table>
+template <class SegmentMetadata>
 struct DualNormParams {
-  Table table;  // lists: gradients
+  SegmentMetadata table;  // lists: gradients
   Scalars scalars;
   Field mu, s;
   Sums sums;
@@ -43,23 +43,23 @@ struct DualNormParams {
 template <class W, class Params>
 __global__ void __launch_bounds__(kThreads) dual_norm_kernel(const Params __grid_constant__ p) {
   using C = compute_t<W>;
-  const Unit unit = unit_of<true>(p.table, blockIdx.x);
+  const Tile tile = tile_of<true>(p.table, blockIdx.x);
   double partial = 0.0;
   if (p.table.busy() > 0) {
-    const C penalty = static_cast<C>(p.scalars.of(p.table, unit)[PENALTY]);
-    partial = squares(DualDirection<W>{at<const W>(p.table, 0, unit), at<const C>(p.mu, p.table, unit),
-                                       at<const C>(p.s, p.table, unit), penalty},
-                      unit);
+    const C penalty = static_cast<C>(p.scalars.of(p.table, tile)[PENALTY]);
+    partial = squares(DualDirection<W>{at<const W>(p.table, 0, tile), at<const C>(p.mu, p.table, tile),
+                                       at<const C>(p.s, p.table, tile), penalty},
+                      tile);
   }
-  finish(p.sums, p.table, unit, partial);
+  finish(p.sums, p.table, tile, partial);
 }
 
 struct DualNorm : Reduction<DualArgs> {
   template <class W, class O>
   using Element = DualDirection<W>;
-  template <class Table>
-  DualNormParams<Table> params(const Table& table, const Part& part) const {
-    return {table, scalars_of(args.call), args.mu, args.s, sums(part, args.sumsq)};
+  template <class SegmentMetadata>
+  DualNormParams<SegmentMetadata> params(const SegmentMetadata& table, const Part& part) const {
+    return {table, scalars_of(args.problem), args.mu, args.s, sums(part, args.sumsq)};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -72,19 +72,19 @@ struct DualNorm : Reduction<DualArgs> {
 template <class W, class O>
 struct DualPerturb {
   using C = compute_t<W>;
-  static constexpr int kWidth = kPackBytes / sizeof(C), kTurns = 1;
-  Operand<W, kWidth> z;
-  Operand<const O, kWidth> backup;
-  Operand<const W, kWidth> g;
-  Operand<C, kWidth> mu;
-  Operand<const C, kWidth> s;
-  Operand<C, kWidth> eps;
+  static constexpr int kVecSize = kVecBytes / sizeof(C), kUnroll = 1;
+  VectorPtr<W, kVecSize> z;
+  VectorPtr<const O, kVecSize> backup;
+  VectorPtr<const W, kVecSize> g;
+  VectorPtr<C, kVecSize> mu;
+  VectorPtr<const C, kVecSize> s;
+  VectorPtr<C, kVecSize> eps;
 
   template <int N>
   struct Loaded {
-    Pack<O, N> backup;
-    Pack<W, N> g;
-    Pack<C, N> mu, s;
+    AlignedVector<O, N> backup;
+    AlignedVector<W, N> g;
+    AlignedVector<C, N> mu, s;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
@@ -94,8 +94,8 @@ struct DualPerturb {
     s.read(x.s, i);
   }
   template <int N>
-  __device__ __forceinline__ void store(Loaded<N>& x, int i, const DualRule<C>& rule) const {
-    Pack<W, N> out;
+  __device__ __forceinline__ void store(Loaded<N>& x, int i, const DualFunctor<C>& rule) const {
+    AlignedVector<W, N> out;
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
       const O w = x.backup.x[lane];
@@ -110,9 +110,9 @@ struct DualPerturb {
   }
 };
 
-template <class Table>
+template <class SegmentMetadata>
 struct DualPerturbParams {
-  Table table;  // lists: params, gradients
+  SegmentMetadata table;  // lists: params, gradients
   Scalars scalars;
   Field backup, mu, s, eps;
   const double* sumsq;
@@ -121,24 +121,24 @@ struct DualPerturbParams {
 template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) dual_perturb_kernel(const Params __grid_constant__ p) {
   using C = compute_t<W>;
-  const Unit unit = unit_of(p.table, blockIdx.x);
-  const DualPerturb<W, O> op{at<W>(p.table, 0, unit),         at<const O>(p.backup, p.table, unit),
-                             at<const W>(p.table, 1, unit),   at<C>(p.mu, p.table, unit),
-                             at<const C>(p.s, p.table, unit), at<C>(p.eps, p.table, unit)};
-  const double* h = p.scalars.of(p.table, unit);
+  const Tile tile = tile_of(p.table, blockIdx.x);
+  const DualPerturb<W, O> op{at<W>(p.table, 0, tile),         at<const O>(p.backup, p.table, tile),
+                             at<const W>(p.table, 1, tile),   at<C>(p.mu, p.table, tile),
+                             at<const C>(p.s, p.table, tile), at<C>(p.eps, p.table, tile)};
+  const double* h = p.scalars.of(p.table, tile);
   elementwise(
-      op, unit, [&](int lane) { return lane < kWidth   ? h[lane]
-                                       : lane == SUMSQ ? p.sumsq[unit.row]
-                                                       : 0.0; },
-      [](const double* x) { return DualRule<C>(x, x[SUMSQ]); });
+      op, tile, [&](int lane) { return lane < kNumHParams ? h[lane]
+                                       : lane == SUMSQ    ? p.sumsq[tile.row]
+                                                          : 0.0; },
+      [](const double* x) { return DualFunctor<C>(x, x[SUMSQ]); });
 }
 
 struct DualPerturbation : Elementwise<DualArgs> {
   template <class W, class O>
   using Element = DualPerturb<W, O>;
-  template <class Table>
-  DualPerturbParams<Table> params(const Table& table, const Part&) const {
-    return {table, scalars_of(args.call), args.backup, args.mu, args.s, args.eps, args.sumsq};
+  template <class SegmentMetadata>
+  DualPerturbParams<SegmentMetadata> params(const SegmentMetadata& table, const Part&) const {
+    return {table, scalars_of(args.problem), args.backup, args.mu, args.s, args.eps, args.sumsq};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -148,14 +148,14 @@ struct DualPerturbation : Elementwise<DualArgs> {
 
 }  // namespace
 
-int64_t dual_norm_partials_cuda(const Call& call) { return partials_of<DualNorm>(call); }
+int64_t dual_norm_partials_cuda(const Problem& problem) { return partials_of<DualNorm>(problem); }
 
 int dual_norm_cuda(const DualArgs& args, double* partials, unsigned* tickets, void* stream) {
-  return launch_chunks(DualNorm{{args, partials, tickets}}, args.call, std::array{&args.grads}, stream);
+  return launch_chunks(DualNorm{{args, partials, tickets}}, args.problem, std::array{&args.grads}, stream);
 }
 
 int dual_perturb_cuda(const DualArgs& args, void* stream) {
-  return launch_chunks(DualPerturbation{{args}}, args.call, std::array{&args.params, &args.grads}, stream);
+  return launch_chunks(DualPerturbation{{args}}, args.problem, std::array{&args.params, &args.grads}, stream);
 }
 
 }  // namespace fastsam

@@ -5,11 +5,11 @@
 
 namespace fastsam {
 
-// The scalars of a unit's rule, and the rule, in shared memory. One warp reads all scalars at once, so that a block
+// The scalars of a tile's rule, and the rule, in shared memory. One warp reads all scalars at once, so that a block
 // waits for memory once, not once per scalar. Then one thread computes the rule: a square root and divisions in double,
-// once per unit.
+// once per tile.
 template <class Rule>
-struct Shared {
+struct SmemFunctor {
   double scalars[kWarp];
   alignas(Rule) unsigned char bytes[sizeof(Rule)];
 
@@ -17,55 +17,55 @@ struct Shared {
 
   // Called by all threads of the block, each with the scalar of its lane. The rule may be used afterwards.
   template <class MakeRule>
-  __device__ __forceinline__ void make(const Unit& unit, double scalar, const MakeRule& make_rule) {
-    if (unit.thread < kWarp) {
-      scalars[unit.thread] = scalar;
+  __device__ __forceinline__ void make(const Tile& tile, double scalar, const MakeRule& make_rule) {
+    if (tile.thread < kWarp) {
+      scalars[tile.thread] = scalar;
       __syncwarp();
-      if (unit.thread == 0) *reinterpret_cast<Rule*>(bytes) = make_rule(static_cast<const double*>(scalars));
+      if (tile.thread == 0) *reinterpret_cast<Rule*>(bytes) = make_rule(static_cast<const double*>(scalars));
     }
     __syncthreads();
   }
 };
 
-// Returns the calling thread's place among the places of a block's units.
+// Returns the functor of the calling thread among those of the block's tiles.
 template <class Rule>
-__device__ __forceinline__ Shared<Rule>& place_of(Shared<Rule> (&places)[kWarps], const Unit& unit) {
-  return places[unit.warp];
+__device__ __forceinline__ SmemFunctor<Rule>& functor_of(SmemFunctor<Rule> (&places)[kWarps], const Tile& tile) {
+  return places[tile.warp];
 }
 
 // Lanes of the first warp that read a separate operand. Earlier lanes read the columns of `hparams`.
-enum Lane : int { SUMSQ = kWidth, GRAD_SCALE, FOUND_INF, STEPS };
+enum Lane : int { SUMSQ = kNumHParams, GRAD_SCALE, FOUND_INF, STEPS };
 
 __device__ __forceinline__ double scalar_or(const float* p, double otherwise) { return p != nullptr ? *p : otherwise; }
 
-// op.load(x, i) reads the pack at element i; op.store(x, i, rule) computes and writes it. All loads of a sweep come
-// before its first store. The first sweep is loaded while the rule is computed: the unit's first warp calls
+// op.load(x, i) reads the vector at element i; op.store(x, i, rule) computes and writes it. All loads of a sweep come
+// before its first store. The first sweep is loaded while the rule is computed: the tile's first warp calls
 // read_scalar(lane), and one thread calls make_rule(scalars).
 template <class Op, class ReadScalar, class MakeRule>
-__device__ __forceinline__ void elementwise(const Op& op, const Unit& unit, const ReadScalar& read_scalar,
+__device__ __forceinline__ void elementwise(const Op& op, const Tile& tile, const ReadScalar& read_scalar,
                                             const MakeRule& make_rule) {
-  __shared__ Shared<decltype(make_rule(nullptr))> shared;
-  constexpr int width = Op::kWidth, turns = Op::kTurns;
-  const double scalar = unit.thread < kWarp ? read_scalar(unit.thread) : 0.0;
-  const int whole = unit.count - unit.count % width;
+  __shared__ SmemFunctor<decltype(make_rule(nullptr))> shared;
+  constexpr int width = Op::kVecSize, unroll = Op::kUnroll;
+  const double scalar = tile.thread < kWarp ? read_scalar(tile.thread) : 0.0;
+  const int whole = tile.count - tile.count % width;
   int start = 0;
   do {
-    typename Op::template Loaded<width> x[turns];
+    typename Op::template Loaded<width> x[unroll];
 #pragma unroll
-    for (int turn = 0; turn < turns; ++turn) {
-      const int i = start + pack_of(turn, unit.thread, kThreads, width);
-      if (i < whole) op.load(x[turn], i);
+    for (int u = 0; u < unroll; ++u) {
+      const int i = start + vector_of(u, tile.thread, kThreads, width);
+      if (i < whole) op.load(x[u], i);
     }
-    if (start == 0) shared.make(unit, scalar, make_rule);
+    if (start == 0) shared.make(tile, scalar, make_rule);
 #pragma unroll
-    for (int turn = 0; turn < turns; ++turn) {
-      const int i = start + pack_of(turn, unit.thread, kThreads, width);
-      if (i < whole) op.store(x[turn], i, shared.rule());
+    for (int u = 0; u < unroll; ++u) {
+      const int i = start + vector_of(u, tile.thread, kThreads, width);
+      if (i < whole) op.store(x[u], i, shared.rule());
     }
-    start += kThreads * width * turns;
+    start += kThreads * width * unroll;
   } while (start < whole);
-  const int i = whole + unit.thread;
-  if (i < unit.count) {
+  const int i = whole + tile.thread;
+  if (i < tile.count) {
     typename Op::template Loaded<1> x;
     op.load(x, i);
     op.store(x, i, shared.rule());
@@ -78,7 +78,7 @@ __device__ __forceinline__ void elementwise(const Op& op, const Unit& unit, cons
 // thread, and so one block of five on a multiprocessor.
 template <class Args>
 struct Elementwise {
-  static constexpr bool kShares = false, kReversed = false;
+  static constexpr bool kWarpPerSegment = false, kReversed = false;
   static constexpr int64_t kEnough = 8192;
   const Args& args;
 

@@ -7,13 +7,13 @@ namespace {
 // <x, y> and <y, y>.
 template <class W>
 struct Pair {
-  static constexpr int kWidth = kPackBytes / sizeof(W), kTurns = sizeof(W) < 4 ? 1 : 2;
+  static constexpr int kVecSize = kVecBytes / sizeof(W), kUnroll = sizeof(W) < 4 ? 1 : 2;
   using Sum = Totals<2>;
-  Operand<const W, kWidth> x, y;
+  VectorPtr<const W, kVecSize> x, y;
 
   template <int N>
   struct Loaded {
-    Pack<W, N> x, y;
+    AlignedVector<W, N> x, y;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& pair, int i) const {
@@ -28,28 +28,28 @@ struct Pair {
   }
 };
 
-template <class Table>
+template <class SegmentMetadata>
 struct InnerParams {
-  Table table;  // lists: x, y
+  SegmentMetadata table;  // lists: x, y
   Sums sums;
 };
 
 template <class W, class Params>
 __global__ void __launch_bounds__(kThreads) inner_kernel(const Params __grid_constant__ p) {
-  const Unit unit = unit_of<true>(p.table, blockIdx.x);
+  const Tile tile = tile_of<true>(p.table, blockIdx.x);
   Totals<2> partial;
   if (p.table.busy() > 0) {
-    partial = swept(Pair<W>{at<const W>(p.table, 0, unit), at<const W>(p.table, 1, unit)}, unit.count, unit.thread);
-    partial.over_block(unit.shared);
+    partial = swept(Pair<W>{at<const W>(p.table, 0, tile), at<const W>(p.table, 1, tile)}, tile.count, tile.thread);
+    partial.over_block(tile.warp_per_segment);
   }
-  finish(p.sums, p.table, unit, partial);
+  finish(p.sums, p.table, tile, partial);
 }
 
 struct Inner : Reduction<InnerArgs> {
   template <class W, class O>
   using Element = Pair<W>;
-  template <class Table>
-  InnerParams<Table> params(const Table& table, const Part& part) const {
+  template <class SegmentMetadata>
+  InnerParams<SegmentMetadata> params(const SegmentMetadata& table, const Part& part) const {
     return {table, sums(part, args.out)};
   }
   template <class W, class O, class Params>
@@ -60,10 +60,10 @@ struct Inner : Reduction<InnerArgs> {
 
 }  // namespace
 
-int64_t inner_partials_cuda(const Call& call) { return 2 * partials_of<Inner>(call); }
+int64_t inner_partials_cuda(const Problem& problem) { return 2 * partials_of<Inner>(problem); }
 
 int inner_cuda(const InnerArgs& args, double* partials, unsigned* tickets, void* stream) {
-  return launch_chunks(Inner{{args, partials, tickets}}, args.call, std::array{&args.x, &args.y}, stream);
+  return launch_chunks(Inner{{args, partials, tickets}}, args.problem, std::array{&args.x, &args.y}, stream);
 }
 
 }  // namespace fastsam

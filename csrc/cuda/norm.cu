@@ -17,17 +17,17 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const Params __grid_cons
 template <class W, class O>
 struct Linear {
   using Value = compute_t<W>;
-  static constexpr int kWidth = kPackBytes / sizeof(Value), kTurns = 2;
-  Operand<const O, kWidth> w;  // the unperturbed weights: only read if they are a part of v
-  Operand<const W, kWidth> g2, g1;
-  Operand<const Value, kWidth> q;
-  LinearRule<Value> rule;
+  static constexpr int kVecSize = kVecBytes / sizeof(Value), kUnroll = 2;
+  VectorPtr<const O, kVecSize> w;  // the unperturbed weights: only read if they are a part of v
+  VectorPtr<const W, kVecSize> g2, g1;
+  VectorPtr<const Value, kVecSize> q;
+  LinearFunctor<Value> rule;
 
   template <int N>
   struct Loaded {
-    Pack<O, N> w;
-    Pack<W, N> g2, g1;
-    Pack<Value, N> q;
+    AlignedVector<O, N> w;
+    AlignedVector<W, N> g2, g1;
+    AlignedVector<Value, N> q;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
@@ -43,9 +43,9 @@ struct Linear {
   }
 };
 
-template <class Table>
+template <class SegmentMetadata>
 struct LinearParams {
-  Table table;  // lists: params, gradients, g1
+  SegmentMetadata table;  // lists: params, gradients, g1
   Scalars scalars;
   Field backup, q;
   const float* grad_scale;
@@ -55,23 +55,23 @@ struct LinearParams {
 template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) update_norm_kernel(const Params __grid_constant__ p) {
   using C = compute_t<W>;
-  __shared__ Shared<LinearRule<C>> places[kWarps];
-  const Unit unit = unit_of<true>(p.table, blockIdx.x);
-  auto& shared = place_of(places, unit);
+  __shared__ SmemFunctor<LinearFunctor<C>> places[kWarps];
+  const Tile tile = tile_of<true>(p.table, blockIdx.x);
+  auto& shared = functor_of(places, tile);
   double partial = 0.0;
   if (p.table.busy() > 0) {
-    const double* h = p.scalars.of(p.table, unit);
+    const double* h = p.scalars.of(p.table, tile);
     double scalar = 0.0;
-    if (unit.thread < kWidth) scalar = h[unit.thread];
-    if (unit.thread == GRAD_SCALE) scalar = scalar_or(p.grad_scale, 1.0);
-    shared.make(unit, scalar, [](const double* x) { return LinearRule<C>(x, 1.0 / x[GRAD_SCALE]); });
-    const O* backup = at<const O>(p.backup, p.table, unit);
+    if (tile.thread < kNumHParams) scalar = h[tile.thread];
+    if (tile.thread == GRAD_SCALE) scalar = scalar_or(p.grad_scale, 1.0);
+    shared.make(tile, scalar, [](const double* x) { return LinearFunctor<C>(x, 1.0 / x[GRAD_SCALE]); });
+    const O* backup = at<const O>(p.backup, p.table, tile);
     // Without backup the two types are the same.
-    const Linear<W, O> op{backup != nullptr ? backup : at<const O>(p.table, 0, unit), at<const W>(p.table, 1, unit),
-                          at<const W>(p.table, 2, unit), at<const C>(p.q, p.table, unit), shared.rule()};
-    partial = squares(op, unit);
+    const Linear<W, O> op{backup != nullptr ? backup : at<const O>(p.table, 0, tile), at<const W>(p.table, 1, tile),
+                          at<const W>(p.table, 2, tile), at<const C>(p.q, p.table, tile), shared.rule()};
+    partial = squares(op, tile);
   }
-  finish(p.sums, p.table, unit, partial);
+  finish(p.sums, p.table, tile, partial);
 }
 
 // The two forms of Direction have the same chunks. So the norm of a row has the same bits with and without weights.
@@ -79,9 +79,9 @@ template <bool Weighted>
 struct Norm : Reduction<NormArgs> {
   template <class W, class O>
   using Element = Direction<W, false>;
-  template <class Table>
-  NormParams<Table> params(const Table& table, const Part& part) const {
-    return {table, scalars_of(args.call), sums(part, args.sumsq)};
+  template <class SegmentMetadata>
+  NormParams<SegmentMetadata> params(const SegmentMetadata& table, const Part& part) const {
+    return {table, scalars_of(args.problem), sums(part, args.sumsq)};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -92,9 +92,9 @@ struct Norm : Reduction<NormArgs> {
 struct UpdateNorm : Reduction<UpdateArgs> {
   template <class W, class O>
   using Element = Linear<W, O>;
-  template <class Table>
-  LinearParams<Table> params(const Table& table, const Part& part) const {
-    return {table, scalars_of(args.call), args.backup, args.q, args.grad_scale, sums(part, args.sumsq)};
+  template <class SegmentMetadata>
+  LinearParams<SegmentMetadata> params(const SegmentMetadata& table, const Part& part) const {
+    return {table, scalars_of(args.problem), args.backup, args.q, args.grad_scale, sums(part, args.sumsq)};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -104,20 +104,20 @@ struct UpdateNorm : Reduction<UpdateArgs> {
 
 }  // namespace
 
-int64_t norm_partials_cuda(const Call& call) { return partials_of<Norm<false>>(call); }
+int64_t norm_partials_cuda(const Problem& problem) { return partials_of<Norm<false>>(problem); }
 
-int64_t update_norm_partials_cuda(const Call& call) { return partials_of<UpdateNorm>(call); }
+int64_t update_norm_partials_cuda(const Problem& problem) { return partials_of<UpdateNorm>(problem); }
 
 int norm_cuda(const NormArgs& args, double* partials, unsigned* tickets, void* stream) {
-  const Call& call = args.call;
-  return args.weights.given()
-             ? launch_chunks(Norm<true>{{args, partials, tickets}}, call, std::array{&args.grads, &args.weights},
+  const Problem& problem = args.problem;
+  return args.weights.defined()
+             ? launch_chunks(Norm<true>{{args, partials, tickets}}, problem, std::array{&args.grads, &args.weights},
                              stream)
-             : launch_chunks(Norm<false>{{args, partials, tickets}}, call, std::array{&args.grads}, stream);
+             : launch_chunks(Norm<false>{{args, partials, tickets}}, problem, std::array{&args.grads}, stream);
 }
 
 int update_norm_cuda(const UpdateArgs& args, double* partials, unsigned* tickets, void* stream) {
-  return launch_chunks(UpdateNorm{{args, partials, tickets}}, args.call,
+  return launch_chunks(UpdateNorm{{args, partials, tickets}}, args.problem,
                        std::array{&args.params, &args.grads, &args.g1}, stream);
 }
 

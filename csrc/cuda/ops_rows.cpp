@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../rowprograms/steps.h"
-#include "place.h"
+#include "device_stream_guard.h"
 #include "rowprograms.h"
 
 namespace fastsam {
@@ -53,30 +53,30 @@ int64_t panel_of(const RowProgram& program) {
 }
 
 // words: as the words of the CPU's op, on the device.
-int64_t add_program(const Tensor given) {
-  STD_TORCH_CHECK(given.dim() == 1 && given.scalar_type() == ScalarType::Long && given.is_contiguous(),
+int64_t add_program(const Tensor program) {
+  STD_TORCH_CHECK(program.dim() == 1 && program.scalar_type() == ScalarType::Long && program.is_contiguous(),
                   "a row program must be contiguous int64 [.]");
-  const Place place(given);
-  std::vector<int64_t> words(given.numel());
-  Place::check("row_program",
-               cudaMemcpy(words.data(), given.data_ptr(), words.size() * sizeof(int64_t), cudaMemcpyDeviceToHost));
+  const DeviceStreamGuard device(program);
+  std::vector<int64_t> words(program.numel());
+  DeviceStreamGuard::check("row_program", cudaMemcpy(words.data(), program.data_ptr(), words.size() * sizeof(int64_t),
+                                                     cudaMemcpyDeviceToHost));
   RowProgram made = read_program(words.data(), words.size());
   check_size(made);
   constexpr int64_t words_each = sizeof(Instruction) / sizeof(int64_t);
-  const int64_t begin = given.numel() - static_cast<int64_t>(made.instructions.size()) * words_each;
+  const int64_t begin = program.numel() - static_cast<int64_t>(made.instructions.size()) * words_each;
   const int64_t panel = panel_of(made);
   const std::lock_guard<std::mutex> guard(lock);
-  programs().push_back(Held{std::move(made), given, begin, panel});
+  programs().push_back(Held{std::move(made), program, begin, panel});
   return programs().size() - 1;
 }
 
-RowsArgs args_of(const Held& given, int64_t rows) {
+RowsArgs args_of(const Held& held_program, int64_t rows) {
   RowsArgs args;
-  args.words = static_cast<const int64_t*>(given.words.data_ptr()) + given.begin;
-  args.instructions = static_cast<int>(given.program.instructions.size());
-  args.inputs = static_cast<int>(given.program.inputs.size());
+  args.words = static_cast<const int64_t*>(held_program.words.data_ptr()) + held_program.begin;
+  args.instructions = static_cast<int>(held_program.program.instructions.size());
+  args.inputs = static_cast<int>(held_program.program.inputs.size());
   args.rows = rows;
-  args.width = given.program.width;
+  args.width = held_program.program.width;
   return args;
 }
 
@@ -86,41 +86,42 @@ RowsInput input_of(const RowInput& input, const Expected& expected) {
 }
 
 // Launches with shared memory. If that is too small, uses memory that returns to the allocator in stream order.
-void run(const char* name, RowsArgs& args, const Held& given, const Tensor& like) {
-  const Place place(like);
-  place_rows(args, given.program.scratch, given.panel);
+void run(const char* name, RowsArgs& args, const Held& held_program, const Tensor& like) {
+  const DeviceStreamGuard device(like);
+  place_rows(args, held_program.program.scratch, held_program.panel);
   OptionalTensor outside;
-  if (args.memory.total > shared_cuda(place.device())) {
+  if (args.memory.total > shared_cuda(device.device())) {
     outside = torch::stable::new_empty(like, {args.rows * args.memory.total / 4}, ScalarType::Float);
     args.outside = static_cast<unsigned char*>(outside->data_ptr());
   }
-  Place::check(name, rows_cuda(args, place.stream()));
+  DeviceStreamGuard::check(name, rows_cuda(args, device.stream()));
 }
 
 Tensor rowwise(int64_t program, const Tensors inputs) {
-  const Held& given = held(program);
-  const RowProgram& wanted = given.program;
+  const Held& held_program = held(program);
+  const RowProgram& wanted = held_program.program;
   STD_TORCH_CHECK(inputs.size() == wanted.inputs.size() && !inputs.empty(), "the row program takes ",
                   wanted.inputs.size(), " inputs, got ", inputs.size());
   const int64_t rows = inputs[0].size(0);
-  RowsArgs args = args_of(given, rows);
+  RowsArgs args = args_of(held_program, rows);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_place(inputs[i], device_of(given.words), "the inputs of a row program");
+    check_device_and_storage(inputs[i], device_of(held_program.words), "the inputs of a row program");
     args.input[i] = input_of(input_of(inputs[i], wanted.inputs[i], rows, i), wanted.inputs[i]);
   }
   const Tensor out = torch::stable::new_empty(inputs[0], {rows, wanted.width});
   args.out = static_cast<float*>(out.data_ptr());
-  run("rowwise", args, given, out);
+  run("rowwise", args, held_program, out);
   return out;
 }
 
-void set_segments(RowsArgs& args, const Call& call) {
-  STD_TORCH_CHECK(call.segments <= kMostSegments, "a row program on CUDA has at most ", kMostSegments, " parameters");
-  args.segments = static_cast<int>(call.segments);
-  args.groups = static_cast<int>(call.groups);
-  args.pieces = static_cast<int>(call.chunks());
+void set_segments(RowsArgs& args, const Problem& problem) {
+  STD_TORCH_CHECK(problem.segments <= kMostSegments, "a row program on CUDA has at most ", kMostSegments,
+                  " parameters");
+  args.segments = static_cast<int>(problem.segments);
+  args.groups = static_cast<int>(problem.groups);
+  args.pieces = static_cast<int>(problem.chunks());
   for (int i = 0; i < args.segments; ++i) {
-    const Segment& segment = call.table[i];
+    const Segment& segment = problem.table[i];
     args.segment[i] = RowsSegment{static_cast<int>(segment.offset), static_cast<int>(segment.length),
                                   static_cast<int>(segment.group)};
   }
@@ -146,24 +147,24 @@ void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors ot
                         const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
                         const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
                         const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses) {
-  const Held& given = held(program);
-  const RowSteps steps = row_steps(given.program, weights, others, x, y, wanted, batch, own_steps, params, w, table,
-                                   hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
+  const Held& held_program = held(program);
+  const RowSteps steps = row_steps(held_program.program, weights, others, x, y, wanted, batch, own_steps, params, w,
+                                   table, hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
   const UpdateArgs& update = steps.update;
-  RowsArgs args = args_of(given, params.size(0));
+  RowsArgs args = args_of(held_program, params.size(0));
   args.params = Field{params.data_ptr(), params.stride(0)};
   args.w = update.backup, args.momentum = update.state[0], args.q = update.q, args.shift = update.shift;
   args.two_passes = steps.two_passes, args.keeps_first = keeps_first, args.adaptive = adaptive;
-  args.hparams = update.call.hparams;
+  args.hparams = update.problem.hparams;
   args.sumsq = steps.norm.sumsq, args.sumsq_v = update.sumsq, args.losses = steps.losses;
   args.x = static_cast<const float*>(x.data_ptr()), args.y = static_cast<const int64_t*>(y.data_ptr());
   args.wanted = static_cast<const int64_t*>(wanted.data_ptr()), args.wanted_row = wanted.stride(0);
   args.samples = y.size(0), args.features = static_cast<int>(steps.samples.features);
   args.batch = static_cast<int>(batch), args.steps = static_cast<int>(steps.samples.steps);
   args.own_steps = steps.samples.own;
-  set_segments(args, update.call);
+  set_segments(args, update.problem);
   set_inputs(args, steps);
-  run("rowwise_steps_", args, given, params);
+  run("rowwise_steps_", args, held_program, params);
 }
 
 }  // namespace

@@ -5,12 +5,12 @@ namespace fastsam {
 namespace {
 
 // perturb_ walks from the end of the row to its start. The norm has just read the gradients from start to end, so the
-// second-level cache still holds their end. The backup is written past the cache (Operand's Once), so that gradients
-// stay in it until they are read: with a cache of C bytes C/2 instead of C/3. The perturbed weights are written to the
-// cache, because the next pass reads them.
+// second-level cache still holds their end. The backup is written past the cache (VectorPtr's kStreaming), so that
+// gradients stay in it until they are read: with a cache of C bytes C/2 instead of C/3. The perturbed weights are
+// written to the cache, because the next pass reads them.
 template <class W, class O, bool Save, class Params>
 __global__ void __launch_bounds__(kThreads) perturb_kernel(const Params __grid_constant__ p) {
-  perturb_unit<W, O, Save>(p, gridDim.x - 1 - blockIdx.x);
+  perturb_tile<W, O, Save>(p, gridDim.x - 1 - blockIdx.x);
 }
 
 template <bool Save>
@@ -18,9 +18,9 @@ struct Perturbation : Elementwise<PerturbArgs> {
   static constexpr bool kReversed = true;
   template <class W, class O>
   using Element = Perturb<W, O, Save>;
-  template <class Table>
-  PerturbParams<Table> params(const Table& table, const Part&) const {
-    return {table, scalars_of(args.call), args.backup, args.sumsq};
+  template <class SegmentMetadata>
+  PerturbParams<SegmentMetadata> params(const SegmentMetadata& table, const Part&) const {
+    return {table, scalars_of(args.problem), args.backup, args.sumsq};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -30,13 +30,13 @@ struct Perturbation : Elementwise<PerturbArgs> {
 
 template <class W, class O>
 struct Restore {
-  static constexpr int kWidth = kPackBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O)), kTurns = 4;
-  Operand<W, kWidth> z;
-  Operand<const O, kWidth, true> backup;
+  static constexpr int kVecSize = kVecBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O)), kUnroll = 4;
+  VectorPtr<W, kVecSize> z;
+  VectorPtr<const O, kVecSize, true> backup;
 
   template <int N>
   struct Loaded {
-    Pack<O, N> backup;
+    AlignedVector<O, N> backup;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
@@ -44,31 +44,31 @@ struct Restore {
   }
   template <int N>
   __device__ __forceinline__ void store(const Loaded<N>& x, int i, int) const {
-    Pack<W, N> out;
+    AlignedVector<W, N> out;
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) out.x[lane] = convert<W>(x.backup.x[lane]);
     z.write(out, i);
   }
 };
 
-template <class Table>
+template <class SegmentMetadata>
 struct RestoreParams {
-  Table table;  // lists: params
+  SegmentMetadata table;  // lists: params
   Field backup;
 };
 
 template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) restore_kernel(const Params __grid_constant__ p) {
-  const Unit unit = unit_of(p.table, blockIdx.x);
-  const Restore<W, O> op{at<W>(p.table, 0, unit), at<const O>(p.backup, p.table, unit)};
-  elementwise(op, unit, [](int) { return 0.0; }, [](const double*) { return 0; });
+  const Tile tile = tile_of(p.table, blockIdx.x);
+  const Restore<W, O> op{at<W>(p.table, 0, tile), at<const O>(p.backup, p.table, tile)};
+  elementwise(op, tile, [](int) { return 0.0; }, [](const double*) { return 0; });
 }
 
 struct Restoration : Elementwise<RestoreArgs> {
   template <class W, class O>
   using Element = Restore<W, O>;
-  template <class Table>
-  RestoreParams<Table> params(const Table& table, const Part&) const {
+  template <class SegmentMetadata>
+  RestoreParams<SegmentMetadata> params(const SegmentMetadata& table, const Part&) const {
     return {table, args.backup};
   }
   template <class W, class O, class Params>
@@ -81,12 +81,12 @@ struct Restoration : Elementwise<RestoreArgs> {
 
 int perturb_cuda(const PerturbArgs& args, void* stream) {
   const std::array lists{&args.params, &args.grads};
-  return args.save ? launch_chunks(Perturbation<true>{{args}}, args.call, lists, stream)
-                   : launch_chunks(Perturbation<false>{{args}}, args.call, lists, stream);
+  return args.save ? launch_chunks(Perturbation<true>{{args}}, args.problem, lists, stream)
+                   : launch_chunks(Perturbation<false>{{args}}, args.problem, lists, stream);
 }
 
 int restore_cuda(const RestoreArgs& args, void* stream) {
-  return launch_chunks(Restoration{{args}}, args.call, std::array{&args.params}, stream);
+  return launch_chunks(Restoration{{args}}, args.problem, std::array{&args.params}, stream);
 }
 
 }  // namespace fastsam

@@ -1,4 +1,4 @@
-// The rule of perturb_ for an element, and the work of a block on a unit.
+// The rule of perturb_ for an element, and the work of a block on a tile.
 #pragma once
 
 #include "elementwise.cuh"
@@ -8,19 +8,19 @@ namespace fastsam {
 template <class W, class O, bool Save>
 struct Perturb {
   static constexpr bool kMaster = !std::is_same_v<W, O>;
-  static constexpr int kWidth = kPackBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O));
+  static constexpr int kVecSize = kVecBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O));
   // At least 64 bytes per thread in flight, and at most 64 registers on Hopper, without spills on any architecture.
-  static constexpr int kTurns = sizeof(W) == 8 ? 4 : 2;
+  static constexpr int kUnroll = sizeof(W) == 8 ? 4 : 2;
   static constexpr bool kReadsZ = Save, kReadsOrigin = !Save || kMaster;
   using C = compute_t<W>;
-  Operand<W, kWidth> z;
-  Operand<O, kWidth, sizeof(O) == 4> backup;  // for other sizes the hint needs more registers than sm_80 has
-  Operand<const W, kWidth> g;
+  VectorPtr<W, kVecSize> z;
+  VectorPtr<O, kVecSize, sizeof(O) == 4> backup;  // for other sizes the hint needs more registers than sm_80 has
+  VectorPtr<const W, kVecSize> g;
 
   template <int N>
   struct Loaded {
-    Pack<W, N> z, g;
-    Pack<O, N> backup;
+    AlignedVector<W, N> z, g;
+    AlignedVector<O, N> backup;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
@@ -29,16 +29,10 @@ struct Perturb {
     g.read(x.g, i);
   }
   template <int N>
-  __device__ __forceinline__ void store(Loaded<N>& x, int i, const PerturbRule<C>& rule) const {
+  __device__ __forceinline__ void store(Loaded<N>& x, int i, const PerturbFunctor<C>& rule) const {
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
-      if constexpr (Save) {
-        if constexpr (kMaster) {
-          x.backup.x[lane] = resynchronised<C>(x.backup.x[lane], x.z.x[lane]);
-        } else {
-          x.backup.x[lane] = x.z.x[lane];
-        }
-      }
+      if constexpr (Save) x.backup.x[lane] = backup_of(x.backup.x[lane], x.z.x[lane]);
       const O w = x.backup.x[lane];
       x.z.x[lane] = rule.moves ? narrow<W>(rule.perturbed(widen(w), widen(x.g.x[lane]))) : convert<W>(w);
     }
@@ -47,24 +41,24 @@ struct Perturb {
   }
 };
 
-template <class Table>
+template <class SegmentMetadata>
 struct PerturbParams {
-  Table table;  // lists: params, gradients
+  SegmentMetadata table;  // lists: params, gradients
   Scalars scalars;
   Field backup;
   const double* sumsq;
 };
 
 template <class W, class O, bool Save, class Params>
-__device__ __forceinline__ void perturb_unit(const Params& p, unsigned index) {
-  const Unit unit = unit_of(p.table, index);
-  const Perturb<W, O, Save> op{at<W>(p.table, 0, unit), at<O>(p.backup, p.table, unit), at<const W>(p.table, 1, unit)};
-  const double* h = p.scalars.of(p.table, unit);
+__device__ __forceinline__ void perturb_tile(const Params& p, unsigned index) {
+  const Tile tile = tile_of(p.table, index);
+  const Perturb<W, O, Save> op{at<W>(p.table, 0, tile), at<O>(p.backup, p.table, tile), at<const W>(p.table, 1, tile)};
+  const double* h = p.scalars.of(p.table, tile);
   elementwise(
-      op, unit, [&](int lane) { return lane < kWidth   ? h[lane]
-                                       : lane == SUMSQ ? p.sumsq[unit.row]
-                                                       : 0.0; },
-      [](const double* x) { return PerturbRule<compute_t<W>>(x, x[SUMSQ]); });
+      op, tile, [&](int lane) { return lane < kNumHParams ? h[lane]
+                                       : lane == SUMSQ    ? p.sumsq[tile.row]
+                                                          : 0.0; },
+      [](const double* x) { return PerturbFunctor<compute_t<W>>(x, x[SUMSQ]); });
 }
 
 }  // namespace fastsam

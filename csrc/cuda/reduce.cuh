@@ -47,25 +47,25 @@ struct Totals {
   }
 };
 
-// Returns a thread's sum over its elements of [0, count) in a block of kThreads. op.load(x, i) reads a pack, and
+// Returns a thread's sum over its elements of [0, count) in a block of kThreads. op.load(x, i) reads a vector, and
 // op.add(sum, x, lane) adds one of its elements.
 template <class Op>
 __device__ __forceinline__ typename Op::Sum swept(const Op& op, int count, int thread) {
-  constexpr int width = Op::kWidth, turns = Op::kTurns;
+  constexpr int width = Op::kVecSize, unroll = Op::kUnroll;
   typename Op::Sum sum = {};
   const int whole = count - count % width;
-  for (int start = 0; start < whole; start += kThreads * width * turns) {
-    typename Op::template Loaded<width> x[turns];
+  for (int start = 0; start < whole; start += kThreads * width * unroll) {
+    typename Op::template Loaded<width> x[unroll];
 #pragma unroll
-    for (int turn = 0; turn < turns; ++turn) {
-      const int i = start + pack_of(turn, thread, kThreads, width);
-      if (i < whole) op.load(x[turn], i);
+    for (int u = 0; u < unroll; ++u) {
+      const int i = start + vector_of(u, thread, kThreads, width);
+      if (i < whole) op.load(x[u], i);
     }
 #pragma unroll
-    for (int turn = 0; turn < turns; ++turn) {
-      if (start + pack_of(turn, thread, kThreads, width) >= whole) continue;
+    for (int u = 0; u < unroll; ++u) {
+      if (start + vector_of(u, thread, kThreads, width) >= whole) continue;
 #pragma unroll
-      for (int lane = 0; lane < width; ++lane) op.add(sum, x[turn], lane);
+      for (int lane = 0; lane < width; ++lane) op.add(sum, x[u], lane);
     }
   }
   const int i = whole + thread;
@@ -77,15 +77,15 @@ __device__ __forceinline__ typename Op::Sum swept(const Op& op, int count, int t
   return sum;
 }
 
-// Adds op.value(...)^2, with a sum for each lane of a pack.
+// Adds op.value(...)^2, with a sum for each lane of a vector.
 template <class Op>
 struct Squares {
-  static constexpr int kWidth = Op::kWidth, kTurns = Op::kTurns;
+  static constexpr int kVecSize = Op::kVecSize, kUnroll = Op::kUnroll;
   using C = typename Op::Value;
   template <int N>
   using Loaded = typename Op::template Loaded<N>;
   struct Sum {
-    C x[kWidth] = {};
+    C x[kVecSize] = {};
   };
   const Op& op;
 
@@ -93,8 +93,8 @@ struct Squares {
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
     op.load(x, i);
   }
-  template <class Pack>
-  __device__ __forceinline__ void add(Sum& sum, const Pack& x, int lane) const {
+  template <class AlignedVector>
+  __device__ __forceinline__ void add(Sum& sum, const AlignedVector& x, int lane) const {
     const C d = op.value(x, lane);
     sum.x[lane] += d * d;
   }
@@ -106,14 +106,14 @@ __device__ __forceinline__ double squares_of(const Op& op, int count, int thread
   const auto sum = swept(Squares<Op>{op}, count, thread);
   double total = 0.0;
 #pragma unroll
-  for (int lane = 0; lane < Op::kWidth; ++lane) total += static_cast<double>(sum.x[lane]);
+  for (int lane = 0; lane < Op::kVecSize; ++lane) total += static_cast<double>(sum.x[lane]);
   return total;
 }
 
-// Returns the sum of op.value(...)^2 over a unit, valid in its thread 0.
+// Returns the sum of op.value(...)^2 over a tile, valid in its thread 0.
 template <class Op>
-__device__ __forceinline__ double squares(const Op& op, const Unit& unit) {
-  return block_sum(squares_of(op, unit.count, unit.thread), unit.shared);
+__device__ __forceinline__ double squares(const Op& op, const Tile& tile) {
+  return block_sum(squares_of(op, tile.count, tile.thread), tile.warp_per_segment);
 }
 
 // Returns true in the last block of its row; all threads of the block call it. It sees the stores of thread 0 of every
@@ -140,16 +140,16 @@ struct Sums {
   bool accumulate, last_part;
 };
 
-// Stores the unit's partial sums (in its thread 0). The last block of the row adds up the row's partial sums.
-template <int N, class Table>
-__device__ __forceinline__ void finish(const Sums& sums, const Table& table, const Unit& unit,
+// Stores the tile's partial sums (in its thread 0). The last block of the row adds up the row's partial sums.
+template <int N, class SegmentMetadata>
+__device__ __forceinline__ void finish(const Sums& sums, const SegmentMetadata& table, const Tile& tile,
                                        const Totals<N>& partial) {
-  double* row = sums.partials + N * unit.row * sums.chunks;
-  if (unit.thread == 0 && unit.count > 0) {
+  double* row = sums.partials + N * tile.row * sums.chunks;
+  if (tile.thread == 0 && tile.count > 0) {
 #pragma unroll
-    for (int k = 0; k < N; ++k) row[N * (sums.chunks_before + unit.chunk) + k] = partial.x[k];
+    for (int k = 0; k < N; ++k) row[N * (sums.chunks_before + tile.chunk) + k] = partial.x[k];
   }
-  if (!sums.last_part || !last_of_row(sums.tickets + unit.row, table.blocks(), unit.shared)) return;
+  if (!sums.last_part || !last_of_row(sums.tickets + tile.row, table.blocks(), tile.warp_per_segment)) return;
   Totals<N> total;
 #pragma unroll 4
   for (int64_t i = threadIdx.x; i < sums.chunks; i += kThreads) {
@@ -158,21 +158,22 @@ __device__ __forceinline__ void finish(const Sums& sums, const Table& table, con
   }
   total.over_block();
   if (threadIdx.x != 0) return;
-  double* out = sums.out + N * unit.row;
+  double* out = sums.out + N * tile.row;
 #pragma unroll
   for (int k = 0; k < N; ++k) out[k] = sums.accumulate ? out[k] + total.x[k] : total.x[k];
 }
 
-template <class Table>
-__device__ __forceinline__ void finish(const Sums& sums, const Table& table, const Unit& unit, double partial) {
-  finish(sums, table, unit, Totals<1>{{partial}});
+template <class SegmentMetadata>
+__device__ __forceinline__ void finish(const Sums& sums, const SegmentMetadata& table, const Tile& tile,
+                                       double partial) {
+  finish(sums, table, tile, Totals<1>{{partial}});
 }
 
 // Launch settings that these kernels share. Chunks are large here. A block ends with a barrier, a fence and an atomic,
 // and the last block adds up all of a row's partial sums.
 template <class Args>
 struct Reduction {
-  static constexpr bool kShares = true, kReversed = false;
+  static constexpr bool kWarpPerSegment = true, kReversed = false;
   static constexpr int64_t kEnough = 2048;
   const Args& args;
   double* partials;
@@ -180,7 +181,7 @@ struct Reduction {
 
   bool finishes() const { return true; }
   Sums sums(const Part& part, double* out) const {
-    const int64_t chunks = row_chunks(args.call, part.chunk);
+    const int64_t chunks = row_chunks(args.problem, part.chunk);
     return Sums{partials, out, tickets, chunks, part.chunks_before, args.accumulate, part.last};
   }
 };

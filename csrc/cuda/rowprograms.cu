@@ -1,18 +1,18 @@
 // Row programs on CUDA: a block for a client, a whole local epoch in one launch. The data of a row (weights, gradients,
 // activations, the batch) is in shared memory if it fits, else in private memory of the block.
 #include "../rules/sgd.h"
-#include "lines.cuh"
+#include "row_ops.cuh"
 
 namespace fastsam {
 namespace {
 
-constexpr int kSquares = 64;  // partial sums of squares of a piece, as csrc/cpu/norm_loops.h
+constexpr int kSquares = 64;  // partial sums of squares of a chunk, as csrc/cpu/norm_loops.h
 constexpr int kTeams = kThreads / kSquares;
 
 // The rules of a step for a segment's elements.
 struct Rules {
-  PerturbRule<float> perturb;
-  FormU<float> form;
+  PerturbFunctor<float> perturb;
+  CombinedGradient<float> combined;
   sgd::Rule<float> sgd;
 };
 
@@ -34,7 +34,7 @@ struct Row {
     return f.data == nullptr ? nullptr : static_cast<float*>(f.data) + row * f.stride;
   }
   __device__ __forceinline__ const double* scalars(int segment) const {
-    return p.hparams + (row * p.groups + p.segment[segment].group) * kWidth;
+    return p.hparams + (row * p.groups + p.segment[segment].group) * kNumHParams;
   }
 };
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void gather(const Row& r, int step) {
   }
 }
 
-// Returns the sum of value(segment, element of the row)^2, in the order of csrc/cpu/norm_loops.h. A piece has 64
+// Returns the sum of value(segment, element of the row)^2, in the order of csrc/cpu/norm_loops.h. A chunk has 64
 // partial sums, a thread each, and the remaining elements are added after them. Valid in all threads; ends with a
 // barrier.
 template <class F>
@@ -123,15 +123,15 @@ __device__ __forceinline__ double squares(const Row& r, const F& value) {
   float* lanes = r.at<float>(p.memory.lanes);
   double* partials = r.at<double>(p.memory.partials);
   const int team = threadIdx.x / kSquares, own = threadIdx.x % kSquares;
-  int segment = 0, before = 0;  // segment of this team's next piece, and the number of pieces before it
+  int segment = 0, before = 0;  // segment of this team's next chunk, and the number of chunks before it
   for (int first = 0; first < p.pieces; first += kTeams) {
-    const int piece = first + team;
-    const bool busy = piece < p.pieces;
-    Piece part{0, 0};
+    const int chunk = first + team;
+    const bool busy = chunk < p.pieces;
+    ChunkRange part{0, 0};
     while (busy) {
       const int pieces = static_cast<int>(chunks_of(p.segment[segment].length));
-      if (piece < before + pieces) {
-        part = piece_of(piece - before, p.segment[segment].length);
+      if (chunk < before + pieces) {
+        part = chunk_range_of(chunk - before, p.segment[segment].length);
         break;
       }
       before += pieces, ++segment;
@@ -155,7 +155,7 @@ __device__ __forceinline__ double squares(const Row& r, const F& value) {
         const float x = value(segment, begin + i);
         tail += static_cast<double>(x * x);
       }
-      partials[piece] = all + tail;
+      partials[chunk] = all + tail;
     }
     __syncthreads();
   }
@@ -177,13 +177,13 @@ __device__ __forceinline__ void each_element(const Row& r, const F& f) {
 __device__ __forceinline__ void perturb(const Row& r) {
   const float *w = r.field(r.p.w), *g = r.first();
   const double sumsq = squares(r, [&](int segment, int i) {
-    const NormRule<float> rule(r.scalars(segment));
+    const NormFunctor<float> rule(r.scalars(segment));
     return rule.adaptive && r.p.adaptive ? rule.direction(w[i], g[i]) : g[i];
   });
   if (threadIdx.x == 0) r.p.sumsq[r.row] = sumsq;
   Rules* rules = r.at<Rules>(r.p.memory.rules);
   for (int s = threadIdx.x; s < r.p.segments; s += kThreads) {
-    rules[s].perturb = PerturbRule<float>(r.scalars(s), sumsq);
+    rules[s].perturb = PerturbFunctor<float>(r.scalars(s), sumsq);
   }
   __syncthreads();
   float* z = r.z();
@@ -199,7 +199,7 @@ __device__ __forceinline__ void update(const Row& r) {
   double sumsq = -1.0;
   if (p.sumsq_v != nullptr) {
     sumsq = squares(r, [&](int segment, int i) {
-      const LinearRule<float> rule(r.scalars(segment), 1.0);
+      const LinearFunctor<float> rule(r.scalars(segment), 1.0);
       return rule.clipped_part(w != nullptr ? w[i] : z[i], g2[i], g1 != nullptr ? g1[i] : 0.0f,
                                q != nullptr ? q[i] : 0.0f);
     });
@@ -207,17 +207,17 @@ __device__ __forceinline__ void update(const Row& r) {
   }
   Rules* rules = r.at<Rules>(p.memory.rules);
   for (int s = threadIdx.x; s < p.segments; s += kThreads) {
-    rules[s].form = FormU<float>(r.scalars(s), 1.0, sumsq);
+    rules[s].combined = CombinedGradient<float>(r.scalars(s), 1.0, sumsq);
     rules[s].sgd = sgd::Rule<float>(r.scalars(s), 0.0, false);
   }
   __syncthreads();
   each_element(r, [&](int s, int i) {
-    const FormU<float>& form = rules[s].form;
+    const CombinedGradient<float>& combined = rules[s].combined;
     const float old = w != nullptr ? w[i] : z[i];
-    const float d = form.gradient(old, g2[i], g1 != nullptr ? g1[i] : 0.0f, q != nullptr ? q[i] : 0.0f,
-                                  shift != nullptr ? shift[i] : 0.0f);
+    const float d = combined.gradient(old, g2[i], g1 != nullptr ? g1[i] : 0.0f, q != nullptr ? q[i] : 0.0f,
+                                      shift != nullptr ? shift[i] : 0.0f);
     float state = momentum != nullptr ? momentum[i] : 0.0f;
-    z[i] = rules[s].sgd.step(form.weight(old), d, &state, momentum != nullptr ? 1u : 0u);
+    z[i] = rules[s].sgd.step(combined.weight(old), d, &state, momentum != nullptr ? 1u : 0u);
     if (momentum != nullptr) momentum[i] = state;
     if (w != nullptr) w[i] = z[i];
   });

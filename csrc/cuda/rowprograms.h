@@ -1,7 +1,7 @@
 // Row programs on CUDA, from plain pointers. ops_rows.cpp fills these structs, and rowprograms.cu runs them.
 #pragma once
 
-#include "../launch.h"
+#include "../kernel_args.h"
 #include "../rowprograms/program.h"
 
 namespace fastsam {

@@ -8,22 +8,17 @@ namespace {
 template <class W, class O>
 struct Stochastic {
   static constexpr bool kMaster = !std::is_same_v<W, O>;
-  static constexpr int kWidth = kPackBytes / sizeof(O), kTurns = 1;
-  Operand<W, kWidth> z;
-  Operand<O, kWidth> backup;
-  Operand<const W, kWidth> g;
+  static constexpr int kVecSize = kVecBytes / sizeof(O), kUnroll = 1;
+  VectorPtr<W, kVecSize> z;
+  VectorPtr<O, kVecSize> backup;
+  VectorPtr<const W, kVecSize> g;
   uint32_t place;  // place of the first element in the row
   bool save;
 
-  struct Rule {
-    PerturbRule<float> perturb;
-    Random random;
-  };
-
   template <int N>
   struct Loaded {
-    Pack<W, N> z, g;
-    Pack<O, N> backup;
+    AlignedVector<W, N> z, g;
+    AlignedVector<O, N> backup;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
@@ -32,28 +27,21 @@ struct Stochastic {
     g.read(x.g, i);
   }
   template <int N>
-  __device__ __forceinline__ void store(Loaded<N>& x, int i, const Rule& rule) const {
+  __device__ __forceinline__ void store(Loaded<N>& x, int i, const StochasticFunctor& rule) const {
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
-      if (save) {
-        if constexpr (kMaster) {
-          x.backup.x[lane] = resynchronised<float>(x.backup.x[lane], x.z.x[lane]);
-        } else {
-          x.backup.x[lane] = x.z.x[lane];
-        }
-      }
-      const W base = convert<W>(x.backup.x[lane]);
-      const float e = rule.perturb.step(widen(x.backup.x[lane]), widen(x.g.x[lane]));
-      x.z.x[lane] = rule.perturb.moves ? stochastic<W>(widen(base) + e, rule.random.bits(place + i + lane)) : base;
+      if (save) x.backup.x[lane] = backup_of(x.backup.x[lane], x.z.x[lane]);
+      const O w = x.backup.x[lane];
+      x.z.x[lane] = rule.perturbed(widen(w), convert<W>(w), x.g.x[lane], place + i + lane);
     }
     if (save) backup.write(x.backup, i);
     z.write(x.z, i);
   }
 };
 
-template <class Table>
+template <class SegmentMetadata>
 struct StochasticParams {
-  Table table;  // lists: params, gradients
+  SegmentMetadata table;  // lists: params, gradients
   Scalars scalars;
   Field backup;
   const double* sumsq;
@@ -64,25 +52,25 @@ struct StochasticParams {
 template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) stochastic_kernel(const Params __grid_constant__ p) {
   using Op = Stochastic<W, O>;
-  const Unit unit = unit_of(p.table, blockIdx.x);
-  const Op op{at<W>(p.table, 0, unit), at<O>(p.backup, p.table, unit), at<const W>(p.table, 1, unit),
-              static_cast<uint32_t>(p.table.offset[unit.segment] + unit.begin), p.save};
-  const double* h = p.scalars.of(p.table, unit);
+  const Tile tile = tile_of(p.table, blockIdx.x);
+  const Op op{at<W>(p.table, 0, tile), at<O>(p.backup, p.table, tile), at<const W>(p.table, 1, tile),
+              static_cast<uint32_t>(p.table.offset[tile.segment] + tile.begin), p.save};
+  const double* h = p.scalars.of(p.table, tile);
   elementwise(
-      op, unit, [&](int lane) { return lane < kWidth   ? h[lane]
-                                       : lane == SUMSQ ? p.sumsq[unit.row]
-                                                       : 0.0; },
-      [seed = p.seed + unit.row](const double* x) {
-        return typename Op::Rule{PerturbRule<float>(x, x[SUMSQ]), Random(*seed)};
+      op, tile, [&](int lane) { return lane < kNumHParams ? h[lane]
+                                       : lane == SUMSQ    ? p.sumsq[tile.row]
+                                                          : 0.0; },
+      [seed = p.seed + tile.row](const double* x) {
+        return StochasticFunctor{PerturbFunctor<float>(x, x[SUMSQ]), Random(*seed)};
       });
 }
 
 struct StochasticPerturbation : Elementwise<PerturbArgs> {
   template <class W, class O>
   using Element = Stochastic<std::conditional_t<sizeof(W) == 2, W, f16>, O>;
-  template <class Table>
-  StochasticParams<Table> params(const Table& table, const Part&) const {
-    return {table, scalars_of(args.call), args.backup, args.sumsq, args.seed, args.save};
+  template <class SegmentMetadata>
+  StochasticParams<SegmentMetadata> params(const SegmentMetadata& table, const Part&) const {
+    return {table, scalars_of(args.problem), args.backup, args.sumsq, args.seed, args.save};
   }
   template <class W, class O, class Params>
   static auto kernel() -> decltype(&stochastic_kernel<f16, f16, Params>) {
@@ -97,9 +85,10 @@ struct StochasticPerturbation : Elementwise<PerturbArgs> {
 }  // namespace
 
 int perturb_stochastic_cuda(const PerturbArgs& args, void* stream) {
-  const Call& call = args.call;
-  if (call.weight != Type::f16 && call.weight != Type::bf16) return perturb_cuda(args, stream);  // nothing to round
-  return launch_chunks(StochasticPerturbation{{args}}, call, std::array{&args.params, &args.grads}, stream);
+  const Problem& problem = args.problem;
+  if (problem.weight != Type::f16 && problem.weight != Type::bf16)
+    return perturb_cuda(args, stream);  // nothing to round
+  return launch_chunks(StochasticPerturbation{{args}}, problem, std::array{&args.params, &args.grads}, stream);
 }
 
 }  // namespace fastsam

@@ -1,7 +1,7 @@
 // The memory of the tickets of norm_, update_norm_ and update_.
 #include <cuda_runtime.h>
 
-#include "../launch.h"
+#include "../kernel_args.h"
 
 namespace fastsam {
 namespace {

@@ -1,8 +1,8 @@
 // Helpers of the ops of row programs: programs by their number, checked inputs, rows over threads.
 #pragma once
 
-#include "../args.h"
-#include "../cpu/run.h"
+#include "../cpu/parallel.h"
+#include "../tensor_args.h"
 #include "program.h"
 
 namespace fastsam {

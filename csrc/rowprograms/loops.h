@@ -106,53 +106,16 @@ inline void matrix_product(const Instruction& in, Places3 at) {
 }
 
 inline void elementwise(const Instruction& in, Places3 at) {
-  const Lanes number = every(static_cast<float>(in.number)), zero{};
-#define FASTSAM_EACH_ELEMENT(result)                                                  \
-  return each(in, at, [=](Lanes a, Lanes b, Lanes c) __attribute__((always_inline)) { \
-    (void)a, (void)b, (void)c, (void)number, (void)zero;                              \
-    return result;                                                                    \
-  })
+  const float exponent = static_cast<float>(in.number);
+  const Lanes number = every(exponent);
+#define FASTSAM_EACH_ELEMENT(code, result)                                              \
+  case Code::code:                                                                      \
+    return each(in, at, [=](Lanes a, Lanes b, Lanes c) __attribute__((always_inline)) { \
+      (void)a, (void)b, (void)c, (void)number, (void)exponent;                          \
+      return result;                                                                    \
+    });
   switch (in.code) {
-    case Code::copy:
-      FASTSAM_EACH_ELEMENT(a);
-    case Code::relu:
-      FASTSAM_EACH_ELEMENT(chosen(a < zero, zero, a));
-    case Code::negate:
-      FASTSAM_EACH_ELEMENT(-a);
-    case Code::exponential:
-      FASTSAM_EACH_ELEMENT(exponential(a));
-    case Code::logarithm:
-      FASTSAM_EACH_ELEMENT(logarithm(a));
-    case Code::root:
-      FASTSAM_EACH_ELEMENT(by_lane(a, [](float x) { return std::sqrt(x); }));
-    case Code::inverse_root:
-      FASTSAM_EACH_ELEMENT(by_lane(a, [](float x) { return 1.0f / std::sqrt(x); }));
-    case Code::magnitude:
-      FASTSAM_EACH_ELEMENT((Lanes)((Places)a & 0x7FFFFFFF));
-    case Code::tanh:
-      FASTSAM_EACH_ELEMENT(by_lane(a, [](float x) { return std::tanh(x); }));
-    case Code::sigmoid:
-      FASTSAM_EACH_ELEMENT(1.0f / (1.0f + exponential(-a)));
-    case Code::add:
-      FASTSAM_EACH_ELEMENT(a + number * b);
-    case Code::scale:
-      FASTSAM_EACH_ELEMENT(a * number);
-    case Code::power:
-      return each(in, at, [exponent = static_cast<float>(in.number)](Lanes a, Lanes, Lanes) {
-        return exponent == 2.0f ? a * a : by_lane(a, [exponent](float x) { return std::pow(x, exponent); });
-      });
-    case Code::multiply:
-      FASTSAM_EACH_ELEMENT(a * b);
-    case Code::divide:
-      FASTSAM_EACH_ELEMENT(a / b);
-    case Code::threshold_backward:
-      FASTSAM_EACH_ELEMENT(chosen(b <= number, zero, a));
-    case Code::tanh_backward:
-      FASTSAM_EACH_ELEMENT(a * (1.0f - b * b));
-    case Code::sigmoid_backward:
-      FASTSAM_EACH_ELEMENT(a * (1.0f - b) * b);
-    case Code::multiply_add:
-      FASTSAM_EACH_ELEMENT(a + number * (b * c));
+    FASTSAM_ELEMENT_OPS(FASTSAM_EACH_ELEMENT)
     default:
       return;
   }

@@ -18,10 +18,10 @@ std::deque<RowProgram>& programs() {
 }
 
 // words: see read_program.
-int64_t add_program(const Tensor given) {
-  STD_TORCH_CHECK(given.dim() == 1 && given.scalar_type() == ScalarType::Long && given.is_contiguous(),
+int64_t add_program(const Tensor words) {
+  STD_TORCH_CHECK(words.dim() == 1 && words.scalar_type() == ScalarType::Long && words.is_contiguous(),
                   "a row program must be contiguous int64 [.]");
-  RowProgram made = read_program(static_cast<const int64_t*>(given.data_ptr()), given.size(0));
+  RowProgram made = read_program(static_cast<const int64_t*>(words.data_ptr()), words.size(0));
   const std::lock_guard<std::mutex> guard(lock);
   programs().push_back(std::move(made));
   return programs().size() - 1;

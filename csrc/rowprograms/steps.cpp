@@ -46,10 +46,10 @@ struct Memory {
 };
 
 // Returns the gradients of one row at a time, in the same memory for every row.
-List gradients_of(const Call& call, float* grads) {
+List gradients_of(const Problem& problem, float* grads) {
   List list;
-  for (int64_t i = 0; i < call.segments; ++i) list.start.push_back(grads + call.table[i].offset);
-  list.row_stride.assign(call.segments, 0);
+  for (int64_t i = 0; i < problem.segments; ++i) list.start.push_back(grads + problem.table[i].offset);
+  list.row_stride.assign(problem.segments, 0);
   return list;
 }
 
@@ -58,7 +58,7 @@ struct Steps : RowSteps {
   template <class Args>
   void norm_of_row(const Args& args, int64_t row, Memory& memory,
                    void (*range)(const Args&, double*, int64_t, int64_t)) const {
-    const int64_t chunks = args.call.chunks(), at = row * chunks;
+    const int64_t chunks = args.problem.chunks(), at = row * chunks;
     range(args, memory.partials.data(), at, at + chunks);
     double total = 0.0;
     for (int64_t i = 0; i < chunks; ++i) total += memory.partials[at + i];
@@ -72,7 +72,7 @@ struct Steps : RowSteps {
     own[weights + 1] = RowInput{memory.y.data(), 0};
     const RowProgramArgs first{program, own.data(), memory.first.data(), 0};
     const RowProgramArgs second{program, own.data(), memory.second.data(), 0};
-    const int64_t chunks = update.call.chunks(), loss = program.width - kShared;
+    const int64_t chunks = update.problem.chunks(), loss = program.width - kShared;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t steps = samples.own == nullptr ? samples.steps : std::min(samples.own[row], samples.steps);
       for (int64_t step = 0; step < steps; ++step) {
@@ -105,22 +105,22 @@ void rowwise_steps(int64_t program, const Tensors weights, const Tensors others,
                                    table, hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
   const Samples& samples = steps.samples;
   const RowProgram& made = steps.program;
-  const Call& call = steps.update.call;
+  const Problem& problem = steps.update.problem;
   std::atomic<bool> failed{false};
   std::atomic<int64_t> wrong{0};
   const auto range = [&](int64_t begin, int64_t end) {
     Memory memory{std::vector<float>(batch * samples.features), std::vector<float>(made.width),
                   std::vector<float>(made.width), std::vector<int64_t>(batch),
-                  std::vector<double>(call.rows * call.chunks())};
+                  std::vector<double>(problem.rows * problem.chunks())};
     Steps own{steps};
-    const List first = gradients_of(call, memory.first.data());
+    const List first = gradients_of(problem, memory.first.data());
     own.norm.grads = own.perturb.grads = first;
-    own.update.grads = steps.two_passes ? gradients_of(call, memory.second.data()) : first;
+    own.update.grads = steps.two_passes ? gradients_of(problem, memory.second.data()) : first;
     if (keeps_first) own.update.g1 = first;
     int64_t label = 0;
     if (!own.run(begin, end, memory, &label)) wrong = label, failed = true;
   };
-  over_rows(call.rows, samples.steps * made.work * (steps.two_passes ? 2 : 1), range);
+  over_rows(problem.rows, samples.steps * made.work * (steps.two_passes ? 2 : 1), range);
   STD_TORCH_CHECK(!failed || wrong != kNoSample, "wanted must have places in x and y, 0 to ", y.size(0) - 1);
   STD_TORCH_CHECK(!failed, "Target ", wrong.load(), " is out of bounds.");
 }

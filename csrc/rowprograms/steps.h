@@ -56,7 +56,8 @@ inline RowSteps row_steps(const RowProgram& made, const Tensors& weights, const 
   const Samples samples(x, y, wanted, rows, batch, own);
   const size_t n = weights.size();
   const int device = device_of(params);
-  for (const Tensor* read : {&samples.x, &samples.y, &samples.wanted}) check_place(*read, device, "x, y and wanted");
+  for (const Tensor* read : {&samples.x, &samples.y, &samples.wanted})
+    check_device_and_storage(*read, device, "x, y and wanted");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && y.scalar_type() == ScalarType::Long &&
                       made.inputs[n].is_dense(batch * samples.features, false) &&
                       made.inputs[n + 1].is_dense(batch, true),
@@ -69,7 +70,7 @@ inline RowSteps row_steps(const RowProgram& made, const Tensors& weights, const 
       continue;
     }
     const Tensor& input = i < n ? weights[i] : others[i - n - 2];
-    check_place(input, device, "weights and others");
+    check_device_and_storage(input, device, "weights and others");
     inputs.push_back(input_of(input, made.inputs[i], rows, i));
   }
   STD_TORCH_CHECK(
@@ -89,9 +90,9 @@ inline RowSteps row_steps(const RowProgram& made, const Tensors& weights, const 
     norm = norm_args(*sumsq, field, adaptive ? Tensors{*w} : Tensors{}, table, hparams, false);
     perturb = perturb_args(field, *w, field, table, hparams, *sumsq, false, std::nullopt);
   }
-  STD_TORCH_CHECK(update.call.rows == rows, "hparams must be of the ", rows, " rows of params");
+  STD_TORCH_CHECK(update.problem.rows == rows, "hparams must be of the ", rows, " rows of params");
   return RowSteps{made,    samples, inputs,     n,           norm,
-                  perturb, update,  two_passes, keeps_first, sums_of(losses, update.call, "losses")};
+                  perturb, update,  two_passes, keeps_first, sums_of(losses, update.problem, "losses")};
 }
 
 }  // namespace fastsam

@@ -1,11 +1,11 @@
 // Adagrad; the equation is in kernels/rules/adagrad.py.
 #pragma once
 
-#include "../math.h"
+#include "../kernel_math.h"
 
 namespace fastsam::adagrad {
 
-enum : int { LR_DECAY = kOwn, EPS };
+enum : int { LR_DECAY = kFirstRuleHParam, EPS };
 
 template <class C>
 struct Rule {

@@ -1,11 +1,11 @@
 // Adam and AdamW; the equation is in kernels/rules/adam.py.
 #pragma once
 
-#include "../math.h"
+#include "../kernel_math.h"
 
 namespace fastsam::adam {
 
-enum : int { BETA1 = kOwn, BETA2, EPS };
+enum : int { BETA1 = kFirstRuleHParam, BETA2, EPS };
 
 template <class C>
 struct Rule {

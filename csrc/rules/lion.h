@@ -1,11 +1,11 @@
 // Lion; the equation is in kernels/rules/lion.py.
 #pragma once
 
-#include "../math.h"
+#include "../kernel_math.h"
 
 namespace fastsam::lion {
 
-enum : int { BETA1 = kOwn, BETA2 };
+enum : int { BETA1 = kFirstRuleHParam, BETA2 };
 
 template <class C>
 struct Rule {

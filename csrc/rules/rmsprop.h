@@ -1,11 +1,11 @@
 // RMSprop, centered or not; the equation is in kernels/rules/rmsprop.py.
 #pragma once
 
-#include "../math.h"
+#include "../kernel_math.h"
 
 namespace fastsam::rmsprop {
 
-enum : int { ALPHA = kOwn, EPS, MOMENTUM };
+enum : int { ALPHA = kFirstRuleHParam, EPS, MOMENTUM };
 
 template <class C>
 struct Rule {
@@ -21,17 +21,17 @@ struct Rule {
         eps(static_cast<C>(h[EPS])),
         mu(static_cast<C>(h[MOMENTUM])) {}
 
-  FASTSAM_HD C step(C w, C g, C* state, unsigned given) const {
+  FASTSAM_HD C step(C w, C g, C* state, unsigned state_mask) const {
     C &v = state[0], &m = state[1], &mean = state[2];
     v = alpha * v + rest * g * g;
     C variance = v;
-    if (has(given, 2)) {
+    if (has(state_mask, 2)) {
       mean = alpha * mean + rest * g;
       variance = v - mean * mean;
       variance = variance < C(0) ? C(0) : variance;  // by rounding
     }
     const C d = g / (sqrt(variance) + eps);
-    if (!has(given, 1)) return w - lr * d;
+    if (!has(state_mask, 1)) return w - lr * d;
     m = mu * m + d;
     return w - lr * m;
   }

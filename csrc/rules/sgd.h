@@ -1,11 +1,11 @@
 // SGD with momentum; the equation is in kernels/rules/sgd.py.
 #pragma once
 
-#include "../math.h"
+#include "../kernel_math.h"
 
 namespace fastsam::sgd {
 
-enum : int { MOMENTUM = kOwn, DAMPENING, NESTEROV };
+enum : int { MOMENTUM = kFirstRuleHParam, DAMPENING, NESTEROV };
 
 template <class C>
 struct Rule {
@@ -22,8 +22,8 @@ struct Rule {
         nesterov(h[NESTEROV] != 0.0),
         first(first_step) {}
 
-  FASTSAM_HD C step(C w, C d, C* state, unsigned given) const {
-    if (!has(given, 0)) return w - lr * d;
+  FASTSAM_HD C step(C w, C d, C* state, unsigned state_mask) const {
+    if (!has(state_mask, 0)) return w - lr * d;
     C& m = state[0];
     m = first ? d : mu * m + undamped * d;
     return w - lr * (nesterov ? d + mu * m : m);

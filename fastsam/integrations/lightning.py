@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim import FusedSAM
-from fastsam.optim.statistics import Statistics
+from fastsam.optim.running_stats import RunningStatsFreezer
 
 if TYPE_CHECKING:
     SAMCallback: Any
@@ -67,8 +67,8 @@ class _Hooks:
         if opt.combines_gradients and trainer.gradient_clip_val and norm:
             opt.max_grad_norm = self._limit = trainer.gradient_clip_val
             trainer.gradient_clip_val = None
-        if not opt._statistics.modules:
-            opt._statistics = Statistics(pl_module)
+        if not opt._running_stats.modules:
+            opt._running_stats = RunningStatsFreezer(pl_module)
             opt._follow_modules()
         self._log = log = pl_module.log
 

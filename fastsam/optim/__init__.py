@@ -1,13 +1,15 @@
 """`FusedSAM`, its variants and schedules; `Lion`, which torch does not have.
 
-`fused_sam` is the class, with `step_phase` (the order of calls), `param_groups`, `state_dict` and `state_dict_format`.
-`variants/` is the SAM family, `rho_scheduler` schedules of rho.
-`engine` makes the two passes of a step, `one_pass` the steps of variants with one pass, and `mixing` combines their
-gradients; `update` and `rules` are the calls of an update, `scalars` the numbers of a step on the device.
-`buffers` follows the parameters with `param_guard`; `bucket` has those of one dtype, `selection` those of a call,
-`backup` their unperturbed weights, `storage_swap` other memory for perturbed ones. `parameters` checks tensors.
-`amp`, `sharded`, `statistics`, `early`, `leftover` and `clip_check` serve GradScalers, ranks, BatchNorm, updates in the
-backward pass, and two warnings.
+One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, param_guard) -> Engine.perturb (engine)
+           -> collect_grads -> Engine.update (engine) -> FusedUpdate.prepare (update) -> calls_of (update_calls)
+
+`step_phase` checks the order of calls, `param_groups` the groups, `parameters` the tensors. `state_dict` and
+`state_dict_format` save and load. `variants/` has a file for each variant of SAM, and `rho_scheduler` schedules of rho.
+`one_pass` is the engine of variants with one pass, `grad_combination` combines the gradients of a step, and `hparams`
+has the hyperparameter tensor. A `bucket` has the parameters of one dtype, a `selection` the parameters of a call. A
+`backup` has the unperturbed weights, and `storage_swap` gives parameters other memory for perturbed weights. `amp`
+serves GradScalers, `sharded` parameters of several ranks, `running_stats` BatchNorm, and `in_backward` updates in the
+backward pass. `accumulation_check` and `clip_check` warn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The part of a GradScaler in a step. Gradients that it unscaled for the first pass must be unscaled by the step itself
-in
-the second pass."""
+"""The part of a GradScaler in a step. A scaler unscales once per step, and a step has two passes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from torch.optim import Optimizer
 from fastsam.optim.parameters import parameters_of
 
 
-class LeavesScalingToStep:
+class SupportsAmpScaling:
     """The flag by which a GradScaler learns that `step` unscales gradients and skips updates that are not finite.
 
     It is False inside a closure, where no scaler can work (`step` refuses it), because Lightning reads it there and
@@ -28,7 +26,7 @@ class LeavesScalingToStep:
         return optimizer is None or not optimizer._engine.in_closure
 
 
-TELLING = 256.0  # a scale by which the norms of a scaled and of an unscaled gradient differ beyond doubt
+MIN_SCALE = 256.0  # a scale by which the norms of a scaled and of an unscaled gradient differ beyond doubt
 
 MESSAGE = (
     "scaler.unscale_(optimizer) before first_step(): a GradScaler unscales once per step, so the second gradient would "
@@ -44,7 +42,7 @@ SHARDED = (
 )
 
 
-class Scaling:
+class GradScalerTracker:
     """The GradScaler of an optimizer. The first pass asks it for the state of the gradients."""
 
     def __init__(self, saved: Tensor | None = None) -> None:
@@ -52,12 +50,12 @@ class Scaling:
         self.saved = saved
         self._scaler: weakref.ref[GradScaler] | None = None  # the scaler of the last step
 
-    def refuse_unscaled(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError when the scaler has unscaled this step's gradients already."""
+    def check_not_unscaled(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError if the scaler has unscaled this step's gradients already."""
         if self._scaler is not None:
-            _refuse_unscaled(self._scaler(), optimizer)
+            _check_not_unscaled(self._scaler(), optimizer)
 
-    def meet(self, grad_scale: Tensor | None, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]) -> None:
+    def observe(self, grad_scale: Tensor | None, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]) -> None:
         """Record the scaler of this step.
 
         Args:
@@ -71,10 +69,10 @@ class Scaling:
         self._scaler = _calling_scaler()
         scaler = None if self._scaler is None else self._scaler()
         if grad_scale is None and scaler is not known:
-            _refuse_still_scaled(scaler, sumsq, [p.grad for p in parameters_of(groups) if p.grad is not None])
+            _check_unscaled(scaler, sumsq, [p.grad for p in parameters_of(groups) if p.grad is not None])
 
-    def of_first(self, grad_scale: Tensor | None) -> Tensor | None:
-        """Return the factor of the first gradients of a scaler's step. grad_scale: as in `meet`, which comes before."""
+    def g1_scale(self, grad_scale: Tensor | None) -> Tensor | None:
+        """Return the loss scale of the first gradients. grad_scale: see `observe`, which is called before."""
         return self.scale if grad_scale is None else grad_scale
 
     @property
@@ -85,14 +83,16 @@ class Scaling:
 
 
 def forget_scales(optimizer: Any) -> None:
-    """A GradScaler takes its attributes away only after a step that succeeded, and would multiply with them in the
-    next."""
+    """Remove the attributes of a GradScaler.
+
+    It removes them itself only after a step that succeeded, and the next step would use them.
+    """
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
 
-def refuse_closure(optimizer: Any, one_pass: bool = False) -> None:
-    """Raises RuntimeError when a GradScaler makes this step."""
+def check_no_closure(optimizer: Any, one_pass: bool = False) -> None:
+    """Raise RuntimeError if a GradScaler makes this step."""
     if hasattr(optimizer, "grad_scale"):
         forget_scales(optimizer)
         again = "" if one_pass else "first_step(zero_grad=True), scaler.scale(loss).backward() again, "
@@ -104,7 +104,7 @@ def refuse_closure(optimizer: Any, one_pass: bool = False) -> None:
 
 
 def _calling_scaler() -> weakref.ref[GradScaler] | None:
-    """The scaler in whose `step` this is called. It hands the optimizer a scale, and not itself."""
+    """Return the scaler in whose `step` this is called. It passes its scale to the optimizer, but not itself."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "step" and isinstance(scaler := frame.f_locals.get("self"), GradScaler):
@@ -113,17 +113,20 @@ def _calling_scaler() -> weakref.ref[GradScaler] | None:
     return None
 
 
-def _refuse_unscaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
+def _check_not_unscaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
     # private to torch, which says it nowhere else
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
     if state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED":
         raise RuntimeError(MESSAGE)
 
 
-def _refuse_still_scaled(scaler: GradScaler | None, sumsq: Tensor | None, grads: Sequence[Tensor]) -> None:
-    """For the one step before which the scaler was not known: raises RuntimeError when the second gradient, which
-    should have been unscaled, is longer than the first, which should not. Waits for the device."""
-    if scaler is None or sumsq is None or not grads or scaler.get_scale() < TELLING:
+def _check_unscaled(scaler: GradScaler | None, sumsq: Tensor | None, grads: Sequence[Tensor]) -> None:
+    """Check the one step before which the scaler was not known.
+
+    Raises RuntimeError if the second gradient, which should have been unscaled, is longer than the first, which should
+    not. Waits for the device.
+    """
+    if scaler is None or sumsq is None or not grads or scaler.get_scale() < MIN_SCALE:
         return
     second = torch.nn.utils.get_total_norm(grads)
     if bool((second.double() > sumsq.sqrt()).item()):

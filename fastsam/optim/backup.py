@@ -13,9 +13,9 @@ from fastsam.arena import Arena
 from fastsam.backends import Kernels
 from fastsam.optim.parameters import has_memory
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import is_sharded, local
+from fastsam.optim.sharded import is_dtensor, to_local
 from fastsam.optim.storage_swap import StorageSwap, grad_storage_reusable
-from fastsam_kernels.conventions import compute_dtype
+from fastsam_kernels.constants import compute_dtype
 
 
 class Target(Enum):
@@ -41,7 +41,7 @@ class CopyBackup:
             kernels: kernels of the bucket.
         """
         self._params, self._dtype, self._arena, self._kernels = params, dtype, arena, kernels
-        self._sharded = any(map(is_sharded, params))
+        self._sharded = any(map(is_dtensor, params))
         self.target = Target.RESTORED
         self.needs_save = True  # the perturbation has to save the weights
         self._allocate()
@@ -117,15 +117,11 @@ class CopyBackup:
             self.swap_back()
             return
         for i, weights in zip(selection.slots, selection.views(self.weights), strict=True):
-            p = local(self._params[i]).detach()
+            p = to_local(self._params[i]).detach()
             if p.shape == weights.shape and has_memory(p):
                 p.copy_(weights)
 
     # --- other memory for perturbed weights ---
-
-    def swaps(self, selection: Selection) -> bool:
-        """Return True if these parameters can get other memory now."""
-        return False
 
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> None:
         """Choose the memory of the perturbed weights."""
@@ -162,7 +158,7 @@ class CopyBackup:
     def versions(self) -> list[int]:
         """Return the version counters of the weights, which writes increment."""
         if self._sharded:  # torch's own writes count in the DTensor
-            return [p._version + local(p)._version for p in self._params]
+            return [p._version + to_local(p)._version for p in self._params]
         return [p._version for p in self._params]
 
 
@@ -224,9 +220,6 @@ class SwapBackup(CopyBackup):
 
     def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
         return (selection.tensors, None) if self.target is Target.PARAMS else super().direct_operands(selection)
-
-    def swaps(self, selection: Selection) -> bool:
-        return selection.swap is not None
 
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> None:
         """Choose the memory of the perturbed weights: the gradients' memory, if the caller clears the gradients next

@@ -14,20 +14,20 @@ from fastsam.ops import bind
 from fastsam.optim.backup import Target, make_backup
 from fastsam.optim.gradients import present
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import Axes, axes_of, gradient_of, is_sharded, local
-from fastsam_kernels.conventions import compute_dtype
+from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_groups_of, to_local
+from fastsam_kernels.constants import compute_dtype
 
-FIRST, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
+G1, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
 GRADIENT, ROUNDED = "gathered_gradient", "rounded_direction"
 
 _is_contiguous = torch.Tensor.is_contiguous
 
 
 class Bucket:
-    """Slots are counted in the order of the parameters; `numbers` are the parameters' numbers over all buckets, for
-    messages.
+    """Parameters of one dtype.
 
-    `backup` keeps the unperturbed weights of the parameters `held`.
+    Slots are counted in the order of the parameters. `numbers` are the parameters' numbers over all buckets, for
+    messages. `backup` keeps the unperturbed weights of the parameters `backed_up`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Bucket:
         self.params, self.numbers, self.groups = list(params), list(numbers), list(groups)
         self.kernels, self.hparams = kernels, hparams
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.axes, self.sharded = axes_of(params[0]), any(map(is_sharded, params))
+        self.shard_groups, self.sharded = shard_groups_of(params[0]), any(map(is_dtensor, params))
         self.compute = compute_dtype(self.dtype)
         self._attach()
         self.layout = Layout.of(self.tensors, groups)
@@ -54,13 +54,13 @@ class Bucket:
             self.layout.gather(self.aliases, self.backup.weights[0])
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
         self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
-        self.held: Selection = self.select(())
+        self.backed_up: Selection = self.select(())
 
     # --- where the parameters are ---
 
     def _attach(self) -> None:
         """Take the parameters' memory. Kernels get detached aliases, which skip autograd's dispatch."""
-        self.aliases = [local(p).detach() for p in self.params]
+        self.aliases = [to_local(p).detach() for p in self.params]
         self.tensors = [
             p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases
         ]
@@ -70,17 +70,17 @@ class Bucket:
         self._selections: dict[tuple[int, ...], Selection] = {}
         self._whole: Selection | None = None
 
-    def moved(self) -> None:
-        """Follows parameters that have other memory of the same kind (`fits`)."""
-        held = self.held.slots
+    def follow_params(self) -> None:
+        """Follow parameters that have other memory of the same kind (`fits`)."""
+        held = self.backed_up.slots
         self._attach()
         self.backup.follow(self.aliases)
-        self.held = self.select(held)
+        self.backed_up = self.select(held)
 
     def fits(self) -> bool:
-        """True when the parameters are of the kind that the layout was made for."""
-        kinds = zip(map(local, self.params), self.layout.segments, self.tensors, strict=True)
-        return all(axes_of(p) == self.axes for p in self.params) and all(
+        """Return True if the parameters still fit the layout."""
+        kinds = zip(map(to_local, self.params), self.layout.segments, self.tensors, strict=True)
+        return all(shard_groups_of(p) == self.shard_groups for p in self.params) and all(
             p.dtype == self.dtype
             and p.device == self.device
             and p.shape == s.shape
@@ -89,7 +89,7 @@ class Bucket:
         )
 
     def select(self, slots: tuple[int, ...]) -> Selection:
-        """The parameters in `slots`; the same object as long as they stay where they are."""
+        """Return the parameters in `slots`: the same object as long as they stay in their memory."""
         found = self._selections.get(slots)
         if found is None:
             found = self._selections[slots] = Selection(
@@ -105,7 +105,7 @@ class Bucket:
         return self._whole
 
     def gather(self) -> tuple[Selection, list[Tensor]]:
-        """The parameters that have a gradient, and these gradients, each in its parameter's order of elements.
+        """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements.
 
         Raises RuntimeError for a gradient that the kernels cannot read.
         """
@@ -128,43 +128,44 @@ class Bucket:
         except (AttributeError, RuntimeError, TypeError):
             return False
 
-    def raw_calls(self, selection: Selection) -> Any:
-        """Return the direct calls of the kernels on these weights (`fastsam_kernels.raw_calls`), or None."""
+    def direct_calls(self, selection: Selection) -> Any:
+        """Return the direct calls of the kernels on these weights (`fastsam_kernels.direct_calls`), or None."""
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
         key = self.backup.direct_key
-        found = selection.raw_calls.get(key, key)
+        found = selection.direct_calls.get(key, key)
         if found is key:
-            make, operands = getattr(self.kernels, "raw_calls", None), self.backup.direct_operands(selection)
-            found = selection.raw_calls[key] = make and make(*operands, selection.table, self.hparams)
+            make, operands = getattr(self.kernels, "direct_calls", None), self.backup.direct_operands(selection)
+            found = selection.direct_calls[key] = make and make(*operands, selection.table, self.hparams)
         return None if found is None or found.watched() else found
 
     def _bare(self, slots: tuple[int, ...], grads: Sequence[Tensor]) -> bool:
-        """Return True for tensors of torch's own class in the shape of their parameters, without a pending sign: their
-        elements are what lies at their address."""
+        """Return True for tensors of torch's own class in the shape of their parameters, without a pending sign.
+
+        The memory at their address then has their elements.
+        """
         shapes = [g.shape for g in grads] == [self.tensors[i].shape for i in slots]
         # The imaginary part of a conjugate has a pending sign; it is dense only with one element.
         signs = not any(g.is_neg() for g in grads if g.numel() == 1)
         return shapes and signs and list(map(type, grads)).count(Tensor) == len(grads)
 
     def field(self, name: str) -> Tensor:
-        """A field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
+        """Return a field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
         return self.arena.field(name, self.compute)
 
     # --- first gradients that the update reads ---
 
-    def keep_first_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
-        """Copies these gradients, which their owner may overwrite in the second pass; zeros for the other
-        parameters."""
-        kept = self.arena.field(FIRST, self.dtype)
+    def store_g1(self, selection: Selection, grads: Sequence[Tensor]) -> None:
+        """Copy these gradients, because their memory may be written in the second pass. Other parameters get zeros."""
+        kept = self.arena.field(G1, self.dtype)
         if selection is not self.whole:
             kept.zero_()
         if grads:
-            torch._foreach_copy_(self.first(selection), list(grads))
+            torch._foreach_copy_(self.g1_views(selection), list(grads))
 
-    def first(self, selection: Selection) -> list[Tensor]:
-        """The gradients that `keep_first_` kept."""
-        return selection.views(self.arena.field(FIRST, self.dtype))
+    def g1_views(self, selection: Selection) -> list[Tensor]:
+        """Return the gradients that `store_g1` copied."""
+        return selection.views(self.arena.field(G1, self.dtype))
 
     # --- a direction that is another than the gradient ---
 
@@ -191,7 +192,7 @@ class Bucket:
         return self._rounded(found, selection)
 
     def _gathered(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
-        """These gradients as one vector, zero elsewhere."""
+        """Return these gradients as one vector, which is zero elsewhere."""
         g = self.field(GRADIENT)
         if selection is not self.whole:
             g.zero_()
@@ -217,16 +218,16 @@ class Bucket:
 
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> Any:
         """Prepare to give these parameters other memory for their perturbed weights, if that is possible, and return
-        the `raw_calls` that then perturb them; else None.
+        the `direct_calls` that then perturb them; else None. The selection has a `swap`.
 
         If this is interrupted, `swap_back` of the backup ends it. donate: the caller clears the gradients next, so that
         their memory may be used.
         """
         backup = self.backup
-        if not backup.swaps(selection) or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # memory is not swapped when a graph is replayed
         backup.target = Target.PARAMS
-        raw = self.raw_calls(selection)
+        raw = self.direct_calls(selection)
         if raw is None:
             backup.target = Target.RESTORED
         else:
@@ -243,7 +244,7 @@ class Bucket:
         adaptive: bool,
         accumulate: bool,
     ) -> None:
-        """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model."""
+        """Add these gradients (in adaptive groups scaled by their weights) to the squared norm of the model."""
         selection.load()
         weights = selection.tensors if adaptive else []
         if adaptive and self.backup.is_master:
@@ -257,7 +258,7 @@ class Bucket:
     def perturb_(
         self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None = None
     ) -> None:
-        """Moves the weights to the perturbed point, and saves where they were. `seed`: rounds stochastically."""
+        """Save the weights and move them to the perturbed point. With a `seed`, they are rounded stochastically."""
         selection.load()
         self.kernels.perturb_(
             selection.tensors,
@@ -270,21 +271,21 @@ class Bucket:
             seed,
         )
         selection.store()
-        self.held = selection
+        self.backed_up = selection
 
     def norm_perturb_(
         self, raw: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
-        """`norm_` and `perturb_` by the shorter way. Parameters that `swap` prepared get other memory."""
-        self.held, backup = selection, self.backup
-        if not backup.is_swapped:
+        """Make `norm_` and `perturb_` as direct calls. Parameters that `swap` prepared get other memory."""
+        self.backed_up, backup = selection, self.backup
+        if selection.swap is None or not backup.is_swapped:
             raw.norm_perturb_(grads, sumsq, adaptive, backup.needs_save)
-            return
-        raw.norm_perturb_apart_(backup.perturbed(), grads, sumsq, adaptive)
-        backup.swap_in()
+        else:
+            raw.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=backup.perturbed())
+            backup.swap_in()
 
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
-        """Saves the weights and leaves them: a perturbation whose norm is zero."""
+        """Save the weights and leave them: a perturbation whose norm is zero."""
         selection.load()
         self.kernels.perturb_(
             selection.tensors, self.backup.weights, grads, selection.table, self.hparams, self._no_norm, True
@@ -302,7 +303,7 @@ class Bucket:
             self.backup.swap_back()
             return
         self.backup.restore(self.select(self.perturbed_slots(selection, grads, sumsq, seed)))
-        self.held = self.select(())
+        self.backed_up = self.select(())
 
     def perturbed_slots(
         self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None
@@ -314,11 +315,11 @@ class Bucket:
 
     def saved_slots(self) -> tuple[int, ...]:
         """Return the slots of the parameters `held` that are, bit for bit, the saved weights."""
-        saved = zip(self.held.slots, self.held.views(self.backup.weights), strict=True)
+        saved = zip(self.backed_up.slots, self.backed_up.views(self.backup.weights), strict=True)
         return tuple(i for i, weights in saved if same_bits(self.aliases[i], weights.to(self.dtype)))
 
 
-Call = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
+BucketGrads = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -330,21 +331,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def buckets_of(
     groups: Sequence[dict[str, Any]],
-    left_out: Sequence[Tensor],
+    uninitialized: Sequence[Tensor],
     backend: str,
     device: torch.device,
     hparams: Tensor,
     fused: bool,
     exclusive: bool,
 ) -> list[Bucket]:
-    """Return buckets of the parameters by dtype and by the ranks that share them, in order, without `left_out`."""
-    absent = set(map(id, left_out))
-    members: dict[tuple[torch.dtype, Axes], list[tuple[Tensor, int, int]]] = {}
+    """Return buckets of the parameters by dtype and by the ranks that share them, in order, without `uninitialized`."""
+    absent = set(map(id, uninitialized))
+    members: dict[tuple[torch.dtype, ShardGroups], list[tuple[Tensor, int, int]]] = {}
     number = 0
     for group_number, group in enumerate(groups):
         for p in group["params"]:
             if id(p) not in absent:
-                members.setdefault((p.dtype, axes_of(p)), []).append((p, number, group_number))
+                members.setdefault((p.dtype, shard_groups_of(p)), []).append((p, number, group_number))
             number += 1
     buckets = []
     for (dtype, _), found in members.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fastsam.optim.sharded import is_sharded
+from fastsam.optim.sharded import is_dtensor
 
 MESSAGE = (
     "the second gradient was written between its backward pass and the update, as clip_grad_norm_ does. {} combines "
@@ -25,7 +25,7 @@ class ClipCheck:
     """
 
     def __init__(self) -> None:
-        self._handle: RemovableHandle | None = None  # of the hook on the parameter
+        self._handle: RemovableHandle | None = None  # handle of the hook on the parameter
         self._noted: tuple[int, int] | None = None  # id and version of the gradient
         self._is_done = False
 
@@ -62,4 +62,4 @@ class ClipCheck:
 
 
 def _first(params: Sequence[Tensor]) -> Tensor | None:
-    return next((p for p in params if p.requires_grad and not is_sharded(p)), None)
+    return next((p for p in params if p.requires_grad and not is_dtensor(p)), None)

@@ -1,7 +1,10 @@
 """`FusedSAM`: Sharpness-Aware Minimization around any base optimizer, with fused kernels.
 
-One step:  step(closure) or first_step() -> _perturb: collect_grads, Engine.perturb
-           second_step()             -> _update:  collect_grads, Engine.update (or the base optimizer's own step)
+    step(closure), first_step()    -> _perturb -> Engine.collect_grads
+                                               -> Engine.perturb -> Bucket.norm_perturb_    w <- w + rho * d / ||d||
+    step(closure), second_step()   -> _update  -> Engine.collect_grads
+                                               -> Engine.update -> FusedUpdate.prepare      w <- update of the saved w
+                                               or _step_base, the base optimizer's own step from the restored weights
 
 The equations are in `fastsam_kernels.reference`.
 """
@@ -16,16 +19,17 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
 
-from fastsam.optim import amp, early, parameters
-from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
-from fastsam.optim.bucket import Call
-from fastsam.optim.buffers import Phase
+from fastsam.optim import amp, in_backward, parameters
+from fastsam.optim.accumulation_check import AccumulationCheck
+from fastsam.optim.base_optimizer import make_base, options_of_base, unhooked_step, unscale_
+from fastsam.optim.bucket import BucketGrads
 from fastsam.optim.clip_check import ClipCheck
-from fastsam.optim.leftover import Leftover
-from fastsam.optim.one_pass import engine_of
+from fastsam.optim.hparams import LossScales, check_flag, check_group
+from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import add_param_group, check_parameters, describe, share_groups
+from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
-from fastsam.optim.scalars import Scales, check_flag, check_group
+from fastsam.optim.running_stats import Model, RunningStatsFreezer
 from fastsam.optim.state_dict import (
     called_by_checkpoint,
     load_pickle,
@@ -34,11 +38,10 @@ from fastsam.optim.state_dict import (
     make_pickle,
     make_state_dict,
 )
-from fastsam.optim.statistics import Model, Statistics
 from fastsam.optim.step_phase import StepPhaseMixin
 from fastsam.optim.variants.sam import SAM, variant_of
 
-NO_SCALES = Scales()
+NO_SCALES = LossScales()
 
 
 class FusedSAM(StepPhaseMixin, Optimizer):
@@ -53,8 +56,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
 
     Args:
         params (iterable): parameters, named parameters or parameter groups; dense and floating point, on one device.
-        base_optimizer (type or callable): class of the base optimizer, or a function that makes one from parameter
-            groups and options. Default: `torch.optim.SGD`.
+        base_optimizer (type or callable): class of the base optimizer, or a function from parameter groups and
+            options to an optimizer. Default: `torch.optim.SGD`.
         rho (float or Tensor, optional): radius of the perturbation, an option of each parameter group. A one-element
             tensor is read on the device in every step. Default: 0.05.
         adaptive (bool): ASAM, an option of each parameter group. Default: False.
@@ -62,8 +65,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         variant (SAM, optional): variant such as `fastsam.variants.GSAM(rho=0.05, alpha=0.4)`, with its own `rho`,
             `adaptive` and `eta`. Default: `SAM(rho, adaptive, eta)`.
         backend (str): "auto", "native", "triton", "foreach" or "reference". Default: "auto".
-        max_grad_norm (float, optional): largest norm of the gradient that updates; of the combination, if the variant
-            combines both gradients. Default: no clipping.
+        max_grad_norm (float, optional): largest norm of the gradient that updates, which is the combination if the
+            variant combines both gradients. Default: no clipping.
         skip_nonfinite (bool): restore the weights and update nothing if the second gradient has inf or NaN. A first
             gradient with inf or NaN never perturbs. Default: False.
         stochastic_rounding (bool): round half-precision weights at the perturbed point up or down at random, so that
@@ -72,8 +75,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             a step, so that a step can swap them and save memory traffic. Default: False.
         optimizer_in_backward (bool): update each parameter in the second backward pass as soon as its gradient is
             complete, and free the gradient. It needs `assume_no_alias=True`. Default: False.
-        model (Module or iterable of modules, optional): modules whose running statistics the second pass leaves as they
-            are. With a variant of one pass, their `train()` and `eval()` call those of the optimizer.
+        model (Module or iterable of modules, optional): modules whose running statistics the second pass does not
+            update. With a variant of one pass, their `train()` and `eval()` also call the methods of the optimizer.
         base_kwargs (dict, optional): options of the base optimizer.
         **base_options: options of the base optimizer as keywords, such as `lr` and `momentum`.
 
@@ -95,7 +98,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         (`MSAM`) takes `step()` after one backward pass. `eval()` then moves to the clean weights and `train()` back.
     """
 
-    _step_supports_amp_scaling = amp.LeavesScalingToStep()
+    _step_supports_amp_scaling = amp.SupportsAmpScaling()
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {got}")
         base_options = options_of_base(base_options, base_kwargs)
         parameters.check_given(params)
-        parameters.refuse_one_ranks_part()
+        parameters.check_not_zero_redundancy()
         flags = {
             "skip_nonfinite": skip_nonfinite,
             "stochastic_rounding": stochastic_rounding,
@@ -143,15 +146,15 @@ class FusedSAM(StepPhaseMixin, Optimizer):
                 "decouple=False, or another base"
             )
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
+        self._engine = make_engine(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
         self.max_grad_norm = max_grad_norm
         if optimizer_in_backward:
             whole = {"skip_nonfinite=True": skip_nonfinite, "max_grad_norm": max_grad_norm is not None}
-            early.refuse(self.base_optimizer, variant, assume_no_alias, whole)
-            self._engine.early = early.Early()
-        self._scaling = amp.Scaling()
-        self._leftover, self._clip_check = Leftover(), ClipCheck()
-        self._statistics = Statistics(model)
+            in_backward.check(self.base_optimizer, variant, assume_no_alias, whole)
+            self._engine.in_backward = in_backward.InBackwardHooks()
+        self._scaler_tracker = amp.GradScalerTracker()
+        self._accumulation_check, self._clip_check = AccumulationCheck(), ClipCheck()
+        self._running_stats = RunningStatsFreezer(model)
         share_groups(self)
         check_parameters(self)
         self._follow_modules()
@@ -166,11 +169,11 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         `step()` is the second half of a step, after `first_step()`. In a step that does not perturb (`perturbs` is
         False) the closure is called once, and `first_step()` may be left out.
 
-        Whatever is raised in either pass, the original weights are back bit for bit when it leaves. Raises RuntimeError
-        if there is nothing to do (no closure, and nothing perturbed).
+        If either pass raises an exception, the original weights are restored bit for bit. Raises RuntimeError if there
+        is no closure and nothing is perturbed.
 
         Returns:
-            the first loss, with a closure.
+            The first loss, if there is a closure.
         """
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
@@ -184,23 +187,25 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         try:
             return self._observed_step(closure)
         except BaseException:
-            self._leftover.forget()
+            self._accumulation_check.reset()
             self._recover()  # when a hook raised before the step
             raise
 
-    # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered
-    # when somebody looks.
+    # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. `_observed_step`
+    # has one, and is called only if a hook or a profiler is there.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self._require_turn(closure)
+        engine = self._engine
+        if closure is not None or engine.one_pass or engine.weight_state is not WeightState.PERTURBED:
+            self._require_turn(closure)
         share_groups(self)
         graph = torch.is_grad_enabled()
         try:
             if closure is not None and not self._finishes():
                 return self._both_passes(closure)
             if closure is not None:
-                closure()  # a trainer's, around a step of its own (Lightning's clips): the gradients are there already
+                closure()  # a trainer's closure, which made the passes before (Lightning's clips)
             return self._update()
         except BaseException:
             torch.set_grad_enabled(graph)
@@ -213,12 +218,12 @@ class FusedSAM(StepPhaseMixin, Optimizer):
     def _both_passes(self, closure: Callable[[], Any]) -> Any:
         if torch.compiler.is_compiling():
             return self._uncompiled(closure)
-        self._leftover.warn(self.param_groups)
+        self._accumulation_check.check(self.param_groups)
         loss = self._whole_step(closure)
-        self._leftover.note(self.param_groups)
+        self._accumulation_check.record(self.param_groups)
         return loss
 
-    # Where torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and
+    # If torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and
     # nothing would be updated.
     @torch._disable_dynamo
     def _uncompiled(self, closure: Callable[[], Any]) -> Any:
@@ -227,14 +232,14 @@ class FusedSAM(StepPhaseMixin, Optimizer):
     def _whole_step(self, closure: Callable[[], Any]) -> Any:
         engine = self._engine
         with torch.enable_grad():
-            loss = self._pass(closure, engine.phase)  # between steps
-            if engine.always or engine.perturbs:
+            loss = self._pass(closure, engine.weight_state)  # between steps
+            if engine.perturbs_every_step or engine.perturbs:
                 self._perturb(None, clears_grads=True)
-                self._pass(closure, Phase.PERTURBED)
+                self._pass(closure, WeightState.PERTURBED)
         self._update()
         return loss
 
-    def _pass(self, closure: Callable[[], Any], phase: Phase) -> Any:
+    def _pass(self, closure: Callable[[], Any], phase: WeightState) -> Any:
         """Return the result of the closure, called with cleared gradients, in this phase from beginning to end."""
         for p in parameters_of(self.param_groups):
             p.grad = None
@@ -248,26 +253,27 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         return loss
 
     def first_step(self, zero_grad: bool = False) -> None:
-        """Move the weights to the perturbed point, using the gradients that are there. Parameters without a gradient
-        stay.
+        """Move the weights to the perturbed point, using the present gradients. Parameters without a gradient stay.
 
         `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`perturbs`
-        is False) all weights stay. Raises RuntimeError if the weights are perturbed already, for sparse or complex
-        gradients, and for those that a GradScaler has unscaled; the weights are then as they were. Raises RuntimeError
-        with a variant of one pass, which has no first half.
+        is False) all weights stay.
+
+        Raises RuntimeError if the weights are perturbed already, for sparse or complex gradients, and for gradients
+        that a GradScaler has unscaled. The weights are then unchanged. Raises RuntimeError with a variant of one pass,
+        which has no first half.
         """
-        self._require_halves("first_step()")
-        self._require(
-            Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
-        )
-        share_groups(self)
         engine = self._engine
+        if engine.one_pass or engine.weight_state is not WeightState.ORIGINAL:
+            self._require_halves("first_step()")
+            remedy = "go on with second_step(), or go back with restore()"
+            self._require(WeightState.ORIGINAL, "first_step() was called already", remedy)
+        share_groups(self)
         engine.in_closure = engine.finishing = False  # which an interrupt may have left
-        self._leftover.forget()
-        self._scaling.refuse_unscaled(self)
+        self._accumulation_check.reset()
+        self._scaler_tracker.check_not_unscaled(self)
         graph = torch.is_grad_enabled()
         try:
-            self._perturb(None if engine.plain else self._scaling.scale, zero_grad)
+            self._perturb(None if engine.is_plain_sam else self._scaler_tracker.scale, zero_grad)
             if zero_grad:
                 self.zero_grad()
         except BaseException:
@@ -280,12 +286,15 @@ class FusedSAM(StepPhaseMixin, Optimizer):
 
         `zero_grad=True` then clears the gradients. Raises RuntimeError without `first_step()`, if the step perturbs.
         """
-        self._require_second("second_step() without first_step()", "call first_step() after the first backward pass")
+        engine = self._engine
+        if engine.weight_state is not WeightState.PERTURBED:
+            remedy = "call first_step() after the first backward pass"
+            self._require_second("second_step() without first_step()", remedy)
         try:
-            self._engine.finishing = True
-            self.step()  # which fires the hooks, and is what learning-rate schedulers watch
+            engine.finishing = True
+            self.step()  # fires the hooks, and learning-rate schedulers watch it
         finally:
-            self._engine.finishing = False
+            engine.finishing = False
         if zero_grad:
             self.zero_grad()
 
@@ -298,48 +307,48 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         """
         grads = self._engine.collect_grads()
         self._engine.perturb(grads, loss_scale, clears_grads)
-        self._statistics.freeze()
-        if self._engine.combines:
+        self._running_stats.freeze()
+        if self._engine.combines_grads:
             self._clip_check.watch(self.param_groups[0]["params"])
 
     def _update(self) -> None:
         """Restore the weights and update them: `w <- update of w with g(w~)`."""
-        engine, scaling = self._engine, self._scaling
-        self._statistics.thaw()
+        engine, tracker = self._engine, self._scaler_tracker
+        self._running_stats.thaw()
         if not torch.compiler.is_compiling():  # which cannot write it with torch 2.11
             # For a scheduler of the base optimizer.
             self.base_optimizer._opt_called = True  # type: ignore[attr-defined]
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         grads, scales = engine.collect_grads(), NO_SCALES
-        if found_inf is None and engine.combines:
+        if found_inf is None and engine.combines_grads:
             name, level = type(engine.variant).__name__, 6 if engine.finishing else 5
             self._clip_check.warn(self.param_groups[0]["params"], name, level)
         if found_inf is not None:
-            if engine.split:
+            if engine.has_sharded_params:
                 raise RuntimeError(amp.SHARDED)
-            if engine.early is not None and engine.early.made:
-                raise RuntimeError(early.SCALED)
-            sumsq = engine.sumsq if engine.perturbs else None  # of this step's first gradients
-            scaling.meet(grad_scale, sumsq, self.param_groups)
-            scales = Scales(scaling.of_first(grad_scale), grad_scale)
+            if engine.in_backward is not None and engine.in_backward.updated_slots:
+                raise RuntimeError(in_backward.SCALED)
+            sumsq = engine.sumsq if engine.perturbs else None  # squared norm of this step's first gradients
+            tracker.observe(grad_scale, sumsq, self.param_groups)
+            scales = LossScales(tracker.g1_scale(grad_scale), grad_scale)
         if engine.rule is not None:
             engine.update(grads, scales, found_inf, self.skip_nonfinite)
         else:
             self._step_base(grads, scales, found_inf)
 
-    def _step_base(self, grads: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> None:
+    def _step_base(self, grads: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
         """Update by the base optimizer's own step. With a GradScaler it waits for the device, as torch's unfused
         optimizers do."""
         engine = self._engine
         if self.skip_nonfinite:
             found_inf = engine.nonfinite(grads, found_inf)
-        engine.recover()
+        engine.restore_weights()
         found_inf = engine.combine_grads(grads, scales, found_inf)
         made = found_inf is None or found_inf.item() == 0
         if made:
-            if scales.second is not None:
-                unscale_(self.base_optimizer, scales.second)
+            if scales.g2 is not None:
+                unscale_(self.base_optimizer, scales.g2)
             engine.clip_grads(grads, scales)
             unhooked_step(self.base_optimizer)(self.base_optimizer)
         engine.finish_step(grads, scales, made)
@@ -368,12 +377,12 @@ class FusedSAM(StepPhaseMixin, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of `FusedSAM` or of the base optimizer's class.
 
-        A state dict that was saved between the two passes leaves the optimizer there: load the model's weights of the
-        same moment too, and go on with the second pass, or `restore()`. The state dict of a SAM class that leaves its
-        base optimizer's state out is taken for its options, with a warning.
+        A state dict that was saved between the two passes leaves the optimizer between them. Then load the model's
+        weights of the same moment too, and go on with the second pass, or with `restore()`. The state dict of a SAM
+        class that leaves its base optimizer's state out is taken for its options, with a warning.
 
-        Raises ValueError for the state of another model or optimizer, TypeError for what is not a dict, RuntimeError
-        while the weights are perturbed; nothing is changed then.
+        Raises ValueError if the state belongs to a different model or optimizer, TypeError if it is not a dict, and
+        RuntimeError while the weights are perturbed. The optimizer is unchanged then.
         """
         load_state_dict(self, state_dict)
 
@@ -390,7 +399,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         constructor does, and then adds nothing."""
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set, type(None))):
             param_group["params"] = list(param_group["params"])
-            parameters.refuse_duplicates(param_group["params"])
+            parameters.check_no_duplicates(param_group["params"])
         if "_engine" in self.__dict__:
             add_param_group(self, param_group)
         else:

@@ -1,5 +1,4 @@
-"""Gradients that are not simply there: absent, in another order of elements, or impossible. The ordinary case never
-comes here."""
+"""Gradients that kernels cannot read directly: absent, in a different order of elements, or unusable."""
 
 from __future__ import annotations
 
@@ -12,9 +11,16 @@ from torch import Tensor
 def present(
     grads: Sequence[Tensor | None], like: Sequence[Tensor], numbers: Sequence[int]
 ) -> tuple[tuple[int, ...], list[Tensor]]:
-    """The positions of those that are not None, and these, each dense in the order of elements of its tensor in `like`.
+    """Return the positions of the gradients that are not None, and these gradients.
 
-    `numbers` are the parameters' numbers, for messages. Raises RuntimeError for a gradient that cannot be used.
+    Each gradient is dense, in the order of elements of its tensor in `like`.
+
+    Args:
+        grads: gradients, or None.
+        like: one tensor per gradient.
+        numbers: numbers of the parameters, for messages.
+
+    Raises RuntimeError for a gradient that cannot be used.
     """
     slots, usable = [], []
     for i, (grad, param) in enumerate(zip(grads, like, strict=True)):
@@ -29,7 +35,7 @@ def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
         raise RuntimeError(
             f"the gradient of parameter {number} is sparse ({grad.layout}); FusedSAM needs dense gradients: for an "
             f"embedding use sparse=False, "
-            "or give its parameters an optimizer of their own"
+            "or give its parameters a separate optimizer"
         )
     if grad.is_complex():
         raise RuntimeError(

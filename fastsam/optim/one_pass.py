@@ -1,6 +1,7 @@
-"""Steps of a variant with one pass. Between the steps the weights are at a perturbed point, at which the next gradient
-is
-taken."""
+"""Steps of a variant with one pass.
+
+Between the steps the weights are at a perturbed point, at which the next gradient is computed.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, Call
-from fastsam.optim.buffers import Phase
+from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, BucketGrads
 from fastsam.optim.engine import PLAIN, Engine
-from fastsam.optim.mixing import silent, taking
-from fastsam.optim.rules import Group, rule_of
-from fastsam.optim.scalars import Scales
+from fastsam.optim.grad_combination import c_call, copy_call
+from fastsam.optim.hparams import LossScales
+from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.state_dict_format import Weights
-from fastsam.optim.variants.sam import SAM, Ahead, Memory
+from fastsam.optim.update_calls import Group, rule_of
+from fastsam.optim.variants.sam import SAM, Memory, OnePassDirection
 
 # By update rule: the field of its state that is a momentum.
 MOMENTA = {"sgd": "momentum_buffer", "rmsprop": "momentum_buffer", "adam": "exp_avg", "lion": "exp_avg"}
@@ -41,8 +42,10 @@ ARRIVED_CLEAN = (
 
 
 class OnePass(Engine):
-    """The engine of variants with one pass. PERTURBED is the phase between training steps, IDLE that of clean
-    weights."""
+    """The engine of variants with one pass.
+
+    Its weights are PERTURBED between training steps, and ORIGINAL in evaluation.
+    """
 
     one_pass = True
 
@@ -61,9 +64,9 @@ class OnePass(Engine):
             )
         super().__init__(base, backend, stochastic_rounding, exclusive, variant)
         check_base(variant, base, base.param_groups)
-        self.always = False
-        self._rested: list[Call] = []  # along what the weights were perturbed
-        self._versions: list[int] | None = None  # of the weights since then; None: they were carried here
+        self.perturbs_every_step = False
+        self._last_perturbation: list[BucketGrads] = []  # vectors along which the weights were perturbed
+        self._versions: list[int] | None = None  # versions of the weights since then; None: a state was loaded
 
     @property
     def perturbs(self) -> bool:
@@ -72,107 +75,122 @@ class OnePass(Engine):
     # --- a step ---
 
     def require_ready(self) -> None:
-        """Raises RuntimeError in evaluation, and where the weights are not at the point that the optimizer left them
-        at."""
+        """Raise RuntimeError in evaluation, and if the weights are not at the point to which the optimizer moved
+        them."""
         if not self.training:
             raise RuntimeError(IN_EVALUATION)
-        if self.phase is Phase.IDLE or torch.compiler.is_compiling():
+        if self.weight_state is WeightState.ORIGINAL or torch.compiler.is_compiling():
             return
         if self._versions is None:
             self._require_arrival()
         elif self._versions != self._versions_now():
             self._sync_params()
-            if self._versions is not None and not self._at_rest(self._rested):
+            if self._versions is not None and not self._is_perturbed(self._last_perturbation):
                 raise RuntimeError(WRITTEN)
 
     def _require_arrival(self) -> None:
-        """After a state was loaded."""
+        """Check the weights after a state was loaded."""
         self._sync_params()
         self._refresh_options(self.base.param_groups)
-        moves = self._ahead(False)
+        moves = self._next_perturbation(False)
         self._norm(moves)
-        clean = all(bucket.saved_slots() == bucket.held.slots for bucket in self.buckets)
-        if clean and not self._at_rest(moves):
+        clean = all(bucket.saved_slots() == bucket.backed_up.slots for bucket in self.buckets)
+        if clean and not self._is_perturbed(moves):
             raise RuntimeError(ARRIVED_CLEAN)
-        self._rested, self._versions = moves, self._versions_now()
+        self._last_perturbation, self._versions = moves, self._versions_now()
 
-    def _at_rest(self, moves: Sequence[Call]) -> bool:
+    def _is_perturbed(self, moves: Sequence[BucketGrads]) -> bool:
         return all(b.perturbed_slots(part, along, self._sum, self._seed) == part.slots for b, part, along in moves)
 
     def _versions_now(self) -> list[int]:
         return [version for bucket in self.buckets for version in bucket.backup.versions()]
 
-    def update(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
+    def update(
+        self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None, skip_nonfinite: bool
+    ) -> None:
         """Update the saved weights, and perturb the result."""
         super().update(calls, scales, found_inf, skip_nonfinite)
-        self._rest(all(selection is bucket.whole for bucket, selection, _ in calls))
+        self._perturb_next(all(selection is bucket.whole for bucket, selection, _ in calls))
 
-    def _start(self, calls: Sequence[Call]) -> None:
-        """The saved weights are updated where they are, if all of them are and no interrupt finds that half made; the
-        parameters follow with the perturbation. Else the parameters get the new weights first."""
-        self._updated = Phase.IDLE
-        if self.phase is Phase.IDLE:
+    def _begin_unperturbed(self, calls: Sequence[BucketGrads]) -> None:
+        """Begin an update of the saved weights.
+
+        They are updated in place if all of them are updated and no interrupt can find that half made. The parameters
+        then follow with the perturbation. Otherwise the parameters get the new weights first.
+        """
+        self._updated = WeightState.ORIGINAL
+        if self.weight_state is WeightState.ORIGINAL:
             if not torch.compiler.is_compiling():
                 self.begin_step()
-            super()._start(calls)
+            super()._begin_unperturbed(calls)
         # ASAM's norm is of weights that the parameters hold.
-        elif not self._scalars.adaptive and all(b.updates_whole and part is b.held for b, part, _ in calls):
-            self._updated = Phase.PERTURBED
+        elif not self._hparams.adaptive and all(b.updates_whole and part is b.backed_up for b, part, _ in calls):
+            self._updated = WeightState.PERTURBED
             for bucket in self.buckets:
                 bucket.backup.begin_in_backup()
 
-    def _following(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
-        found = super()._following(calls, found_inf) + self._keeping(calls, found_inf)
+    def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
+        found = super()._post_update_calls(calls, found_inf) + self._state_calls(calls, found_inf)
         if self._seed is not None:
-            found.append(silent(self._seed.add_, 1))
+            found.append(c_call(self._seed.add_, 1))
         return found
 
-    def finish_step(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
+    def finish_step(self, calls: Sequence[BucketGrads], scales: LossScales, made: bool) -> None:
         super().finish_step(calls, scales, made)
-        for call in self._keeping(calls, None) if made else []:
+        for call in self._state_calls(calls, None) if made else []:
             call()
         if self._seed is not None:
             self._seed.add_(1)
-        self._rest(False)
+        self._perturb_next(False)
 
-    def _keeping(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
-        """Calls that keep the gradient, where the variant does."""
+    def _state_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
+        """Return the calls that keep the gradient, if the variant keeps it."""
         if self.variant.memory is not Memory.GRADIENT or not any(grads for _, _, grads in calls):
             return []
-        return [_kept(*call, found_inf) for call in calls]
+        return [_gradient_call(*call, found_inf) for call in calls]
 
     # --- the point between steps ---
 
-    def rest(self) -> None:
-        """From the clean weights to the perturbed point; nothing before the first step."""
+    def perturb_clean(self) -> None:
+        """Move from the clean weights to the perturbed point; nothing before the first step."""
         if self._guard is None and not self._carried and not self.base.state:
             return
         self.begin_step()
         self._sync_params()
         self._refresh_options(self.base.param_groups)
-        self._rest(False)
+        self._perturb_next(False)
 
-    def _rest(self, whole: bool) -> None:
-        """whole: every parameter had a gradient in the step just made."""
-        moves = self._ahead(whole)
-        if self.phase is Phase.PERTURBED and any(part is not bucket.held for bucket, part, _ in moves):
-            self.recover()
-            moves = self._ahead(whole)
+    def _perturb_next(self, whole: bool) -> None:
+        """Perturb the updated weights.
+
+        Args:
+            whole: every parameter had a gradient in the last step.
+        """
+        moves = self._next_perturbation(whole)
+        if self.weight_state is WeightState.PERTURBED and any(
+            part is not bucket.backed_up for bucket, part, _ in moves
+        ):
+            self.restore_weights()
+            moves = self._next_perturbation(whole)
         for bucket in self.buckets:
-            bucket.backup.begin_step(has_weights=self.phase is Phase.PERTURBED)
+            bucket.backup.begin_step(has_weights=self.weight_state is WeightState.PERTURBED)
         self._calls = moves
         self._move(moves, None)
-        self._rested = moves
+        self._last_perturbation = moves
         if not torch.compiler.is_compiling():
             self._versions = self._versions_now()
 
-    def _ahead(self, whole: bool) -> list[Call]:
-        """Return the calls of the next perturbation. whole: as in `_rest`."""
-        if self.variant.ahead is Ahead.GRADIENT:
-            return [_along_gradient(bucket, whole) for bucket in self.buckets]
+    def _next_perturbation(self, whole: bool) -> list[BucketGrads]:
+        """Return the calls of the next perturbation.
+
+        Args:
+            whole: every parameter had a gradient in the last step.
+        """
+        if self.variant.one_pass_direction is OnePassDirection.GRADIENT:
+            return [_last_gradient(bucket, whole) for bucket in self.buckets]
         assert self.rule is not None
         name, state = MOMENTA[self.rule.name], self.base.state
-        has = [name in kind.fields for kind in self._scalars.kinds]
+        has = [name in kind.fields for kind in self._hparams.specs]
         found = []
         for bucket in self.buckets:
             part = bucket.whole
@@ -185,31 +203,31 @@ class OnePass(Engine):
             found.append((bucket, part, _views(bucket, part, vector)))
         return found
 
-    def fall_back(self) -> None:
-        self.recover()
+    def abort_step(self) -> None:
+        self.restore_weights()
         if self.training:
-            self.rest()
+            self.perturb_clean()
 
     def eval(self) -> None:
-        """The clean weights, bit for bit."""
+        """Restore the clean weights, bit for bit."""
         try:
-            self.recover()
+            self.restore_weights()
         except BaseException:
-            self.fall_back()
+            self.abort_step()
             raise
         self.training = False
 
     def train(self) -> None:
-        """The perturbed point. Weights that a state was loaded for are taken to it from the clean ones, wherever they
-        are."""
-        if self.training and self.phase is Phase.PERTURBED and self._versions is not None:
+        """Move to the perturbed point. Weights with a loaded state are perturbed from the clean ones, in either
+        state."""
+        if self.training and self.weight_state is WeightState.PERTURBED and self._versions is not None:
             return
         self.training = True
         try:
-            self.recover()
-            self.rest()
+            self.restore_weights()
+            self.perturb_clean()
         except BaseException:
-            self.recover()
+            self.restore_weights()
             raise
 
     # --- buffers ---
@@ -218,31 +236,33 @@ class OnePass(Engine):
     def rebuild(self) -> None:
         check_base(self.variant, self.base, self.base.param_groups)
         super().rebuild()
-        self._rested, self._versions = [], None
+        self._last_perturbation, self._versions = [], None
 
-    def load(self, weights: Weights, perturbed: bool, left_out: Sequence[int] | None) -> None:
-        super().load(weights, perturbed, left_out)
-        self._rested, self._versions = [], None
+    def load(self, weights: Weights, perturbed: bool, uninitialized: Sequence[int] | None) -> None:
+        super().load(weights, perturbed, uninitialized)
+        self._last_perturbation, self._versions = [], None
 
 
-def engine_of(
+def make_engine(
     base: Optimizer,
     backend: str,
     stochastic_rounding: bool,
     exclusive: bool,
     variant: SAM,
 ) -> Engine:
-    """The engine that makes a variant's steps. Raises ValueError for a base optimizer and for options with which the
-    variant cannot."""
+    """Return the engine that makes a variant's steps.
+
+    Raises ValueError for a base optimizer and for options that the variant does not support.
+    """
     check_base(variant, base, base.param_groups)
-    kind = Engine if variant.ahead is Ahead.NONE else OnePass
+    kind = Engine if variant.one_pass_direction is OnePassDirection.NONE else OnePass
     return kind(base, backend, stochastic_rounding, exclusive, variant)
 
 
 def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
-    """Raises ValueError for a base optimizer without the momentum that the variant perturbs against."""
+    """Raise ValueError for a base optimizer without the momentum that the variant perturbs against."""
     rule, name = rule_of(base), type(variant).__name__
-    if variant.ahead is not Ahead.MOMENTUM:
+    if variant.one_pass_direction is not OnePassDirection.MOMENTUM:
         return
     if rule is None or rule.name not in MOMENTA:
         raise ValueError(
@@ -258,7 +278,7 @@ def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
             )
 
 
-def _along_gradient(bucket: Bucket, whole: bool) -> Call:
+def _last_gradient(bucket: Bucket, whole: bool) -> BucketGrads:
     part = bucket.whole
     if not whole:
         part = bucket.select(tuple(i for i, p in enumerate(bucket.params) if p.requires_grad))
@@ -267,18 +287,21 @@ def _along_gradient(bucket: Bucket, whole: bool) -> Call:
 
 def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
     """Return the parts of the bucket's vector for these parameters."""
-    if torch.compiler.is_compiling():  # to which views made outside would be inputs of their own
+    if torch.compiler.is_compiling():  # to which views from outside would be additional inputs
         return part.views(vector)
     if part.along is None:
         part.along = part.views(vector)
     return part.along
 
 
-def _kept(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: Tensor | None) -> partial[Any]:
-    """A call that keeps these gradients, and zeros for the other parameters; nothing new where `found_inf` is not 0."""
+def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: Tensor | None) -> partial[Any]:
+    """Return a call that keeps these gradients, and zeros for the other parameters.
+
+    It keeps the old values if `found_inf` is not 0.
+    """
     memory = bucket.arena.field(MEMORY, bucket.dtype)
     if found_inf is None and part is bucket.whole:
-        return silent(torch._foreach_copy_, _views(bucket, part, memory), list(grads))
+        return c_call(torch._foreach_copy_, _views(bucket, part, memory), list(grads))
     taken = bucket.arena.field(GRADIENT, bucket.dtype)
     if part is not bucket.whole:
         taken.zero_()
@@ -286,4 +309,4 @@ def _kept(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: T
         torch._foreach_copy_(part.views(taken), list(grads))
     if found_inf is not None:
         torch.where(found_inf == 0, taken, memory, out=taken)
-    return taking(memory, taken)
+    return copy_call(memory, taken)

@@ -8,19 +8,26 @@ from typing import Any
 from fastsam import ops
 from fastsam.backends import select
 from fastsam.optim import parameters
+from fastsam.optim.hparams import OWN_OPTIONS, check_group
 from fastsam.optim.one_pass import check_base
 from fastsam.optim.parameters import parameters_of
-from fastsam.optim.scalars import OWN_OPTIONS, check_group
-from fastsam.optim.sharded import is_sharded, refuse_options
+from fastsam.optim.sharded import check_options, is_dtensor
 
 
 def share_groups(optimizer: Any) -> None:
-    """Give the base optimizer the very groups and state of `optimizer`, also after somebody replaced them."""
+    """Give the base optimizer the groups and the state of `optimizer`, also after they were replaced."""
     base = optimizer.base_optimizer
+    if (
+        base.param_groups is optimizer.param_groups
+        and base.state is optimizer.state
+        and base._optimizer_step_pre_hooks is optimizer._optimizer_step_pre_hooks
+        and base._optimizer_step_post_hooks is optimizer._optimizer_step_post_hooks
+    ):
+        return  # torch.compile cannot write them with torch 2.11
+    base.param_groups, base.state = optimizer.param_groups, optimizer.state
     # A hook on either optimizer fires once per step.
-    for name in ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(base, name) is not getattr(optimizer, name):  # torch.compile cannot write it with torch 2.11
-            setattr(base, name, getattr(optimizer, name))
+    base._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    base._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
 
 
 def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
@@ -43,13 +50,13 @@ def check_parameters(optimizer: Any) -> None:
     """Raise if `optimizer` cannot optimize its parameters."""
     params, engine = parameters_of(optimizer.param_groups), optimizer._engine
     parameters.check(params)
-    if any(map(is_sharded, params)):
+    if any(map(is_dtensor, params)):
         if engine.variant.norm_degree != 2:
             raise ValueError(
                 f"{type(engine.variant).__name__} with DTensor parameters is not supported, because its norm is not "
                 f"reduced between ranks. Take a variant with an L2 norm"
             )
-        refuse_options(engine.stochastic_rounding, engine.exclusive)
+        check_options(engine.stochastic_rounding, engine.exclusive)
     for dtype in {p.dtype for p in params}:
         ops.bind(optimizer._engine.backend, params[0].device, dtype)
 

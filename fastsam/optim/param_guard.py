@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_, is_not, itemgetter
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import Bucket, Call
+from fastsam.optim.bucket import Bucket, BucketGrads
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import local
+from fastsam.optim.sharded import to_local
 
 try:  # private to torch: without it, every pass looks at every tensor in Python
     from torch._C._dynamo.guards import TensorGuards
@@ -56,11 +56,11 @@ class _Memory:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         params = self.params
-        self._pointers = list(map(_data_ptr, params))
+        self.pointers = list(map(_data_ptr, params))
         # As long as a storage has its size, nothing else uses its memory, so that an equal address means the same
         # parameter. The bucket's aliases keep the storages alive anyway.
-        self._storages = list(map(_storage, params))
-        self._bytes = list(map(_bytes_of, self._storages))
+        self.storages = list(map(_storage, params))
+        self.nbytes = list(map(_bytes_of, self.storages))
         self._kinds = _kinds(params)
         self._guard = None if TensorGuards is None or not params else _guard_of(params)
 
@@ -68,17 +68,11 @@ class _Memory:
     def params(self) -> list[Tensor]:
         """The parameters, or this rank's parts of them, which may be replaced."""
         bucket = self._bucket
-        return list(map(local, bucket.params)) if bucket.sharded else bucket.params
-
-    def same_addresses(self, params: Sequence[Tensor]) -> bool:
-        return list(map(_data_ptr, params)) == self._pointers
-
-    def same_storages(self) -> bool:
-        return list(map(_bytes_of, self._storages)) == self._bytes
+        return list(map(to_local, bucket.params)) if bucket.sharded else bucket.params
 
     def same(self) -> bool:
         params = self.params
-        if not (self.same_addresses(params) and self.same_storages()):
+        if list(map(_data_ptr, params)) != self.pointers or list(map(_bytes_of, self.storages)) != self.nbytes:
             return False
         if self._guard is not None and self._guard(*params):
             return True
@@ -106,7 +100,7 @@ class ParamGuard:
         groups: Groups,
         params: list[Tensor],
         buckets: Sequence[Bucket],
-        left_out: list[Tensor],
+        uninitialized: list[Tensor],
         before: ParamGuard | None,
     ) -> None:
         """
@@ -114,36 +108,38 @@ class ParamGuard:
             groups: parameter groups.
             params: all parameters of all groups, in order.
             buckets: buckets of the parameters that have buffers.
-            left_out: the other parameters.
+            uninitialized: the other parameters.
             before: guard that this one follows.
         """
-        self.params, self._left_out = params, left_out
+        self.params, self._uninitialized = params, uninitialized
         self._memories = list(map(_Memory, buckets))
         self._sizes = [len(g["params"]) for g in groups]
-        lists = [params, left_out, *(g["params"] for g in groups), *(bucket.params for bucket in buckets)]
+        lists = [params, uninitialized, *(g["params"] for g in groups), *(bucket.params for bucket in buckets)]
         self._lists = Counter(map(id, chain.from_iterable(lists)))  # how many of the optimizer's lists hold each
         self._entries: list[dict[str, Any]] = []
-        self._alone: list[int] = []  # per parameter: the count of references if only the optimizer has it
-        self._most = 0  # the largest of these
+        self._most = 0  # the largest count of references of a parameter that only the optimizer has
         # ids of the parameters to which only the optimizer referred from the first
         self._orphans: set[int] | None = before._orphans if before else None
         self._expected: dict[bool, list[_Expected]] = {}  # by whether the pass is a first one
 
     def note_state(self, state: State) -> None:
         """Take over the entries of the state as they are."""
-        none = _count_of_one_holder() - 1
-        self._alone = [none + self._lists[id(p)] + (p in state) for p in self.params]
-        self._most = max(self._alone, default=0)
         self._entries = list(state.values())
+        self._most = max(self._counts_alone(state), default=0)
+
+    def _counts_alone(self, state: State) -> list[int]:
+        """Return for each parameter the count of references if only the optimizer has it."""
+        none = _count_of_one_holder() - 1
+        return [none + self._lists[id(p)] + (p in state) for p in self.params]
 
     # --- comparisons one by one ---
 
     def same_parameters(self, groups: Groups) -> bool:
         """Return False if the groups hold other parameters than before."""
-        if [len(g["params"]) for g in groups] != self._sizes:
+        lists = list(map(_params_of, groups))
+        if list(map(len, lists)) != self._sizes:
             return False
-        now: Iterable[Tensor] = groups[0]["params"] if len(groups) == 1 else chain(*map(_params_of, groups))
-        return not any(map(is_not, now, self.params))
+        return not any(map(is_not, chain.from_iterable(lists), self.params))
 
     def same_memory(self) -> bool:
         """Return False if a parameter was moved, converted, assigned, cut or transposed, or its memory was freed."""
@@ -153,7 +149,7 @@ class ParamGuard:
         """Return False if the state has other entries than before."""
         return len(state) == len(self._entries) and not any(map(is_not, state.values(), self._entries))
 
-    def abandoned(self) -> list[int]:
+    def abandoned(self, state: State) -> list[int]:
         """Return the numbers of parameters to which only the optimizer refers, because the model was given other ones.
 
         A live autograd graph or a TorchScript module counts as a reference. A parameter that had a gradient and no
@@ -161,15 +157,15 @@ class ParamGuard:
         """
         if self._orphans is not None and min(map(sys.getrefcount, self.params), default=0) > self._most:
             return []
-        counts = list(map(sys.getrefcount, self.params))
-        alone = [i for i, count in enumerate(counts) if count <= self._alone[i]]
+        counts = zip(map(sys.getrefcount, self.params), self._counts_alone(state), strict=True)
+        alone = [i for i, (count, count_alone) in enumerate(counts) if count <= count_alone]
         if self._orphans is None:
             self._orphans = {id(self.params[i]) for i in alone if self.params[i].grad is not None}
         return [i for i in alone if id(self.params[i]) not in self._orphans]
 
     # --- all at once ---
 
-    def expect(self, calls: Sequence[Call], first: bool) -> None:
+    def expect(self, calls: Sequence[BucketGrads], first: bool) -> None:
         """Expect gradients of the same parameters and kinds as in `calls`, in the next passes.
 
         Nothing is expected if the calls have other tensors than the parameters' own gradients.
@@ -190,20 +186,27 @@ class ParamGuard:
         """Return True if gradients are expected."""
         return first in self._expected
 
-    def gradients(self, groups: Groups, state: State, first: bool) -> list[Call] | None:
+    def gradients(
+        self, groups: Groups, state: State, first: bool, reads_state: bool = True
+    ) -> list[BucketGrads] | None:
         """Return the gradients if everything is as expected, and None if each has to be compared by itself.
 
-        A second pass compares no kinds of parameters, because the first pass of its step did.
+        A second pass compares no kinds of parameters, because the first pass of its step did. A pass that does not
+        read the state compares only the number of its entries.
         """
         expected = self._expected.get(first)
-        if expected is None or not self.same_parameters(groups) or not self.same_state(state):
+        if expected is None or not self.same_parameters(groups):
             return None
-        if self._left_out and any_gradient(self._left_out):
+        if len(state) != len(self._entries) or (reads_state and not self.same_state(state)):
             return None
-        calls: list[Call] = []
+        if self._uninitialized and any_gradient(self._uninitialized):
+            return None
+        calls: list[BucketGrads] = []
         for bucket, selection, memory, absent, guard in expected:
             params = bucket.params
-            if not memory.same_addresses(params) or (first and not memory.same_storages()):
+            if list(map(_data_ptr, params)) != memory.pointers:
+                return None
+            if first and list(map(_bytes_of, memory.storages)) != memory.nbytes:
                 return None
             grads: list[Any] = [p.grad for p in params]
             if absent is not None:

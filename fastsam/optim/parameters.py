@@ -1,4 +1,4 @@
-"""Which tensors `FusedSAM` can optimize: checked at construction, and again when they changed."""
+"""Checks of the tensors that `FusedSAM` can optimize, at construction and after they changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastsam.arena import is_dense
-from fastsam.optim.sharded import local, why_not
+from fastsam.optim.sharded import to_local, why_not
 
 
 def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
@@ -20,11 +20,15 @@ def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
 
 
 def check(params: Sequence[Tensor]) -> None:
-    """Refuses what cannot be optimized. `params` are all parameters of all groups in order; messages count them from 0.
+    """Raise an error for parameters that cannot be optimized.
 
-    Raises TypeError for wrappers that are no DTensors and for DTensors whose placements cannot be served, ValueError
-    for a dtype that is not floating point, a sparse layout, a parameter given twice, parameters on several devices,
-    parameters whose memory overlaps, and those that reach past their storage.
+    Args:
+        params: all parameters of all groups, in order. Messages count them from 0.
+
+    Raises:
+        TypeError: for tensor wrappers except DTensors, and for DTensors with unsupported placements.
+        ValueError: for a dtype that is not floating point, a sparse layout, a parameter given twice, parameters on
+            several devices, parameters whose memory overlaps, and parameters that extend beyond their storage.
     """
     seen: dict[int, int] = {}
     for i, p in enumerate(params):
@@ -41,36 +45,40 @@ def check(params: Sequence[Tensor]) -> None:
             f"of them; move the model "
             "to one device, or use one FusedSAM per device (each then has its own norm)"
         )
-    _check_overlap(list(map(local, params)))
+    _check_overlap(list(map(to_local, params)))
 
 
 def check_given(params: Any) -> None:
-    """Raises TypeError for what is not a collection of parameters: a module, above all."""
+    """Raise TypeError if `params` is not a collection of parameters, in particular for a module."""
     module = isinstance(params, torch.nn.Module)
     if module or not isinstance(params, Iterable):
         hint = "; pass model.parameters()" if module else ""
         raise TypeError(f"params must be parameters or parameter groups, got {type(params).__name__}{hint}")
 
 
-def refuse_one_ranks_part() -> None:
-    """Raises TypeError when the caller is being made by a ZeroRedundancyOptimizer: of the parameters of one rank, whose
-    norm is not the model's."""
+def check_not_zero_redundancy() -> None:
+    """Raise TypeError if a ZeroRedundancyOptimizer makes the caller.
+
+    It would have the parameters of one rank, whose norm is not the model's norm.
+    """
     frame = sys._getframe(1).f_back
     while frame is not None:
         kinds = type(frame.f_locals.get("self")).__mro__ if frame.f_code.co_name == "_init_local_optimizer" else ()
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in kinds):
             raise TypeError(
                 "ZeroRedundancyOptimizer(optimizer_class=FusedSAM) would give each rank a FusedSAM of a part of the "
-                "parameters, with a norm of "
-                "its own. Put it inside: FusedSAM(model.parameters(), ZeroRedundancyOptimizer, "
+                "parameters, with a "
+                "separate norm. Put it inside: FusedSAM(model.parameters(), ZeroRedundancyOptimizer, "
                 "optimizer_class=torch.optim.SGD, lr=...)"
             )
         frame = frame.f_back
 
 
-def refuse_private(params: Sequence[Tensor]) -> None:
-    """Raises ValueError for parameters that Opacus trains: two passes of a step would be summed into one of its
-    gradients."""
+def check_not_private(params: Sequence[Tensor]) -> None:
+    """Raise ValueError for parameters that Opacus trains.
+
+    Opacus would sum the two passes of a step into one of its gradients.
+    """
     if any(hasattr(p, "summed_grad") for p in params):  # which its DPOptimizer gives them
         raise ValueError(
             "the parameters belong to a DPOptimizer of Opacus, which would add the gradients of both passes of a step. "
@@ -78,8 +86,9 @@ def refuse_private(params: Sequence[Tensor]) -> None:
         )
 
 
-def refuse_duplicates(params: Sequence[Any]) -> None:
-    """Raises ValueError when a group has a parameter twice (torch only warns). `params` may be named: pairs."""
+def check_no_duplicates(params: Sequence[Any]) -> None:
+    """Raise ValueError if a group has a parameter twice (torch only warns). `params` may be pairs of name and
+    parameter."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     if len(set(map(id, tensors))) != len(tensors):
         raise ValueError("a parameter group with duplicate parameters: pass every parameter once")
@@ -89,7 +98,7 @@ def _check_one(i: int, p: Tensor) -> None:
     reason = why_not(p)
     if reason is not None:
         raise TypeError(f"parameter {i} is {reason}")
-    p = local(p)
+    p = to_local(p)
     if is_traceable_wrapper_subclass(p):
         raise TypeError(
             f"parameter {i} is a {type(p).__name__}, which wraps other tensors; FusedSAM needs plain tensors"
@@ -105,7 +114,7 @@ def _check_one(i: int, p: Tensor) -> None:
         raise ValueError(
             f"parameter {i} of shape {tuple(p.shape)} needs {_end(p)} bytes of its storage, and its storage has "
             f"{p.untyped_storage().nbytes()}: "
-            "somebody freed or cut it, as sharding libraries do; make a step while the parameters are whole"
+            "it was freed or cut, as sharding libraries do; make a step while the parameters are whole"
         )
 
 
@@ -125,23 +134,25 @@ def _check_overlap(params: Sequence[Tensor]) -> None:
 
 
 def has_memory(p: Tensor) -> bool:
-    """False when its storage ends before its last element."""
+    """Return False if the storage of `p` ends before its last element."""
     return p.numel() == 0 or _end(p) <= p.untyped_storage().nbytes()
 
 
 def _end(p: Tensor) -> int:
-    """Bytes from the start of its storage to behind the last element."""
+    """Return the bytes from the start of the storage to the end of the last element."""
     return int(p.storage_offset()) * p.element_size() + _extent(p)
 
 
 def _extent(p: Tensor) -> int:
-    """Bytes from the first to behind the last element."""
+    """Return the bytes from the first element to the end of the last element."""
     return (sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True)) + 1) * p.element_size()
 
 
 def _check_cluster(params: Sequence[Tensor], cluster: Sequence[tuple[int, int, int]]) -> None:
-    """Marks byte by byte what each parameter covers: slices of one matrix run into each other and still share no
-    element."""
+    """Raise ValueError if two parameters share an element.
+
+    It marks the bytes of each parameter, because slices of one matrix may interleave and share no element.
+    """
     if not cluster or (len(cluster) == 1 and is_dense(params[cluster[0][2]])):
         return
     start, end = cluster[0][0], max(span[1] for span in cluster)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fastsam.arena import Layout
-from fastsam.optim.sharded import local
+from fastsam.optim.sharded import to_local
 from fastsam.optim.storage_swap import StorageSwap, worth_swapping
 
 
 class Selection:
-    """Some of a bucket's parameters, as a call takes them; one object per set of slots, compared by identity."""
+    """Some of a bucket's parameters as operands of a call: one object per set of slots, compared by identity."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Selection:
         aliases = [aliases[i] for i in slots]
         # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
         self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
-        self.raw_calls: dict[str, Any] = {}  # the backend's shorter way to its kernels, by `direct_key` of the backup
+        self.direct_calls: dict[str, Any] = {}  # direct calls of the kernels, by `direct_key`
         self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
         self.swap: StorageSwap | None = None  # None: the parameters stay in their memory
         if can_swap and slots and worth_swapping(self._tensors):
@@ -61,8 +61,8 @@ class Selection:
     def tensors(self) -> list[Tensor]:
         """The weights that a call reads and writes."""
         if torch.compiler.is_compiling() and not self.indirect:
-            # Aliases made outside would be inputs of their own to a compiled step.
-            return [local(self._params[i]).detach() for i in self.slots]
+            # Aliases from outside would be additional inputs of a compiled step.
+            return [to_local(self._params[i]).detach() for i in self.slots]
         return self._tensors
 
     def load(self) -> None:

@@ -1,8 +1,8 @@
 """Parameters that are split among ranks (`fully_shard`, tensor parallelism): the local shard, and sums over all shards.
 
 The kernels see only local tensors. Numbers of the whole model are summed over the shards, along the mesh dimensions in
-which a parameter is sharded and not along those in which it is replicated, so each element counts once. This module
-does not import torch.distributed; users of such parameters do.
+which a parameter is sharded. They are not summed along dimensions in which it is replicated, so each element counts
+once. This module does not import torch.distributed, because the user of such parameters has imported it.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import torch
 from torch import Tensor
 
 
-class Axis(NamedTuple):
+class ShardGroup(NamedTuple):
     """Ranks among which parameters are split."""
 
     group: Any  # torch.distributed.ProcessGroup
     device: str  # where it takes tensors from
 
 
-Axes = tuple[Axis, ...]
+ShardGroups = tuple[ShardGroup, ...]
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Return True if it is a DTensor, split or replicated."""
     # Looked up among the loaded modules: importing DTensor takes a second, and a tensor that is one has imported it.
     found = sys.modules.get("torch.distributed.tensor")
     return found is not None and isinstance(tensor, found.DTensor)
 
 
-def local(tensor: Tensor) -> Any:
+def to_local(tensor: Tensor) -> Any:
     """Return the local tensor of a DTensor, or any other tensor as it is."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return tensor
     here = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local()` of a Parameter is another view each time
     return here.wait() if hasattr(here, "wait") else here  # on its way from other ranks
 
 
-def axes_of(parameter: Tensor) -> Axes:
-    """Along what a parameter is split; none for a parameter that each rank has all of."""
-    if not is_sharded(parameter):
+def shard_groups_of(parameter: Tensor) -> ShardGroups:
+    """Return the groups of ranks among which a parameter is split; none if each rank has the whole parameter."""
+    if not is_dtensor(parameter):
         return ()
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return tuple(
-        Axis(mesh.get_group(i), mesh.device_type)
+        ShardGroup(mesh.get_group(i), mesh.device_type)
         for i, placement in enumerate(placements)
         if not placement.is_replicate() and mesh.size(i) > 1
     )
@@ -60,7 +60,7 @@ def why_not(parameter: Tensor) -> str | None:
             "sharded by FullyShardedDataParallel (FSDP1), which flattens parameters: use "
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
-    if not is_sharded(parameter):
+    if not is_dtensor(parameter):
         return None
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if mesh.get_coordinate() is None:
@@ -74,7 +74,7 @@ def why_not(parameter: Tensor) -> str | None:
     return None
 
 
-def refuse_options(stochastic_rounding: bool, exclusive: bool) -> None:
+def check_options(stochastic_rounding: bool, exclusive: bool) -> None:
     """Raise ValueError for options that are wrong or useless with DTensor parameters."""
     if stochastic_rounding:
         raise ValueError(
@@ -94,11 +94,16 @@ def refuse_options(stochastic_rounding: bool, exclusive: bool) -> None:
 
 
 def summed(calls: Iterable[Any], like: Tensor, add: Callable[[Any, Any, Any, Tensor], object]) -> Tensor:
-    """The sum over all elements of all parameters, in a fixed order. calls: for each bucket, also without gradients,
-    what `add(*call, total)` adds to a tensor like `like`."""
-    parts: dict[Axes, Tensor] = {}
+    """Return the sum over all elements of all parameters, in a fixed order.
+
+    Args:
+        calls: bucket, selection and tensors of each bucket, also without gradients.
+        like: tensor in the form of the sum.
+        add: function that adds a call's part to its last argument.
+    """
+    parts: dict[ShardGroups, Tensor] = {}
     for bucket, selection, grads in calls:
-        total = parts.setdefault(bucket.axes, torch.zeros_like(like))
+        total = parts.setdefault(bucket.shard_groups, torch.zeros_like(like))
         if selection.slots:
             add(bucket, selection, grads, total)
     if any(parts):
@@ -107,8 +112,8 @@ def summed(calls: Iterable[Any], like: Tensor, add: Callable[[Any, Any, Any, Ten
     return sum(parts.values(), torch.zeros_like(like))
 
 
-def _add_up(totals: Sequence[Tensor], axis: Axis) -> None:
-    """One all-reduce for all of them."""
+def _add_up(totals: Sequence[Tensor], axis: ShardGroup) -> None:
+    """Add up all totals in one all-reduce."""
     together = torch.stack(list(totals)).to(axis.device)
     torch.distributed.all_reduce(together, group=axis.group)
     for total, found in zip(totals, together.to(totals[0].device), strict=True):
@@ -116,51 +121,58 @@ def _add_up(totals: Sequence[Tensor], axis: Axis) -> None:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The local part of its gradient, which is brought to the parameter's own placements where it has others."""
+    """Return the local part of the gradient.
+
+    A gradient with other placements than its parameter is redistributed.
+    """
     grad = parameter.grad
-    if grad is None or not is_sharded(parameter):
+    if grad is None or not is_dtensor(parameter):
         return grad
-    if not is_sharded(grad):
+    if not is_dtensor(grad):
         raise RuntimeError(
             f"the gradient of a DTensor parameter of shape {tuple(parameter.shape)} is a {type(grad).__name__} and "
             f"says nothing of its placements"
         )
     if grad.placements != parameter.placements:  # type: ignore[attr-defined]
         grad = parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-    return local(grad)
+    return to_local(grad)
 
 
 # --- state ---
 
 
-def placed(here: Tensor, parameter: Tensor) -> Tensor:
+def as_dtensor_like(here: Tensor, parameter: Tensor) -> Tensor:
     """Return a local tensor as a DTensor, placed as the parameter, or as it is for other parameters."""
-    if not is_sharded(parameter):
+    if not is_dtensor(parameter):
         return here
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     make = sys.modules["torch.distributed.tensor"].DTensor.from_local
     return make(here, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
-def part_of(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a state's value for the local shard. `value` has the parameter's shape, whole or placed in any
-    way."""
-    if not is_sharded(parameter):
-        return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+def local_part_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return the part of a state's value for the local shard.
+
+    Args:
+        value: tensor in the parameter's shape, whole or with any placements.
+        parameter: parameter or local tensor.
+    """
+    if not is_dtensor(parameter):
+        return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    if not is_sharded(value):
+    if not is_dtensor(value):
         distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
-        return local(distribute(value.to(local(parameter).device), mesh, placements, src_data_rank=None))
+        return to_local(distribute(value.to(to_local(parameter).device), mesh, placements, src_data_rank=None))
     if value.device_mesh != mesh:  # type: ignore[attr-defined]
-        return part_of(value.full_tensor(), parameter)  # type: ignore[attr-defined]
-    return local(value.redistribute(placements=placements))  # type: ignore[attr-defined]
+        return local_part_like(value.full_tensor(), parameter)  # type: ignore[attr-defined]
+    return to_local(value.redistribute(placements=placements))  # type: ignore[attr-defined]
 
 
 # --- gathered copies ---
 
 
-def gathering(params: Iterable[Tensor]) -> list[weakref.ref[Any]]:
-    """The modules by which `fully_shard` gathers some of these parameters."""
+def fsdp_modules_of(params: Iterable[Tensor]) -> list[weakref.ref[Any]]:
+    """Return the modules by which `fully_shard` gathers some of these parameters."""
     states = sys.modules.get("torch.distributed._composable_state")
     if states is None or "torch.distributed.fsdp" not in sys.modules:
         return []
@@ -179,9 +191,11 @@ def _gathered_by(module: Any) -> list[Tensor]:
     return [p.sharded_param for group in groups if group is not None for p in group.fsdp_params]
 
 
-def drop_gathered(modules: Iterable[weakref.ref[Any]]) -> None:
-    """Weights were written: gathered copies that a pass left are older, and the next pass must not use them. A root
-    module keeps its copy after a forward pass without a backward pass."""
+def reshard(modules: Iterable[weakref.ref[Any]]) -> None:
+    """Drop gathered copies of weights that were written since.
+
+    The next pass must not use them. A root module keeps its copy after a forward pass without a backward pass.
+    """
     for ref in modules:
         module = ref()
         if module is not None:

@@ -1,5 +1,7 @@
-"""State dicts and pickles of `FusedSAM`, at any moment of a step. `state_dict_format` has the format.
-Each function gets the `FusedSAM`."""
+"""State dicts and pickles of `FusedSAM`, at any moment of a step. Each function gets the `FusedSAM`.
+
+`state_dict_format` has the format.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fastsam.optim.amp import Scaling
-from fastsam.optim.base import unhooked_step
+from fastsam.optim.accumulation_check import AccumulationCheck
+from fastsam.optim.amp import GradScalerTracker
+from fastsam.optim.base_optimizer import unhooked_step
 from fastsam.optim.clip_check import ClipCheck
-from fastsam.optim.early import Early
-from fastsam.optim.engine import PLAIN, Phase
-from fastsam.optim.leftover import Leftover
-from fastsam.optim.one_pass import engine_of
+from fastsam.optim.engine import PLAIN, WeightState
+from fastsam.optim.in_backward import InBackwardHooks
+from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import share_groups
 from fastsam.optim.parameters import parameters_of
+from fastsam.optim.running_stats import RunningStatsFreezer
 from fastsam.optim.state_dict_format import COPIED_ALONE, Loaded, pack
-from fastsam.optim.statistics import Statistics
 from fastsam.optim.variants.sam import Memory
 
 NOT_THERE = (
@@ -48,16 +50,16 @@ def make_state_dict(optimizer: Any) -> dict[str, Any]:
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     params = parameters_of(optimizer.param_groups)
-    perturbed = engine.phase is not Phase.IDLE
+    perturbed = engine.weight_state is not WeightState.ORIGINAL
     if perturbed and called_by_checkpoint("_get_optim_state_dict"):
         raise RuntimeError(NOT_THERE.format("eval" if engine.one_pass else "restore"))
     own = {"perturbed": perturbed, "variant": type(engine.variant).__name__, **engine.numbers()}
     if engine.one_pass:
         own["training"] = engine.training
-    if (left_out := engine.numbers_left_out()) is not None:
-        own["left_out"] = left_out
-    if engine.variant.memory is Memory.DIRECTION and optimizer._scaling.scale is not None:
-        own["scale"] = float(optimizer._scaling.scale)
+    if (uninitialized := engine.uninitialized_numbers()) is not None:
+        own["left_out"] = uninitialized
+    if engine.variant.memory is Memory.DIRECTION and optimizer._scaler_tracker.scale is not None:
+        own["scale"] = float(optimizer._scaler_tracker.scale)
     state_dict = pack(optimizer.base_optimizer.state_dict(), params, engine.saved(), own)
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         result = post_hook(optimizer, state_dict)
@@ -69,7 +71,7 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Take over a state dict."""
     engine = optimizer._engine
     optimizer._require(
-        Phase.IDLE,
+        WeightState.ORIGINAL,
         "load_state_dict() while the weights are perturbed",
         f"call {'eval' if engine.one_pass else 'restore'}() first, then load model and optimizer",
     )
@@ -90,15 +92,15 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         optimizer.state.update(state)
         for group, new in zip(optimizer.param_groups, loaded.groups, strict=True):
             group.update(new)
-    engine.load(loaded.weights, loaded.perturbed, loaded.left_out)
+    engine.load(loaded.weights, loaded.perturbed, loaded.uninitialized_numbers)
     if engine.one_pass:
         engine.training = loaded.training
     elif loaded.perturbed:
-        optimizer._statistics.freeze()
-    optimizer._leftover.forget()
+        optimizer._running_stats.freeze()
+    optimizer._accumulation_check.reset()
     engine.perturbations.fill_(loaded.perturbations)
-    engine.steps, engine.mixing.unit = loaded.steps, loaded.unit
-    optimizer._scaling.saved = loaded.scale
+    engine.steps, engine.combiner.unit = loaded.steps, loaded.unit
+    optimizer._scaler_tracker.saved = loaded.scale
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
     if loaded.lost:
@@ -106,7 +108,7 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 
 def make_pickle(optimizer: Any) -> dict[str, Any]:
-    """Return what a copy or a pickle of an optimizer consists of."""
+    """Return the state of a copy or a pickle of an optimizer."""
     engine = optimizer._engine
     share_groups(optimizer)
     saved = engine.saved()
@@ -118,23 +120,23 @@ def make_pickle(optimizer: Any) -> dict[str, Any]:
         "backend": engine.backend,
         "stochastic_rounding": engine.stochastic_rounding,
         "exclusive": engine.exclusive,
-        "in_backward": engine.early is not None,
+        "in_backward": engine.in_backward is not None,
         "variant": engine.variant,
         "steps": engine.steps,
-        "unit": engine.mixing.unit,
+        "unit": engine.combiner.unit,
         "training": engine.training,
-        "scale": None if optimizer._scaling.scale is None else optimizer._scaling.scale.clone(),
-        "model": optimizer._statistics.modules,
-        "frozen": optimizer._statistics.frozen,
+        "scale": None if optimizer._scaler_tracker.scale is None else optimizer._scaler_tracker.scale.clone(),
+        "model": optimizer._running_stats.modules,
+        "frozen": optimizer._running_stats.frozen,
         "perturbations": engine.perturbations.clone(),
-        "perturbed": engine.phase is not Phase.IDLE,
+        "perturbed": engine.weight_state is not WeightState.ORIGINAL,
         "saved": [saved.get(p) for p in parameters_of(optimizer.param_groups)],
-        "left_out": engine.numbers_left_out(),
+        "left_out": engine.uninitialized_numbers(),
     }
 
 
 def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
-    """Make an optimizer of what `make_pickle` returned."""
+    """Restore an optimizer from the result of `make_pickle`."""
     backend, perturbed, saved = (state.pop(name) for name in ("backend", "perturbed", "saved"))
     rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
     exclusive = state.pop("exclusive", False)  # pickles of older versions have none
@@ -142,28 +144,30 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.skip_nonfinite, max_grad_norm = state.pop("check_finite"), state.pop("max_grad_norm", None)
     variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
     unit, scale = state.pop("unit", None), state.pop("scale", None)
-    training, left_out = state.pop("training", True), state.pop("left_out", None)
-    statistics = Statistics(state.pop("model", ()), state.pop("frozen", ()))
+    training, uninitialized = state.pop("training", True), state.pop("left_out", None)
+    statistics = RunningStatsFreezer(state.pop("model", ()), state.pop("frozen", ()))
     Optimizer.__setstate__(optimizer, state)
-    engine = optimizer._engine = engine_of(optimizer.base_optimizer, backend, rounding, exclusive, variant)
-    engine.early = Early() if in_backward else None
+    engine = optimizer._engine = make_engine(optimizer.base_optimizer, backend, rounding, exclusive, variant)
+    engine.in_backward = InBackwardHooks() if in_backward else None
     engine.set_max_grad_norm(max_grad_norm)
     engine.perturbations, engine.steps = perturbations, steps
-    engine.mixing.unit, engine.training = unit, training
-    optimizer._statistics = statistics
-    optimizer._scaling = Scaling(scale)
-    optimizer._leftover, optimizer._clip_check = Leftover(), ClipCheck()
-    optimizer._leftover.forget()
+    engine.combiner.unit, engine.training = unit, training
+    optimizer._running_stats = statistics
+    optimizer._scaler_tracker = GradScalerTracker(scale)
+    optimizer._accumulation_check, optimizer._clip_check = AccumulationCheck(), ClipCheck()
+    optimizer._accumulation_check.reset()
     params = parameters_of(optimizer.param_groups)
     weights = {p: found for p, found in zip(params, saved, strict=True) if found}
-    engine.load(weights, perturbed, left_out)
+    engine.load(weights, perturbed, uninitialized)
     share_groups(optimizer)
     optimizer._follow_modules()
 
 
 def make_initial_state(optimizer: Any) -> None:
-    """Make a step of torch.distributed.checkpoint, with zero gradients and no learning rate: it makes the state, for
-    one that was saved to come in."""
+    """Make the state that torch.distributed.checkpoint then fills with a saved one.
+
+    It calls a step with zero gradients and no learning rate for that purpose.
+    """
     share_groups(optimizer)
     optimizer._engine.make_state()
     if optimizer._engine.rule is None:

@@ -21,20 +21,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket
-from fastsam.optim.rules import Group, Rule
-from fastsam.optim.scalars import OWN_OPTIONS, check_group
-from fastsam.optim.sharded import part_of, placed
+from fastsam.optim.bucket import G1, MEMORY, NEXT, Bucket
+from fastsam.optim.hparams import OWN_OPTIONS, check_group
+from fastsam.optim.sharded import as_dtensor_like, local_part_like
+from fastsam.optim.update_calls import Group, UpdateRule
 from fastsam.optim.variants.sam import SAM
-from fastsam_kernels.conventions import compute_dtype
+from fastsam_kernels.constants import compute_dtype
 
 FORMAT = 1
 MASTER, UNPERTURBED = "master", "unperturbed"
 STEPS = "sam_steps"  # in every parameter group, if not every step perturbs
 T = TypeVar("T")
-OURS = (MASTER, UNPERTURBED, FIRST, MEMORY, NEXT)
-# What the SAM class that everyone copies keeps in its state: weights and perturbation of the last step. Its base
-# optimizer's state is not there.
+SAM_KEYS = (MASTER, UNPERTURBED, G1, MEMORY, NEXT)
+# The widely copied SAM class keeps the weights and the perturbation of the last step in its state, and not the base
+# optimizer's state.
 COPIED = ("old_p", "e_w")
 COPIED_ALONE = (
     "this is the state dict of a SAM class that does not save its base optimizer's state: the options were taken over, "
@@ -55,18 +55,18 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
             for name in (MEMORY, NEXT) if perturbed else (MEMORY,):
                 if name in bucket.arena:
                     saved.setdefault(parameter, {})[name] = bucket.arena.views(name)[slot].clone()
-            if perturbed and slot in bucket.held.slots:
+            if perturbed and slot in bucket.backed_up.slots:
                 saved.setdefault(parameter, {})[UNPERTURBED] = weights.to(bucket.dtype, copy=True)
-                if FIRST in bucket.arena:
-                    saved[parameter][FIRST] = bucket.arena.views(FIRST)[slot].clone()
-    return {p: {name: placed(tensor, p) for name, tensor in found.items()} for p, found in saved.items()}
+                if G1 in bucket.arena:
+                    saved[parameter][G1] = bucket.arena.views(G1)[slot].clone()
+    return {p: {name: as_dtensor_like(tensor, p) for name, tensor in found.items()} for p, found in saved.items()}
 
 
 def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
     """The inverse of `saved_weights` for a new bucket, whose dtype and device may be others."""
     held = []
     for slot, parameter in enumerate(bucket.params):
-        found = {name: part_of(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
+        found = {name: local_part_like(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
         weights = found.get(MASTER) if bucket.backup.is_master else None
         if MEMORY in found and MEMORY in bucket.arena:
             bucket.arena.views(MEMORY)[slot].copy_(found[MEMORY])
@@ -74,17 +74,17 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
                 bucket.layout.views(bucket.field(NEXT)[0])[slot].copy_(found[NEXT])
         if perturbed and UNPERTURBED in found:
             held.append(slot)
-            if FIRST in found:
-                if FIRST not in bucket.arena:
-                    bucket.arena.field(FIRST, bucket.dtype)
-                bucket.arena.views(FIRST)[slot].copy_(found[FIRST])
+            if G1 in found:
+                if G1 not in bucket.arena:
+                    bucket.arena.field(G1, bucket.dtype)
+                bucket.arena.views(G1)[slot].copy_(found[G1])
             unperturbed = found[UNPERTURBED].to(bucket.device, bucket.dtype)
-            # Of a master copy, what rounds to the weights: a conversion from another half precision may have rounded
-            # them otherwise.
+            # A master copy counts only if it rounds to the weights, because a conversion from another half precision
+            # may have rounded them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
             bucket.backup.load(bucket.select((slot,)), weights)
-    bucket.held = bucket.select(tuple(held))
+    bucket.backed_up = bucket.select(tuple(held))
 
 
 def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Loaded:
         ValueError: it is the state of another model or optimizer, or not a state dict.
     """
 
-    def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: Rule | None, sam: SAM) -> None:
+    def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: UpdateRule | None, sam: SAM) -> None:
         _check_form(state_dict)
         counted = state_dict["param_groups"][0].get(STEPS, 0) if state_dict["param_groups"] else 0
         ours = {"steps": counted, **state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})}
@@ -137,11 +137,11 @@ class Loaded:
             else torch.tensor(_is(float, ours[name], f"{name!r} of 'fastsam'", "a number"), device="cpu")
             for name in ("unit", "scale")
         )
-        self.left_out = _numbers(ours.get("left_out"), sum(len(group["params"]) for group in groups))
+        self.uninitialized_numbers = _numbers(ours.get("left_out"), sum(len(group["params"]) for group in groups))
         variant = type(sam).__name__
         saved = _is(str, ours.get("variant", variant), "'variant' of 'fastsam'", "the name of a variant")
         midway = "between its two passes" if "training" not in ours else "in training, at its perturbed point"
-        self._refuse_other(saved, variant, state_dict["state"], midway)
+        self._check_variant(saved, variant, state_dict["state"], midway)
         self.groups = _merged(state_dict["param_groups"], groups, rule)
         self._saved_groups = state_dict["param_groups"]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -155,8 +155,8 @@ class Loaded:
         copied = any(isinstance(e, dict) and COPIED[0] in e for e in state_dict["state"].values())
         self.lost = self._expected(rule) if copied and not any(self._state.values()) else ""
 
-    def _refuse_other(self, saved: str, variant: str, state: Mapping[Any, Any], midway: str) -> None:
-        """Raise ValueError for the state of another variant that this one cannot continue."""
+    def _check_variant(self, saved: str, variant: str, state: Mapping[Any, Any], midway: str) -> None:
+        """Raise ValueError if the state belongs to a different variant, and this variant cannot continue it."""
         keeps = any(isinstance(entry, dict) and MEMORY in entry for entry in state.values())
         if saved != variant and (keeps or self.perturbed):
             raise ValueError(
@@ -166,26 +166,26 @@ class Loaded:
                 f"base_optimizer, which starts anew"
             )
 
-    def _expected(self, rule: Rule | None) -> str:
+    def _expected(self, rule: UpdateRule | None) -> str:
         """The state that the base optimizer's parameters have after a step, in words."""
         if rule is None:
             return "the base optimizer's state"
         return ", ".join(dict.fromkeys(name for group in self.groups for name in rule.fields(group)))
 
-    def _split(self, key: Any, entry: Any, rule: Rule | None) -> None:
+    def _split(self, key: Any, entry: Any, rule: UpdateRule | None) -> None:
         """Separate SAM's entries from the base optimizer's."""
         parameter = self._params.get(key)
         if parameter is None:
             self._state[key] = entry
             return
         _is(dict, entry, f"the state of parameter {key}", "a dict")
-        for name in (*OURS, *(rule.state if rule else ())):
-            if entry.get(name) is not None or (name in OURS and name in entry):
+        for name in (*SAM_KEYS, *(rule.state if rule else ())):
+            if entry.get(name) is not None or (name in SAM_KEYS and name in entry):
                 _check_field(entry[name], parameter, f"{name} of parameter {key}")
         if rule is not None and rule.counter is not None and rule.counter in entry:
             _check_count(entry[rule.counter], f"{rule.counter} of parameter {key}")
-        self._state[key] = {name: value for name, value in entry.items() if name not in OURS + COPIED}
-        found = {name: entry[name].detach().clone() for name in OURS if name in entry}
+        self._state[key] = {name: value for name, value in entry.items() if name not in SAM_KEYS + COPIED}
+        found = {name: entry[name].detach().clone() for name in SAM_KEYS if name in entry}
         if found:
             self.weights[parameter] = found
 
@@ -196,7 +196,7 @@ class Loaded:
         ]
         return {"state": self._state, "param_groups": groups}
 
-    def for_fused(self, rule: Rule) -> dict[Any, Any]:
+    def for_fused(self, rule: UpdateRule) -> dict[Any, Any]:
         """The state per parameter, copied to its device; momenta keep the dtype of the arithmetic (torch would round
         them to the parameter's)."""
         state = {}
@@ -245,7 +245,7 @@ def _check_form(state_dict: Any) -> None:
     for number, group in enumerate(_is(list, state_dict["param_groups"], "'param_groups'", "a list")):
         params = _is(dict, group, f"parameter group {number}", "a dict").get("params")
         for key in _is(list, params, f"'params' of parameter group {number}", "a list"):
-            if not isinstance(key, (int, str)):  # names: of torch.distributed.checkpoint
+            if not isinstance(key, (int, str)):  # torch.distributed.checkpoint has names
                 raise ValueError(
                     f"not a state dict of an optimizer: 'params' of parameter group {number} must hold numbers of "
                     f"parameters, got {key!r}"
@@ -264,8 +264,8 @@ def _check_field(value: Any, parameter: Tensor, what: str) -> None:
     if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
         kind = "quantized" if value.is_quantized else "meta" if value.is_meta else f"{value.layout}, {value.dtype}"
         raise ValueError(
-            f"{what} must be a dense tensor of real numbers, got one that is {kind}; of a sparse one take "
-            f"value.to_dense()"
+            f"{what} must be a dense tensor of real numbers, got a {kind} tensor. Call value.to_dense() "
+            f"on a sparse tensor"
         )
 
 
@@ -277,14 +277,14 @@ def _check_count(value: Any, what: str) -> None:
         raise ValueError(f"not a state dict of an optimizer: {what} must be a number of steps, got {got}")
 
 
-def _merged(saved: list[Group], groups: list[Group], rule: Rule | None) -> list[Group]:
+def _merged(saved: list[Group], groups: list[Group], rule: UpdateRule | None) -> list[Group]:
     """The saved options on top of the present ones, each group checked."""
     sizes = [len(g["params"]) for g in groups]
     found = [len(g["params"]) for g in saved]
     if sizes != found:
         raise ValueError(
-            f"this is the state of another model: its parameter groups have {found} parameters, those of this "
-            f"optimizer {sizes}"
+            f"this is the state of another model: its parameter groups have {found} parameters, and this optimizer's "
+            f"groups have {sizes}"
         )
     missing = sorted({name for g in saved for name in (rule.options if rule else ()) if name not in g})
     if missing:

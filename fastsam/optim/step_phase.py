@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastsam.optim import amp
-from fastsam.optim.buffers import Phase
+from fastsam.optim.accumulation_check import AccumulationCheck
 from fastsam.optim.clip_check import ClipCheck
 from fastsam.optim.engine import Engine
-from fastsam.optim.leftover import Leftover
 from fastsam.optim.one_pass import OnePass
 from fastsam.optim.param_groups import share_groups
-from fastsam.optim.statistics import Statistics
+from fastsam.optim.param_tracking import WeightState
+from fastsam.optim.running_stats import RunningStatsFreezer
 
 
 class StepPhaseMixin:
@@ -31,9 +31,9 @@ class StepPhaseMixin:
     base_optimizer: Optimizer
     param_groups: list[dict[str, Any]]
     _engine: Engine
-    _leftover: Leftover
+    _accumulation_check: AccumulationCheck
     _clip_check: ClipCheck
-    _statistics: Statistics
+    _running_stats: RunningStatsFreezer
     _optimizer_step_pre_hooks: dict[int, Any]
     _optimizer_step_post_hooks: dict[int, Any]
     if TYPE_CHECKING:
@@ -43,32 +43,32 @@ class StepPhaseMixin:
     @property
     def is_perturbed(self) -> bool:
         """True at a perturbed point: in every call of a closure but the first, and between `first_step()` and
-        `second_step()`. What a training loop logs and counts belongs to the other pass. Always False with a variant of
-        one pass, which is the first; `training` says where its weights are.
+        `second_step()`.
+
+        A training loop should log and count only in the other pass. Always False with a variant of one pass; `training`
+        tells where its weights are.
         """
-        return self._engine.phase is not Phase.IDLE and not self._engine.one_pass
+        return self._engine.weight_state is not WeightState.ORIGINAL and not self._engine.one_pass
 
     @property
     def phase(self) -> Literal["first", "second"]:
-        """Which of a step's two passes a forward and backward pass made now would be: "second" at the perturbed
-        point."""
+        """The pass that a forward and backward pass belongs to now: "second" at the perturbed point, else "first"."""
         return "second" if self.is_perturbed else "first"
 
     @property
     def perturbs(self) -> bool:
-        """Whether the step that begins, or is under way, perturbs the weights and so takes two backward passes.
+        """True if the step that begins, or is under way, perturbs the weights and so takes two backward passes.
 
-        False in a step in which the variant does not perturb (`interval`, `LookSAM`): its first pass may be left out,
-        `first_step()` with it. If it is made all the same, the weights stay where they are, and the step is the same
-        with the second pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an
-        error.
+        False in a step in which the variant does not perturb (`interval`, `LookSAM`). Its first pass and `first_step()`
+        may be left out. If they are made, the weights stay, and the step is the same with the second pass's gradients.
+        Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
         """
         return self._engine.perturbs
 
     @property
     def combines_gradients(self) -> bool:
         """True if the variant's update combines both gradients, so that `max_grad_norm` has to clip them."""
-        return self._engine.combines
+        return self._engine.combines_grads
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -88,12 +88,15 @@ class StepPhaseMixin:
         try:
             self._engine.set_max_grad_norm(None if limit is None else float(limit))
         except OverflowError as error:
-            raise ValueError("max_grad_norm must be a number that a float can hold, got one that is larger") from error
+            raise ValueError("max_grad_norm must be a number that a float can hold, got a larger number") from error
 
     @property
     def grad_norm(self) -> Tensor | None:
         """Norm of the last first gradient (in adaptive groups of T * g), float64 on the device; None before the first
-        step. With a variant of one pass that of the vector which it perturbed along."""
+        step.
+
+        With a variant of one pass, the norm of the vector along which it perturbed.
+        """
         return None if self._engine.sumsq is None else self._engine.sumsq.sqrt()[0]
 
     # --- back from the perturbed point ---
@@ -104,7 +107,7 @@ class StepPhaseMixin:
         Raises RuntimeError if the weights are not perturbed.
         """
         self._require_halves("restore()")
-        self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
+        self._require(WeightState.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
         share_groups(self)
         self._recover()
 
@@ -115,7 +118,9 @@ class StepPhaseMixin:
         """
         self._require_halves("perturbed()")
         self._require(
-            Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
+            WeightState.ORIGINAL,
+            "perturbed() inside first_step() and second_step()",
+            "call second_step(), or restore() first",
         )
         graph = torch.is_grad_enabled()
         try:
@@ -131,12 +136,11 @@ class StepPhaseMixin:
             self._recover()  # when an interrupt fell into the line above; nothing otherwise
 
     def _recover(self) -> None:
-        """The weights of between the steps back, and running statistics on their way again, from whatever moment of a
-        step."""
+        """Restore the weights and update running statistics again, at any moment of a step."""
         try:
-            self._engine.fall_back()
+            self._engine.abort_step()
         finally:
-            self._statistics.thaw()
+            self._running_stats.thaw()
 
     # --- training and evaluation ---
 
@@ -179,12 +183,12 @@ class StepPhaseMixin:
             self._engine.train()
 
     def _tell_base(self, mode: str) -> None:
-        """Call the base optimizer's `train()` or `eval()`, if it has one. They write the weights."""
+        """Call the `train()` or `eval()` of a base optimizer that has them. These methods write the weights."""
         function = getattr(self.base_optimizer, mode, None)
         if function is None:
             return
         engine = self._engine
-        if engine.in_closure or (engine.phase is not Phase.IDLE and not engine.one_pass):
+        if engine.in_closure or (engine.weight_state is not WeightState.ORIGINAL and not engine.one_pass):
             raise RuntimeError(
                 f"{mode}() during a step: {type(self.base_optimizer).__name__} would change the perturbed weights. "
                 f"Call it before or after the step"
@@ -204,13 +208,13 @@ class StepPhaseMixin:
                 self.train()
 
     def _follow_modules(self) -> None:
-        """From now on `train()` and `eval()` of the modules of `model=` are this optimizer's too."""
+        """Let `train()` and `eval()` of the modules of `model=` call the optimizer's methods, too."""
         if isinstance(self._engine, OnePass):
-            for module in self._statistics.modules:
+            for module in self._running_stats.modules:
                 object.__setattr__(module, "train", _Train(module, self))
 
     def _follow_mode(self) -> None:
-        if any(module.training for module in self._statistics.modules):
+        if any(module.training for module in self._running_stats.modules):
             self.train()
         else:
             self.eval()
@@ -218,40 +222,45 @@ class StepPhaseMixin:
     # --- the order of calls ---
 
     def _require_second(self, problem: str, remedy: str) -> None:
-        """That the first half was made, where the step has one."""
+        """Raise RuntimeError if the step perturbs and its first half was not made."""
         engine = self._engine
-        if engine.phase is not Phase.PERTURBED and (engine.phase is not Phase.IDLE or engine.perturbs):
-            self._require(Phase.PERTURBED, problem, remedy)
+        if engine.weight_state is not WeightState.PERTURBED and (
+            engine.weight_state is not WeightState.ORIGINAL or engine.perturbs
+        ):
+            self._require(WeightState.PERTURBED, problem, remedy)
 
     def _require_halves(self, call: str) -> None:
         if self._engine.one_pass:
             raise RuntimeError(
-                f"{call} with {type(self._engine.variant).__name__}, which takes one pass: its weights rest at the "
+                f"{call} with {type(self._engine.variant).__name__}, which takes one pass: its weights stay at the "
                 f"perturbed point. Call step() "
                 "after one backward pass, or step(closure); eval() and train() move to the clean weights and back"
             )
 
-    def _require(self, phase: Phase, problem: str, remedy: str) -> None:
-        if self._engine.phase is not phase:
+    def _require(self, phase: WeightState, problem: str, remedy: str) -> None:
+        if self._engine.weight_state is not phase:
             raise RuntimeError(f"{problem}; {remedy}")
 
     def _observed(self) -> bool:
         """Return True if a hook or a profiler looks at the step."""
-        own, everywhere = self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
-        after, everywhere_after = self._optimizer_step_post_hooks, _global_optimizer_post_hooks
-        return bool(own or after or everywhere or everywhere_after or profiler._is_profiler_enabled)
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        return bool(
+            hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled
+        )
 
     def _finishes(self) -> bool:
-        """`second_step` is running, and what `step` is called with is a trainer's."""
-        return self._engine.finishing and (self._engine.phase is not Phase.IDLE or not self._engine.perturbs)
+        """Return True if `second_step` is running, so that the closure of `step` belongs to a trainer."""
+        return self._engine.finishing and (
+            self._engine.weight_state is not WeightState.ORIGINAL or not self._engine.perturbs
+        )
 
     def _require_turn(self, closure: Callable[[], Any] | None) -> None:
         if isinstance(self._engine, OnePass):
             self._engine.require_ready()
             if closure is None or self._finishes():
-                self._leftover.forget()
+                self._accumulation_check.reset()
             else:
-                amp.refuse_closure(self, one_pass=True)
+                amp.check_no_closure(self, one_pass=True)
         elif closure is None or self._finishes():
             self._require_second(
                 "step() has nothing to do: no closure, and the weights are not perturbed",
@@ -259,13 +268,15 @@ class StepPhaseMixin:
             )
         else:
             problem = "step(closure) between first_step() and second_step()"
-            self._require(Phase.IDLE, problem, "call second_step(), or restore() first")
-            amp.refuse_closure(self)
+            self._require(WeightState.ORIGINAL, problem, "call second_step(), or restore() first")
+            amp.check_no_closure(self)
 
 
 class _Train:
-    """Stands for `module.train`, which `module.eval()` calls too. A copy of the module gets the method of its class
-    back."""
+    """Replacement of `module.train`, which `module.eval()` calls too.
+
+    A copy of the module gets the method of its class back.
+    """
 
     def __init__(self, module: nn.Module, optimizer: StepPhaseMixin) -> None:
         self._module, self._optimizer = weakref.ref(module), weakref.ref(optimizer)

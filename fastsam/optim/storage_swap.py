@@ -9,7 +9,7 @@ from torch import Tensor
 
 # Elements per tensor, on average, from which the bytes that are saved (4 of 40 per float32 element) are worth more than
 # the exchange (0.45 us of the interpreter per tensor). Measured on a CPU, docs/kernels.md: even at 16,384 with one
-# thread, at 40,000 with two, which share the bytes alone.
+# thread, at 40,000 with two, which share only the memory traffic.
 MIN_MEAN_NUMEL_CPU = 65_536
 # By arithmetic, on no GPU yet: 2.4 us of the host are 4 bytes of 2,600,000 elements where memory copies 4.3 TB/s
 # (docs/kernels.md), of 2,000,000 at 3.35.
@@ -29,8 +29,11 @@ def worth_swapping(params: Sequence[Tensor]) -> bool:
 
 
 def grad_storage_reusable(params: Sequence[Tensor], slots: Sequence[int], grads: Sequence[Tensor]) -> bool:
-    """Whether these are the gradients of the parameters in `slots` themselves, each with memory of its own: no part of
-    a larger one (a bucket of DistributedDataParallel, a flat vector), and no tensor beside it that shares it."""
+    """Return True if these are the gradients of the parameters in `slots`, and each has separate memory.
+
+    A gradient has no separate memory if it is a part of a larger tensor (a bucket of DistributedDataParallel, a flat
+    vector), or if another tensor shares its memory.
+    """
     alone = len(set(map(id, grads))) == len(grads)
     return alone and all(params[i].grad is g for i, g in zip(slots, grads, strict=True)) and _own_memory(grads)
 
@@ -39,13 +42,15 @@ def _own_memory(tensors: Sequence[Tensor]) -> bool:
     storages = list(map(_storage, tensors))
     if list(map(_bytes_of, storages)) != [t.nbytes for t in tensors] or not all(map(_resizable, storages)):
         return False
-    # The tensor's, and that of `storages`.
+    # One reference of the tensor, and one of `storages`.
     return {torch._C._storage_Use_Count(storage._cdata) for storage in storages} <= {2}
 
 
 def _record_stream(tensors: Sequence[Tensor]) -> None:
-    """Make the memory of these tensors wait for the current stream, before the last reference to them goes. Whatever
-    reads them runs before that stream writes the weights."""
+    """Make the memory of these tensors wait for the current stream before it is freed.
+
+    Every kernel that reads them runs before that stream writes the weights.
+    """
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -56,10 +61,10 @@ def _places(tensors: Sequence[Tensor]) -> Iterator[Place]:
 
 
 class StorageSwap:
-    """Some parameters, aliases of their own memory, and the memory of their perturbed weights in a step.
+    """Some parameters, aliases of their memory, and the memory of their perturbed weights in a step.
 
-    `params` is the bucket's list, of which these are in `slots`: another list would be another reference to each, see
-    `ParamGuard.abandoned`.
+    `params` is the bucket's list, and these parameters are in its `slots`. Another list would be another reference to
+    each parameter, see `ParamGuard.abandoned`.
     """
 
     def __init__(self, params: Sequence[Tensor], slots: Sequence[int], own: Sequence[Tensor]) -> None:
@@ -94,7 +99,7 @@ class StorageSwap:
         return True
 
     def swap_back(self) -> None:
-        """Give parameters their own memory back, except those that were moved or cut, and those that have it."""
+        """Give parameters their own memory back, except parameters that were moved or cut, or that have it already."""
         params = [self._params[i] for i in self._slots]
         for p, own, here, swapped in zip(params, self._own, _places(params), self._swapped_to, strict=True):
             if here == swapped:

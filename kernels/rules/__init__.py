@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from ..rule import Rule
+from ..rule import UpdateRule
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, UpdateRule] = {
     module.name: importlib.import_module(f"{__name__}.{module.name}").RULE for module in pkgutil.iter_modules(__path__)
 }
 
 
-def find(name: str) -> Rule:
+def find(name: str) -> UpdateRule:
     """Return the rule of this name. Raises ValueError for an unknown name."""
     if name not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {name!r}")

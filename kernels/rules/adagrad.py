@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..columns import OWN, HParam
-from ..lists import Tensors
-from ..rule import Rule, Scalars
+from ..hparams import FIRST_RULE_HPARAM, HParam
+from ..rule import Scalars, UpdateRule
+from ..tensor_lists import Tensors
 
 if TYPE_CHECKING:
     import triton.language as tl
 
     from ..triton_common import divide, root
 
-LR_DECAY, EPS = range(OWN, OWN + 2)
+LR_DECAY, EPS = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 2)
 
 
-def step(
+def reference_update(
     h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
 ) -> tuple[Tensor, ...]:
     (sum_,) = fields
@@ -37,18 +37,18 @@ def step(
     return w - lr * (d / (total.sqrt() + h[EPS])), total
 
 
-def numbers(lr, own, count, COMPUTE: tl.constexpr):
+def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
     lr_decay, eps, _ = own
     return (lr / (1.0 + (count - 1).to(tl.float64) * lr_decay)).to(COMPUTE), eps.to(COMPUTE)
 
 
-def element(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
     lr, eps = numbers
     total = fields[0] + d * d
     return w - lr * divide(d, root(total) + eps), total
 
 
-def lists(
+def foreach_update(
     h: Sequence[float],
     w_: Tensors,
     d: Tensors,
@@ -63,16 +63,16 @@ def lists(
     torch._fused_adagrad_(w_, d, sum_, t, lr=lr, lr_decay=h[LR_DECAY], weight_decay=decay, eps=eps, maximize=False)
 
 
-RULE = Rule(
+RULE = UpdateRule(
     name="adagrad",
-    serves=(torch.optim.Adagrad,),
+    optimizer_types=(torch.optim.Adagrad,),
     options=("lr", "lr_decay", "weight_decay", "eps", "maximize", "initial_accumulator_value"),
     state=("sum",),
     counter="step",
-    own=lambda group: (group["lr_decay"], group["eps"]),
-    step=step,
-    numbers=numbers,
-    element=element,
-    lists=lists,
-    start=lambda group: group["initial_accumulator_value"],
+    rule_hparams=lambda group: (group["lr_decay"], group["eps"]),
+    reference_update=reference_update,
+    scalar_args=scalar_args,
+    triton_update=triton_update,
+    foreach_update=foreach_update,
+    initial_state=lambda group: group["initial_accumulator_value"],
 )

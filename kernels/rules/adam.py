@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..columns import OWN, HParam
-from ..lists import Tensors
-from ..rule import Group, Rule, Scalars
+from ..hparams import FIRST_RULE_HPARAM, HParam
+from ..rule import Group, Scalars, UpdateRule
+from ..tensor_lists import Tensors
 
 if TYPE_CHECKING:
     import triton.language as tl
 
     from ..triton_common import divide, power, root
 
-BETA1, BETA2, EPS = range(OWN, OWN + 3)
+BETA1, BETA2, EPS = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 3)
 
 
-def step(
+def reference_update(
     h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
 ) -> tuple[Tensor, ...]:
     m_, v_ = fields
@@ -40,7 +40,7 @@ def step(
     return w - h[HParam.LR] / correction1 * m / (v.sqrt() / correction2.sqrt() + h[EPS]), m, v
 
 
-def numbers(lr, own, count, COMPUTE: tl.constexpr):
+def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
     b1, b2, eps = own
     side = tl.arange(0, 2)  # both powers side by side, so that a thread computes one of them
     powers = power(tl.where(side == 0, b1, b2), count)
@@ -51,14 +51,14 @@ def numbers(lr, own, count, COMPUTE: tl.constexpr):
     return b1.to(COMPUTE), rest1, b2.to(COMPUTE), rest2, step_size, root_correction, eps.to(COMPUTE)
 
 
-def element(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
     b1, rest1, b2, rest2, step_size, root_correction, eps = numbers
     m = b1 * fields[0] + rest1 * d
     v = b2 * fields[1] + rest2 * d * d
     return w - divide(step_size * m, divide(root(v), root_correction) + eps), m, v
 
 
-def lists(
+def foreach_update(
     h: Sequence[float],
     w_: Tensors,
     d: Tensors,
@@ -90,17 +90,17 @@ def _decoupled(group: Group) -> bool:
     return bool(group["decoupled_weight_decay"])
 
 
-RULE = Rule(
+RULE = UpdateRule(
     name="adam",
-    serves=(torch.optim.Adam, torch.optim.AdamW),
+    optimizer_types=(torch.optim.Adam, torch.optim.AdamW),
     options=("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"),
     state=("exp_avg", "exp_avg_sq"),
     counter="step",
-    own=lambda group: (*group["betas"], group["eps"]),
-    step=step,
-    numbers=numbers,
-    element=element,
-    lists=lists,
-    fits=lambda group: not group.get("amsgrad"),
+    rule_hparams=lambda group: (*group["betas"], group["eps"]),
+    reference_update=reference_update,
+    scalar_args=scalar_args,
+    triton_update=triton_update,
+    foreach_update=foreach_update,
+    supports=lambda group: not group.get("amsgrad"),
     decoupled=_decoupled,
 )

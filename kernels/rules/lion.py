@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..columns import OWN, HParam
-from ..lists import Tensors
-from ..rule import Group, Rule, Scalars
+from ..hparams import FIRST_RULE_HPARAM, HParam
+from ..rule import Group, Scalars, UpdateRule
+from ..tensor_lists import Tensors
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-BETA1, BETA2 = range(OWN, OWN + 2)
+BETA1, BETA2 = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 2)
 
 
 class Lion(torch.optim.Optimizer):
@@ -80,7 +80,7 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
-def step(
+def reference_update(
     h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
 ) -> tuple[Tensor, ...]:
     (m,) = fields
@@ -89,20 +89,20 @@ def step(
     return w - h[HParam.LR] * (b1 * m + (1 - b1) * d).sign(), b2 * m + (1 - b2) * d
 
 
-def numbers(lr, own, count, COMPUTE: tl.constexpr):
+def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
     b1, b2, _ = own
     rest1, rest2 = (1.0 - b1).to(COMPUTE), (1.0 - b2).to(COMPUTE)
     return lr.to(COMPUTE), b1.to(COMPUTE), rest1, b2.to(COMPUTE), rest2
 
 
-def element(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
     lr, b1, rest1, b2, rest2 = numbers
     c = b1 * fields[0] + rest1 * d
     sign = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, c))
     return w - lr * sign, b2 * fields[0] + rest2 * d
 
 
-def lists(
+def foreach_update(
     h: Sequence[float],
     w_: Tensors,
     d: Tensors,
@@ -126,15 +126,15 @@ def _decoupled(group: Group) -> bool:
     return True
 
 
-RULE = Rule(
+RULE = UpdateRule(
     name="lion",
-    serves=(Lion,),
+    optimizer_types=(Lion,),
     options=("lr", "betas", "weight_decay", "maximize"),
     state=("exp_avg",),
-    own=lambda group: group["betas"],
-    step=step,
-    numbers=numbers,
-    element=element,
-    lists=lists,
+    rule_hparams=lambda group: group["betas"],
+    reference_update=reference_update,
+    scalar_args=scalar_args,
+    triton_update=triton_update,
+    foreach_update=foreach_update,
     decoupled=_decoupled,
 )

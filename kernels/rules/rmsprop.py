@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..columns import OWN, HParam
-from ..lists import Tensors
-from ..rule import Group, Rule, Scalars
+from ..hparams import FIRST_RULE_HPARAM, HParam
+from ..rule import Group, Scalars, UpdateRule
+from ..tensor_lists import Tensors
 
 if TYPE_CHECKING:
     import triton.language as tl
 
     from ..triton_common import divide, root
 
-ALPHA, EPS, MOMENTUM = range(OWN, OWN + 3)
+ALPHA, EPS, MOMENTUM = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 3)
 
 
-def step(
+def reference_update(
     h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
 ) -> tuple[Tensor, ...]:
     v_, m_, mean_ = fields
@@ -47,12 +47,12 @@ def step(
     return w - h[HParam.LR] * e, v, m, mean
 
 
-def numbers(lr, own, count, COMPUTE: tl.constexpr):
+def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
     alpha, eps, mu = own
     return lr.to(COMPUTE), alpha.to(COMPUTE), (1.0 - alpha).to(COMPUTE), eps.to(COMPUTE), mu.to(COMPUTE)
 
 
-def element(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
     lr, alpha, rest, eps, mu = numbers
     v = alpha * fields[0] + rest * d * d
     mean, variance = d, v
@@ -66,7 +66,7 @@ def element(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
     return w - lr * e, v, e, mean
 
 
-def lists(
+def foreach_update(
     h: Sequence[float],
     w_: Tensors,
     d: Tensors,
@@ -99,22 +99,22 @@ def lists(
     torch._foreach_add_(w_, e, alpha=-h[HParam.LR])
 
 
-def _kept(group: Group) -> tuple[str, ...]:
+def _state_keys(group: Group) -> tuple[str, ...]:
     momentum, centered = ("momentum_buffer",) * (group["momentum"] > 0), ("grad_avg",) * bool(group["centered"])
     return ("square_avg", *momentum, *centered)
 
 
-RULE = Rule(
+RULE = UpdateRule(
     name="rmsprop",
-    serves=(torch.optim.RMSprop,),
+    optimizer_types=(torch.optim.RMSprop,),
     options=("lr", "momentum", "alpha", "eps", "centered", "weight_decay", "maximize"),
     state=("square_avg", "momentum_buffer", "grad_avg"),
     optional=("momentum_buffer", "grad_avg"),
     counter="step",
-    own=lambda group: (group["alpha"], group["eps"], group["momentum"]),
-    step=step,
-    numbers=numbers,
-    element=element,
-    lists=lists,
-    kept=_kept,
+    rule_hparams=lambda group: (group["alpha"], group["eps"], group["momentum"]),
+    reference_update=reference_update,
+    scalar_args=scalar_args,
+    triton_update=triton_update,
+    foreach_update=foreach_update,
+    state_keys=_state_keys,
 )

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..columns import OWN, HParam
-from ..lists import Tensors
-from ..rule import Group, Rule, Scalars
+from ..hparams import FIRST_RULE_HPARAM, HParam
+from ..rule import Group, Scalars, UpdateRule
+from ..tensor_lists import Tensors
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-MOMENTUM, DAMPENING, NESTEROV = range(OWN, OWN + 3)
+MOMENTUM, DAMPENING, NESTEROV = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 3)
 
 
-def step(
+def reference_update(
     h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
 ) -> tuple[Tensor, ...]:
     (m_,) = fields
@@ -37,12 +37,12 @@ def step(
     return w - h[HParam.LR] * d, m
 
 
-def numbers(lr, own, count, COMPUTE: tl.constexpr):
+def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
     mu, dampening, nesterov = own
     return lr.to(COMPUTE), mu.to(COMPUTE), (1.0 - dampening).to(COMPUTE), nesterov != 0
 
 
-def element(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
     lr, mu, undamped, nesterov = numbers
     m = fields[0]
     if GIVEN == 1:
@@ -51,7 +51,7 @@ def element(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
     return w - lr * d, m
 
 
-def lists(
+def foreach_update(
     h: Sequence[float],
     w_: Tensors,
     d: Tensors,
@@ -78,26 +78,26 @@ def lists(
     )
 
 
-def _kept(group: Group) -> tuple[str, ...]:
+def _state_keys(group: Group) -> tuple[str, ...]:
     return () if group["momentum"] == 0 else ("momentum_buffer",)
 
 
-def _starts_alone(group: Group) -> bool:
+def _initializes_in_first_step(group: Group) -> bool:
     # The buffer starts as the whole first gradient; from a buffer of zeros, dampening would take its part of it.
     return group["momentum"] != 0 and group["dampening"] != 0
 
 
-RULE = Rule(
+RULE = UpdateRule(
     name="sgd",
-    serves=(torch.optim.SGD,),
+    optimizer_types=(torch.optim.SGD,),
     options=("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     state=("momentum_buffer",),
     optional=("momentum_buffer",),
-    own=lambda group: (group["momentum"], group["dampening"], float(group["nesterov"])),
-    step=step,
-    numbers=numbers,
-    element=element,
-    lists=lists,
-    kept=_kept,
-    starts_alone=_starts_alone,
+    rule_hparams=lambda group: (group["momentum"], group["dampening"], float(group["nesterov"])),
+    reference_update=reference_update,
+    scalar_args=scalar_args,
+    triton_update=triton_update,
+    foreach_update=foreach_update,
+    state_keys=_state_keys,
+    initializes_in_first_step=_initializes_in_first_step,
 )

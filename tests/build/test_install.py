@@ -198,7 +198,7 @@ def test_editable(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
     assert seen["backend"] == "native"
     assert Path(seen["fastsam"]).parent == checkout / "fastsam" and Path(seen["kernels"]).parent == checkout / "kernels"
     assert use(env, checkout)["backend"] == "native", "from the root of the repository too"
-    header = checkout / "csrc" / "math.h"
+    header = checkout / "csrc" / "kernel_math.h"
     original = header.read_text()
     try:
         header.write_text(original + "// edited\n")

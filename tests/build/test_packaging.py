@@ -32,7 +32,7 @@ def checkout(tmp_path: Path) -> Path:
     (copy / "csrc" / "ops.cpp").write_text(
         'extern "C" __attribute__((visibility("default"))) int one() { return 1; }\n'
     )
-    (copy / "csrc" / "cpu" / "two.cpp").write_text('#include "index.h"\nint two() { return 2; }\n')
+    (copy / "csrc" / "cpu" / "two.cpp").write_text('#include "chunks.h"\nint two() { return 2; }\n')
     return copy
 
 

@@ -77,11 +77,10 @@ class Kernel:
 
 
 def parse(name: str, arch: str) -> Kernel | None:
-    if found := re.search(
-        r"\dupdate_kernelINS_\d+([a-z]+)4RuleE(\w+?)NS0?_\d+\w+?ParamsI(?:NS_)?5TableILi\d+ELi(\d+)E", name
-    ):
+    table = r"NS0?_\d+\w+?ParamsI(?:NS_)?15SegmentMetadataILi\d+ELi(\d+)E"
+    if found := re.search(rf"\dupdate_kernelINS_\d+([a-z]+)4RuleE(\w+?){table}", name):
         return Kernel(f"update_{found[1]}", found[2], int(found[3]), arch)
-    found = re.search(rf"\d({'|'.join(BOUNDS)})_kernelI(.+?)NS0?_\d+\w+?ParamsI(?:NS_)?5TableILi\d+ELi(\d+)E", name)
+    found = re.search(rf"\d({'|'.join(BOUNDS)})_kernelI(.+?){table}", name)
     if found is None and (plain := re.search(r"\d(accumulate)_kernelI([fd])E", name)):
         return Kernel(plain[1], plain[2], 0, arch)
     return Kernel(found[1], found[2], int(found[3]), arch) if found else None

@@ -1,5 +1,5 @@
-"""The direct way to the CUDA kernels (`raw_calls.CudaCalls`), emulated: the bits and the launches of the ops, and whole
-steps of `FusedSAM`."""
+"""The direct way to the CUDA kernels (`direct_calls.CudaDirectCalls`), emulated: the bits and the launches of the ops,
+and whole steps of `FusedSAM`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from fastsam import FusedSAM
 from fastsam.arena import Layout
 from fastsam.optim import storage_swap
 from fastsam_kernels import native
-from fastsam_kernels.raw_calls import CudaCalls
+from fastsam_kernels.direct_calls import CudaDirectCalls
 from fastsam_kernels.rules import RULES
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
@@ -75,7 +75,7 @@ def test_a_step_has_the_ops_bits(direct: Any, dtype: torch.dtype, master: bool, 
     columns = hparams(ADAPTIVE=float(adaptive), ETA=0.1)
     for straight in (True, False):
         o = Operands(dtype, master)
-        calls = CudaCalls(o.params, o.backup, o.layout.table, columns)
+        calls = CudaDirectCalls(o.params, o.backup, o.layout.table, columns)
         for rule, described in RULES.items():
             state, steps = o.state[: len(described.state)], o.steps if described.counter else None
             if straight:
@@ -105,13 +105,13 @@ def test_weights_that_are_perturbed_apart_and_updated_in_place(
     columns = hparams(ADAPTIVE=float(adaptive), ETA=0.1)
     saving, o = Operands(dtype, False), Operands(dtype, False)
     plain, calls = (
-        CudaCalls(saving.params, saving.backup, o.layout.table, columns),
-        CudaCalls(o.params, None, o.layout.table, columns),
+        CudaDirectCalls(saving.params, saving.backup, o.layout.table, columns),
+        CudaDirectCalls(o.params, None, o.layout.table, columns),
     )
     for rule, described in RULES.items():
         before, g1 = [p.clone() for p in o.params], [g.clone() for g in o.g1]
         apart = g1 if lent else [torch.full_like(p, torch.nan) for p in o.params]
-        calls.norm_perturb_apart_(apart, g1, o.sumsq, adaptive)
+        calls.norm_perturb_(g1, o.sumsq, adaptive, save=False, perturbed=apart)
         plain.norm_perturb_(saving.g1, saving.sumsq, adaptive)
         assert all(map(same_bits, [*apart, o.sumsq], [*saving.params, saving.sumsq]))
         assert all(map(same_bits, o.params, before))
@@ -135,7 +135,7 @@ class Counted(TorchDispatchMode):
 
 def test_a_step_is_three_launches_and_no_op_of_torch(direct: Emulation) -> None:
     o = Operands(torch.float32, False)
-    calls, before = CudaCalls(o.params, o.backup, o.layout.table, hparams()), direct.count("launches")
+    calls, before = CudaDirectCalls(o.params, o.backup, o.layout.table, hparams()), direct.count("launches")
     with Counted():
         calls.norm_perturb_(o.g1, o.sumsq, False)
         for call in calls.update("sgd", o.state[:1], None, o.g2, False, False):
@@ -149,7 +149,7 @@ def test_steps_of_an_optimizer(direct: Emulation, monkeypatch: MonkeyPatch, base
     found = []
     for straight in (False, True):
         if straight:
-            monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
+            monkeypatch.setattr(native, "direct_calls", lambda *operands: CudaDirectCalls(*operands[:4]))
         generator = torch.Generator().manual_seed(0)
         params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
         opt, before = FusedSAM(params, base, lr=0.1, backend="native"), direct.count("launches")
@@ -182,7 +182,7 @@ def test_steps_of_an_exclusive_owner(
     direct: Emulation, monkeypatch: MonkeyPatch, base: type[torch.optim.Optimizer], in_backward: bool
 ) -> None:
     """Steps with swapped storage have the bits and the launches of ordinary steps, and need no copy of the weights."""
-    monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
+    monkeypatch.setattr(native, "direct_calls", lambda *operands: CudaDirectCalls(*operands[:4]))
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     found = []
     for options in ({}, {"assume_no_alias": True, "optimizer_in_backward": in_backward}):
@@ -207,7 +207,7 @@ def test_steps_of_an_exclusive_owner(
 
 def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatch: MonkeyPatch) -> None:
     """A replay would not; it saves the weights, also where steps before it exchanged them."""
-    monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
+    monkeypatch.setattr(native, "direct_calls", lambda *operands: CudaDirectCalls(*operands[:4]))
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -234,7 +234,7 @@ def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatc
 @pytest.mark.parametrize("in_place", [False, True])
 def test_every_call_uses_the_current_stream(direct: Emulation, monkeypatch: MonkeyPatch, in_place: bool) -> None:
     o = Operands(torch.float32, False)
-    calls = CudaCalls(o.params, o.backup, o.layout.table, hparams())
+    calls = CudaDirectCalls(o.params, o.backup, o.layout.table, hparams())
     for stream in (0x1230, 0x4560):
         monkeypatch.setattr(calls, "_stream", lambda stream=stream: stream)
         calls.norm_perturb_(o.g1, o.sumsq, False)
@@ -243,7 +243,7 @@ def test_every_call_uses_the_current_stream(direct: Emulation, monkeypatch: Monk
             assert not call()
         assert direct.count("last_stream") == stream
         monkeypatch.setattr(calls, "_stream", lambda: 0x7890)
-        calls.norm_perturb_apart_(o.g2, o.g1, o.sumsq, False)
+        calls.norm_perturb_(o.g1, o.sumsq, False, save=False, perturbed=o.g2)
         assert direct.count("last_stream") == 0x7890
 
 
@@ -255,5 +255,5 @@ def test_during_a_capture_nothing_is_allocated(monkeypatch: MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     o = Operands(torch.float32, False)
     on_gpu: Any = type("Weight", (), {"device": torch.device("cuda", 0)})()
-    assert native.raw_calls([on_gpu], None, o.layout.table, hparams()) is None
-    assert native.raw_calls(o.params, o.backup, o.layout.table, hparams()) is not None
+    assert native.direct_calls([on_gpu], None, o.layout.table, hparams()) is None
+    assert native.direct_calls(o.params, o.backup, o.layout.table, hparams()) is not None

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 
 from fastsam_kernels import native, rules
-from fastsam_kernels.columns import WIDTH, HParam
+from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.emulated_steps import SMALL, assert_sound, case_of, sam_step
@@ -145,7 +145,7 @@ def test_every_step_is_counted_once_in_several_launches(emulation: Emulation) ->
 
 def test_a_row_without_elements_is_finished(emulation: Emulation) -> None:
     """No block has work, and still the sum must be written and the step counted."""
-    kernels, hparams = emulation.backend.load(), torch.zeros(2, 1, WIDTH, dtype=torch.float64)
+    kernels, hparams = emulation.backend.load(), torch.zeros(2, 1, NUM_HPARAMS, dtype=torch.float64)
     table, empty = torch.tensor([[0, 0, 0, 0]]), [torch.zeros(2, 0)]
     sumsq, steps = torch.full((2,), torch.nan, dtype=torch.float64), torch.zeros(2, 1)
     kernels.norm_(sumsq, empty, [], table, hparams)
@@ -158,7 +158,7 @@ def test_a_row_without_elements_is_finished(emulation: Emulation) -> None:
 def test_a_missing_weight_list_is_not_ignored(emulation: Emulation) -> None:
     """An adaptive group needs the weights; the device cannot raise, so the norm is NaN, with which nothing is
     perturbed."""
-    hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
+    hparams = torch.zeros(1, 1, NUM_HPARAMS, dtype=torch.float64)
     hparams[..., HParam.ADAPTIVE] = 1.0
     sumsq = torch.zeros(1, dtype=torch.float64)
     emulation.backend.load().norm_(sumsq, [torch.ones(5)], [], torch.tensor([[0, 5, 0, 0]]), hparams)
@@ -167,7 +167,7 @@ def test_a_missing_weight_list_is_not_ignored(emulation: Emulation) -> None:
 
 @pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"no compiled kernels: {native.why_not('cpu')}")
 def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
-    """Both take their arithmetic from csrc/math.h and csrc/rules, and neither contracts a multiplication and an
+    """Both take their arithmetic from csrc/kernel_math.h and csrc/rules, and neither contracts a multiplication and an
     addition."""
 
     @explore(emulation.backend)
@@ -215,5 +215,5 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
     ids=["ragged", "long", "many"],
 )
 def test_elements_are_met_once(emulation: Emulation, lengths: list[int], width: int, turns: int, enough: int) -> None:
-    """csrc/index.h over all blocks and threads, at sizes that the emulation of whole kernels does not reach."""
+    """csrc/chunks.h over all blocks and threads, at sizes that the emulation of whole kernels does not reach."""
     assert emulation.walk(lengths, width, turns, enough) == -1

@@ -155,7 +155,7 @@ def test_weights_that_are_elsewhere(emulation: Emulation) -> None:
 
 # --- errors put into the kernel ---
 
-KERNEL, LINES = "cuda/rowprograms.cu", "cuda/lines.cuh"
+KERNEL, LINES = "cuda/rowprograms.cu", "cuda/row_ops.cuh"
 ERRORS = {
     "none": {},
     "barrier of an instruction": {

@@ -1,4 +1,4 @@
-"""Errors put into a copy of the CUDA kernels, one at a time, must turn the emulated steps red (see `emulated.py`)."""
+"""Errors put into a copy of the CUDA kernels, one at a time, must u the emulated steps red (see `emulated.py`)."""
 
 import re
 import subprocess
@@ -25,34 +25,34 @@ pytestmark = [
 ERRORS = {
     "none": {},
     "segment": {
-        "index.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]
+        "chunks.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]
     },
-    "last chunk": {"index.h": [("rest < chunk ? rest : chunk", "rest <= chunk ? rest - 1 : chunk")]},
-    "chunk begins": {"index.h": [("chunk_in_segment * chunk", "chunk_in_segment * (chunk + 1)")]},
-    "thread": {"index.h": [("(turn * threads + thread) * width", "(turn * (threads - 1) + thread) * width")]},
-    "tail": {"cuda/elementwise.cuh": [("if (i < unit.count) {", "if (i <= unit.count) {")]},
-    "whole packs": {"cuda/elementwise.cuh": [("unit.count - unit.count % width", "unit.count + unit.count % width")]},
-    "row": {"cuda/common.cuh": [("unit.row * table.row_stride", "table.row_stride")]},
+    "last chunk": {"chunks.h": [("rest < chunk ? rest : chunk", "rest <= chunk ? rest - 1 : chunk")]},
+    "chunk begins": {"chunks.h": [("chunk_in_segment * chunk", "chunk_in_segment * (chunk + 1)")]},
+    "thread": {"chunks.h": [("(u * threads + thread) * width", "(u * (threads - 1) + thread) * width")]},
+    "tail": {"cuda/elementwise.cuh": [("if (i < tile.count) {", "if (i <= tile.count) {")]},
+    "whole vectors": {"cuda/elementwise.cuh": [("tile.count - tile.count % width", "tile.count + tile.count % width")]},
+    "row": {"cuda/common.cuh": [("tile.row * table.row_stride", "table.row_stride")]},
     "alignment": {"cuda/common.cuh": [("% (Width * sizeof(T)) == 0", "% (Width * sizeof(T)) < 16")]},
     "barrier": {"cuda/elementwise.cuh": [("    __syncthreads();\n", "")]},
-    "threads of a unit": {"cuda/common.cuh": [("unit.thread = threadIdx.x % kWarp;", "unit.thread = threadIdx.x;")]},
+    "threads of a tile": {"cuda/common.cuh": [("tile.thread = threadIdx.x % kWarp;", "tile.thread = threadIdx.x;")]},
     "small segment": {"cuda/common.cuh": [("(block - table.whole) * kWarps +", "(block - table.whole) +")]},
-    "chunk of a unit": {"cuda/common.cuh": [("  unit.chunk += table.less[unit.segment];\n", "")]},
-    "rule of a unit": {"cuda/elementwise.cuh": [("places[unit.warp]", "places[0]")]},
+    "chunk of a tile": {"cuda/common.cuh": [("  tile.chunk += table.less[tile.segment];\n", "")]},
+    "rule of a tile": {"cuda/elementwise.cuh": [("places[tile.warp]", "places[0]")]},
     "barrier of a warp": {"cuda/elementwise.cuh": [("      __syncwarp();\n", "")]},
     "warp": {"cuda/reduce.cuh": [("distance = kWarp / 2;", "distance = kWarp / 4;")]},
     "ticket": {"cuda/reduce.cuh": [("atomicInc(ticket, blocks - 1)", "atomicInc(ticket, blocks)")]},
     "partial sums": {"cuda/reduce.cuh": [("i < sums.chunks;", "i < sums.chunks - 1;")]},
     "dual's norm": {
         "cuda/dual.cu": [
-            ("at<const W>(p.table, 0, unit), at<const C>(p.mu,", "at<const W>(p.table, 0, unit), at<const C>(p.s,")
+            ("at<const W>(p.table, 0, tile), at<const C>(p.mu,", "at<const W>(p.table, 0, tile), at<const C>(p.s,")
         ]
     },
     "dual's step": {"cuda/dual.cu": [("mu.write(x.mu, i);", "mu.write(x.mu, i + N);")]},
     "tail of sums": {"cuda/reduce.cuh": [("if (i < count) {", "if (i + 1 < count) {")]},
     "partial inner products": {
         "cuda/reduce.cuh": [
-            ("row[N * (sums.chunks_before + unit.chunk) + k]", "row[sums.chunks_before + unit.chunk + k]")
+            ("row[N * (sums.chunks_before + tile.chunk) + k]", "row[sums.chunks_before + tile.chunk + k]")
         ]
     },
     "inner products": {"cuda/inner.cu": [("sum.x[1] += b * b;", "sum.x[1] += a * b;")]},
@@ -62,7 +62,7 @@ ERRORS = {
         ]
     },
     "last row of a sum": {
-        "cuda/accumulate.cu": [("if (first + turn >= args.rows) break;", "if (first + turn + 1 >= args.rows) break;")]
+        "cuda/accumulate.cu": [("if (first + u >= args.rows) break;", "if (first + u + 1 >= args.rows) break;")]
     },
     "end of a sum": {
         "cuda/accumulate.cu": [("rest < each ? static_cast<int>(rest)", "rest < each ? static_cast<int>(rest) - 1")]
@@ -164,7 +164,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("error", [pytest.param(e, marks=() if e in CHEAP else pytest.mark.slow) for e in ERRORS])
 def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
-    """An index off by one, a missing barrier, a wrong sum: put into a copy of the sources, each must turn the steps
+    """An index off by one, a missing barrier, a wrong sum: put into a copy of the sources, each must u the steps
     red."""
     changes = ERRORS[error]
     if any(not name.endswith(".cu") for name in changes):

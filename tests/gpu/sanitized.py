@@ -33,7 +33,9 @@ def every_op(kernels: Any, step: Step, shift: int) -> torch.Tensor:
     grads = step.g2
     if shift:
         grads = [torch.cat([g.flatten()[:shift], g.flatten()])[shift:].view(g.shape) for g in grads]
-    adaptive = hparams_of(rows, str(device), ADAPTIVE=1.0, ETA=0.01, CLIP=1.0, CLIP_FULL=1.0, PHI=0.1, B=0.5)
+    adaptive = hparams_of(
+        rows, str(device), ADAPTIVE=1.0, ETA=0.01, CLIP=1.0, CLIP_INCLUDES_PROX=1.0, PROX_MU=0.1, G1_COEF=0.5
+    )
     first, second, q = (torch.zeros_like(step.momentum) for _ in range(3))
     steps = torch.zeros(rows, len(table), device=device)
     kernels.norm_(step.sumsq, grads, [], table, hparams)

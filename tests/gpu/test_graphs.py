@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM
 from fastsam.fed.executors.cuda import Cuda
-from fastsam_kernels.columns import HParam
+from fastsam_kernels.hparams import HParam
 from tests.helpers.gpu_step import DEVICE, Step, same
 from tests.helpers.places import ROOT
 

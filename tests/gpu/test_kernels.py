@@ -77,7 +77,7 @@ def test_the_same_bits_every_time(kernels: ModuleType, rows: int) -> None:
 
 
 def test_the_same_bits_as_the_cpu_kernels(compiled: ModuleType) -> None:
-    """Given the same norm, CUDA has the CPU's bits: both compile csrc/math.h without contraction."""
+    """Given the same norm, CUDA has the CPU's bits: both compile csrc/kernel_math.h without contraction."""
     if native.why_not("cpu") is not None:
         pytest.skip(f"native on the CPU: {native.why_not('cpu')}")
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):

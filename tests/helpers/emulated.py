@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from fastsam import backends
-from fastsam_kernels import build, libraries, native, raw_calls, toolchain
+from fastsam_kernels import build, direct_calls, libraries, native, toolchain
 from tests.helpers.places import HELPERS
 
 SOURCES = (
     "norm.cu", "perturb.cu", "stochastic.cu", "dual.cu", "inner.cu", "accumulate.cu", "update.cu", "tickets.cu",
-    "raw_calls.cu", "rowprograms.cu", "ops_cuda.cpp", "ops_rows.cpp", "../rowprograms/check.cpp",
+    "direct_calls.cu", "rowprograms.cu", "ops_cuda.cpp", "ops_rows.cpp", "../rowprograms/check.cpp",
 )  # fmt: skip
 REGISTRATIONS = ("ops_cuda.cpp", "ops_rows.cpp", "check.cpp")  # sources that include torch's headers
 OWN_HEADERS = {"cuda/lines.cuh": "rowprograms.cu"}  # included by only one source
@@ -34,7 +34,7 @@ LIBRARY = "emulation.so"
 Changes = Mapping[str, Sequence[tuple[str, str]]]
 NONE: Changes = MappingProxyType({})
 ONLY_FLOAT: Changes = {
-    "launch.h": [("switch (call.weight) {", "switch (Type::f32) {")]
+    "kernel_args.h": [("switch (problem.weight) {", "switch (Type::f32) {")]
 }  # compiles in a fraction of the time
 
 
@@ -161,15 +161,15 @@ class Emulation:
 
 @contextmanager
 def direct(library: Path) -> Iterator[None]:
-    """Meanwhile `raw_calls.CudaCalls` finds this library's functions, and takes tensors of the CPU."""
+    """Meanwhile `direct_calls.CudaDirectCalls` finds this library's functions, and takes tensors of the CPU."""
     own = libraries.library
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libraries, "library", lambda device="cpu": str(library) if device == "cuda" else own(device))
-        patch.setattr(raw_calls, "_raw_stream", lambda device: 0)
-        for cached in (raw_calls._function, raw_calls._rule):
+        patch.setattr(direct_calls, "_raw_stream", lambda device: 0)
+        for cached in (direct_calls._function, direct_calls._rule):
             cached.cache_clear()
         yield
-    for cached in (raw_calls._function, raw_calls._rule):
+    for cached in (direct_calls._function, direct_calls._rule):
         cached.cache_clear()
 
 

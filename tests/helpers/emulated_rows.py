@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
-from fastsam_kernels.columns import HParam
+from fastsam_kernels.hparams import HParam
 from fastsam_kernels.rowprograms import program
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
@@ -22,7 +22,8 @@ from tests.helpers.stacked_passes import stacked
 ROWS, SAMPLES, STEPS = 3, 40, 2
 # Hyper-parameters that all matter; with these values the gradients are clipped.
 NUMBERS = {
-    "RHO": 0.05, "NU": 1e-12, "ETA": 0.01, "LR": 0.1, "DECAY": 0.01, "PHI": 0.02, "A": 0.9, "B": 0.1, "CLIP": 0.5,
+    "RHO": 0.05, "PERTURB_EPS": 1e-12, "ETA": 0.01, "LR": 0.1, "DECAY": 0.01, "PROX_MU": 0.02,
+    "G2_COEF": 0.9, "G1_COEF": 0.1, "CLIP": 0.5,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tests.helpers.op_cases import Case, Memory, close, same_bits
 # With these the inputs of the tests, which are small, meet what otherwise only large models meet: a chunk of several
 # sweeps, a call of several launches, and calls that find no free tickets.
 SMALL = {
-    "index.h": [("elements > enough * chunk", "elements > chunk / 2")],
+    "chunks.h": [("elements > enough * chunk", "elements > chunk / 2")],
     "cuda/common.cuh": [
         ("small = capacity(Lists, 4096), large = capacity(Lists, kArgumentLimit);", "small = 1, large = 2;")
     ],

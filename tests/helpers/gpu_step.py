@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from fastsam.arena import Arena, Layout
-from fastsam_kernels.columns import WIDTH
+from fastsam_kernels.hparams import NUM_HPARAMS
 from tests.helpers.op_cases import COLUMNS
 
 DEVICE = "cuda"
-VALUES = {"RHO": 0.05, "NU": 1e-12, "LR": 0.1, "DECAY": 1e-2, "A": 1.0, "MOMENTUM": 0.9}
+VALUES = {"RHO": 0.05, "PERTURB_EPS": 1e-12, "LR": 0.1, "DECAY": 1e-2, "G2_COEF": 1.0, "MOMENTUM": 0.9}
 
 
 def hparams_of(rows: int = 1, device: str = DEVICE, **columns: float) -> Tensor:
-    out = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    out = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
     for name, value in (VALUES | columns).items():
         out[..., COLUMNS[name]] = value
     return out.to(device)

@@ -21,7 +21,7 @@ from bench.kernel_cases import LONGS, OPS, Op, Operands, hparams_of
 from fastsam import backends
 from fastsam.arena import Layout
 from fastsam_kernels import reference
-from fastsam_kernels.conventions import compute_dtype
+from fastsam_kernels.constants import compute_dtype
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0  # PROT_NONE

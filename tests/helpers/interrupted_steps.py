@@ -27,7 +27,7 @@ def by_hand(training: Training, t: int) -> None:
         training.opt.second_step(zero_grad=True)
     except BaseException:
         engine = training.opt._engine
-        if not engine.one_pass and engine.phase is not type(engine.phase).IDLE:
+        if not engine.one_pass and engine.weight_state is not type(engine.weight_state).ORIGINAL:
             training.opt.restore()
         raise
 

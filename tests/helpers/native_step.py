@@ -8,15 +8,23 @@ from torch import Tensor
 
 from fastsam.arena import Layout
 from fastsam_kernels import native
-from fastsam_kernels.columns import WIDTH
+from fastsam_kernels.hparams import NUM_HPARAMS
 from tests.helpers.op_cases import COLUMNS
 
 SHAPES = [(33,), (5, 7), (), (0,), (20000,), (3, 4, 2, 2)]
 
 
 def hparams(rows: int = 1, **columns: float) -> Tensor:
-    values = {"RHO": 0.05, "NU": 1e-12, "LR": 0.1, "DECAY": 1e-2, "A": 1.0, "MOMENTUM": 0.9, "PENALTY": 0.5} | columns
-    out = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    values = {
+        "RHO": 0.05,
+        "PERTURB_EPS": 1e-12,
+        "LR": 0.1,
+        "DECAY": 1e-2,
+        "G2_COEF": 1.0,
+        "MOMENTUM": 0.9,
+        "PENALTY": 0.5,
+    } | columns
+    out = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
     for name, value in values.items():
         out[..., COLUMNS[name]] = value
     return out

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fastsam import backends
 from fastsam_kernels import reference, rules
-from fastsam_kernels.columns import OWN, WIDTH, HParam
-from fastsam_kernels.conventions import compute_dtype
+from fastsam_kernels.constants import compute_dtype
+from fastsam_kernels.hparams import FIRST_RULE_HPARAM, NUM_HPARAMS, HParam
 from fastsam_kernels.rules import adam, sgd
 from tests.helpers.tolerances import TOLERANCE
 
@@ -114,13 +114,17 @@ class Case:
     def hparams(self, rule: str = "sgd", **columns: float) -> Tensor:
         """Return different values in every row and group, near the defaults of the rule's class; `columns` fixes
         some."""
-        draw = torch.rand(self._drawn, self.groups, WIDTH, dtype=torch.float64, generator=self.generator("hparams"))
-        hparams = torch.zeros(self._drawn, self.groups, WIDTH, dtype=torch.float64)
+        draw = torch.rand(
+            self._drawn, self.groups, NUM_HPARAMS, dtype=torch.float64, generator=self.generator("hparams")
+        )
+        hparams = torch.zeros(self._drawn, self.groups, NUM_HPARAMS, dtype=torch.float64)
         for name, (low, high) in RANGES.items():
             hparams[..., COLUMNS[name]] = low + (high - low) * draw[..., COLUMNS[name]]
-        for name in ("ADAPTIVE", "CLIP_FULL", "DECOUPLED"):
+        for name in ("ADAPTIVE", "CLIP_INCLUDES_PROX", "DECOUPLED"):
             hparams[..., COLUMNS[name]] = (draw[..., COLUMNS[name]] > 0.5).double()
-        for column, value in zip(range(OWN, WIDTH), rules.find(rule).own(group_of(rule)), strict=False):
+        for column, value in zip(
+            range(FIRST_RULE_HPARAM, NUM_HPARAMS), rules.find(rule).rule_hparams(group_of(rule)), strict=False
+        ):
             hparams[..., column] = float(value) * (0.9 + 0.1 * draw[..., column])
         if rule == "sgd":
             hparams[..., sgd.NESTEROV] = (draw[..., sgd.NESTEROV] > 0.5).double()
@@ -131,8 +135,8 @@ class Case:
 
 # Ranges of the columns, and options of the rules that differ from the defaults of their classes.
 RANGES = {
-    "RHO": (-0.3, 0.3), "NU": (1e-12, 1e-3), "ETA": (0.01, 0.1), "LR": (0.01, 0.2), "DECAY": (0.0, 0.1),
-    "PHI": (0.0, 0.5), "A": (0.5, 1.0), "B": (-0.5, 0.5), "CLIP": (0.5, 50.0), "PENALTY": (0.5, 2.0),
+    "RHO": (-0.3, 0.3), "PERTURB_EPS": (1e-12, 1e-3), "ETA": (0.01, 0.1), "LR": (0.01, 0.2), "DECAY": (0.0, 0.1),
+    "PROX_MU": (0.0, 0.5), "G2_COEF": (0.5, 1.0), "G1_COEF": (-0.5, 0.5), "CLIP": (0.5, 50.0), "PENALTY": (0.5, 2.0),
 }  # fmt: skip
 RULE_OPTIONS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9, "dampening": 0.5}, "adam": {"betas": (0.9, 0.99)}}
 RULE_OPTIONS |= {"adagrad": {"lr_decay": 0.1}, "rmsprop": {"momentum": 0.9}}
@@ -144,7 +148,9 @@ COLUMNS |= {"BETA1": adam.BETA1, "BETA2": adam.BETA2, "EPS": adam.EPS}
 
 def group_of(rule: str, **options: Any) -> dict[str, Any]:
     """A parameter group of the class that the rule serves, with these options and the class's own."""
-    made = rules.find(rule).serves[0]([torch.nn.Parameter(torch.zeros(1))], **RULE_OPTIONS.get(rule, {}), **options)
+    made = rules.find(rule).optimizer_types[0](
+        [torch.nn.Parameter(torch.zeros(1))], **RULE_OPTIONS.get(rule, {}), **options
+    )
     return made.param_groups[0]
 
 

@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastsam_kernels import rules, triton_dual, triton_inner, triton_norm, triton_perturb, triton_update
-from fastsam_kernels.conventions import compute_dtype
-from fastsam_kernels.rule import MOST_FIELDS
+from fastsam_kernels import rules, triton_dual, triton_norm, triton_perturb, triton_reductions, triton_update
+from fastsam_kernels.constants import compute_dtype
+from fastsam_kernels.rule import MAX_STATE
 from fastsam_kernels.triton_chunks import Operand
 from fastsam_kernels.triton_common import WARPS
 from fastsam_kernels.triton_tables import DTYPES
@@ -69,7 +69,7 @@ class Variant:
     def type_of(self, name: str) -> str | tuple[Any, ...]:
         if name not in (*FIELDS, *OPERANDS):
             return TUPLES.get(name) or OTHERS[name]
-        if self.kernel is triton_inner._accumulate_kernel:
+        if self.kernel is triton_reductions._accumulate_kernel:
             return f"*{SHORT[self.dtype]}"
         if name in OPERANDS and not self.flat:
             return Operand("*i64", "i32", "constexpr")
@@ -89,7 +89,7 @@ class Variant:
             rule = rules.find(self.rule)
             numbers, element = triton_update.form_of(self.rule)
             constants |= {"NUMBERS": numbers, "ELEMENT": element, "GIVEN": (1 << len(rule.state)) - 1}
-            constants |= dict.fromkeys(f"state{i}" for i in range(len(rule.state), MOST_FIELDS))
+            constants |= dict.fromkeys(f"state{i}" for i in range(len(rule.state), MAX_STATE))
             constants |= {} if rule.counter else {"counters": None}
         signature: dict[str, str | tuple[Any, ...]] = {}
         constexprs: dict[tuple[int, ...], Any] = {}
@@ -116,14 +116,14 @@ def variants() -> list[Variant]:
     f32, total = torch.float32, (("ACCUMULATE", True),)
     for aligned in (True, False):
         found += [
-            Variant(triton_inner._accumulate_kernel, f32, aligned, flat=True),
+            Variant(triton_reductions._accumulate_kernel, f32, aligned, flat=True),
             Variant(triton_norm._norm_kernel, f32, aligned, absent=("weights",), options=total),
             Variant(triton_norm._norm_kernel, f32, aligned, options=total),
             Variant(triton_perturb._perturb_kernel, f32, aligned, absent=("seed",), options=save),
             Variant(triton_perturb._restore_kernel, f32, aligned),
             Variant(triton_dual._dual_norm_kernel, f32, aligned, options=total),
             Variant(triton_dual._dual_perturb_kernel, f32, aligned),
-            Variant(triton_inner._inner_kernel, f32, aligned, options=total),
+            Variant(triton_reductions._inner_kernel, f32, aligned, options=total),
             Variant(triton_update._update_norm_kernel, f32, aligned, options=total),
         ]
         call = partial(Variant, triton_update._update_kernel, f32, aligned, absent=plain, options=update)
@@ -138,7 +138,7 @@ def variants() -> list[Variant]:
             ),
         ]
     found += [
-        Variant(triton_inner._accumulate_kernel, f32, flat=True, absent=("base", "largest")),
+        Variant(triton_reductions._accumulate_kernel, f32, flat=True, absent=("base", "largest")),
         Variant(triton_update._update_kernel, f32, options=update, rule="sgd"),
     ]
     return found

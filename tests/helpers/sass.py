@@ -25,10 +25,10 @@ from tests.helpers.places import ROOT
 ARCHS = ("80", "90", "100")
 RECORDED = Path(__file__).with_name("instructions.json")
 # The float32 kernels of models of few segments: the sources without the other types compile in a fraction of the time.
-ONLY_FLOAT = ("launch.h", "switch (call.weight) {", "switch (Type::f32) {")
+ONLY_FLOAT = ("kernel_args.h", "switch (problem.weight) {", "switch (Type::f32) {")
 ONLY_SMALL = (
     "cuda/common.cuh",
-    ": in_parts<large>(call, lists, chunk, most, reversed, f);",
+    ": in_parts<large>(problem, lists, chunk, most, reversed, f);",
     ": static_cast<int>(large);",
 )
 SOURCES = ("norm", "perturb", "accumulate", "update")

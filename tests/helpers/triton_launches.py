@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fastsam_kernels import toolchain, triton_call, triton_launch
+from fastsam_kernels import toolchain, triton_backend, triton_op
 from tests.gpu.sanitized import every_op
 from tests.helpers.gpu_step import Step
 from tests.helpers.places import HELPERS
@@ -39,7 +39,7 @@ def main(folder: Path) -> dict[str, list[list[str]]]:
     active.get_device_capability = lambda device: (ARCH // 10, ARCH % 10)
     active.get_current_stream = lambda device: 0
     driver.set_active(active)
-    triton_call._surroundings = lambda device: nullcontext()  # torch has no current device here
+    triton_op._surroundings = lambda device: nullcontext()  # torch has no current device here
     log = ctypes.CDLL(str(folder / "libcuda.so.1")).fake_log
     log.restype = ctypes.c_char_p
     found: dict[str, list[list[str]]] = {}
@@ -47,7 +47,7 @@ def main(folder: Path) -> dict[str, list[list[str]]]:
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (1, 2):
             step = Step([33, 0, 4097, 5], rows, dtype=dtype, device="cpu", master=dtype == torch.bfloat16)
-            every_op(triton_launch, step, shift=0)
+            every_op(triton_backend, step, shift=0)
             lines = log().decode().splitlines()
             found[f"{str(dtype).removeprefix('torch.')} {rows}"] = [line.split() for line in lines[seen:]]
             seen = len(lines)

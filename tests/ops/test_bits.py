@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.arena import Layout
 from fastsam.backends import Backend
 from fastsam_kernels import rules
-from fastsam_kernels.columns import WIDTH, HParam
+from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from tests.helpers.op_cases import BACKENDS, Case, Memory, bits, cases, explore, same_bits
 
 
@@ -144,7 +144,7 @@ def test_master_copies_follow_weights_that_someone_wrote(backend: Backend) -> No
     params = master.to(torch.bfloat16)
     params[0, 2] = 2.5
     expected = torch.where(torch.tensor([[False, False, True, False, False]]).to(master.device), 2.5, master)
-    hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64, device=backend.device)
+    hparams = torch.zeros(1, 1, NUM_HPARAMS, dtype=torch.float64, device=backend.device)
     hparams[..., HParam.RHO] = 1.0
     table, sumsq = torch.tensor([[0, 5, 0, 0]]), torch.ones(1, dtype=torch.float64, device=backend.device)
     grads = [torch.full((5,), 2.0, dtype=torch.bfloat16, device=backend.device)]
@@ -157,7 +157,7 @@ def test_master_copies_follow_weights_that_someone_wrote(backend: Backend) -> No
 def test_a_graph_that_saved_the_weights_is_stale_after_every_write(backend: Backend) -> None:
     kernels, device = backend.load(), backend.device
     table = Layout.of([torch.zeros(3, 4)]).table
-    hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64, device=device)
+    hparams = torch.zeros(1, 1, NUM_HPARAMS, dtype=torch.float64, device=device)
     sumsq, grads = torch.ones(1, dtype=torch.float64, device=device), [torch.ones(3, 4, device=device)]
     backup, first, second = (torch.zeros(1, 256, device=device) for _ in range(3))
     steps = torch.zeros(1, 1, device=device)

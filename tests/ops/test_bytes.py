@@ -189,16 +189,16 @@ def test_launches_of_triton_do_not_depend_on_the_number_of_tensors(
     count: int, base: type[torch.optim.Optimizer], options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One for the norm, one for the perturbation, one for the update."""
-    from fastsam_kernels import triton_call
+    from fastsam_kernels import triton_op
 
     launches: list[str] = []
-    launch = triton_call.launch
+    launch = triton_op.launch
 
     def counted(kernel: Any, *arguments: Any, **options: Any) -> None:
         launches.append(kernel.fn.__name__ if hasattr(kernel, "fn") else str(kernel))
         launch(kernel, *arguments, **options)
 
-    monkeypatch.setattr(triton_call, "launch", counted)
+    monkeypatch.setattr(triton_op, "launch", counted)
     params = [torch.nn.Parameter(torch.randn(3 + i)) for i in range(count)]
     opt = FusedSAM(params, base, rho=0.05, lr=0.1, backend="triton", **options)
     for half in (opt.first_step, opt.second_step):

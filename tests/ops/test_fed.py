@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastsam.backends import Backend, Kernels
 from fastsam_kernels import reference
-from fastsam_kernels.conventions import HIGH_BITS, LIMIT, LOW_BITS
+from fastsam_kernels.constants import HIGH_BITS, LIMIT, LOW_BITS
 from tests.helpers.op_cases import BACKENDS, Case, Memory, cases, close, explore, nan, same_bits
 
 

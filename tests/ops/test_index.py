@@ -1,4 +1,4 @@
-"""csrc/index.h enumerated on the host, over all blocks and threads of the CUDA kernels and all ranges of the CPU's:
+"""csrc/chunks.h enumerated on the host, over all blocks and threads of the CUDA kernels and all ranges of the CPU's:
 every element is met once, none outside, packs begin where they are aligned. An off-by-one in a copy of it must be
 noticed.
 """
@@ -128,16 +128,16 @@ ERRORS = {
     "chunk begins one late": [("chunk_in_segment * chunk;", "chunk_in_segment * chunk + 1;")],
     "one element less": [("rest < chunk ? rest : chunk", "rest < chunk ? rest - 1 : chunk")],
     "one element more": [("rest < chunk ? rest : chunk", "rest < chunk ? rest + 1 : chunk")],
-    "neighbouring thread": [("(turn * threads + thread) * width", "(turn * threads + thread + 1) * width")],
-    "turns overlap": [("(turn * threads + thread) * width", "(turn * (threads - 1) + thread) * width")],
-    "packs overlap": [("(turn * threads + thread) * width", "(turn * threads + thread) * (width - 1)")],
+    "neighbouring thread": [("(u * threads + thread) * width", "(u * threads + thread + 1) * width")],
+    "turns overlap": [("(u * threads + thread) * width", "(u * (threads - 1) + thread) * width")],
+    "packs overlap": [("(u * threads + thread) * width", "(u * threads + thread) * (width - 1)")],
 }
 
 
 SHARED = {  # mutations for blocks in which each warp has a small segment
     "row's small segments in one": [("(block - table.whole) * kWarps +", "(block - table.whole) +")],
-    "thread of a block": [("unit.thread = threadIdx.x % kWarp;", "unit.thread = threadIdx.x;")],
-    "chunks of small segments": [("  unit.chunk += table.less[unit.segment];\n", "")],
+    "thread of a block": [("tile.thread = threadIdx.x % kWarp;", "tile.thread = threadIdx.x;")],
+    "chunks of small segments": [("  tile.chunk += table.less[tile.segment];\n", "")],
     "a block less": [("(segments - large + kWarps - 1) / kWarps;", "(segments - large) / kWarps;")],
     "longer than a warp": [("segment.length <= most;", "segment.length <= most + 4;")],
     "launches in their order": [("(reversed ? parts - 1 - launched : launched)", "launched")],
@@ -147,8 +147,8 @@ SHARED = {  # mutations for blocks in which each warp has a small segment
 @pytest.mark.gpu_code  # each one compiled
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_seeded_error_in_the_index_is_found(tmp_path: Path, error: str) -> None:
-    """The same check on a copy of csrc/index.h with an off-by-one: red, whichever it is; without one, green."""
-    walker = compiled(tmp_path, {"index.h": ERRORS[error]})
+    """The same check on a copy of csrc/chunks.h with an off-by-one: red, whichever it is; without one, green."""
+    walker = compiled(tmp_path, {"chunks.h": ERRORS[error]})
     table = table_of([33, 0, 4096, 5, 4097, 70_000, 8192, 1])
     found = [walker.cuda(table, 2, width, turns, 4) for width, turns in ((4, 2), (2, 4))] + [walker.cpu(table, 2, 3)]
     assert any(found) == (error != "no error"), found

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastsam.arena import Arena, Layout
 from fastsam.backends import Backend
 from fastsam_kernels import reference, rules
-from fastsam_kernels.columns import WIDTH, HParam
+from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from tests.helpers.op_cases import (
     BACKENDS,
     COLUMNS,
@@ -127,7 +127,7 @@ def test_stochastic_rounding_is_right_on_average(backend: Backend, dtype: torch.
     w = (torch.randn(n, generator=generator) * torch.logspace(-8, 2, n)).to(dtype)
     step = torch.randn(n, generator=generator).to(dtype).float() * w.abs().float() * 2.0**-9
     step = step.to(dtype).float()
-    hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
     hparams[..., HParam.RHO] = 1.0
     params, backup = torch.zeros(rows, n, dtype=dtype, device=device), w.expand(rows, n).to(device).contiguous()
     grads = [step.to(dtype).expand(rows, n).to(device).contiguous()]
@@ -331,11 +331,11 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
     params, g1, g2 = draw(), draw(), draw()
     layout = Layout.of([t[0] for t in params])
     arena = Arena(layout, rows, backend.device)
-    hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
     for column, value in (
         ("RHO", 0.05),
         ("LR", 0.1),
-        ("A", 1.0),
+        ("G2_COEF", 1.0),
         ("MOMENTUM", 0.9),
         ("DECAY", 0.01),
         ("NESTEROV", 1.0),

@@ -15,17 +15,17 @@ from torch import Tensor
 from fastsam import backends
 from fastsam.arena import Arena, Layout
 from fastsam_kernels import reference
-from fastsam_kernels.columns import WIDTH, HParam
-from fastsam_kernels.rule import MOST_FIELDS
+from fastsam_kernels.hparams import NUM_HPARAMS, HParam
+from fastsam_kernels.rule import MAX_STATE
 from tests.helpers.op_cases import COLUMNS
 
 tables = pytest.importorskip("fastsam_kernels.triton_tables", reason="Triton is not installed")
-triton_launch = pytest.importorskip("fastsam_kernels.triton_launch")
+triton_backend = pytest.importorskip("fastsam_kernels.triton_backend")
 triton_update = pytest.importorskip("fastsam_kernels.triton_update")
 
-CPU = triton_launch.why_not("cpu")
+CPU = triton_backend.why_not("cpu")
 interpreted = pytest.mark.skipif(CPU is not None, reason=f"Triton on the CPU: {CPU}")
-CUDA = triton_launch.why_not("cuda")
+CUDA = triton_backend.why_not("cuda")
 on_gpu = pytest.mark.skipif(CUDA is not None, reason=f"Triton on CUDA: {CUDA}")
 
 
@@ -43,8 +43,8 @@ class Step:
         self.backup, self.momentum = self.arena.field("backup"), self.arena.field("momentum")
         self.mu, self.s, self.eps = (self.arena.field(name) for name in ("mu", "s", "eps"))
         self.sumsq = torch.zeros(1, dtype=torch.float64, device=device)
-        self.hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
-        for column, value in ((HParam.RHO, 0.05), (HParam.LR, 0.1), (HParam.A, 1.0), (COLUMNS["MOMENTUM"], 0.9)):
+        self.hparams = torch.zeros(1, 1, NUM_HPARAMS, dtype=torch.float64)
+        for column, value in ((HParam.RHO, 0.05), (HParam.LR, 0.1), (HParam.G2_COEF, 1.0), (COLUMNS["MOMENTUM"], 0.9)):
             self.hparams[..., column] = value
         self.hparams = self.hparams.to(device)
 
@@ -60,7 +60,7 @@ def test_tensors_that_moved_are_found() -> None:
     ours, expected = Step(), Step()
     for seed in range(4):
         fresh = Step(seed=seed)  # the former step's gradients are freed, and their memory is handed out again
-        ours.run(triton_launch, ours.params, fresh.g1, fresh.g2)
+        ours.run(triton_backend, ours.params, fresh.g1, fresh.g2)
         expected.run(reference, expected.params, fresh.g1, fresh.g2)
         ours.params = [p.clone() for p in ours.params]
     for a, b in zip(ours.params, expected.params, strict=True):
@@ -70,23 +70,23 @@ def test_tensors_that_moved_are_found() -> None:
 @interpreted
 def test_tables_are_made_once_per_content() -> None:
     step, device = Step(), torch.device("cpu")
-    plan = tables.plan_of(step.table, device)
-    assert tables.plan_of(step.table.clone(), device) is plan
+    plan = tables.chunk_table_of(step.table, device)
+    assert tables.chunk_table_of(step.table.clone(), device) is plan
     operand, _ = tables.operand_of(step.params, plan, 1)
     assert tables.operand_of(list(step.params), plan, 1)[0].pointer is operand.pointer
     assert tables.operand_of(step.g1, plan, 1)[0].pointer is not operand.pointer
     other = step.table.clone()
     other[0, 1] = 5
-    assert tables.plan_of(other, device).n_chunks == plan.n_chunks
-    assert tables.plan_of(other, device).lengths[0] == 5
+    assert tables.chunk_table_of(other, device).n_chunks == plan.n_chunks
+    assert tables.chunk_table_of(other, device).lengths[0] == 5
     for i in range(2 * tables.ENTRIES):
-        tables.plan_of(torch.tensor([[16 * i, 1, 0, 0]]), device)
+        tables.chunk_table_of(torch.tensor([[16 * i, 1, 0, 0]]), device)
     assert len(tables._plans._entries) == tables.ENTRIES
 
 
 def test_chunks_cover_every_element_once() -> None:
     table = torch.tensor([[0, 0, 0, 0], [16, 4096, 0, 1], [4112, 4097, 1, 2], [9000, 0, 0, 3], [9008, 1, 0, 4]])
-    plan = tables._make_plan(table, torch.device("cpu"))
+    plan = tables._make_chunk_table(table, torch.device("cpu"))
     chunks = plan.chunks.reshape(-1, 2).tolist()
     assert chunks == [[1, 0], [2, 0], [2, 4096], [4, 0]]
     assert plan.table.reshape(-1, 4).tolist() == table.tolist()
@@ -99,7 +99,7 @@ def test_chunks_cover_every_element_once() -> None:
 )
 def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, aligned: bool) -> None:
     memory = torch.zeros(200, dtype=dtype)
-    plan = tables.plan_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), torch.device("cpu"))
+    plan = tables.chunk_table_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), torch.device("cpu"))
     assert plan.aligned
     views = [memory[shift : shift + 64], memory[64 : 64 + 32]]
     assert tables.operand_of(views, plan, 1)[1] is aligned
@@ -114,7 +114,7 @@ def test_compiled_without_graph_breaks() -> None:
     expected, compiled = Step(seed=7), Step(seed=7)
 
     def step(s: Step, params: list[Tensor]) -> None:
-        s.run(triton_launch, params, s.g1, s.g2)
+        s.run(triton_backend, params, s.g1, s.g2)
 
     step(expected, expected.params)
     torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.params)
@@ -125,12 +125,12 @@ def test_compiled_without_graph_breaks() -> None:
 def test_launchers_have_the_signatures_of_their_twins() -> None:
     """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted; the fields of a
     state come one by one."""
-    for name in (*set(triton_launch.__all__) - {"update_", "why_not"}, "_update_"):
-        launcher = triton_update._update_ if name == "_update_" else getattr(triton_launch, name)
+    for name in (*set(triton_backend.__all__) - {"update_", "why_not"}, "_update_"):
+        launcher = triton_update._update_ if name == "_update_" else getattr(triton_backend, name)
         expected = [
             (f"{p.name}{i}", p.kind, p.empty) if p.name == "state" else (p.name, p.kind, p.default)
             for p in inspect.signature(getattr(reference, name.removeprefix("_"))).parameters.values()
-            for i in range(MOST_FIELDS if p.name == "state" else 1)
+            for i in range(MAX_STATE if p.name == "state" else 1)
         ]
         assert [(p.name, p.kind, p.default) for p in inspect.signature(launcher).parameters.values()] == expected, name
 
@@ -171,10 +171,10 @@ def test_opcheck(op: str) -> None:
 @pytest.mark.slow  # starts a process
 def test_the_cpu_is_served_in_the_interpreter_only() -> None:
     """These tests run in it (conftest.py) where there is no GPU."""
-    code = "from fastsam_kernels import triton_launch as t; print(t.why_not('cpu')); print(t.why_not('cuda'))"
+    code = "from fastsam_kernels import triton_backend as t; print(t.why_not('cpu')); print(t.why_not('cuda'))"
     for value, cpu in (("0", "set TRITON_INTERPRET=1 before Python starts"), ("1", "None")):
         if value == os.environ.get("TRITON_INTERPRET"):
-            reasons = [str(triton_launch.why_not(device)) for device in ("cpu", "cuda")]
+            reasons = [str(triton_backend.why_not(device)) for device in ("cpu", "cuda")]
         else:
             env = os.environ | {"TRITON_INTERPRET": value}
             done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -184,7 +184,7 @@ def test_the_cpu_is_served_in_the_interpreter_only() -> None:
             assert reasons[1] == "torch sees no CUDA device"
         elif value == "1":
             assert "unset it" in reasons[1]
-    assert "no Triton kernels for the device 'mps'" in triton_launch.why_not("mps")
+    assert "no Triton kernels for the device 'mps'" in triton_backend.why_not("mps")
 
 
 @pytest.mark.slow  # starts a process
@@ -207,15 +207,15 @@ def test_without_triton_the_backend_says_so() -> None:
 def test_without_a_c_compiler_gpus_are_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Triton compiles its launcher at first use: better to say so before `auto` takes it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
-    assert "has no Python.h; install python3-dev" in triton_launch.why_not("cuda")
+    assert "has no Python.h; install python3-dev" in triton_backend.why_not("cuda")
     (tmp_path / "Python.h").touch()
-    assert triton_launch.why_not("cuda") is None
+    assert triton_backend.why_not("cuda") is None
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
-    assert "install gcc or clang, or set CC" in triton_launch.why_not("cuda")
+    assert "install gcc or clang, or set CC" in triton_backend.why_not("cuda")
 
 
 def test_auto_never_takes_the_interpreter() -> None:
@@ -230,14 +230,14 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     start = [p.clone() for p in ours.params]
     with torch.cuda.stream(stream):
-        ours.run(triton_launch, ours.params, [g.clone() for g in ours.g1], ours.g2)
+        ours.run(triton_backend, ours.params, [g.clone() for g in ours.g1], ours.g2)
     torch.cuda.current_stream().wait_stream(stream)
     for p, value in zip(ours.params, start, strict=True):
         p.copy_(value)
     ours.momentum.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours.run(triton_launch, ours.params, [g * 1 for g in ours.g1], ours.g2)  # gradients in the graph's own memory
+        ours.run(triton_backend, ours.params, [g * 1 for g in ours.g1], ours.g2)  # gradients in the graph's own memory
     for i in range(3):
         for step in (ours, expected):
             step.hparams[..., HParam.LR] = 0.1 / (i + 1)
@@ -252,7 +252,7 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
 def test_no_kernel_names_a_parameter_as_tritons_launcher_does() -> None:
     """A kernel parameter with the name of a variable in Triton's generated launcher would be overwritten there."""
     launched = 0
-    for module in ("dual", "inner", "norm", "perturb", "update"):
+    for module in ("dual", "reductions", "norm", "perturb", "update"):
         functions = vars(importlib.import_module(f"fastsam_kernels.triton_{module}"))
         for kernel in (value for name, value in functions.items() if name.endswith("_kernel")):
             names = inspect.signature(kernel.fn).parameters

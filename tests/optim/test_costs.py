@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import memory
 from bench.contenders import Contender, OptimizerStepper
 from fastsam import MSAM, FusedSAM, backends
-from fastsam_kernels import raw_calls
+from fastsam_kernels import direct_calls
 from tests.helpers.sam_cases import Prepared
 
 native = pytest.mark.skipif(
@@ -55,8 +55,8 @@ def test_a_step_is_three_kernels_whatever_the_number_of_tensors(
 
 @native
 def test_unobserved_it_is_two_calls_and_no_op_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, called, real = model(20), [], raw_calls._function
-    monkeypatch.setattr(raw_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
+    params, called, real = model(20), [], direct_calls._function
+    monkeypatch.setattr(direct_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
     opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9)
     step(opt, params)
     called.clear()
@@ -68,13 +68,13 @@ def test_unobserved_it_is_two_calls_and_no_op_of_torch(monkeypatch: pytest.Monke
 def test_a_step_of_one_pass_is_two_calls_that_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The saved weights are updated where they are, and the parameters are written once, with the next perturbed
     point."""
-    params, called, real = model(20), [], raw_calls._function
+    params, called, real = model(20), [], direct_calls._function
     opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, variant=MSAM())
 
     def watched(name: str) -> Any:
         return lambda *args: called.append((name, args[-1])) or real(name)(*args)
 
-    monkeypatch.setattr(raw_calls, "_function", watched)
+    monkeypatch.setattr(direct_calls, "_function", watched)
     for number in range(3):
         called.clear()
         for p in params:

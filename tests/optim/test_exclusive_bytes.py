@@ -10,7 +10,7 @@ from bench.kernel_cases import OPS
 from fastsam import FusedSAM
 from fastsam.backends import Backend
 from fastsam.optim import storage_swap
-from fastsam_kernels import raw_calls
+from fastsam_kernels import direct_calls
 from tests.helpers.sam_cases import HALF, SGD, SHAPES, Model, first_half, halves, native, train
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
 from tests.helpers.traffic import needs_interpreter, recorded
@@ -71,8 +71,8 @@ def test_thirty_six_bytes_with_an_exchange(monkeypatch: pytest.MonkeyPatch) -> N
     and an update of the weights.
     """
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
-    params, called, real = make_parameters(SHAPES, torch.float32), [], raw_calls._function
-    monkeypatch.setattr(raw_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
+    params, called, real = make_parameters(SHAPES, torch.float32), [], direct_calls._function
+    monkeypatch.setattr(direct_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
     opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=True)
     halves(opt, params)
     plain, plain_opt = copy.deepcopy((params, opt))

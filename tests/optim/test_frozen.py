@@ -131,7 +131,7 @@ def trained(
 def test_it_may_join_in_the_second_pass() -> None:
     """It was not perturbed then, and is updated from where it is."""
     params, opt = trained(SAM(0.2), BASES["sgd"], (3, 1))
-    assert len(opt.state) == 3 and opt._engine.numbers_left_out() == []
+    assert len(opt.state) == 3 and opt._engine.uninitialized_numbers() == []
     before = make_parameters(SHAPES, torch.float32)
     other = FusedSAM(before, SGD, rho=0.2, **BASES["sgd"][1])
     for number in range(6):

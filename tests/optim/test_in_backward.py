@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import FusedSAM, Lion
-from fastsam.optim import early
+from fastsam.optim import in_backward
 from tests.helpers.interrupting import Interrupt
 from tests.helpers.sam_cases import ADAMW, SGD, SHAPES, closure_of, native, places
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
@@ -177,7 +177,7 @@ def test_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     params = make_parameters([(4,)], torch.float32)
     with pytest.raises(RuntimeError, match="several ranks"):
-        early.Early().listen(None, (), lambda bucket, slot: True)  # type: ignore[arg-type]
+        in_backward.InBackwardHooks().register(None, (), lambda bucket, slot: True)  # type: ignore[arg-type]
     opt, before = made(params), copies(params)
     with pytest.raises(RuntimeError, match="several ranks"):
         by_closure(opt, params)

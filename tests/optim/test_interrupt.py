@@ -10,7 +10,7 @@ import torch
 
 from fastsam import backends
 from fastsam.backends import Backend
-from fastsam_kernels import raw_calls, reference
+from fastsam_kernels import direct_calls, reference
 from tests.helpers.interrupted_steps import Plan, state
 from tests.helpers.interrupting import KERNELS, Interrupt, Tracer
 from tests.helpers.sam_oracle import copies, same_bits
@@ -116,14 +116,14 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.
         def __getattr__(self, op: str) -> Any:
             return getattr(real, op)
 
-        raw_calls = update_calls = None  # no shorter way
+        direct_calls = update_calls = None  # no shorter way
 
         def update_(self, *args: Any, **options: Any) -> None:
             real.update_(*args, **options)
             raise KeyboardInterrupt
 
     bucket.kernels = Interrupting()  # type: ignore[assignment]
-    bucket.moved()
+    bucket.follow_params()
     assert opt._engine._guard is not None
     opt._engine._guard._expected.clear()  # which has the calls that were made
     with pytest.raises(KeyboardInterrupt):
@@ -137,7 +137,7 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.
     training.steps(range(1, 2))
 
 
-@pytest.mark.parametrize("where", ["all_fields", "_function"])  # before and after the addresses are others
+@pytest.mark.parametrize("where", ["pad_state", "_function"])  # before and after the addresses are others
 def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(where: str) -> None:
     """Cached calls of the step before have a different kind, or addresses of a state that has been freed."""
     if backends.select("auto", torch.device("cpu"), torch.float32).name != "native":
@@ -146,13 +146,13 @@ def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(where: str)
     @contextmanager
     def in_the_middle() -> Iterator[None]:
         def interrupted(*arguments: Any) -> Any:
-            if where == "all_fields" or str(arguments[0]).startswith("update"):
+            if where == "pad_state" or str(arguments[0]).startswith("update"):
                 raise Interrupt(where)
             return found(*arguments)
 
-        found = getattr(raw_calls, where)
+        found = getattr(direct_calls, where)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(raw_calls, where, interrupted)
+            patch.setattr(direct_calls, where, interrupted)
             yield
 
     assert Plan(SGD._replace(variant="every other"), "step", 2).interrupted(in_the_middle())

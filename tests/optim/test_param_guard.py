@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM
 from fastsam.optim import param_guard
-from fastsam.optim.buffers import Phase
+from fastsam.optim.param_tracking import WeightState
 
 pytestmark = pytest.mark.skipif(param_guard.TensorGuards is None, reason="this torch has no such guards")
 SHAPES = [(3, 4), (1,), (), (2, 1, 3), (0,)]
@@ -52,7 +52,7 @@ def other_data(grad: Tensor, data: Tensor) -> None:
 def expected(opt: FusedSAM) -> bool:
     """Return True if the guard expects gradients in the pass that comes next."""
     engine = opt._engine
-    return engine._guard is not None and engine._guard.expects(engine.phase is Phase.IDLE)
+    return engine._guard is not None and engine._guard.expects(engine.weight_state is WeightState.ORIGINAL)
 
 
 CHANGES: dict[str, Callable[[Case], Any]] = {
@@ -134,3 +134,10 @@ def test_a_step_keeps_no_gradient_alive(backend: str) -> None:
             for p in params:
                 p.grad = None
             assert [ref() for ref in refs] == [None, None]
+
+
+@pytest.mark.parametrize(("change", "found"), [("another entry", True), ("one entry less", False)])
+def test_a_pass_that_does_not_read_the_state_counts_its_entries(change: str, found: bool) -> None:
+    case = Case(True)
+    CHANGES[change](case)
+    assert (case.guard.gradients(case.groups, case.state, True, reads_state=False) is not None) is found

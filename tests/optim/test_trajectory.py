@@ -75,7 +75,7 @@ def compare(actual: list[Any], oracle: Oracle, tolerance: tuple[float, float]) -
 @pytest.mark.parametrize(("name", "dtype"), one_in(12, CONFIGURATIONS, DTYPES), ids=str)
 def test_follows_the_oracle(name: str, dtype: torch.dtype, backend: Backend) -> None:
     base, options = CONFIGURATIONS[name]
-    fused = any(base in rule.serves for rule in RULES.values()) and not options.get("amsgrad")
+    fused = any(base in rule.optimizer_types for rule in RULES.values()) and not options.get("amsgrad")
     if dtype.itemsize == 2 and not fused:
         pytest.skip("without a fused update there is no master copy: the base optimizer rounds as it likes")
     params = make_parameters(SHAPES, dtype, backend.device)

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from operator import index
 from typing import Any
 
-from fastsam.optim.base import ELSEWHERE
+from fastsam.optim.base_optimizer import FOREIGN_NAMES
 
 
 def number(
@@ -78,6 +78,6 @@ def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 def nearest(word: str, good: Iterable[str]) -> str:
     """Return the end of a message with the word of `good` that is most like `word`, or "" if no word is."""
     spelled = {name.lower(): name for name in good}
-    meant = ELSEWHERE.get(word.lower())
+    meant = FOREIGN_NAMES.get(word.lower())
     close = [meant] if meant in spelled else get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
     return f" (did you mean {spelled[close[0]]!r}?)" if close else ""

@@ -84,10 +84,10 @@ class Setup:
     Attributes:
         model: the user's model, which is copied.
         layout: layout of its trainable parameters.
-        loss, options, device, backend: of the run.
+        loss, options, device, backend: settings of the run.
         slots: number of clients that may train at once, None for the executor's choice.
-        draws: functions of torch that draw random numbers in a training pass (dropout). Empty: something else draws.
-            None: the model draws nothing.
+        draws: functions of torch that draw random numbers in a training pass (dropout), empty if something else draws
+            them, None if the model draws nothing.
         changes_buffers: a pass changes the model's buffers (BatchNorm).
         example: a batch, to try the model with.
         cohort: largest likely number of clients of a round, None for unknown.
@@ -95,7 +95,7 @@ class Setup:
         excludes_errors: a client whose model or loss raises is excluded from the round.
         batched: reason why samples come in batches and not as tensors, or "".
         reads_draw: making such a batch draws random numbers.
-        loop: name of the algorithm if it trains a client in a loop of its own (`Algorithm.train_client`), or "".
+        loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
     """
 
     model: nn.Module
@@ -132,14 +132,15 @@ class Work:
     Attributes:
         round: index of the round.
         lr: learning rate of the round.
-        epochs, batch_size: of the local work. The last batch of an epoch has the rest, at its exact shape.
+        epochs, batch_size: epochs and batch size of the local work. The last batch of an epoch has the rest, at its
+            exact shape.
         shuffle: use a new order in every epoch; otherwise the stored one.
         seed: seed of the run.
         clients: data (x, y) of all clients, on the device of the executor; `sizes` their numbers of samples.
         augment: makes training inputs of the same shape from stored ones.
-        store: the memory that holds the samples of all clients together, if there is one.
+        store: memory with the samples of all clients, or None.
         steps: number of local steps of every client, in place of epochs.
-        drop_last: an epoch ends with its last whole batch, if it has one.
+        drop_last: an epoch ends with its last whole batch, unless it has only a partial batch.
         samples: the clients if they are not pairs of tensors; `clients` is then empty.
     """
 
@@ -162,9 +163,9 @@ class Work:
         return seeds.derive(self.seed, "client", self.round, client)
 
     def orders(self, clients: Sequence[int], epoch: int) -> Tensor:
-        """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. Of each
-        row
-        the first elements count, as many as the client has samples."""
+        """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. A row
+        has
+        as many valid elements as the client has samples, from the first on."""
         return seeds.permutations(clients, [self.sizes[i] for i in clients], self.seed, "shuffle", self.round, epoch)
 
     def draw_orders(self, clients: Sequence[int]) -> dict[int, list[Tensor]]:
@@ -406,7 +407,7 @@ class Executor(ABC):
         stacks: several clients go through one call of the model. Their constants come for `slots` clients together, as
             vectors `[n, row_size]`.
         slots: number of clients that train at once.
-        numbers: what the bits depend on; "exact" if they are those of `sequential`.
+        numbers: conditions on which the bits depend, "exact" if they equal the bits of `sequential`.
 
     Raises:
         ValueError: the executor cannot serve the run; the message has the reason.

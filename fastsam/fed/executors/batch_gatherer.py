@@ -16,8 +16,12 @@ Batch = tuple[Tensor, Tensor]
 
 
 class SampleIndices(NamedTuple):
-    """Which samples several rows take. x, y: `[n, ...]`, contiguous; places: int64 `[rows, samples]`, in them,
-    contiguous."""
+    """The samples of several rows.
+
+    Attributes:
+        x, y: samples, `[n, ...]`, contiguous.
+        places: indices of the samples of each row, int64 `[rows, samples]`, contiguous.
+    """
 
     x: Tensor
     y: Tensor
@@ -25,10 +29,11 @@ class SampleIndices(NamedTuple):
 
 
 class BatchGatherer:
-    """The batches of clients that begin together and are alike: as many samples, one batch size, no augmentation.
+    """The batches of clients that begin together and have the same number of samples and batch size, without
+    augmentation.
 
-    The same samples in the same order as `Task.batches`, one block of batches after the other for all rows at once. In
-    memory the rows of a batch lie side by side.
+    Samples and order equal `Task.batches`. Some batches at a time are gathered for all rows. The rows
+    of a batch are contiguous in memory.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -37,12 +42,12 @@ class BatchGatherer:
         self.epoch, self.samples = (
             whole + (rest > 0),
             whole * self.size + rest,
-        )  # of an epoch: batches, and what is in them
-        self._orders: tuple[int, Tensor] | None = None  # of one epoch
-        self._block: tuple[tuple[int, int], list[Batch]] | None = None  # of one epoch and number
+        )  # numbers of batches and of samples in an epoch
+        self._orders: tuple[int, Tensor] | None = None  # an epoch, and its orders
+        self._block: tuple[tuple[int, int], list[Batch]] | None = None  # epoch and number, and their batches
 
     def get(self, k: int) -> Batch:
-        """Batch k of all rows. Its neighbours are gathered with it: to be asked for in order."""
+        """Return batch k of all rows. Neighbouring batches are gathered with it, so k should increase."""
         epoch, number = divmod(k, self.epoch)
         wanted, samples = (epoch, number // BLOCK), BLOCK * self.size
         if self._block is None or self._block[0] != wanted:
@@ -68,8 +73,8 @@ class BatchGatherer:
         return self._places(epoch)[:, first * self.size : (first + count) * self.size]
 
     def _places(self, epoch: int) -> Tensor:
-        """Where the samples of each row's epoch are in their order, int64 `[rows, samples]`: in the store, or in the
-        client's own data."""
+        """Return the indices of the samples of each row's epoch in order, int64 `[rows, samples]`. They count in the
+        store, or in the client's own data."""
         if self._orders is None or self._orders[0] != epoch:
             first, n = self.tasks[0], self.samples
             if first.shuffle:

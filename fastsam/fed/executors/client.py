@@ -20,7 +20,7 @@ from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.extra_models import SecondModel
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
-from fastsam_kernels.columns import HParam
+from fastsam_kernels.hparams import HParam
 
 
 class Stopped(BaseException):

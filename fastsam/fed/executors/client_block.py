@@ -23,18 +23,19 @@ Shared = tuple[Tensor, Tensor, float]  # a batch, and its share in a mean
 
 @dataclass(slots=True)
 class ClientBlock:
-    """Clients in neighbouring slots that begin, step and end together: those of one key (see `gather_keys`), or one
-    client.
+    """Clients of one key (see `gather_keys`) in neighbouring slots, which begin, step and end together.
 
     Attributes:
         slot, end: the first slot, and the slot after the last.
         epoch: number of steps of an epoch.
         shapes: properties that blocks must share to step together: for a whole batch, and for the last batch of an
             epoch.
-        steps, seen: of each client, the number of local steps and of the samples in all its batches.
-        feed: batches of stored samples. A client with augmented samples is alone and has batches of its `own`.
+        steps, seen: number of local steps of a client, and of the samples in all its batches.
+        gatherer: batches of stored samples. A client with augmented samples has a separate block, and its `own`
+            batches.
         k: number of steps taken.
-        extra_backward_passes, snapshots: of each client.
+        extra_backward_passes: number of backward passes before the first step.
+        snapshots: copied rows of each client.
         norms: running means of the norms of a pilot's gradients, float64 `[clients]`.
         error: error for which its clients are excluded.
         drawn: index and batch of the next step, if batches are the client's own.
@@ -59,7 +60,7 @@ class ClientBlock:
 
     @property
     def samples(self) -> Batch:
-        """The memory of its samples, `[n, ...]`: that of all clients, or the first client's own."""
+        """Return the memory of the samples, `[n, ...]`, of all clients, or of the first client."""
         task, store = self.tasks[0], self.tasks[0].work.store
         return (task.x, task.y) if store is None else (store.x, store.y)
 

@@ -102,7 +102,7 @@ def why_not(setup: Setup) -> str | None:
 
 
 def vectors(task: Task) -> tuple[Tensor | None, ...]:
-    """Return the tensors that the local work of a client reads: its LocalUpdate's, and those of a loop."""
+    """Return the tensors that the local work of a client reads, in its LocalUpdate and in a loop."""
     step, of_loop = task.step, () if task.loop is None else task.loop.tensors
     return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), *of_loop
 
@@ -124,8 +124,7 @@ def tensors(results: ClientResults) -> list[Tensor]:
 
 
 def join_results(parts: Sequence[ClientResults]) -> ClientResults:
-    """Return the results of clients as those of one group, in order. A field must be None for all of them or for
-    none."""
+    """Return the results of clients as one group, in order. A field must be None for all of them or for none."""
 
     def of(values: list[Any]) -> Any:
         if len(values) == 1 or values[0] is None:

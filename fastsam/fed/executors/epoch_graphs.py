@@ -90,5 +90,5 @@ class EpochGraphs:
 
 
 def epoch_graphs_of(setup: Setup) -> EpochGraphs | None:
-    """Return the captured epochs of a run, or None if its functions may have graphs of their own (compiled models)."""
+    """Return the captured epochs of a run, or None if its functions may have graphs themselves (compiled models)."""
     return EpochGraphs(Cuda(setup.device)) if setup.device.type == "cuda" else None

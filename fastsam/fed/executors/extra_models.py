@@ -12,7 +12,7 @@ from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica
-from fastsam_kernels.columns import HParam
+from fastsam_kernels.hparams import HParam
 
 _PLAIN = LocalUpdate()
 
@@ -43,7 +43,7 @@ class SecondModel:
 
     def update(self, gradients: Gradients, weight: Tensor | float = 1.0) -> None:
         """Take a step along `weight` times the gradients, with the run's clipping, momentum and weight decay."""
-        self._row_slice.hparams[0, 0, HParam.A] = weight
+        self._row_slice.hparams[0, 0, HParam.G2_COEF] = weight
         self._row_slice.update(gradients, None)
 
 

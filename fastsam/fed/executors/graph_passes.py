@@ -36,7 +36,7 @@ _FACTORIES = frozenset(
 )
 _LARGEST = 4096  # elements of a constant that is kept instead of made
 
-# Functions that take what the operation takes and return what it returns, at half the cost of a call through
+# Functions with the arguments and results of an operation, at half the cost of a call through
 # `torch.ops`.
 _BOUND: dict[Any, Any] = {
     getattr(getattr(aten, name), overload): getattr(torch, name)

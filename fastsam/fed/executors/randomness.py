@@ -30,7 +30,7 @@ class PassRandomness:
         self._begin: list[torch.Tensor] = []
 
     def drawing(self) -> AbstractContextManager[object]:
-        """Around a client: what it draws comes from `generators`."""
+        """Return the context in which a client trains. The model draws from `generators` in it."""
         return nullcontext()
 
     @contextmanager
@@ -44,7 +44,7 @@ class PassRandomness:
                 generator.set_state(state)
 
     def begin(self, seed: int) -> None:
-        """Begin a client. `seed` is that of its first pass."""
+        """Begin a client. `seed` seeds its first pass."""
         self.seed(seed)
         if not self.draws:
             self._begin = self._states()

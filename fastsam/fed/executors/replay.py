@@ -80,9 +80,9 @@ class Replays:
         self._logged: set[str] = set()
 
     def run(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Found | None:
-        """A pass at `weights` (`[rows, *shape]`, leaves of autograd) on x, y `[rows, batch, ...]`; None where the plain
-        one has to run. Gradients are stored in the layout's order and share their memory with nothing else.
-        """
+        """Run a pass at `weights` (`[rows, *shape]`, leaves of autograd) on x and y, `[rows, batch, ...]`. Return None
+        if
+        the plain pass has to run. Gradients are stored in the layout's order, in separate memory."""
         x, y = x.contiguous(), y.contiguous()
         known = None if self.reason is not None else self._known(weights, x, y)
         if known is None or known.function is None:
@@ -94,34 +94,35 @@ class Replays:
         return losses, grads, known.slots
 
     def row_pass(self, batch: int, x: Tensor, y: Tensor) -> Function | None:
-        """The row program of passes with a batch of samples like those of x and y (`[n, ...]`) a row, where there is
-        one, it has been compared, and every parameter has a gradient.
-        """
+        """Return the row program of passes with a batch of samples like x and y (`[n, ...]`) in each row. It is None
+        unless there is one, it has been compared, and every parameter has a gradient."""
         found = self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y))
         if self.reason is not None or found is None or found.uses < 2 or len(found.slots) < len(self.strides):
             return None
         return found.function
 
     def settled(self, batch: int, rows: int, x: Tensor, y: Tensor) -> Function | None:
-        """What passes of so many rows with a batch of samples like those of x and y (`[n, ...]`) run, once it has been
-        compared; else None."""
+        """Return the function of passes of `rows` rows with a batch of samples like x and y (`[n, ...]`), or None if it
+        has not been compared yet."""
         rowwise = self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)
         found = self._passes.get((*rowwise, rows), self._passes.get(rowwise))
         return None if self.reason is not None or found is None or found.uses < 2 else found.function
 
     def has_row_pass(self, x: Tensor, y: Tensor) -> bool:
-        """Whether passes of this shape, which ran before, are a row program's."""
+        """Return True if passes of this shape, which ran before, are run by a row program."""
         found = self._passes.get(self._key(x.shape[1:], y.shape[1:], x, y))
         return self.reason is None and found is not None and found.function is not None
 
     # --- what is known of a shape ---
 
     def _key(self, shape: Sequence[int], labels: Sequence[int], x: Tensor, y: Tensor) -> Key:
-        """Of passes over any number of rows."""
+        """Return the key of passes over any number of rows."""
         return (tuple(shape), tuple(labels), x.dtype, y.dtype, self.module.training)
 
     def _known(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Pass | None:
-        """The pass over any number of rows, or else that over so many; recorded if it is the first of its shape."""
+        """Return the pass over any number of rows, or the pass over this number of rows. It is recorded if it is the
+        first
+        of its shape."""
         rowwise = self._key(x.shape[1:], y.shape[1:], x, y)
         key = (*rowwise, len(x))
         if self.ways.row_pass is not None:
@@ -156,7 +157,7 @@ class Replays:
         return made
 
     def _recording(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Recording | None:
-        """Simplified; None where there can be none, which the log says."""
+        """Return the simplified recording of a pass, or None if it cannot be recorded. The log has the reason."""
         before = python_state(self.module)
         try:
             recording = Recording(self.plain, weights, x, y)
@@ -190,7 +191,7 @@ class Replays:
     # --- what is compared ---
 
     def _repeats(self, recording: Recording, function: Function) -> bool:
-        """Whether the function gives what was recorded."""
+        """Return True if the function returns the recorded results."""
         losses, *grads = recording.outputs
         with torch.no_grad():
             again, *replayed = function(*recording.inputs)
@@ -202,7 +203,8 @@ class Replays:
     def _compared(
         self, known: Pass, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor, grads: list[Tensor]
     ) -> bool:
-        """Another batch at other weights: what the recording froze, but was not constant, shows."""
+        """Return True if the recording is right for another batch at other weights. A value that the recording froze by
+        mistake shows there."""
         known.uses += 1
         expected, every = self.plain(weights, x, y)
         same = known.slots == tuple(i for i, g in enumerate(every) if g is not None)

@@ -19,7 +19,7 @@ from fastsam.fed.step.local_update import NU, Direction, LocalUpdate
 from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.step.variant import StepVariant
 from fastsam.step import perturbation, weigh_
-from fastsam_kernels.columns import WIDTH, HParam
+from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import sgd
 
 _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
@@ -33,7 +33,7 @@ class RowState:
         self.layout, self.options, self.dtype, self.device = setup.layout, setup.options, setup.dtype, setup.device
         self.kernels = ops.bind(setup.backend, setup.device, setup.dtype)
         self.arena = Arena(setup.layout, rows, setup.device)
-        self.hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64, device=setup.device)
+        self.hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64, device=setup.device)
         self._common = _common(setup.options)
         self.losses = torch.zeros(rows, dtype=torch.float64, device=setup.device)
         self.sumsq = torch.zeros(rows, dtype=torch.float64, device=setup.device)
@@ -50,16 +50,16 @@ class RowState:
             values[column] = value
         values[HParam.PENALTY] = step.penalty
         values[HParam.LR] = lr
-        values[HParam.PHI] = step.proximal_coefficient
+        values[HParam.PROX_MU] = step.proximal_coefficient
         return tuple(values)
 
 
 def _common(options: LocalOptions) -> list[float]:
     """Return the hyperparameters that all rows of a run share."""
-    values = [0.0] * WIDTH
+    values = [0.0] * NUM_HPARAMS
     values[HParam.DECAY] = options.weight_decay
     values[HParam.CLIP] = options.clip_norm or 0.0
-    values[HParam.CLIP_FULL] = float(options.clip_scope == "full")
+    values[HParam.CLIP_INCLUDES_PROX] = float(options.clip_scope == "full")
     values[sgd.MOMENTUM] = options.momentum
     return values
 
@@ -146,7 +146,7 @@ class RowSlice:
         torch.sub(begin, self.z, out=p)
         self.z.copy_(begin)
         if self.folds_shift:
-            phi, decay = self.hparams[:, :, HParam.PHI], self.hparams[:, :, HParam.DECAY]
+            phi, decay = self.hparams[:, :, HParam.PROX_MU], self.hparams[:, :, HParam.DECAY]
             inside = phi if self.sumsq_v is not None else phi + decay
             own, folded = self.field("gradient_offset"), p * -inside.to(p.dtype)
             self.q = own.copy_(folded if not self.variant.has_q or self.q is None else folded.add_(self.q))

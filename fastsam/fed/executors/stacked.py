@@ -26,20 +26,20 @@ from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.step.model_copy import Replica
 
 _CACHE = 4 * 2**20  # bytes of weights
-# a GPU's rows take a fourth of its memory: fields, copies of them, gradients and what a pass keeps, each like a row
+# rows use a fourth of a GPU's memory; fields, their copies, gradients and saved tensors each count as a row
 _SHARE, _FIELDS = 4, 16
 _UNKNOWN = 64  # rows for a cohort of unknown size
-# Of the trial: how far losses, and the norm of a gradient's difference, may be off. A maximum or a kink that rounding
+# Tolerances of the trial for losses, and for the norm of a gradient's difference. A maximum or a kink that rounding
 # moves (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.05
 
 
 @contextmanager
 def mapping() -> Iterator[None]:
-    """An interrupt inside of `torch.vmap` comes out as it is, and leaves nothing mapped.
+    """Let an interrupt inside `torch.vmap` come out unchanged, without an open level of mapping.
 
-    Between two lines of torch's own it leaves a level of mapping open, in which everything later fails, or takes away
-    one that was not there yet, and then an internal error of torch hides it.
+    Between two lines of torch's own code an interrupt leaves a level open, in which everything later fails. Or it
+    closes a level that was not open yet, and then an internal error of torch hides the interrupt.
     """
     depth = _functorch.get_dynamic_layer_stack_depth()
     try:
@@ -52,7 +52,7 @@ def mapping() -> Iterator[None]:
 
 
 def _interrupt_behind(error: BaseException | None) -> BaseException | None:
-    """What stopped the work (Ctrl-C), where an ordinary error came up on the way out."""
+    """Return the interrupt (Ctrl-C) that an ordinary error has hidden, or None."""
     if not isinstance(error, Exception):
         return None
     while isinstance(error, Exception):
@@ -96,7 +96,7 @@ class StackedPasses:
         return losses, Gradients(grads, slots, self._table(slots))
 
     def plain(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
-        """What `run` means: through the model's Python, torch.vmap and autograd."""
+        """Run a pass through the model's Python code, torch.vmap and autograd. This is the meaning of `run`."""
         losses, grads = self.gradients(row_slice.leaves, x, y)
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
@@ -121,13 +121,15 @@ class StackedPasses:
         return check_scalar(self.loss(output, y))
 
     def _classifies(self, outputs: Tensor, y: Tensor) -> bool:
-        """Whether torch's cross-entropy takes `[rows, batch, classes]` and class numbers: it then needs no mapping."""
+        """Return True if torch's cross-entropy takes `[rows, batch, classes]` and class numbers, so that no mapping is
+        needed."""
         return self.classifies and outputs.dim() == 3 and y.dim() == 2 and y.dtype == torch.int64
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """The module has its own parameters again afterwards. (What `functional_call` does, without its search for them
-        in every step.)"""
+        """Give the module stacked parameters inside, and its own parameters afterwards. `functional_call` does the
+        same,
+        with a search for them in every step."""
         try:
             yield
         finally:
@@ -142,7 +144,7 @@ class StackedPasses:
 
 
 def _is_cross_entropy(loss: Loss) -> bool:
-    """Whether it is torch's, as it is without options."""
+    """Return True if the loss is torch's cross-entropy without options."""
     if type(loss) is not nn.CrossEntropyLoss or loss._forward_hooks or loss._forward_pre_hooks:
         return loss is F.cross_entropy
     plain = loss.weight is None and loss.ignore_index == -100 and loss.label_smoothing == 0
@@ -156,7 +158,7 @@ def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, Tensor], str]]:
-    """Where a parameter is held: more than one place when it is tied."""
+    """Return the places that hold a parameter, several if it is tied."""
     return [
         (inner._parameters, name)  # type: ignore[misc]
         for inner in module.modules()
@@ -172,9 +174,11 @@ def _dense(g: Tensor, segment: Segment) -> Tensor:
 
 
 def slots_of(setup: Setup) -> int:
-    """How many rows serve best, no more than clients. On a GPU, where a call costs the same for any number, as many as
-    a fourth of its memory holds, used or free; on a CPU enough to share the cost of a call, few enough for their
-    weights to stay in the cache."""
+    """Return the best number of rows, at most the number of clients.
+
+    On a GPU a call costs the same for any number of rows, so it is the number that a fourth of its memory can hold. On
+    a CPU there are enough rows to share the cost of a call, and few enough for their weights to stay in the cache.
+    """
     row = setup.layout.row_size * setup.dtype.itemsize
     cohort = setup.cohort
     if setup.device.type == "cuda":
@@ -226,7 +230,7 @@ def _trial_rows(setup: Setup) -> tuple[Replica, RowSlice]:
 
 
 def has_row_program(setup: Setup) -> bool:
-    """Whether clients with batches like the example have a row program. Only for models that can be stacked."""
+    """Return True if clients with batches like the example have a row program. Only for models that can be stacked."""
     if setup.example is None:
         return False
     replica, row_slice = _trial_rows(setup)

@@ -13,12 +13,12 @@ from fastsam.fed.executors.client_block import ClientBlock, neighbours, slots_of
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.step_vectors import vectors_of
 
-_INDICES = 256  # of sets of rows that are not neighbours, kept: the same ones come every round
+_INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
 _WRITTEN = ("z", "w", "momentum", "dual", "eps", "path", "last")  # fields that a step writes; the others are only read
 
 
 class StackedRows:
-    """`slots` rows, and as many beside them for copies once they are needed."""
+    """`slots` rows, and the same number of rows for copies once they are needed."""
 
     def __init__(self, setup: Setup, slots: int) -> None:
         self.setup, self.slots = setup, slots
@@ -29,7 +29,7 @@ class StackedRows:
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def row_slice(self, blocks: Sequence[ClientBlock]) -> RowSlice:
-        """Of neighbouring rows, where they are."""
+        """Return the slice of neighbouring rows."""
         begin, end = blocks[0].slot, blocks[-1].end
         found = self._forms.get((begin, end))
         if found is None:
@@ -37,14 +37,14 @@ class StackedRows:
         return found
 
     def begin(self, blocks: Sequence[ClientBlock], start: Tensor) -> None:
-        """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at
+        """Begin a round in neighbouring rows of one variant. Values that they share are written to all of them at
         once."""
         row_slice, tasks = self.row_slice(blocks), tasks_of(blocks)
         first = tasks[0]
         shared = all(task.step is first.step for task in tasks)
         steps = [first.step] if shared else [task.step for task in tasks]
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
-        if self._numbered != (row_slice.part, numbers):  # most often what was written last is what is wanted
+        if self._numbered != (row_slice.part, numbers):  # most calls write the numbers of the last call
             row_slice.hparams.copy_(
                 to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), row_slice.hparams.device)
             )
@@ -85,7 +85,7 @@ class StackedRows:
         return row_slice
 
     def put_back_(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
-        """What a step wrote into copies, where they are copies."""
+        """Copy the results of a step from copied rows to the rows."""
         if row_slice.rows is self.rows:
             return
         index = self._index(blocks)

@@ -15,14 +15,18 @@ from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.step.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")
-# without a number of the user's: small clients overlap up to about so many streams; torch deals out 32, then the first
-# again
+# Default: small clients overlap on up to about this number of streams. torch has 32 streams and then repeats the
+# first.
 SLOTS = 8
 
 
 class Lane:
-    """A slot: a row and its stream. `busy` from the opening of a client to its close. error: that of a client which is
-    left out."""
+    """A slot: a row and its stream.
+
+    Attributes:
+        busy: a client was opened and not closed yet.
+        error: error of a client that is excluded.
+    """
 
     def __init__(self, row: ClientTrainer, cuda: Cuda, excludes: Callable[[ClientError], bool]) -> None:
         self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
@@ -62,7 +66,7 @@ class Lane:
         self.error = error
 
     def close(self) -> ClientResults:
-        """What the client leaves behind, ready on the caller's stream."""
+        """Return the results of the client, ready on the caller's stream."""
         with self.cuda.on(self.stream):
             results = self.results or self.row.close()
         self.busy, self.results = False, None
@@ -105,7 +109,7 @@ class Streams(Executor):
             except Exception:
                 try:
                     self.leave()
-                # a capture that failed may leave streams that nobody can wait for: what counts is its reason
+                # after a failed capture some streams cannot be waited for; the reason of the failure is raised
                 except RuntimeError as problem:
                     log.info("the lanes of a round that failed could not be waited for: %s", problem)
                 raise
@@ -115,7 +119,7 @@ class Streams(Executor):
             self.leave()
 
     def leave(self) -> None:
-        """In the middle of a round, too: what was queued ends before its memory is used again."""
+        """End a round, also in the middle: queued work ends before its memory is used again."""
         for lane in self.lanes:
             lane.busy = False
             self.cuda.current().wait_stream(lane.stream)
@@ -146,7 +150,7 @@ class Streams(Executor):
                 yield results
 
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
-        """Queues a step of each; those that had none left."""
+        """Queue a step of each lane, and return the lanes whose clients have no step left."""
         return [lane for lane in busy if not lane.step()]
 
     def _lane(self, slot: int) -> Lane:

@@ -17,7 +17,7 @@ from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.step.local_update import ClientResults
 
 _PATIENCE = 0.1  # seconds between two looks for Ctrl-C
-_AHEAD = 2  # tasks handed out per slot: one in work, one that a thread finds when it is done while the receiver is busy
+_AHEAD = 2  # queued tasks per slot: one in work, and one for a thread that finishes while the receiver is busy
 
 
 def cpus() -> int:
@@ -144,8 +144,11 @@ class _Team:
             return error
 
     def next_end(self) -> ClientResults | BaseException:
-        """Of a client that has ended, or failed. Raises KeyboardInterrupt at Ctrl-C, also where another thread took the
-        signal: Python looks for it in this one only when a wait is over.
+        """Return the results of a client that has ended, or its error.
+
+        Raises:
+            KeyboardInterrupt: at Ctrl-C, also if another thread received the signal. Python handles it in this thread
+                only after a wait.
         """
         while True:
             try:
@@ -154,10 +157,10 @@ class _Team:
                 continue
 
     def dismiss(self) -> None:
-        """Returns when every thread has ended: in the middle of a round after its current step.
+        """End all threads, in the middle of a round after their current step.
 
-        Ctrl-C may have fallen into a thread's start: one that is not there yet does nothing when it comes, and cannot
-        be waited for.
+        Ctrl-C may have interrupted the start of a thread. Such a thread does nothing when it starts, and it cannot be
+        waited for.
         """
         self.stop.set()
         for _ in self.threads:

@@ -52,10 +52,7 @@ class Vmap(Executor):
     def __init__(self, setup: Setup) -> None:
         reason = stacked.why_not(setup)
         if reason is not None:
-            raise ValueError(
-                f"executor 'vmap' cannot serve here: {reason}. Use executor='auto', which takes one that can, or "
-                f"'sequential'"
-            )
+            raise ValueError(f"executor 'vmap' cannot serve here: {reason}. Use executor='auto' or 'sequential'")
         self.setup, self.layout = setup, setup.layout
         self.slots = setup.slots or stacked.slots_of(setup)
         self.numbers = f"vmap, {self.slots} slots"
@@ -95,7 +92,7 @@ class Vmap(Executor):
     # --- the beginning and the end of clients ---
 
     def _open(self, tasks: Iterator[Task], free: Sequence[int]) -> list[ClientBlock]:
-        """Tasks in the free slots, as many as there are of both."""
+        """Put tasks into the free slots, until there are no more tasks or slots."""
         new = list(islice(tasks, len(free)))
         opened: list[ClientBlock] = []
         steps = {id(task.step): task.step for task in new}
@@ -132,7 +129,7 @@ class Vmap(Executor):
         row_slice.set_radius(pilot, torch.cat([block.norms for block in blocks if block.norms is not None]), gradients)
 
     def _add_batches(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
-        """What clients take their gradients at the start on, those of one shape together."""
+        """Add the gradients at the start of clients, in groups of batches of one shape."""
         waiting = [(block, block.at_start(pilot)) for block in blocks]
         self.replica.module.eval()
         try:
@@ -151,7 +148,7 @@ class Vmap(Executor):
             self.replica.module.train()
 
     def _next(self, block: ClientBlock, batches: Iterator[Shared]) -> Shared | None:
-        """None behind the last one, and for a block that is left out for its error."""
+        """Return the next batch, or None after the last one, and for a block that is excluded for its error."""
         try:
             return next(batches, None)
         except ClientError as error:
@@ -173,7 +170,7 @@ class Vmap(Executor):
                 block.norms.add_(norms[rows], alpha=share)
 
     def _close(self, blocks: list[ClientBlock]) -> Iterator[ClientResults]:
-        """What finished clients leave behind, of those that leave the same things together."""
+        """Yield the results of finished clients, in groups with the same fields."""
         groups: dict[tuple[bool, ...], list[ClientBlock]] = {}
         for block in blocks:
             step = block.tasks[0].step
@@ -192,7 +189,7 @@ class Vmap(Executor):
 
     def _tick(self, blocks: list[ClientBlock]) -> None:
         """One local step of every client, or more where a row program or a graph takes them."""
-        groups: dict[object, list[ClientBlock]] = {}  # whose next batches have one shape
+        groups: dict[object, list[ClientBlock]] = {}  # blocks whose next batches have one shape
         for block in blocks:
             groups.setdefault(block.shape, []).append(block)
         for group in groups.values():
@@ -203,7 +200,7 @@ class Vmap(Executor):
                 self._leave_out(group, error)
 
     def _leave_out(self, blocks: list[ClientBlock], error: ClientError) -> None:
-        """Nothing more is done for those of the blocks whose error it is. Raises it where clients are not left out."""
+        """Exclude the blocks whose clients have this error. Raises the error if clients are not excluded."""
         if not self.setup.excludes(error):
             raise error
         for block in blocks:
@@ -211,7 +208,7 @@ class Vmap(Executor):
                 block.error = error
 
     def _train_by_graph(self, blocks: list[ClientBlock]) -> bool:
-        """The next epoch of a block, from a captured graph. False where there is none."""
+        """Take the next epoch of a block by a captured graph. Return False if there is none."""
         if self.epochs is None or len(blocks) > 1 or blocks[0].variant.has_schedule:
             return False
         row_slice, replays = self.rows.gathered(blocks), self.passes.replays
@@ -220,7 +217,8 @@ class Vmap(Executor):
         )
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> bool:
-        """The next steps of each block, as many as have one shape, by a row program. False where there is none."""
+        """Take the next steps of each block by a row program, as many as have one shape. Return False if there is
+        none."""
         known = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
         if not isinstance(known, RowPass) or not all(map(known.serves, blocks)):
             return False
@@ -255,7 +253,16 @@ class Vmap(Executor):
         ends: bool,
         kept: Sequence[Kept] = (),
     ) -> None:
-        """What the device does in a step. ends: it is the last one of some; kept: rows whose perturbation is, too."""
+        """Take a step on the device.
+
+        Args:
+            blocks: the clients.
+            row_slice: their rows.
+            x: inputs, `[rows, batch, ...]`.
+            y: labels, `[rows, batch, ...]`.
+            ends: the step is the last one of some clients.
+            kept: rows whose perturbation is copied for snapshots.
+        """
         if row_slice.variant.uses_path:
             row_slice.perturb_along_path()
             for i, snapshots, k in kept:

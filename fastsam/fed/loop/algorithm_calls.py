@@ -101,11 +101,14 @@ class CheckedContract(Contract):
         self._has_seen_upload = True
 
     def init_server(self, w0: Tensor) -> State:
-        """Return the server's state before the first round. Raises ValueError for another value."""
+        """Return the server's state before the first round. Raises ValueError if it is not a dict of tensors with
+        "w"."""
         return check_server(super().init_server(w0), w0, "init_server")
 
     def init_client(self, server: State, round: Round | None = None, client_ids: Sequence[int] = ()) -> State:
-        """Return the state of new clients. Raises ValueError for another value, or NaN in it before the first round."""
+        """Return the state of new clients. Raises ValueError if it is not a dict of tensors, or has NaN before the
+        first
+        round."""
         if round is not None:
             self._begin_round(server, round)
         state = check_client(super().init_client(server, round, client_ids), "init_client")
@@ -156,8 +159,8 @@ class CheckedContract(Contract):
         return state, upload
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        """Return the server's state after the round. Raises ValueError for another value, and if a method has written
-        into a state in this round."""
+        """Return the server's state after the round. Raises ValueError if it is not a dict of tensors with "w", or if a
+        method has written into a state in this round."""
         self._begin_round(server, round)
         after = check_server(super().step_server(server, aggregate, round), server["w"], "step_server")
         if round.index == 0:

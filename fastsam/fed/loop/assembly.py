@@ -66,7 +66,8 @@ def assemble(
     clients = len(population.sizes)
     if settings.cohort is not None and settings.cohort > clients:
         raise ValueError(
-            f"cohort={settings.cohort} needs at least so many clients, but there are {clients}. Use a smaller cohort"
+            f"cohort={settings.cohort} needs at least {settings.cohort} clients, but there are {clients}. Use a "
+            "smaller cohort"
         )
     names = measures.names if isinstance(measures, NamedMeasures) else ()
     facts = Facts(

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.executors.cuda import Cuda
-from fastsam.fed.loop.host_pool import Beside, HostPool, make_mapped
+from fastsam.fed.loop.host_pool import HostPool, make_mapped
+from fastsam_kernels.weak_tensors import WeakTensorMap
 
 log = logging.getLogger("fastsam.fed")
 
@@ -104,14 +105,14 @@ class PrefetchedState:
 
 
 class HostStateStorage:
-    """States are tensors in pinned host memory. They are copied to the device when they are needed, at most `ahead` of
-    them early.
+    """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most `ahead`
+    states earlier.
 
-    All copies in both directions use one separate stream. So a row of host memory is written only after earlier reads
-    of it, and read only after it is written, without further waits. The host waits for copies only at the end of a
-    round. The device holds the states of the clients that train, and `ahead` more: the next of the cohort, and at its
-    end those of the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A
-    tensor that several states share (a past model) is copied once and stays shared.
+    All copies in both directions use one separate stream. Therefore host memory is written only after earlier reads,
+    and read only after it is written, without further waits. The host waits for copies only at the end of a round. The
+    device holds the states of the clients that train, and `ahead` more states: first of the cohort, and at its end of
+    the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A tensor that
+    several states share (a past model) is copied once and stays shared.
     """
 
     where, prefetches = "host", True
@@ -125,8 +126,8 @@ class HostStateStorage:
         self._fetched: dict[int, PrefetchedState] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
         self._again: set[int] = set()  # clients of this cohort and the next
-        self._down: Beside[Tensor] = Beside()  # from a tensor on the device to its copy in host memory
-        self._up: Beside[weakref.ref[Tensor]] = Beside()  # from a tensor in host memory to its copy on the device
+        self._down: WeakTensorMap[Tensor] = WeakTensorMap()  # device tensor -> host copy
+        self._up: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # host tensor -> device copy
         self._written = False
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
@@ -213,8 +214,8 @@ class DiskStateStorage:
 
     def __init__(self, reason: str) -> None:
         self.reason, self.pool = reason, HostPool(make_mapped)
-        self._file: Beside[Tensor] = Beside()  # from a tensor in memory to its copy in a file
-        self._copy: Beside[weakref.ref[Tensor]] = Beside()  # from a tensor in a file to its copy in memory
+        self._file: WeakTensorMap[Tensor] = WeakTensorMap()  # tensor in memory -> copy in a file
+        self._copy: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # tensor in a file -> copy in memory
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
         pass
@@ -296,8 +297,8 @@ def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:
-    """Return the number of vectors (of the size of "w") that a client keeps: what the algorithm declares, and at least
-    those of its first state."""
+    """Return the number of vectors (of the size of "w") that a client keeps, at least the vectors of its first
+    state."""
     begin = sum(t.nbytes for t in algorithm.init_client(server).values()) / max(server["w"].nbytes, 1)
     return max(begin, getattr(algorithm, "client_vectors", 0))
 

@@ -30,7 +30,8 @@ class Registration:
     """A run's place in the table of the process."""
 
     def update(self, draws: bool) -> None:
-        """Record whether the run draws random numbers. Raises ValueError if it does, or another one, in two threads."""
+        """Record whether the run draws random numbers. Raises ValueError if this run or another run draws, in two
+        threads."""
         thread = threading.get_ident()
         with _lock:
             others = [other for own, other in _runs.items() if own != id(self) and other[0] != thread]

@@ -1,5 +1,4 @@
-"""What a user's own algorithm and measures must keep to: told in words where they do not, as early as it can be
-seen."""
+"""Checks of a user's algorithm and measures. Each error says what was expected, as early as it can be found."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def call_algorithm(
         raise
     except Exception as error:
         if round is None and type(error) is ValueError and type(algorithm).__module__.startswith("fastsam."):
-            raise  # of ours: it says what is wrong with the options
+            raise  # an error of fastsam names the wrong option
         where = "before round 1" if round is None else f"in round {round + 1}"
         if clients:
             named = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
@@ -71,7 +70,7 @@ def check_algorithm(algorithm: object) -> None:
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:
-    """The server's state. Raises ValueError unless it is a dict of tensors whose "w" is a row like the one before."""
+    """Return the server's state. Raises ValueError unless it is a dict of tensors whose "w" is a row like `like`."""
     if not isinstance(server, dict) or not _tensors(server) or "w" not in server:
         raise ValueError(f"{who} must return a dict of tensors with the global model as 'w', got {_kind(server)}")
     w = server["w"]
@@ -84,10 +83,9 @@ def check_server(server: object, like: Tensor, who: str) -> State:
 
 
 def check_finite(server: State, before: State, round: int, server_lr: float) -> None:
-    """Raises RuntimeError for a server's state that is not finite where it was: it must not take the place of the one
-    before.
+    """Raise RuntimeError if a server's state is not finite although the old state was.
 
-    Infinity may stay where the state began with it (the lowest loss so far, say).
+    Infinity may stay if the state began with it (the lowest loss so far, for example).
     """
     hint = f"although all that the clients sent is finite; a smaller server_lr (here {server_lr:g}) may help"
     if not _finite(server["w"]):
@@ -101,16 +99,19 @@ def check_finite(server: State, before: State, round: int, server_lr: float) -> 
 
 
 def _finite(x: Tensor) -> bool:
-    """A sum that is finite needs no second look; one that is not may be too large only."""
+    """Return True if all elements are finite. A finite sum needs no second look, and a sum that is not finite may only
+    be
+    too large."""
     if x.numel() == 0 or not (x.is_floating_point() or x.is_complex()):
         return True
     return cmath.isfinite(x.sum().item()) or bool(x.isfinite().all())
 
 
 def not_finite(states: State, before: State, n: int) -> Problems:
-    """Which of n clients have a new state, row by row, that is not finite where the one before was, and of what.
-    Tensors that are no rows of new ones (those of the server, those of before) are not looked at: they were, when they
-    were new."""
+    """Return the clients whose new state is not finite although the old state was, with the name of the tensor.
+
+    Tensors of the server or of the old states are not checked again.
+    """
     problems: Problems = {}
     for name, x in states.items():
         old = before.get(name)
@@ -143,9 +144,10 @@ def check_client(state: object, who: str) -> State:
 
 
 def check_updates(made: object, w: Tensor, n: int) -> list[tuple[LocalUpdate, int]]:
-    """What `local_update` returned for n clients, as a LocalUpdate for each and the client's row in it.
+    """Return the result of `local_update` for n clients: for each client a LocalUpdate, and the client's row in it.
 
-    Raises ValueError unless it is one LocalUpdate, or n of them, with vectors like the weights `w`.
+    Raises:
+        ValueError: it is not one LocalUpdate, or n of them, with vectors like the weights `w`.
     """
     if isinstance(made, LocalUpdate):
         return [(_check_step(made, w, n), row) for row in range(n)]
@@ -181,10 +183,11 @@ def check_extra(extra: object) -> Mapping[str, Tensor] | None:
 
 
 def check_finished(closed: object, server: State, n: int) -> tuple[State, Upload]:
-    """What `finish_client` returned for n clients.
+    """Return the result of `finish_client` for n clients.
 
-    Raises ValueError unless it is a client's state and an Upload, all tensors `[n, ...]`, or in the state also those of
-    `server`.
+    Raises:
+        ValueError: it is not a client's state and an Upload with tensors `[n, ...]`. The state may also have tensors of
+            `server`.
     """
     if not isinstance(closed, tuple) or len(closed) != 2 or not isinstance(closed[1], Upload):
         got = f"({', '.join(map(_kind, closed))})" if isinstance(closed, tuple) else _kind(closed)
@@ -206,19 +209,19 @@ def _check_rows(vectors: Mapping[str, Tensor], n: int, what: str) -> None:
         if x.dim() == 0 or len(x) != n:
             raise ValueError(
                 f"{what} must have a row for each of the {n} clients, [{n}, ...]; got {list(x.shape)} for {name!r}. "
-                f"What is the same for "
+                f"A value that is the same for "
                 f"all of them becomes rows by x.expand({n}, *x.shape)"
             )
 
 
 class MutationCheck:
-    """Tensors that are lent to an algorithm's functions, which must not write into them: others have the same ones."""
+    """Tensors that an algorithm's functions get and must not write, because other clients get the same tensors."""
 
     def __init__(self) -> None:
         self._lent: list[tuple[str, Tensor, int]] = []
 
     def lend(self, whose: str, state: State) -> None:
-        """whose: "server" or "client", as the functions call their argument."""
+        """Watch the tensors of a state. `whose` is the name of the argument, "server" or "client"."""
         self._lent += [(f"{whose}[{name!r}]", t, t._version) for name, t in state.items()]
 
     def check(self) -> None:
@@ -236,7 +239,7 @@ def _tensors(state: Mapping[Any, Any]) -> bool:
 
 
 def _kind(value: object) -> str:
-    """Its type; of a dict also those of its values that are no tensors."""
+    """Return the type of a value, for messages. For a dict the values that are not tensors are named too."""
     if isinstance(value, dict):
         other = [f"{name!r}: {type(t).__name__}" for name, t in value.items() if not isinstance(t, Tensor)]
         return f"dict with {', '.join(other[:3])}" if other else f"dict with {', '.join(map(repr, value)) or 'nothing'}"

@@ -26,11 +26,15 @@ _BATCH = 512
 def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarray] | None:
     """Return the indices of each client's test samples, or None for "shared", where every client has all of them.
 
-    The FedSAM paper reports accuracy over clients and does not describe their test sets. Here, all as functions of the
-    seed: "prior": each client draws `floor(test / clients)` test samples (at least one) with its own class
-    distribution: the prior of the split, or the classes of its training labels. The routine is that of the split: the
-    test set in random order, slot by slot; a class that has run out begins anew. A client without a class in the test
-    set has no sample and does not count. "iid": the test set, shuffled and cut into equal slices.
+    The FedSAM paper reports accuracy over clients and does not describe their test sets. Here they are functions of the
+    seed:
+
+    "prior": each client draws `floor(test / clients)` test samples (at least one) with its class distribution. That is
+    the prior of the split, or the classes of its training labels. The split uses the same routine: the test set in
+    random order, sample by sample, where a class that has run out begins again. A client without a class in the test
+    set has no sample and does not count.
+
+    "iid": the test set, shuffled and cut into equal slices.
     """
     if mode == "shared" or not population.test_size:
         return None
@@ -139,8 +143,8 @@ class Evaluator:
                 "fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
             )
         self.classifies, self.batch_size = classifies and self.count > 0, batch_size
-        # A client's own classes need labels that are classes; equal parts of the test set need nothing, nor do test
-        # sets of the clients' own.
+        # Class distributions need labels that are classes. Equal parts of the test set need nothing. The same holds for
+        # test sets of clients.
         mode = mode if population.test_sizes is None else OWN
         split_epoch = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
         split_epoch = split_epoch and (mode != "prior" or _known_labels(population))
@@ -196,9 +200,11 @@ class Evaluator:
         return right / len(y) if len(y) else None
 
     def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
-        """Return the accuracies over the clients, each with its own model on its own test samples. models: of all
-        clients,
-        in their order; each is used before the next one is made."""
+        """Return the accuracies over the clients, each with the client's model on the client's test samples.
+
+        Args:
+            models: models of all clients, in their order. Each is used before the next one is made.
+        """
         if not self.classifies:
             return {}
         found = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
@@ -259,7 +265,7 @@ class Evaluator:
         return made
 
     def _spread(self, name: str, value: float, clients: Sequence[float]) -> dict[str, Any]:
-        """Return the statistics over the clients: of their own values, or of the common value if all have the same
+        """Return the statistics over the clients: of their values, or of the common value if all have the same
         samples."""
         if self.mode is None or (self._slices is not None and not clients):
             return {}

@@ -1,5 +1,4 @@
-"""Memory for the states of clients between their rounds: rows of slabs, in pinned memory or in files; and a weak tensor
-map."""
+"""Memory for the states of clients between their rounds: rows of slabs, in pinned memory or in files."""
 
 from __future__ import annotations
 
@@ -9,14 +8,12 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger("fastsam.fed")
 
-T = TypeVar("T")
 
 _FIRST, _LARGEST = 2**20, 2**30  # bytes of a slab: the first ones, and where they stop to double
 # Rows of a slab, at least and at most: pinned memory is given out in powers of two, an eighth of which is lost with 8
@@ -103,23 +100,3 @@ def make_mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             ) from error
         whole = mmap.mmap(file.fileno(), max(nbytes, 1))
     return torch.frombuffer(whole, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
-
-
-class Beside(Generic[T]):
-    """A map from tensors, by identity, to objects. An entry ends with its tensor."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], T]] = {}
-
-    def get(self, tensor: Tensor) -> T | None:
-        """Return the object of the tensor, or None."""
-        found = self._found.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
-
-    def set(self, tensor: Tensor, value: T) -> None:
-        """`value` belongs to `tensor` from now on."""
-        key, found = id(tensor), self._found
-        found[key] = (weakref.ref(tensor, lambda gone: found.pop(key, None)), value)
-
-    def __len__(self) -> int:
-        return len(self._found)

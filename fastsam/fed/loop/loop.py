@@ -36,7 +36,7 @@ from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
 
-_KEYS = (  # of a record, apart from those of evaluations and stages
+_KEYS = (  # names in a record; evaluations and stages add names
     *("round", "lr", "server_lr", "clients", "samples", "steps", "train_loss", "megabytes_down", "megabytes_up"),
     *("backprops", "seconds_training", "seconds"),
 )
@@ -44,7 +44,7 @@ _KEYS = (  # of a record, apart from those of evaluations and stages
 
 @dataclass(frozen=True)
 class Loop:
-    """The parts of a run, and its rounds. It knows neither what an algorithm does nor how an executor trains.
+    """The parts of a run, and its rounds. It does not depend on the algorithm or the executor.
 
     Args:
         contract: calls the algorithm.
@@ -53,7 +53,7 @@ class Loop:
         layout: the parameters of a row.
         stages: the chain between the clients' local work and the server's step.
         weights: the weights of all clients if the user gives them.
-        personal: makes the clients' own models, if they have any.
+        personal: makes the clients' own models, or None.
     """
 
     population: Population
@@ -70,11 +70,11 @@ class Loop:
     personal: ClientModels | None = None
 
     def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
-        """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the
-        last completed round.
+        """Run the rounds after `state`, and return the last state.
 
-        A round makes the next state in one assignment: whoever leaves in the middle of a round leaves a whole one
-        behind. Until the end only rank 0 has the records.
+        If the run ends early, also by Ctrl-C, the directory has the last completed round. A round makes the next state
+        in one assignment, so that an interrupt in a round leaves a complete state. Until the end only rank 0 has the
+        records.
         """
         exchange, settings = Exchange(self.ranks), self.settings
         try:
@@ -95,12 +95,12 @@ class Loop:
             raise
 
     def nbytes(self, state: RunState) -> int:
-        """Bytes of what the server and the clients keep, on all ranks; collective."""
+        """Return the bytes that the server and the clients keep, on all ranks; collective."""
         clients = self.ranks.gather(replace(state, server={}).nbytes)
         return replace(state, clients={}).nbytes + sum(clients)
 
     def record_keys(self) -> list[str] | None:
-        """Return the names of the numbers that a record may have, or None if a stage adds names of the user's."""
+        """Return the names of the numbers that a record may have, or None if a stage adds a user's names."""
         of_stages = [stage.record_keys for stage in self.stages]
         if None in of_stages:
             return None
@@ -235,8 +235,9 @@ class Loop:
         return {key: value for stage in self.stages for key, value in stage.record(round).items()}
 
     def _next(self, t: int) -> list[int]:
-        """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked
-        once a round."""
+        """Return the clients of the round after round t, for prefetching. It is empty if they are not needed, or not
+        known
+        because a callable is called once a round."""
         settings = self.settings
         looks = self.states.prefetches or self.population.prefetches
         if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
@@ -258,12 +259,12 @@ class Loop:
             yield self.view.module
 
     def _evaluates(self, completed: int) -> bool:
-        """Whether the model is evaluated when so many rounds are completed."""
+        """Return True if the model is evaluated after `completed` rounds."""
         return completed % self.settings.eval_every == 0 or completed == self.settings.rounds
 
     def _traffic(self, cohort_size: int) -> dict[str, float]:
-        """Return the megabytes (1e6 bytes) of all clients of a round: the vectors that the algorithm declares, and what
-        stages add."""
+        """Return the megabytes (1e6 bytes) that all clients of a round receive and send: the vectors that the algorithm
+        declares, and the additions of stages."""
         added = [stage.traffic(self.view) for stage in self.stages]
         ways = {"down": self.algorithm.download_vectors, "up": self.algorithm.upload_vectors}
         return {

@@ -12,7 +12,7 @@ from fastsam.fed.aggregation import MEAN
 log = logging.getLogger("fastsam.fed")
 
 FAR = 50.0
-_FEWEST = 3  # clients of a round, among whom a majority can stand against one
+_FEWEST = 3  # least clients of a round with a majority against one client
 
 
 def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, float]:

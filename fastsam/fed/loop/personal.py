@@ -21,12 +21,12 @@ from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
 from fastsam.fed.step.parameter_layout import ParameterLayout
 
-OWN = "personal"  # the name of a client's own parameters in its state
+OWN = "personal"  # the name of a client's local parameters in its state
 _MASKED = ("delta", "gradient", "dual", "eps")  # rows of results that an algorithm sees without local parameters
 
 
 class ClientModels(Protocol):
-    """The source of the clients' own models. state: the client's, or None before its first round."""
+    """The source of the clients' models. A `state` is the client's state, or None before its first round."""
 
     def row(self, server: State, state: State | None) -> Tensor:
         """Its weights, `[row_size]`."""
@@ -88,8 +88,8 @@ class PersonalizedAlgorithm:
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """Return a client's model: the global one `[row_size]` with the client's own parameters, or the initial ones
-        before its first round."""
+        """Return a client's model: the global weights `[row_size]` with the client's local parameters, or with initial
+        ones before its first round."""
         w = server["w"]
         if state is None:
             return w
@@ -109,7 +109,7 @@ class PersonalizedAlgorithm:
         return self.inner.init_server(w0)
 
     def init_client(self, server: State) -> State:
-        """Return the inner state, with the initial values of the client's own parameters and buffers."""
+        """Return the inner state, with the initial values of the client's local parameters and buffers."""
         return {**self.inner.init_client(server), OWN: server["w"][self.places], **self.begun}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
@@ -186,7 +186,7 @@ def client_models_of(
     """Return the source of the clients' own models, or None if the clients have none.
 
     A `PersonalizedAlgorithm` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and
-    the algorithm name. `buffers` are those of the initial model if training changes them, else empty.
+    the algorithm name. `buffers` are the initial buffers if training changes them, else empty.
     """
     names = settings.local_parameters
     patterns = [] if names is None else [names] if isinstance(names, str) else [*names]

@@ -33,7 +33,7 @@ def rate_at(name: str, rate: Rate, index: int, known: Mapping[str, float], **bou
         **bounds: bounds, as in `number`.
 
     Raises:
-        ValueError: it has no value, or one that is out of bounds.
+        ValueError: it has no value, or its value is out of bounds.
     """
     if isinstance(rate, str):
         found: Any = formula(name, rate, index, known)

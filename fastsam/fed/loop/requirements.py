@@ -1,4 +1,4 @@
-"""Options that do not go together: what each option needs, what a run lacks, and what to do.
+"""Combinations of options that a run refuses, in a table of needs, contradictions and remedies.
 
 `check` compares the rows of `REQUIREMENTS` with the facts of a run. It is called when the options are known, when the
 algorithm and the clients are known, and after the trial of the algorithm. A row whose facts are not known yet is passed
@@ -16,7 +16,7 @@ from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
 from fastsam.fed.executors.torch_updates import SERVED
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
-FEWEST = 3  # clients of a round among whom a majority can stand against one
+FEWEST = 3  # least clients of a round with a majority against one client
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Facts:
         changed_buffers: buffers that training changes.
         own_parameters: patterns of parameters that the algorithm keeps with the clients.
         sized: the numbers of samples of all clients are known.
-        measured: the run has measures, and `path_measures` the names of those that follow a client's local steps.
+        measured: the run has measures.
+        path_measures: names of the measures that follow a client's local steps.
         update: constants of a first client.
         has_phases: the algorithm's loop is more than one path of steps over the run's batches.
     """

@@ -54,7 +54,7 @@ def open_directory(
         return directory, start
     if found.round > loop.settings.rounds:
         raise ValueError(
-            f"rounds must be {found.round} or more, because {run_dir} has so many; got {loop.settings.rounds}"
+            f"rounds must be {found.round} or more, because {run_dir} has {found.round}; got {loop.settings.rounds}"
         )
     _check_rates(run_dir, found.history, loop.settings)
     _warn_behaviours(directory.path, behaviours)

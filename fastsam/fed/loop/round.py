@@ -32,7 +32,7 @@ log = logging.getLogger("fastsam.fed")
 
 _NAMED = 3  # excluded clients that the log names, a round
 _DRAWN = 8  # clients that train one by one and have the orders of their samples drawn together
-_COUNTS = 3  # that ranks add up beside the sums: of excluded clients, steps, back-propagations
+_COUNTS = 3  # numbers of excluded clients, steps and backward passes, which ranks add up
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -72,9 +72,11 @@ class Cohort:
     Args:
         run: the run.
         before: the state before the round.
-        round: the round, and `visible` the same as the algorithm may see it.
-        client_ids: the clients of all ranks, and `mine` those of this rank.
-        exchange: what the ranks add up at the end of the round.
+        round: the round.
+        visible: the round as the algorithm may see it.
+        client_ids: the clients of all ranks.
+        mine: the clients of this rank.
+        exchange: sums of the ranks at the end of the round.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class Cohort:
         self.stages, self.states = run.stages, run.states
         self.before, self.round, self.visible, self.client_ids, self.mine = before, round, visible, client_ids, mine
         sizes = self.population.sizes
-        # Weights are fixed when the clients are sampled. Otherwise the sums would depend on who comes back first.
+        # Weights are fixed when the clients are sampled. Otherwise the sums would depend on the order in which clients
+        # finish.
         if run.weights is None:
             by_samples = self.settings.weighting == "samples"
             self.weights = {i: sizes[i] if by_samples else 1 for i in client_ids}
@@ -102,7 +105,7 @@ class Cohort:
         self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()), places)
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
-        self.norms: dict[int, float] = {}  # of the deltas that enter the sums
+        self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
         self.steps = self.backward_passes = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
         self._first: tuple[State, Constants] | None = None
@@ -110,10 +113,13 @@ class Cohort:
             stage.begin_round(self.sums)
 
     def tasks(self, executor: Executor, later: Sequence[int] = ()) -> Iterator[Task]:
-        """One task per active client of this rank for the executor, made when it is asked for, as many together as it
+        """Yield one task per client of this rank. Tasks are made on request, for as many clients together as the
+        executor
         stacks.
 
-        later: who is likely to be in the next round, for states that are fetched ahead, and clients that are loaded.
+        Args:
+            executor: the executor.
+            later: clients that are likely in the next round, for prefetching of states and data.
         """
         longest_first, together = executor.longest_first, executor.slots if executor.stacks else 1
         settings, population = self.settings, self.population
@@ -122,7 +128,7 @@ class Cohort:
         self.states.begin(self.before.clients, order, later)
         if population.prefetches:
             assert population.samples is not None
-            now = set(order)  # who is in both is loaded again, when its data are forgotten
+            now = set(order)  # a client in both cohorts is loaded again after its data were released
             others = [i for i in later if i not in now] if self.exchange.ranks.size == 1 else []
             population.samples.prefetch([*order, *others], executor.slots)
         orders: dict[int, list[Tensor]] = {}
@@ -201,7 +207,7 @@ class Cohort:
             self._close([states[i] for i in places], results if whole else results.take(places))
 
     def _close(self, states: Sequence[State], results: ClientResults) -> None:
-        """Of clients whose states are alike."""
+        """Add the results of clients with states of one shape to the sums, and store their new states."""
         server, client = self.before.server, rows(states)
         state, upload = self.contract.finish_clients(server, states, client, results, self.visible)
         own_weights = None
@@ -226,7 +232,7 @@ class Cohort:
             stage.after_sum(uploads, problems)
 
         def own(name: str, x: Tensor, place: int) -> Tensor:
-            """A client's part of a tensor of its new state, in memory of its own."""
+            """Return a client's part of a tensor of its new state, in separate memory."""
             if x is client.get(name):
                 return states[place][name]
             if id(x) in shared:
@@ -237,7 +243,7 @@ class Cohort:
         self._keep(dict(zip(results.client_ids, kept, strict=True)), results.client_ids, problems)
 
     def _keep(self, states: Mapping[int, State], clients: Sequence[int], problems: Problems) -> None:
-        """The new states of those of the clients that have one, or the exclusion of those that have a problem."""
+        """Store the new states of clients, and exclude the clients that have a problem."""
         for place, problem in problems.items():
             self._exclude(clients[place], problem)
         for client, state in states.items():
@@ -310,18 +316,19 @@ class Cohort:
         }
 
     def outlier_list(self) -> list[dict[str, Any]]:
-        """Who moved far beyond the cohort, by client, and how many times as far as its median."""
+        """Return the clients whose delta is far beyond the cohort's, with the multiple of the median norm."""
         sizes, settings = self.population.sizes, self.settings
         steps = {i: settings.steps_of(sizes[i]) for i in self.norms}
         return [{"client": i, "factor": factor} for i, factor in outliers(self.norms, steps).items()]
 
     def excluded_list(self) -> list[dict[str, Any]]:
-        """Who was excluded and why, by client."""
+        """Return the excluded clients and the reasons, by client."""
         return [{"client": i, "reason": reason} for i, reason in sorted(self.excluded.items())]
 
 
 def _bits(x: float) -> int:
-    """The 64 bits of a number: those of 0 are 0, so ranks add up what one of them has."""
+    """Return the 64 bits of a number. They are 0 for the number 0, so that ranks can add up the bits that one rank
+    has."""
     return struct.unpack("<q", struct.pack("<d", x))[0]
 
 

@@ -27,13 +27,14 @@ COMPARED = 4  # clients of a block
 
 
 def is_own(algorithm: object) -> bool:
-    """Return whether the class of the algorithm, or of the one that it wraps, is not one of fastsam's."""
+    """Return True if the class of the algorithm, or of the algorithm that it wraps, is not a class of fastsam."""
     inner = getattr(algorithm, "inner", algorithm)
     return not type(inner).__module__.startswith("fastsam.")
 
 
 def copied(algorithm: Any) -> Any:
-    """Return a copy, whose calls leave the attributes of the user's algorithm alone; None if there is no copy."""
+    """Return a copy, whose calls do not change the attributes of the user's algorithm, or None if it cannot be
+    copied."""
     try:
         return copy.deepcopy(algorithm)
     except Exception as error:
@@ -42,13 +43,13 @@ def copied(algorithm: Any) -> Any:
 
 
 def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Sequence[Any]], n: int) -> None:
-    """Compare the result of a method for n clients with its results for each client by itself.
+    """Compare the result of a method for n clients together with its results for each client separately.
 
     Args:
-        algorithm: a copy of the user's.
+        algorithm: a copy of the user's algorithm.
         method: name of the method.
         together: its result for all n clients.
-        alone: its arguments for each client by itself.
+        alone: its arguments for each client separately.
         n: number of clients.
 
     Raises:
@@ -67,10 +68,11 @@ def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Seque
 
 
 def check_local_update(algorithm: Any, server: State, client: State, round: Round) -> None:
-    """Raise AlgorithmError if `local_update` gives two clients with the state `client` another step than one client.
+    """Raise AlgorithmError if `local_update` gives two clients with the state `client` another LocalUpdate than one
+    client.
 
     Args:
-        algorithm: a copy of the user's.
+        algorithm: a copy of the user's algorithm.
         server: the server's state.
         client: state of a new client.
         round: the round, as the algorithm sees it.

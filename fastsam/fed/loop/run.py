@@ -122,8 +122,9 @@ def run(
             not changed; the result has a new model in the same memory format.
         clients: a `FederatedData`, a `LazyClients`, or a sequence of clients: pairs (x, y) of tensors or arrays, data
             sets, or loaders.
-        algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of your own class (see `fastsam.fed.Algorithm`).
-        test: the test set, in one of the forms of a client, or `fed.ClientTestSets`; default: that of the
+        algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of a class that you write (see
+        `fastsam.fed.Algorithm`).
+        test: the test set, in one of the forms of a client, or `fed.ClientTestSets`; default: the test set of the
             `FederatedData`.
         collate: function of a list of samples that makes a batch; default: torch's `default_collate`.
         OPTIONS
@@ -224,7 +225,7 @@ def run(
 
 
 def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
-    """Return a copy of the user's model with the global weights of a state."""
+    """Return a copy of the user's model with the global weights after a run."""
     return export(model, loop.view.layout, state.server["w"], state.buffers)
 
 
@@ -234,7 +235,7 @@ def _client_model(
     """Return a copy of the user's model with the weights of `client`.
 
     Raises:
-        ValueError: the run has no such client among its `clients`.
+        ValueError: the number is not below `clients`.
     """
     if integer("client", client, at_least=0) >= clients:
         raise ValueError(f"client must be one of the run's clients 0 to {clients - 1}, got {client!r}")

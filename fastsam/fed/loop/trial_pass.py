@@ -35,7 +35,7 @@ def look(
 
     Args:
         model: the user's model.
-        trial: the copy of it that is tried; afterwards its buffers are those after one pass.
+        trial: the copy that is tried. Afterwards its buffers have the values after one pass.
         loss: the user's loss, to name what it refers to.
         batch: the tensors that the pass reads.
         compute: returns the loss of `trial` on the batch.
@@ -140,7 +140,7 @@ def _check_hooks(model: nn.Module) -> None:
 def _check_own_model(model: nn.Module, trial: nn.Module, leaves: Mapping[int, Tensor]) -> None:
     """Raise ValueError if the loss refers to parameters of the user's model.
 
-    The copy of a scripted model has no leaves of its own; `_check_gradients` refuses it.
+    The copy of a scripted model has no leaves; `_check_gradients` refuses it.
     """
     if leaves.keys().isdisjoint(map(id, trial.parameters())):
         return

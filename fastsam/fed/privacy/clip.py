@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsam import ops
-from fastsam_kernels.columns import WIDTH
+from fastsam_kernels.hparams import NUM_HPARAMS
 
 # How far, relatively, a norm of the kernels may be off. The CPU's add up 64 squares in a float32, the others fewer; the
 # rest is in float64: half of 66 roundings of 2**-24.
@@ -38,7 +38,7 @@ def _operands(
     except RuntimeError:  # there is none here
         kernels = ops.bind("reference", device, dtype)
     table = torch.tensor([[0, length, 0, 0]], device=device)
-    hparams = torch.zeros(n, 1, WIDTH, dtype=torch.float64, device=device)
+    hparams = torch.zeros(n, 1, NUM_HPARAMS, dtype=torch.float64, device=device)
     return kernels.norm_, table, hparams
 
 

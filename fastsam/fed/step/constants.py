@@ -102,7 +102,7 @@ def _made(values: Values, types: tuple[type, ...]) -> Constants:
         values.direction,
         "gradient_offset" in values.given,
         bool(values.proximal_coefficient),
-        mix.keeps_first,
+        mix.needs_g1,
         bool(values.surrogate_gap),
         values.lr_end_factor != 1 or values.rho_end_factor != 1,
         values.drift_weight,

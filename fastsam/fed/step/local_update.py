@@ -128,7 +128,7 @@ class LocalUpdate:
     @property
     def keeps_first(self) -> bool:
         """True if the update reads the first gradient too."""
-        return self.constants.mix.keeps_first
+        return self.constants.mix.needs_g1
 
 
 def lr_sum(lr_end_factor: float, steps: int) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastsam import ops
 from fastsam.backends import Kernels
-from fastsam_kernels.conventions import HIGH_BITS, LOW_BITS
+from fastsam_kernels.constants import HIGH_BITS, LOW_BITS
 
 LIMIT = 2.0**34  # bound of a sum, whose high limb has 62 bits
 # Numbers are integers of Python in units of 2^-110: a loss may be a million, a squared norm 1e-12. Ranks add them up as

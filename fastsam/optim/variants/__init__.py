@@ -1,4 +1,4 @@
-"""The SAM family, a variant a file: what `FusedSAM(..., variant=...)` takes."""
+"""The SAM family, a file for each variant: values of `FusedSAM(..., variant=...)`."""
 
 from __future__ import annotations
 

@@ -12,18 +12,18 @@ from fastsam.optim.variants.sam import SAM, check_real
 
 @dataclass(frozen=True)
 class FriendlySAM(SAM):
-    """Perturbs along the noise of the gradient: without its part that all batches share, as an average over the steps
-    estimates it.
+    """Perturbs along the noise of the gradient, without the part that all batches share. An average over the steps
+    estimates that part.
 
         m <- lmbda*m + (1 - lmbda)*g1,   m = 0 before the first step
         d = g1 - sigma*m,   eps = rho * d/(||d|| + 1e-12)
         w <- the base optimizer's update with g2 = gradient at w + eps
 
-    We follow the paper: code there is (pytorch-optimizer's too) starts with m = g1 and subtracts the m of the step
+    This follows the paper. Published code, also pytorch-optimizer, starts with m = g1 and subtracts the m of the step
     before. With `adaptive` d is scaled as ASAM scales g1. Two gradient passes a step; state: m, and between the passes
     its next value, the direction, and a copy of the weights. Bytes per float32 parameter beyond SAM's 40: 32 to make
-    the direction, 20 to keep m (torch's calls; a fused kernel would take 16). Raises ValueError for a negative sigma,
-    one that is not finite, and an lmbda outside [0, 1).
+    the direction, 20 to keep m (torch's calls; a fused kernel would take 16). Raises ValueError if sigma is negative or
+    not finite, or if lmbda is outside [0, 1).
     """
 
     sigma: float = 1.0

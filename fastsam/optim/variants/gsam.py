@@ -16,10 +16,9 @@ class GSAM(SAM):
         g1 = (part along g2) + g1_perp,   over all parameters as one vector
         w <- the base optimizer's update with g2 - alpha*g1_perp
 
-    alpha = 0 is SAM. The paper lets rho fall with the learning rate,
-    `rho = rho_min + (rho_max - rho_min)*(lr - lr_min)/(lr_max - lr_min)`: set `group["rho"]` where the schedule sets
-    `group["lr"]`. A first gradient with inf or NaN updates nothing. Two gradient passes a step; state between them: a
-    copy of the weights, and g1. Raises ValueError for a negative alpha, and one that is not finite.
+    alpha = 0 is SAM. The paper lets rho fall with the learning rate, as `rho_scheduler.LinearRho` does. A first
+    gradient with inf or NaN updates nothing. Two gradient passes a step; state between them: a copy of the weights, and
+    g1. Raises ValueError if alpha is negative or not finite.
     """
 
     alpha: float = 0.4

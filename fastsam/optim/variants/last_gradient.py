@@ -7,28 +7,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.optim.variants.sam import SAM, Ahead, Memory, check_one_pass
+from fastsam.optim.variants.sam import SAM, Memory, OnePassDirection, check_one_pass
 
 
 @dataclass(frozen=True)
 class LastGradient(SAM):
-    """SAM in one pass: the weights rest at a point that is perturbed along the gradient of the step before, and the
-    gradient is taken there.
+    """SAM in one pass: the weights stay at a point that is perturbed along the gradient of the step before, and the
+    gradient is computed there.
 
         g = gradient at w~
         w <- the base optimizer's update of w with g
         w~ <- w + rho * g/(||g|| + 1e-12),   w~ = w before the first step
 
-    AsyncSAM takes the gradient of the step before at w, in a pass that another device makes meanwhile; here it is the
-    one that made that step's update, at w~, which costs no pass. A gradient that made no update (a GradScaler's inf) is
-    not taken. With `adaptive` g is scaled as ASAM scales g1. One gradient pass a step; state: a copy of the weights,
-    and g in its own dtype. Bytes per float32 parameter with SGD and momentum: 44 with the compiled kernels (20 of SGD,
-    8 to keep g, 4 for the norm, 12 for the next point), 48 with others. Raises ValueError for `interval` and
-    `rho_fn`, which it has no use for.
+    AsyncSAM computes the gradient of the step before at w, in a pass on another device. This variant uses the gradient
+    of that step's update, at w~, which costs no pass. A gradient that made no update (a GradScaler's inf) is not used.
+    With `adaptive` g is scaled as ASAM scales g1. One gradient pass a step; state: a copy of the weights, and g in its
+    dtype. Bytes per float32 parameter with SGD and momentum: 44 with the compiled kernels (20 of SGD, 8 to keep g, 4
+    for the norm, 12 for the next point), 48 with others. Raises ValueError for `interval` and `rho_fn`, which it cannot
+    use.
     """
 
     memory: ClassVar[Memory] = Memory.GRADIENT
-    ahead: ClassVar[Ahead] = Ahead.GRADIENT
+    one_pass_direction: ClassVar[OnePassDirection] = OnePassDirection.GRADIENT
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,15 +14,15 @@ from fastsam.optim.variants.sam import check_real
 
 @dataclass(frozen=True)
 class LESAM:
-    """The `rho_fn` of a variant with which the loss rises by the same amount in every step, to first order:
+    """Function `rho_fn` of a variant with which the loss rises by the same amount in every step, to first order:
     `SAM(rho=0.5, rho_fn=LESAM(sigma=0.1))`.
 
         rho_t = min(sigma/||g1||, rho),   eps = rho_t * g1/||g1||
 
-    rho, the option of the groups, is the largest radius. ||.|| is the norm that the perturbation is divided by: of the
-    direction, with `adaptive` of T*g1. The paper lets sigma fall to zero in the last epochs: lower `rho` there. With a
-    GradScaler the norm is that of the unscaled gradient, once the scaler is known; the very first step takes a radius
-    too small by its scale. No state, no bytes; a few numbers on the device. Raises ValueError for a sigma that is not
+    rho, the option of the groups, is the largest radius. ||.|| is the norm by which the perturbation is divided, with
+    `adaptive` the norm of T*g1. The paper lets sigma fall to zero in the last epochs; lower `rho` for that. With a
+    GradScaler the norm is computed from the unscaled gradient, once the scaler is known. The radius of the very first
+    step is too small by its scale. No state, no bytes; a few numbers on the device. Raises ValueError if sigma is not
     above 0 and finite.
     """
 

@@ -12,17 +12,18 @@ from fastsam.step import Mix
 
 @dataclass(frozen=True)
 class LookSAM(SAM):
-    """SAM in the first of every k steps, of which the others take over what bends towards flat regions.
+    """SAM in the first of every k steps. The other steps reuse the part of its gradient that leads to flat regions.
 
         every k-th step:  m <- g2 - (<g1, g2>/||g1||^2) * g1,   w <- the base optimizer's update with g2
         the others:       w <- the base optimizer's update with g1 + alpha * (||g1||/||m||) * m
 
-    ||.|| and <.,.> are over all parameters as one vector, as the paper writes them; code that takes them layer by layer
-    gives other steps. Gradient passes a step: 1 + 1/k. State: m in the gradients' dtype; in every k-th step a copy of
-    the weights, and g1. Bytes per float32 parameter with SGD and momentum: in every k-th step 40 of SAM, 8 to keep g1,
-    48 to make m (torch's calls); in the others 20 of SGD, 12 to read g1 and m.
-    Raises TypeError and ValueError for a k that is no number of steps, ValueError for a negative alpha, one that is not
-    finite, and for `interval`, which is k here.
+    ||.|| and <.,.> are over all parameters as one vector, as in the paper. Code that computes them layer by layer makes
+    other steps. Gradient passes a step: 1 + 1/k. State: m in the gradients' dtype; in every k-th step a copy of the
+    weights, and g1. Bytes per float32 parameter with SGD and momentum: in every k-th step 40 of SAM, 8 to keep g1, 48
+    to make m (torch's calls); in the others 20 of SGD, 12 to read g1 and m.
+
+    Raises TypeError if k is not an integer, and ValueError if k is below 1, if alpha is negative or not finite, and for
+    `interval`, which k replaces.
     """
 
     memory: ClassVar[Memory] = Memory.ORTHOGONAL

@@ -19,11 +19,13 @@ from torch import Tensor
 from fastsam.step import Mix
 
 
-class Ahead(Enum):
-    """What a variant of one pass perturbs along: a vector that is known before the step's gradient, so that the weights
-    can rest at the perturbed point between steps."""
+class OnePassDirection(Enum):
+    """The vector along which a variant of one pass perturbs.
 
-    NONE = "nothing: the perturbation takes a pass of its own"
+    It is known before the step's gradient, so that the weights can stay at the perturbed point between steps.
+    """
+
+    NONE = "none: the perturbation takes a separate pass"
     MOMENTUM = "against the base optimizer's momentum"
     GRADIENT = "along the gradient of the step before"
 
@@ -33,7 +35,7 @@ class Memory(Enum):
 
     NONE = "none"
     GRADIENT = "the gradient of the last step that was made; in the dtype of the gradients"
-    DIRECTION = "what `direction` makes the next one of; in the dtype of the arithmetic, zeros at first"
+    DIRECTION = "the vector from which `direction` makes the next one; in the dtype of the arithmetic, zeros at first"
     ORTHOGONAL = (
         "the part of g2 that is orthogonal to g1, of the last step that perturbed; in the dtype of the gradients"
     )
@@ -58,7 +60,7 @@ class SAM:
     """
 
     memory: ClassVar[Memory] = Memory.NONE
-    ahead: ClassVar[Ahead] = Ahead.NONE
+    one_pass_direction: ClassVar[OnePassDirection] = OnePassDirection.NONE
     #: degree of the norm by which a perturbation is divided: 2, or infinity for the largest element
     norm_degree: ClassVar[float] = 2
 
@@ -69,17 +71,19 @@ class SAM:
     rho_fn: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a class that overrides `direction` a memory, unless it declares none. Raises TypeError if it keeps
-        another vector, or takes one pass, so that its direction would not be called."""
+        """Give a class that overrides `direction` a memory, unless it declares none.
+
+        Raises TypeError if it keeps another vector, or takes one pass, so that its direction would not be called.
+        """
         super().__init_subclass__(**options)
         if cls.norm_degree not in (2, math.inf):
             raise TypeError(f"{cls.__name__}: norm_degree must be 2 or math.inf, got {cls.norm_degree!r}")
         if cls.direction is SAM.direction:
             return
-        if cls.memory not in (Memory.NONE, Memory.DIRECTION) or cls.ahead is not Ahead.NONE:
+        if cls.memory not in (Memory.NONE, Memory.DIRECTION) or cls.one_pass_direction is not OnePassDirection.NONE:
             raise TypeError(
-                f"{cls.__name__} overrides direction, and {cls.__mro__[1].__name__} has a memory or a pass of another "
-                f"kind, with which no direction is asked for. Derive it from fastsam.SAM"
+                f"{cls.__name__} overrides direction, and {cls.__mro__[1].__name__} has a memory or a pass that "
+                f"uses no direction. Derive it from fastsam.SAM"
             )
         if cls.__dict__.get("memory") is not Memory.NONE:
             cls.memory = Memory.DIRECTION
@@ -96,16 +100,17 @@ class SAM:
 
     @property
     def mix(self) -> Mix:
-        """What of the two gradients the update sees, in a step that perturbs."""
+        """Coefficients of the two gradients in the update of a step that perturbs."""
         return Mix()
 
     @property
     def between(self) -> Mix:
-        """What of its one gradient the update sees in a step that does not perturb: a `Mix` with at most a `reuse`."""
+        """Coefficients of the gradient in the update of a step that does not perturb: a `Mix` with at most a
+        `reuse`."""
         return Mix()
 
     def moves(self, group: Mapping[str, Any]) -> bool:
-        """Whether the parameters of this group are perturbed. Those that are not stay out of the norm."""
+        """Return True if the parameters of this group are perturbed. The norm leaves all other groups out."""
         return True
 
     def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
@@ -128,12 +133,12 @@ class SAM:
         return type(self).direction is not SAM.direction
 
     def perturbs(self, step: int) -> bool:
-        """Whether the step with this number, counted from 0, perturbs."""
+        """Return True if the step with this number, counted from 0, perturbs."""
         return step % self.interval == 0
 
 
 def check_one_pass(variant: SAM) -> None:
-    """Raises ValueError for options that a variant of one pass has no use for."""
+    """Raise ValueError for options that a variant of one pass cannot use."""
     if variant.interval != 1:
         raise ValueError(
             f"interval must be left at 1: {type(variant).__name__} takes one pass in every step, got "
@@ -147,10 +152,10 @@ def check_one_pass(variant: SAM) -> None:
 
 
 def check_interval(name: str, value: int) -> None:
-    """Raises TypeError for what is no integer, ValueError for one below 1."""
+    """Raise TypeError if `value` is not an integer, and ValueError if it is below 1."""
     try:
         steps = None if isinstance(value, bool) else index(value)
-    except Exception as error:  # whatever an object of the user's raises
+    except Exception as error:  # `__index__` of the user may raise any exception
         raise TypeError(f"{name} must be a whole number of steps, got {value!r}") from error
     if steps is None:
         raise TypeError(f"{name} must be a whole number of steps, got {value!r}")
@@ -159,8 +164,10 @@ def check_interval(name: str, value: int) -> None:
 
 
 def check_real(name: str, value: float) -> None:
-    """Raises TypeError for what is neither a real number nor a tensor: a Decimal, say, whose comparisons raise errors
-    of their own."""
+    """Raise TypeError if `value` is neither a real number nor a tensor.
+
+    A Decimal, for example, raises other errors when it is compared.
+    """
     if not isinstance(value, (Real, Tensor)):
         raise TypeError(f"{name} must be a number, got {value!r}")
 

@@ -16,21 +16,24 @@ LAYERS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.GroupN
 
 @dataclass(frozen=True)
 class SAMON(SAM):
-    """SAM that perturbs the parameters of normalisation layers alone: those of groups whose rho is not 0, as
-    `SAMON.groups(model)` makes them.
+    """SAM that perturbs only the parameters of normalisation layers: groups whose rho is not 0, as
+    `SAMON.groups(model)`
+    makes them.
 
         eps = rho * T^2*g1 / (||T*g1|| + 1e-12) over these parameters,   0 elsewhere
         w <- the base optimizer's update of all parameters with g2
 
-    Groups with rho = 0 stay out of the norm (with `SAM` they count in it), so rho is the length of the perturbation;
-    the paper's are larger than SAM's. Two gradient passes a step; state: a copy of the weights between them. Bytes per
-    float32 parameter that is not perturbed: 20 of SGD with momentum, and 16 for a copy.
+    Groups with rho = 0 are left out of the norm (with `SAM` they count), so rho is the length of the perturbation. The
+    paper's radii are larger than SAM's. Two gradient passes a step; state: a copy of the weights between them. Bytes
+    per float32 parameter that is not perturbed: 20 of SGD with momentum, and 16 for a copy.
     """
 
     @staticmethod
     def groups(model: nn.Module, layers: tuple[type[nn.Module], ...] = LAYERS) -> list[dict[str, Any]]:
-        """Two parameter groups: what normalisation layers (`layers`) own, and everything else with rho = 0. Raises
-        ValueError for a model without such parameters."""
+        """Return two parameter groups: parameters of the normalisation layers `layers`, and all others with rho = 0.
+
+        Raises ValueError for a model without such layers.
+        """
         own = {
             id(p) for module in model.modules() if isinstance(module, layers) for p in module.parameters(recurse=False)
         }

@@ -226,7 +226,7 @@ def test_a_cohort_is_a_number_of_clients(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cohort": 6, "participation": 0.2}, "cohort=6 needs at least so many clients, but there are 5"),
+        ({"cohort": 6, "participation": 0.2}, "cohort=6 needs at least 6 clients, but there are 5"),
         ({"cohort": 0, "participation": 0.2}, "cohort.*must be an integer >= 1, got 0"),
         (
             {"cohort": 2, "participation": 0.5},

@@ -19,8 +19,9 @@ from fastsam import fed
 from fastsam.fed.clients import sampling
 from fastsam.fed.loop import client_state
 from fastsam.fed.loop.client_state import DeviceStateStorage, DiskStateStorage, HostStateStorage
-from fastsam.fed.loop.host_pool import Beside, HostPool
+from fastsam.fed.loop.host_pool import HostPool
 from fastsam.fed.sums.ranks import Ranks
+from fastsam_kernels.weak_tensors import WeakTensorMap
 from tests.helpers.fake_cuda import FakeCuda, Watch
 from tests.helpers.fed_ranks import digest
 from tests.helpers.fed_states import CPU, ordinary, stand_in, train
@@ -167,13 +168,13 @@ def test_without_pinned_memory_it_is_ordinary_memory_and_the_log_says_so(caplog:
     ]
 
 
-def test_what_is_beside_a_tensor_goes_with_it() -> None:
-    beside: Beside[str] = Beside()
+def test_a_value_in_a_weak_map_goes_with_its_tensor() -> None:
+    values: WeakTensorMap[str] = WeakTensorMap()
     a, b = torch.ones(3), torch.ones(3)
-    beside.set(a, "a")
-    assert beside.get(a) == "a" and beside.get(b) is None
+    values.set(a, "a")
+    assert values.get(a) == "a" and values.get(b) is None
     del a
-    assert len(beside) == 0
+    assert len(values) == 0
 
 
 # --- ranks ---

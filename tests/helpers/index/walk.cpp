@@ -37,16 +37,16 @@ extern "C" {
 // int64 [segments, 4] as in kernels/reference.py; counts: zeros [rows, row_size]. Returns -1, or the place of an error:
 // an element outside, a pack that is not aligned (segments at multiples of `width` given), a piece that leaves its
 // chunk, a chunk whose number is not its place in the row, where its sum goes, a launch out of turn.
-int64_t walk_cuda(const int64_t* table, int64_t segments, int64_t rows, int width, int turns, int64_t enough, int few,
+int64_t walk_cuda(const int64_t* table, int64_t segments, int64_t rows, int width, int unroll, int64_t enough, int few,
                   int reversed, uint8_t* data, int64_t stride) {
   constexpr int threads = kThreads;
   const Counts counts{data, stride};
-  const Call call = call_of(reinterpret_cast<const Segment*>(table), segments, rows, 1, nullptr, -1);
-  const int64_t sweep = int64_t{threads} * width * turns, chunk = chunk_for(row_elements(call), sweep, enough);
+  const Problem problem = problem_of(reinterpret_cast<const Segment*>(table), segments, rows, 1, nullptr, -1);
+  const int64_t sweep = int64_t{threads} * width * unroll, chunk = chunk_for(row_elements(problem), sweep, enough);
   std::map<int64_t, int64_t> chunks_before;  // chunks of the row by a segment's offset
   int64_t chunks = 0;
-  for (int64_t i = 0; i < segments; chunks += chunks_of(call.table[i++].length, chunk)) {
-    if (call.table[i].length > 0) chunks_before[call.table[i].offset] = chunks;
+  for (int64_t i = 0; i < segments; chunks += chunks_of(problem.table[i++].length, chunk)) {
+    if (problem.table[i].length > 0) chunks_before[problem.table[i].offset] = chunks;
   }
   const List none;
   int64_t error = kFine, previous = reversed != 0 ? chunks : 0;
@@ -56,23 +56,23 @@ int64_t walk_cuda(const int64_t* table, int64_t segments, int64_t rows, int widt
     previous = place.chunks_before;
     for (unsigned index = 0; index < rows * static_cast<unsigned>(part.blocks()); ++index) {
       for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) {
-        const Unit unit = unit_of<true>(part, index);
-        if (unit.count == 0) continue;
-        const int64_t offset = part.offset[unit.segment], first = offset + unit.begin;
-        const bool fits = unit.count > 0 && unit.count <= chunk && unit.begin % width == 0;
-        if (!fits || unit.begin + unit.count > part.length[unit.segment]) return error = first, 1;
-        if (place.chunks_before + unit.chunk != chunks_before.at(offset) + unit.begin / chunk) return error = first, 1;
-        const int whole = unit.count - unit.count % width;
+        const Tile tile = tile_of<true>(part, index);
+        if (tile.count == 0) continue;
+        const int64_t offset = part.offset[tile.segment], first = offset + tile.begin;
+        const bool fits = tile.count > 0 && tile.count <= chunk && tile.begin % width == 0;
+        if (!fits || tile.begin + tile.count > part.length[tile.segment]) return error = first, 1;
+        if (place.chunks_before + tile.chunk != chunks_before.at(offset) + tile.begin / chunk) return error = first, 1;
+        const int whole = tile.count - tile.count % width;
         for (int start = 0; start < whole; start += sweep) {
-          for (int turn = 0; turn < turns; ++turn) {
-            const int i = start + pack_of(turn, unit.thread, threads, width);
+          for (int u = 0; u < unroll; ++u) {
+            const int i = start + vector_of(u, tile.thread, threads, width);
             if (i % width != 0) return error = first + i, 1;
             for (int lane = 0; lane < width && i < whole; ++lane) {
-              if (!counts.meet(unit.row, rows, first + i + lane)) return error = first + i, 1;
+              if (!counts.meet(tile.row, rows, first + i + lane)) return error = first + i, 1;
             }
           }
         }
-        if (const int i = whole + unit.thread; i < unit.count && !counts.meet(unit.row, rows, first + i)) {
+        if (const int i = whole + tile.thread; i < tile.count && !counts.meet(tile.row, rows, first + i)) {
           return error = first, 1;
         }
       }
@@ -80,24 +80,24 @@ int64_t walk_cuda(const int64_t* table, int64_t segments, int64_t rows, int widt
     return 0;
   };
   const std::array lists{&none};
-  few != 0 ? in_parts<3>(call, lists, chunk, kWarp * width, reversed != 0, walk)
-           : in_parts<24>(call, lists, chunk, kWarp * width, reversed != 0, walk);
+  few != 0 ? in_parts<3>(problem, lists, chunk, kWarp * width, reversed != 0, walk)
+           : in_parts<24>(problem, lists, chunk, kWarp * width, reversed != 0, walk);
   return error;
 }
 
 // The CPU kernels: chunks of all rows in `ranges` ranges of about one length, as threads get them.
 int64_t walk_cpu(const int64_t* table, int64_t segments, int64_t rows, int ranges, uint8_t* data, int64_t stride) {
   const Counts counts{data, stride};
-  const Call call = call_of(reinterpret_cast<const Segment*>(table), segments, rows, 1, nullptr, -1);
-  const int64_t units = rows * call.chunks();
+  const Problem problem = problem_of(reinterpret_cast<const Segment*>(table), segments, rows, 1, nullptr, -1);
+  const int64_t units = rows * problem.chunks();
   int64_t error = kFine;
   for (int64_t range = 0; range < ranges; ++range) {
     const int64_t begin = range * units / ranges, end = (range + 1) * units / ranges;
     if (begin == end) continue;
-    each_piece(call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
-      const int64_t first = call.table[segment].offset + piece.begin;
-      if (piece.count <= 0 || piece.count > kChunk || piece.begin % 16 != 0) error = first;
-      for (int64_t i = 0; i < piece.count && error == kFine; ++i) {
+    for_each_chunk(problem, begin, end, [&](int64_t row, int64_t segment, ChunkRange range) {
+      const int64_t first = problem.table[segment].offset + range.begin;
+      if (range.count <= 0 || range.count > kChunk || range.begin % 16 != 0) error = first;
+      for (int64_t i = 0; i < range.count && error == kFine; ++i) {
         if (!counts.meet(row, rows, first + i)) error = first + i;
       }
     });

@@ -289,8 +289,9 @@ algorithms.fedgsam FedGSAM.local_update: self.alpha => -self.alpha @ fedgsam
 algorithms.fedgsam FedGSAM.radius: rho - self.rho_min => rho @ fedgsam-schedule
 algorithms.fedgsam FedGSAM.radius: round.lr - self.lr_min => round.lr @ fedgsam-lr-min
 algorithms.fedgsam FedGSAM.radius: round.first_lr - self.lr_min => round.first_lr @ fedgsam-lr-min
-fastsam.step weigh_: sign - hparams[:, :, HParam.B] * overlap => sign + hparams[:, :, HParam.B] * overlap @ fedgsam
-fastsam.step weigh_: sign - hparams[:, :, HParam.B] * overlap => sign + 0 * overlap @ fedgsam
+fastsam.step weigh_: sign - hparams[:, :, HParam.G1_COEF] * overlap => sign + hparams[:, :, HParam.G1_COEF] * overlap @
+    fedgsam
+fastsam.step weigh_: sign - hparams[:, :, HParam.G1_COEF] * overlap => sign + 0 * overlap @ fedgsam
 fastsam_kernels.reference inner_: (b * b).sum => (a * a).sum @ fedgsam
 # FedLESAM
 algorithms.estimate LocalEstimate.estimate_step: old - server['w'] => server['w'] - old @ fedlesam
@@ -327,10 +328,10 @@ algorithms.fedrobust FedRobust.train_client: {'Lam': input_map.Lam, 'delta': inp
     {'Lam': input_map.Lam, 'delta': 0 * input_map.delta} @ fedrobust
 # The run's own options, in the step
 fastsam_kernels.reference _clip_factor: max=1.0 => max=2.0 @ fedavg clip-idle
-fastsam_kernels.reference update_norm_: v = torch.where(h[HParam.CLIP_FULL] != 0, v + h[HParam.PHI] * w, v) => pass @
-    feddyn clip-active
-fastsam_kernels.reference update_: torch.where(full, v + h[HParam.PHI] * w, v) => v @ feddyn clip-active
-fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PHI]) => 0.0 @ feddyn clip-linear
+fastsam_kernels.reference update_norm_: v = torch.where(h[HParam.CLIP_INCLUDES_PROX] != 0, v + h[HParam.PROX_MU] * w, v)
+    => pass @ feddyn clip-active
+fastsam_kernels.reference update_: torch.where(full, v + h[HParam.PROX_MU] * w, v) => v @ feddyn clip-active
+fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PROX_MU]) => 0.0 @ feddyn clip-linear
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum

@@ -1,4 +1,4 @@
-"""Where the tensors of a recorded pass lie in a row program: in parts of one row of its inputs, of its result, or of
+"""The memory plan of a row program: the tensors of a recorded pass lie in one row of its inputs, of its result, or of
 scratch memory."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, SCRATCH, 
 
 @dataclass
 class Allocation:
-    """Where the elements of a tensor that is no view of another lie; tensor: what it was in the recording."""
+    """The location of the elements of a tensor that is not a view. `tensor` is the tensor of the recording."""
 
     base: int
     offset: int
@@ -25,8 +25,12 @@ class Allocation:
 
 
 class MemoryPlan:
-    """Of all nodes of a graph. inputs: what it reads, in their order; others: those of them that are tensors of the
-    model."""
+    """The locations of all nodes of a graph.
+
+    Attributes:
+        inputs: the inputs that the graph reads, in order.
+        others: the inputs that are tensors of the model.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.inputs, self.others = list[Input](), list[Tensor]()
@@ -41,12 +45,12 @@ class MemoryPlan:
         return self._memory.size
 
     def read(self, node: Node, shape: Sequence[int]) -> Operand:
-        """`node`, broadcast to the stacked `shape`. Raises NoFormError where rows do not stay apart."""
+        """Return `node`, broadcast to the stacked `shape`. Raises NoFormError if rows do not stay separate."""
         place, t = self._place(node), node.meta["val"]
         given = self._input(place)
         check_dtype(t)
         if shape[0] != ROWS or 0 in shape:
-            raise NoFormError("what has no rows, or no elements")
+            raise NoFormError("a tensor without rows, or without elements")
         try:
             strides = t.expand(list(shape)).stride()
         except RuntimeError:
@@ -54,7 +58,7 @@ class MemoryPlan:
         own = 0 if given is not None and given.one else place.tensor.stride(0)
         alike = strides[0] == t.stride(0) and "constant" in root(node).meta and _rows_are_alike(place.tensor)
         if not (strides[0] == own or alike) or (given is not None and given.labels):
-            raise NoFormError("rows that lie in each other, or labels as numbers")
+            raise NoFormError("rows that overlap, or labels as numbers")
         return Operand(place.base, _offset(place, t), strides[1:])
 
     def labels(self, node: Node) -> Operand:
@@ -66,7 +70,7 @@ class MemoryPlan:
         return Operand(place.base, _offset(place, t), t.stride()[1:])
 
     def new(self, node: Node) -> Operand:
-        """The memory of what an operation makes. Raises NoFormError where it has no rows."""
+        """Allocate the result of an operation. Raises NoFormError if it has no rows."""
         t = node.meta["val"]
         if t.dim() < 1 or t.shape[0] != ROWS or t.stride(0) < span(t):
             raise NoFormError("a result without rows, or with rows in each other")
@@ -89,7 +93,7 @@ class MemoryPlan:
         return True
 
     def leave(self, node: Node) -> None:
-        """After an operation: what it was the last to read is no longer needed."""
+        """Free the memory of nodes that an operation was the last to read."""
         self._memory.leave(node)
 
     def _place(self, node: Node) -> Allocation:
@@ -119,8 +123,7 @@ class MemoryPlan:
 
 
 class Scratch:
-    """Memory of a row for what is between inputs and outputs; that of results which nobody reads any more is used
-    again."""
+    """Memory of a row for intermediate results. The memory of results that are no longer read is used again."""
 
     def __init__(self, graph: Graph) -> None:
         self.size, self._used = 0, dict[Node, tuple[int, int]]()
@@ -146,7 +149,7 @@ class Scratch:
 
 
 def root(node: Node) -> Node:
-    """What `node` is a view of."""
+    """Return the node of which `node` is a view."""
     while node.target in VIEWS:
         node = arguments(node)[0]
     return node
@@ -162,7 +165,8 @@ def span(t: Tensor) -> int:
 
 
 def check_dtype(t: Tensor, floating: bool = False) -> None:
-    """Counts and conditions are floats in a row program. Raises NoFormError for what has no floats for it."""
+    """Check the dtype of a tensor. Counts and conditions are floats in a row program. Raises NoFormError if they cannot
+    be."""
     if t.dtype != torch.float32 and (floating or t.dtype not in (torch.bool, torch.int64)):
         raise NoFormError(f"numbers in {t.dtype}")
 

@@ -24,10 +24,14 @@ _SERVED = frozenset(
 
 
 class RowPass:
-    """`f(*inputs) -> (losses, *gradients)` of any number of rows. The gradients are views of one field
-    `[rows, row_size]`.
+    """A pass `f(*inputs) -> (losses, *gradients)` of any number of rows. The gradients are views of one field `[rows,
+    row_size]`.
 
-    others: tensors of the model that the program reads. slots: of the parameters that have a gradient.
+    Args:
+        program: the row program.
+        others: tensors of the model that the program reads.
+        layout: layout of a row.
+        slots: indices of the parameters that have a gradient.
     """
 
     def __init__(self, program: ops.RowProgram, others: Sequence[Tensor], layout: Layout, slots: Sequence[int]) -> None:
@@ -53,13 +57,17 @@ class RowPass:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether blocks that take other numbers of steps gain from one call: on CUDA, where each row has a block and
+        """True if one call for blocks with different numbers of steps is faster. On CUDA each row has a thread block,
+        and
         no row can raise."""
         return self.program.device.type == "cuda"
 
     def train_(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
-        """The next steps of each block, as many as have one shape. Several blocks: from one store, their batches of one
-        size. form: of their rows, arranged; its losses are added to.
+        """Take the next steps of each block, as many as have one shape, and add up the losses.
+
+        Args:
+            blocks: the clients. Several blocks come from one store, and their batches have one size.
+            row_slice: their rows, with the variant set.
         """
         counts, batch = [block.alike_steps[0] for block in blocks], blocks[0].alike_steps[1]
         (x, y, places), steps = _spans(blocks, counts)
@@ -76,8 +84,9 @@ class RowPass:
 
 
 def _spans(blocks: Sequence[ClientBlock], counts: Sequence[int]) -> tuple[SampleIndices, Tensor | None]:
-    """The samples of each block's next `counts` batches, filled up to the most of them, and how many batches each row
-    has; None: all as many."""
+    """Return the samples of each block's next `counts` batches, padded to the largest count, and the number of batches
+    of
+    each row. None means that all rows have the same number."""
     feeds = [block.gatherer for block in blocks if block.gatherer is not None]
     if len(blocks) == 1:
         return feeds[0].sample_indices(blocks[0].k, counts[0]), None
@@ -92,8 +101,9 @@ def _spans(blocks: Sequence[ClientBlock], counts: Sequence[int]) -> tuple[Sample
 
 
 def row_pass(layout: Layout, device: torch.device, module: GraphModule, slots: Sequence[int]) -> RowPass | None:
-    """Of a graph whose outputs are losses and the gradients of the parameters `slots`, evaluated (see `graph_passes`)
-    on `ROWS` rows; None where an operation has no form.
+    """Return the row program of a graph whose outputs are losses and the gradients of the parameters `slots`, or None.
+
+    The graph was evaluated on `ROWS` rows (see `graph_passes`). It has no row program if an operation has no form.
     """
     try:
         written = Writer(module.graph, [layout.segments[i] for i in slots], layout.row_size)

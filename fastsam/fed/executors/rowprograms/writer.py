@@ -39,10 +39,12 @@ _BINARY = {
 
 
 class Writer:
-    """Of a graph over `ROWS` rows with losses and gradients of `segments` as outputs. The gradients are to lie in rows
-    of `row_size` elements as the segments say, the loss behind them.
+    """The writer of the program of a graph over `ROWS` rows, whose outputs are losses and gradients of `segments`.
 
-    Raises NoFormError where an operation has no form.
+    The gradients are stored in rows of `row_size` elements, as the segments say, and the loss after them.
+
+    Raises:
+        NoFormError: an operation has no form.
     """
 
     def __init__(self, graph: Graph, segments: Sequence[Segment], row_size: int) -> None:
@@ -58,7 +60,7 @@ class Writer:
             if node.op == "call_function" and node.target not in (*VIEWS, operator.getitem):
                 self._write(node)
             self.places.leave(node)
-        for node, offset, strides in late:  # in another order of memory, of an input, or of what another output is
+        for node, offset, strides in late:  # outputs in another memory order, inputs, and outputs that are equal
             self._add(Code.COPY, node.meta["val"].shape, Operand(OUT, offset, strides), node)
 
     # --- operations ---
@@ -83,7 +85,7 @@ class Writer:
         self.instructions.append(Instruction(code, tuple(shape[1:]), out, *operands, number=float(number)).flattened())
 
     def _elementwise(self, call: Node, code: Code, *read: Any, number: float = 0.0) -> None:
-        """Of tensors and numbers; what is no tensor must be a plain number."""
+        """Write an elementwise operation on tensors and plain numbers."""
         if not all(isinstance(v, Node) for v in read) or type(number) not in (int, float):
             raise NoFormError(f"{call.target} of other arguments")
         check_dtype(call.meta["val"], floating=True)
@@ -102,7 +104,7 @@ class Writer:
         shape, place = read.meta["val"].shape, self.places.new(call)
         if t.shape != shape:
             if not t.is_contiguous():
-                raise NoFormError("a copy in another shape and order")
+                raise NoFormError("a copy with another shape and memory order")
             place = replace(place, strides=torch.empty(shape, device="meta").stride()[1:])
         self._add(Code.COPY, shape, place, read)
 

@@ -35,13 +35,13 @@ inline int64_t last_level_cache() {
 
 // Returns true if streamed stores are faster: if the call's buffers do not fit the last-level cache. Streamed stores
 // save the fetch of an overwritten line, and cost the next reader a miss.
-inline bool streams(const Call& call, int64_t bytes_per_element) {
-  return call.elements() * bytes_per_element > last_level_cache();
+inline bool use_nontemporal_stores(const Problem& problem, int64_t bytes_per_element) {
+  return problem.elements() * bytes_per_element > last_level_cache();
 }
 
 template <class F>
-inline void over_chunks(const Call& call, const F& range) {
-  const int64_t units = call.rows * call.chunks(), elements = call.elements();
+inline void parallel_for_chunks(const Problem& problem, const F& range) {
+  const int64_t units = problem.rows * problem.chunks(), elements = problem.elements();
   if (elements <= kGrain) {
     if (units > 0) range(0, units);
   } else {
@@ -50,23 +50,24 @@ inline void over_chunks(const Call& call, const F& range) {
 }
 
 // Adds up each row's partial sums in the order of its chunks.
-inline void reduce(const Call& call, const std::vector<double>& partials, double* sumsq, bool accumulate) {
-  for (int64_t row = 0; row < call.rows; ++row) {
+inline void reduce(const Problem& problem, const std::vector<double>& partials, double* sumsq, bool accumulate) {
+  for (int64_t row = 0; row < problem.rows; ++row) {
     double total = 0.0;
-    for (int64_t i = 0; i < call.chunks(); ++i) total += partials[row * call.chunks() + i];
+    for (int64_t i = 0; i < problem.chunks(); ++i) total += partials[row * problem.chunks() + i];
     sumsq[row] = accumulate ? sumsq[row] + total : total;
   }
 }
 
 inline void run_norm(const NormArgs& args) {
-  std::vector<double> partials(args.call.rows * args.call.chunks());
-  over_chunks(args.call, [&](int64_t begin, int64_t end) { norm_range(args, partials.data(), begin, end); });
-  reduce(args.call, partials, args.sumsq, args.accumulate);
+  std::vector<double> partials(args.problem.rows * args.problem.chunks());
+  parallel_for_chunks(args.problem, [&](int64_t begin, int64_t end) { norm_range(args, partials.data(), begin, end); });
+  reduce(args.problem, partials, args.sumsq, args.accumulate);
 }
 
 inline void run_perturb(const PerturbArgs& args) {
-  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + size_of(args.call.backup_type));
-  over_chunks(args.call, [&](int64_t begin, int64_t end) { perturb_range(args, stream, begin, end); });
+  const bool nontemporal =
+      use_nontemporal_stores(args.problem, 2 * size_of(args.problem.weight) + size_of(args.problem.backup_type));
+  parallel_for_chunks(args.problem, [&](int64_t begin, int64_t end) { perturb_range(args, nontemporal, begin, end); });
 }
 
 // Runs over ranges of elements, each of all rows. A row's largest number is the maximum over its ranges, in any order.
@@ -91,12 +92,13 @@ inline void run_accumulate(const FixedPointArgs& args) {
 
 inline void run_update(const UpdateArgs& args) {
   const UpdateRule& rule = *args.rule;
-  const auto stored = static_cast<int64_t>((1 + rule.fields) * size_of(args.call.backup_type));
-  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + stored);
-  over_chunks(args.call, [&](int64_t begin, int64_t end) { rule.range(args, stream, begin, end); });
+  const auto stored = static_cast<int64_t>((1 + rule.fields) * size_of(args.problem.backup_type));
+  const bool nontemporal = use_nontemporal_stores(args.problem, 2 * size_of(args.problem.weight) + stored);
+  parallel_for_chunks(args.problem, [&](int64_t begin, int64_t end) { rule.range(args, nontemporal, begin, end); });
   if (!rule.counts || (args.found_inf != nullptr && *args.found_inf != 0.0f)) return;
-  for (int64_t row = 0; row < args.call.rows; ++row) {
-    for (int64_t i = 0; i < args.call.segments; ++i) args.steps[row * args.slots + args.call.table[i].slot] += 1.0f;
+  for (int64_t row = 0; row < args.problem.rows; ++row) {
+    for (int64_t i = 0; i < args.problem.segments; ++i)
+      args.steps[row * args.slots + args.problem.table[i].slot] += 1.0f;
   }
 }
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.optim.hparams import NUMBERS, OWN_OPTIONS, check_number
 from fastsam.optim.parameters import parameters_of
-from fastsam.optim.scalars import NUMBERS, OWN_OPTIONS, check_number
 from fastsam_kernels.rules import RULES
 
-OURS = (
+CONSTRUCTOR_OPTIONS = (
     "base_optimizer",
     "base_kwargs",
     *OWN_OPTIONS,
@@ -28,7 +28,7 @@ OURS = (
     "variant",
 )
 # Names of torch's options in other libraries.
-ELSEWHERE = {
+FOREIGN_NAMES = {
     "learning_rate": "lr", "step_size": "lr", "wd": "weight_decay", "decay": "weight_decay", "l2": "weight_decay",
     "mom": "momentum",
     "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas", "beta_2": "betas",
@@ -42,20 +42,20 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
         ValueError: it cannot be a base optimizer.
         TypeError: it is not an optimizer, lacks an option, or an option is not a number.
     """
-    if any(factory in rule.serves for rule in RULES.values()):
-        # they compare before they look; others may take what they like
+    if any(factory in rule.optimizer_types for rule in RULES.values()):
+        # these optimizers compare before they check the type; others may take other types
         for number, group in enumerate(groups):
             for name in NUMBERS:
                 if name in group:
                     check_number(group, name, number)
-    _refuse_unknown(factory, options)
+    _check_known(factory, options)
     for name, value in options.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise ValueError(f"{name} is a tensor on the meta device, which holds no number; give a number")
     base = factory(groups, **options)
     if not isinstance(base, Optimizer):
         raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")
-    _refuse_wrapper(base)
+    _check_no_wrapper(base)
     taken = sorted(set(OWN_OPTIONS) & set(base.defaults))
     if taken:
         raise ValueError(
@@ -71,8 +71,9 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
     return base
 
 
-def _refuse_wrapper(base: Optimizer) -> None:
-    """Raises ValueError for an optimizer whose groups are another one's: FusedSAM could not share them."""
+def _check_no_wrapper(base: Optimizer) -> None:
+    """Raise ValueError for an optimizer that takes its groups from another one, because FusedSAM could not share
+    them."""
     if not isinstance(getattr(type(base), "param_groups", None), property):
         return
     name = type(base).__name__
@@ -105,21 +106,23 @@ def options_of_base(keywords: dict[str, Any], in_a_dict: Mapping[str, Any] | Non
     for name in in_a_dict:
         if name in keywords:
             raise TypeError(f"{name} is given twice, as a keyword and in base_kwargs; leave out one of them")
-        if name in OURS:
+        if name in CONSTRUCTOR_OPTIONS:
             raise TypeError(f"{name} in base_kwargs is an option of FusedSAM: give it as a keyword")
     return {**keywords, **in_a_dict}
 
 
-def _refuse_unknown(factory: Callable[..., Optimizer], options: dict[str, Any]) -> None:
-    """Raises TypeError for an option that neither SAM nor the base optimizer has. One that takes any options decides
-    itself."""
+def _check_known(factory: Callable[..., Optimizer], options: dict[str, Any]) -> None:
+    """Raise TypeError for an option that neither SAM nor the base optimizer has.
+
+    A base optimizer that takes any option is not checked.
+    """
     taken = inspect.signature(factory).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         return
     for name in options:
         if name not in taken:
-            known = [*list(taken)[1:], *OURS]  # the first are the parameters
-            meant = ELSEWHERE.get(name.lower())
+            known = [*list(taken)[1:], *CONSTRUCTOR_OPTIONS]  # the first are the parameters
+            meant = FOREIGN_NAMES.get(name.lower())
             close = [meant] if meant in known else get_close_matches(name.lower(), known, n=1, cutoff=0.8)
             hint = f"; did you mean {close[0]}?" if close else ""
             base = getattr(factory, "__name__", "the base optimizer")
@@ -130,14 +133,14 @@ def _refuse_unknown(factory: Callable[..., Optimizer], options: dict[str, Any]) 
 
 
 def unhooked_step(base: Optimizer) -> Callable[..., Any]:
-    """The base optimizer's step without the hooks that torch puts around it: ours fire already."""
+    """Return the base optimizer's step without torch's hooks, because FusedSAM's step calls them."""
     step = type(base).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def unscale_(base: Optimizer, grad_scale: Tensor) -> None:
-    """Divides the gradients of all parameters."""
+    """Divide the gradients of all parameters by the scale."""
     for p in parameters_of(base.param_groups):
         if p.grad is not None:
             p.grad.div_(grad_scale)

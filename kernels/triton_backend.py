@@ -16,9 +16,9 @@ import torch
 try:
     from .triton_common import INTERPRETED
     from .triton_dual import dual_norm_, dual_perturb_
-    from .triton_inner import accumulate_, inner_
     from .triton_norm import norm_
     from .triton_perturb import perturb_, restore_
+    from .triton_reductions import accumulate_, inner_
     from .triton_update import update_, update_norm_
 except ImportError as error:
     _broken: str | None = f"Triton cannot be imported ({error}); `pip install triton` installs it"

@@ -16,31 +16,31 @@ from torch.optim import Optimizer
 
 from fastsam.optim import parameters
 from fastsam.optim.backup import Target
-from fastsam.optim.bucket import MEMORY, Bucket, Call, buckets_of
+from fastsam.optim.bucket import MEMORY, Bucket, BucketGrads, buckets_of
+from fastsam.optim.hparams import HParamTensor
 from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
-from fastsam.optim.rules import Group, Rule, rule_of
-from fastsam.optim.scalars import Scalars
-from fastsam.optim.sharded import drop_gathered, gathering, local
+from fastsam.optim.sharded import fsdp_modules_of, reshard, to_local
 from fastsam.optim.state_dict_format import Weights, restore_weights, saved_weights
 from fastsam.optim.update import FusedUpdate, State
-from fastsam.optim.variants.sam import SAM, Ahead, Memory
+from fastsam.optim.update_calls import Group, UpdateRule, rule_of
+from fastsam.optim.variants.sam import SAM, Memory, OnePassDirection
 from fastsam.step import Mix
 
 
-class Phase(Enum):
+class WeightState(Enum):
     """The state of the weights."""
 
-    IDLE = "the user's own"
+    ORIGINAL = "the user's own"
     PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
     PERTURBED = "at the perturbed point; the originals are saved"
 
 
-# Engines that may be between the two halves of a step. Those that are not any more leave when another engine looks.
-_between: set[ref[Buffers]] = set()
+# Engines that may be between the two halves of a step. Another engine removes the engines whose step has ended.
+_between: set[ref[ParamTracker]] = set()
 
 
-class Buffers:
+class ParamTracker:
     """Works on the parameter groups and the state of `base`, which the optimizer shares with it."""
 
     one_pass: ClassVar[bool] = False  # weights are perturbed between steps, so that a step has one pass
@@ -53,66 +53,75 @@ class Buffers:
         variant: SAM,
         mix: Mix | None,
     ) -> None:
-        """mix: None if an update reads only the last gradient."""
+        """Args:
+        base: base optimizer.
+        backend: name of the backend.
+        exclusive: nothing else refers to the memory of the parameters during a step (`assume_no_alias`).
+        variant: variant of SAM.
+        mix: coefficients of the gradients, None if an update reads only the last gradient."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
         self._mix = mix
         # The number of perturbations, which is the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self.rule: Rule | None = rule_of(base)
+        self.rule: UpdateRule | None = rule_of(base)
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
-        self.phase = Phase.IDLE
-        self.sumsq: Tensor | None = None  # float64 [1]: squared norm of the last direction
+        self.weight_state = WeightState.ORIGINAL
         self.buckets: list[Bucket] = []
-        self.split = False  # some parameters are split among ranks
-        self._gathering: list[Any] = []  # modules that gather parameters for a pass
-        self.left_out: list[Tensor] = []  # parameters that have no buffers
-        self._decided: set[int] = set()  # ids of the parameters of which this is known
+        self.has_sharded_params = False  # some parameters are split among ranks
+        self._fsdp_modules: list[Any] = []  # modules that gather parameters for a pass
+        self.uninitialized_params: list[Tensor] = []  # parameters that have no buffers
+        self._known_params: set[int] = set()  # ids of the parameters of which this is known
         self._updates: list[FusedUpdate] = []
         self._guard: ParamGuard | None = None
         self._carried: Weights = {}
         self._ref = ref(self)
 
     def begin_step(self) -> None:
-        """Note that this engine will be between the halves of a step. Raises RuntimeError if another one is, over some
-        of the same parameters: of two that save and restore the same weights one loses its update."""
+        """Note that this engine will be between the halves of a step.
+
+        Raises RuntimeError if another engine is, over some of the same parameters. Of two engines that save and restore
+        the same weights, one would lose its update.
+        """
         if _between and (len(_between) > 1 or self._ref not in _between):
             own = set(map(id, parameters_of(self.base.param_groups)))
             for found in _between - {self._ref}:
                 other = found()
-                if other is None or other.phase is Phase.IDLE:
+                if other is None or other.weight_state is WeightState.ORIGINAL:
                     _between.discard(found)
                 elif own.intersection(map(id, parameters_of(other.base.param_groups))):
                     end = "eval()" if other.one_pass else "second_step() or restore()"
                     raise RuntimeError(
-                        f"another FusedSAM has perturbed some of these parameters, and its step has not ended. Call "
-                        f"its {end} first"
+                        f"another FusedSAM has perturbed some of these parameters, and its step has not ended. "
+                        f"Call its {end} first"
                     )
         _between.add(self._ref)
 
     @property
-    def _sum(self) -> Tensor:
-        assert self.sumsq is not None
-        return self.sumsq
+    def sumsq(self) -> Tensor | None:
+        """Squared norm of the last direction, float64 `[1]`; None before the first step."""
+        return self.__dict__.get("_sum")
 
-    def collect_grads(self) -> list[Call]:
-        """Brings the buffers in line with the parameters, their options and their state, and finds the gradients that
-        are there. Raises RuntimeError for unusable ones and, in a first pass, when the model was given other
-        parameters."""
+    def collect_grads(self) -> list[BucketGrads]:
+        """Update the buffers for the present parameters, options and state, and return the present gradients.
+
+        Raises RuntimeError for unusable gradients and, in a first pass, if the model was given other parameters.
+        """
         groups, state = self.base.param_groups, self.base.state
-        self._swap_back()
+        if self.exclusive and self.weight_state is not WeightState.ORIGINAL:
+            self._swap_back()
         if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
             self._sync_params()
-            self._admit()
+            self._init_late_params()
             self._refresh_options(groups)
             return [(bucket, *bucket.gather()) for bucket in self.buckets]
-        first, guard = self.one_pass or self.phase is Phase.IDLE, self._guard
-        calls = None if guard is None else guard.gradients(groups, state, first)
+        first, guard = self.one_pass or self.weight_state is WeightState.ORIGINAL, self._guard
+        calls = None if guard is None else guard.gradients(groups, state, first, reads_state=self.one_pass or not first)
         if calls is None:
             self._sync_params()
-            self._admit()
+            self._init_late_params()
             self._sync_state(state)
         assert self._guard is not None
-        if first and (abandoned := self._guard.abandoned()):
+        if first and (abandoned := self._guard.abandoned(state)):
             raise RuntimeError(
                 f"only this optimizer still refers to its parameters {abandoned}. The model has got other "
                 f"ones, as "
@@ -120,50 +129,53 @@ class Buffers:
                 "model.parameters() and "
                 "load this one's state_dict() into it"
             )
-        self._refresh_options(groups)
+        if self._hparams.changed(groups):
+            self._read_options()
+        if self._hparams.live:
+            self._hparams.copy_live()
         if calls is None or self._guard is not guard:
             calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
             self._guard.expect(calls, first)
         return calls
 
-    def _admit(self) -> None:
-        """Makes room for parameters that had been left out, and have a gradient now."""
-        if self.left_out and any_gradient(self.left_out):
+    def _init_late_params(self) -> None:
+        """Make buffers for parameters that had none, and have a gradient now."""
+        if self.uninitialized_params and any_gradient(self.uninitialized_params):
             self.rebuild()
 
     def _swap_back(self) -> None:
         """Give parameters in separate perturbed memory their own memory back, before their addresses are read."""
-        if self.phase is not Phase.IDLE:
-            for bucket in self.buckets:
-                bucket.backup.swap_back()
+        for bucket in self.buckets:
+            bucket.backup.swap_back()
 
     def _refresh_options(self, groups: list[Group]) -> None:
-        if self._scalars.changed(groups):
+        if self._hparams.changed(groups):
             self._read_options()
-        self._scalars.copy_live()
+        if self._hparams.live:
+            self._hparams.copy_live()
 
     def set_max_grad_norm(self, limit: float | None) -> None:
         """Set the limit of the combined gradient, from the next step on."""
         self.max_grad_norm = limit
         if self._guard is not None:
-            self._scalars.set_max_grad_norm(limit)
+            self._hparams.set_max_grad_norm(limit)
 
     @torch._disable_dynamo
     def _read_options(self) -> None:
         if rule_of(self.base) is not self.rule:
             self.rebuild()
         else:
-            self._scalars.read(self.base.param_groups)
+            self._hparams.read(self.base.param_groups)
 
     def _sync_state(self, state: State) -> None:
         assert self._guard is not None
         if not self._guard.same_state(state):
             self._guard.note_state(state)
             for update in self._updates:
-                update.forget()
+                update.reset()
 
     def _sync_params(self) -> None:
-        """Notices parameters that moved, were converted or replaced."""
+        """Notice parameters that moved, were converted or replaced."""
         if self._guard is None:
             self.rebuild()
         elif torch.compiler.is_compiling():
@@ -172,7 +184,7 @@ class Buffers:
             self.rebuild()
         elif not self._guard.same_memory():
             self._check_shapes()
-            midway = self.phase is not Phase.IDLE and any(
+            midway = self.weight_state is not WeightState.ORIGINAL and any(
                 bucket.backup.target is Target.PARAMS for bucket in self.buckets
             )
             if midway or not all(bucket.fits() for bucket in self.buckets):
@@ -180,66 +192,71 @@ class Buffers:
             else:
                 parameters.check(self._guard.params)
                 for bucket in self.buckets:
-                    bucket.moved()
+                    bucket.follow_params()
                 for update in self._updates:
-                    update.forget()
-                self._guard = self._make_guard(self._guard.params, self.buckets, self.left_out)
+                    update.reset()
+                self._guard = self._make_guard(self._guard.params, self.buckets, self.uninitialized_params)
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
-        """New buffers for the parameters as they are now. All state that still fits moves along, converted where the
-        parameters were."""
+        """Make new buffers for the present parameters.
+
+        State that still fits is kept, and converted if its parameter was.
+        """
         groups = self.base.param_groups
         params = parameters_of(groups)
         parameters.check(params)
         if not self.one_pass:
-            parameters.refuse_private(params)
+            parameters.check_not_private(params)
         self._check_shapes()
         self._release(params)
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
-        scalars = Scalars(rule, groups, device, self._mix, self.variant.ahead is Ahead.MOMENTUM)
+        scalars = HParamTensor(
+            rule, groups, device, self._mix, self.variant.one_pass_direction is OnePassDirection.MOMENTUM
+        )
         scalars.max_grad_norm = self.max_grad_norm
         scalars.read(groups)
         weights = {**self._carried, **self.saved()}
-        left_out = self._without_buffers(params, weights)
+        uninitialized = self._without_buffers(params, weights)
         fused = rule is not None
-        buckets = buckets_of(groups, left_out, self.backend, device, scalars.tensor, fused, self.exclusive)
+        buckets = buckets_of(groups, uninitialized, self.backend, device, scalars.tensor, fused, self.exclusive)
         for bucket in buckets:
             if self.variant.memory is not Memory.NONE:
                 dtype = bucket.compute if self.variant.memory is Memory.DIRECTION else bucket.dtype
                 bucket.arena.field(MEMORY, dtype)  # a part of the state from the first step on
-            restore_weights(bucket, weights, self.phase is not Phase.IDLE)
+            restore_weights(bucket, weights, self.weight_state is not WeightState.ORIGINAL)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:
-            update.adopt(scalars.kinds, self.base.state)
+            update.adopt(scalars.specs, self.base.state)
         self.perturbations = self.perturbations.to(device)
-        sumsq = torch.zeros(1, dtype=torch.float64, device=device)
-        self.sumsq = sumsq if self.sumsq is None else sumsq.copy_(self.sumsq)
-        guard = self._make_guard(params, buckets, left_out)
+        before, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
+        if before is not None:
+            self._sum.copy_(before)
+        guard = self._make_guard(params, buckets, uninitialized)
         # From here on nothing can fail.
-        self.rule, self._scalars, self.buckets, self._updates = rule, scalars, buckets, updates
+        self.rule, self._hparams, self.buckets, self._updates = rule, scalars, buckets, updates
         self._guard, self._carried = guard, {}
-        self.split = any(bucket.axes for bucket in buckets)
+        self.has_sharded_params = any(bucket.shard_groups for bucket in buckets)
         members = [p for bucket in buckets for p in bucket.params] if any(b.sharded for b in buckets) else []
-        self._gathering = gathering(members)
-        self.left_out, self._decided = left_out, set(map(id, params))
+        self._fsdp_modules = fsdp_modules_of(members)
+        self.uninitialized_params, self._known_params = uninitialized, set(map(id, params))
 
     def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
-        """Those that had no gradient yet, and needed none when they were first looked at."""
-        before, state = set(map(id, self.left_out)), self.base.state
+        """Return the parameters that had no gradient yet, and required none when they were first seen."""
+        before, state = set(map(id, self.uninitialized_params)), self.base.state
         fresh = [p for p in params if p.grad is None and p not in state and p not in weights]
-        return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._decided)]
+        return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._known_params)]
 
-    def _make_guard(self, params: list[Tensor], buckets: list[Bucket], left_out: list[Tensor]) -> ParamGuard:
-        guard = ParamGuard(self.base.param_groups, params, buckets, left_out, self._guard)
+    def _make_guard(self, params: list[Tensor], buckets: list[Bucket], uninitialized: list[Tensor]) -> ParamGuard:
+        guard = ParamGuard(self.base.param_groups, params, buckets, uninitialized, self._guard)
         guard.note_state(self.base.state)
         return guard
 
     def _check_shapes(self) -> None:
         for bucket in self.buckets:
             for number, p, segment in zip(bucket.numbers, bucket.params, bucket.layout.segments, strict=True):
-                shape = local(p).shape
+                shape = to_local(p).shape
                 if shape != segment.shape:
                     raise RuntimeError(
                         f"parameter {number} had shape {tuple(segment.shape)} when it was last stepped and has "
@@ -248,56 +265,58 @@ class Buffers:
                     )
 
     def _release(self, params: Sequence[Tensor]) -> None:
-        """Parameters that left the groups while they were perturbed get their weights back."""
-        if self.phase is Phase.IDLE:
+        """Restore the weights of parameters that left the groups while they were perturbed."""
+        if self.weight_state is WeightState.ORIGINAL:
             return
         staying = set(map(id, params))
         for bucket in self.buckets:
             bucket.backup.restore(
-                bucket.select(tuple(i for i in bucket.held.slots if id(bucket.params[i]) not in staying))
+                bucket.select(tuple(i for i in bucket.backed_up.slots if id(bucket.params[i]) not in staying))
             )
 
     def saved(self) -> Weights:
-        """Copies of master weights and, while perturbed, of the unperturbed weights."""
+        """Return copies of master weights and, while perturbed, of the unperturbed weights."""
         if self._guard is None:
             return self._carried
-        return saved_weights(self.buckets, self.phase is not Phase.IDLE)
+        return saved_weights(self.buckets, self.weight_state is not WeightState.ORIGINAL)
 
-    def load(self, weights: Weights, perturbed: bool, left_out: Sequence[int] | None) -> None:
-        """Take over saved weights, with the state and the groups of `base`. Buffers are made at the next step.
+    def load(self, weights: Weights, perturbed: bool, uninitialized: Sequence[int] | None) -> None:
+        """Take over saved weights, with the state and the groups of `base`. ParamTracker are made at the next step.
 
         Args:
             weights: the saved weights.
             perturbed: they were saved between the passes.
-            left_out: numbers of the parameters that had no buffers, or None if unknown.
+            uninitialized: numbers of the parameters that had no buffers, or None if unknown.
         """
-        self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
+        self.weight_state = WeightState.PERTURBED if perturbed else WeightState.ORIGINAL
         if perturbed:
             _between.add(self._ref)
         self._carried, self._guard = weights, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)
-        self.left_out = [params[i] for i in left_out or ()]
-        self._decided = set() if left_out is None else set(map(id, params))
+        self.uninitialized_params = [params[i] for i in uninitialized or ()]
+        self._known_params = set() if uninitialized is None else set(map(id, params))
 
     @torch._disable_dynamo
     def make_state(self) -> None:
-        """Make the state of the base optimizer as it is before its first step, for parameters with a gradient. Loaders
-        fill it with a saved state."""
+        """Make the state of the base optimizer as it is before its first step, for parameters with a gradient.
+
+        Loaders fill it with a saved state.
+        """
         self._sync_params()
-        self._admit()
+        self._init_late_params()
         for update in self._updates:
-            update.begin(self._scalars.kinds, self.base.state)
+            update.make_initial_state(self._hparams.specs, self.base.state)
 
     def _invalidate_unsharded(self) -> None:
-        """Drop what torch keeps of the weights of before: autocast's casts and gathered parameters."""
+        """Drop copies that torch keeps of the old weights: autocast's casts and gathered parameters."""
         if not torch.compiler.is_compiling():
             torch.clear_autocast_cache()  # else a region of autocast around both passes casts the weights once
-        if self._gathering:
-            drop_gathered(self._gathering)
+        if self._fsdp_modules:
+            reshard(self._fsdp_modules)
 
-    def numbers_left_out(self) -> list[int] | None:
-        """The numbers of the parameters that have no buffers, None before the first step."""
-        absent = set(map(id, self.left_out))
+    def uninitialized_numbers(self) -> list[int] | None:
+        """Return the numbers of the parameters that have no buffers, None before the first step."""
+        absent = set(map(id, self.uninitialized_params))
         numbers = [i for i, p in enumerate(parameters_of(self.base.param_groups)) if id(p) in absent]
-        return numbers if self._decided else None
+        return numbers if self._known_params else None

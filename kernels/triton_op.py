@@ -13,10 +13,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .rule import MOST_FIELDS
+from .rule import MAX_STATE
 from .triton_chunks import Operand
 from .triton_common import INTERPRETED, WARPS
-from .triton_tables import field_of, operand_of, plan_of
+from .triton_tables import chunk_table_of, field_of, operand_of
 
 
 class Call:
@@ -34,7 +34,7 @@ class Call:
         hparams: Tensor | None = None,
         **operands: Sequence[Tensor] | Tensor | None,
     ) -> None:
-        self.plan, self.rows, self.device = plan_of(table, device), rows, device
+        self.plan, self.rows, self.device = chunk_table_of(table, device), rows, device
         self.programs = self.plan.n_chunks * rows
         self._aligned = self.plan.aligned
         self._args: dict[str, Any] = {name: self._operand(x) for name, x in operands.items()}
@@ -102,7 +102,7 @@ def schema_of(function: Callable[..., None], writes: Sequence[str]) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
         if name == "state":
-            parts += [f"Tensor(state{field}!)? state{field}" for field in range(MOST_FIELDS)]
+            parts += [f"Tensor(state{field}!)? state{field}" for field in range(MAX_STATE)]
             continue
         kind = str(parameter.annotation).replace("Sequence[Tensor]", "Tensor[]").replace(" | None", "?")
         kind = kind.replace("Tensor", f"Tensor(a{i}!)") if name in writes else kind

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from . import reference
-from .conventions import HIGH_BITS, LIMIT, LOW_BITS
-from .triton_call import Call, compilable, launch
+from .constants import HIGH_BITS, LIMIT, LOW_BITS
 from .triton_chunks import add_up, locate, read
 from .triton_common import LANES
 from .triton_norm import finish_row, sum_chunks_
+from .triton_op import Call, compilable, launch
 
 LOW_UNIT = tl.constexpr(2.0**LOW_BITS)
 LOW_SHIFT, LOW_MASK = tl.constexpr(LOW_BITS), tl.constexpr((1 << LOW_BITS) - 1)

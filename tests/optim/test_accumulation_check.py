@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import FusedSAM
-from fastsam.optim.leftover import EVERY
+from fastsam.optim.accumulation_check import EVERY
 from tests.helpers.sam_oracle import backward, landscape, make_parameters
 
 SGD = torch.optim.SGD

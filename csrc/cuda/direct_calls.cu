@@ -1,8 +1,8 @@
-// raw_frame.h on CUDA. Each function launches its kernels on the frame's stream and returns 0, or a different value if
-// it failed.
+// direct_call_args.h on CUDA. Each function launches its kernels on the frame's stream and returns 0, or a different
+// value if it failed.
 #include <cuda_runtime.h>
 
-#include "../raw_frame.h"
+#include "../direct_call_args.h"
 
 namespace fastsam {
 namespace {
@@ -26,7 +26,7 @@ int on_device(int64_t index, const F& f) noexcept {
 
 // Returns the number of partial sums of the norm.
 FASTSAM_EXPORT int64_t fastsam_partials_cuda(const int64_t* frame) {
-  return fastsam::norm_partials_cuda(fastsam::call_of(frame));
+  return fastsam::norm_partials_cuda(fastsam::problem_of(frame));
 }
 
 FASTSAM_EXPORT int fastsam_norm_perturb_cuda(const int64_t* frame, const int64_t* grads, double* sumsq, int adaptive,
@@ -42,7 +42,7 @@ FASTSAM_EXPORT int fastsam_norm_perturb_cuda(const int64_t* frame, const int64_t
   });
 }
 
-FASTSAM_EXPORT const void* fastsam_rule_cuda(const char* name) { return fastsam::rule_named(name); }
+FASTSAM_EXPORT const void* fastsam_rule_cuda(const char* name) { return fastsam::find_rule(name); }
 
 FASTSAM_EXPORT int fastsam_update_cuda(const int64_t* frame, const int64_t* grads, const void* rule, void* const* state,
                                        int first, int keep) {

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fastsam.optim.param_guard import Groups
 from fastsam.optim.parameters import parameters_of
-from fastsam.optim.sharded import local
+from fastsam.optim.sharded import to_local
 
 _version_of = Tensor._version.__get__  # type: ignore[attr-defined]
-# The first four steps are looked at, then one of 64: a loop accumulates in all of them or in none.
+# The first four steps are checked, then one of 64, because a loop accumulates in all steps or in none.
 FIRST, EVERY = 4, 64
-# So many times gradients may be found to be zero (`zero_grad(set_to_none=False)`): reading them waits for the device.
+# Number of times that gradients may be zero (`zero_grad(set_to_none=False)`). Reading them waits for the device.
 FALSE_ALARMS = 8
 
 MESSAGE = (
@@ -30,22 +30,24 @@ MESSAGE = (
 )
 
 
-class Leftover:
-    """Watches the gradients from the end of one closure's step to the beginning of the next, by identity and version;
-    keeps none alive."""
+class AccumulationCheck:
+    """Check of the gradients from the end of one closure's step to the beginning of the next.
+
+    It compares identities and versions, and keeps no gradient alive.
+    """
 
     def __init__(self) -> None:
         self._steps = 0
         self._looks = FALSE_ALARMS
-        self._oldest: weakref.ref[Tensor] | None = None  # ids may be those of new tensors, when the old ones are gone
+        self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
         self._used: list[tuple[int, int]] | None = []  # None: not noted
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget the known gradients, because a step failed or was made in two halves."""
         self._used = None
 
-    def note(self, groups: Groups) -> None:
-        """The gradients that are there were used, all of them."""
+    def record(self, groups: Groups) -> None:
+        """Record the present gradients, which were all used."""
         self._steps += 1
         if not self._looks or (self._steps >= FIRST and self._steps % EVERY):
             self._used = None
@@ -54,8 +56,8 @@ class Leftover:
         self._oldest = weakref.ref(grads[0]) if grads else None
         self._used = _marks(grads)
 
-    def warn(self, groups: Groups) -> None:
-        """Says once that there are others now, which the step that begins takes away."""
+    def check(self, groups: Groups) -> None:
+        """Warn once if there are other gradients now, which the step that begins would clear."""
         used = self._used
         self._used = None  # until this step is made
         if used is None:
@@ -65,7 +67,7 @@ class Leftover:
         if not grads or (not fresh and _marks(grads) == used):
             return
         self._looks -= 1
-        if any(g.layout != torch.strided or bool(local(g).any()) for g in grads):
+        if any(g.layout != torch.strided or bool(to_local(g).any()) for g in grads):
             self._looks = 0
             warnings.warn(MESSAGE, UserWarning, stacklevel=5)
 

@@ -1,4 +1,4 @@
-// The two passes of an optimizer's step without torch's dispatcher, called by kernels/raw_calls.py. Unpacking the
+// The two passes of an optimizer's step without torch's dispatcher, called by kernels/direct_calls.py. Unpacking the
 // arguments of an op costs 3 us, and 0.13 us per tensor and list, more than the work on a small model. Arrays of
 // addresses cost almost nothing.
 //
@@ -12,18 +12,18 @@
 
 namespace fastsam {
 
-enum Word : int {
+enum ArgSlot : int {
   SEGMENTS,
   TABLE,
   HPARAMS,
   WEIGHT,  // Type of the weights and the gradients
   STORED,  // Type of backup
   BACKUP,
-  LAUNCH,   // the address of 64-bit words for CUDA, in the order of LaunchWord
+  LAUNCH,   // the address of 64-bit words for CUDA, in the order of LaunchSlot
   WEIGHTS,  // the first of the addresses
 };
 
-enum LaunchWord : int {
+enum LaunchSlot : int {
   DEVICE,    // the index of the GPU
   STREAM,    // a cudaStream_t
   PARTIALS,  // partial sums of norm_
@@ -35,34 +35,34 @@ T* pointer(int64_t word) {
   return reinterpret_cast<T*>(word);
 }
 
-inline Call call_of(const int64_t* frame) {
+inline Problem problem_of(const int64_t* frame) {
   const auto table = pointer<const Segment>(frame[TABLE]);
-  Call call = call_of(table, frame[SEGMENTS], 1, 1, pointer<const double>(frame[HPARAMS]), -1);
-  call.weight = static_cast<Type>(frame[WEIGHT]);
-  call.backup_type = static_cast<Type>(frame[STORED]);
-  return call;
+  Problem problem = problem_of(table, frame[SEGMENTS], 1, 1, pointer<const double>(frame[HPARAMS]), -1);
+  problem.weight = static_cast<Type>(frame[WEIGHT]);
+  problem.backup_type = static_cast<Type>(frame[STORED]);
+  return problem;
 }
 
-inline List list_of(const int64_t* addresses, const Call& call) {
+inline List list_of(const int64_t* addresses, const Problem& problem) {
   void* const* first = reinterpret_cast<void* const*>(addresses);
-  return List{std::vector<void*>(first, first + call.segments), std::vector<int64_t>(call.segments)};
+  return List{std::vector<void*>(first, first + problem.segments), std::vector<int64_t>(problem.segments)};
 }
 
 // Returns the operand in backup's place if it has the dtype of the weights and is not a field. The table's offsets are
 // relative to its first address.
-inline List list_in_backup(const int64_t* frame, const Call& call) {
-  List list{std::vector<void*>(call.segments), std::vector<int64_t>(call.segments)};
-  const auto size = static_cast<int64_t>(size_of(call.backup_type));
-  for (int64_t i = 0; i < call.segments; ++i) {
-    list.start[i] = pointer<char>(frame[BACKUP]) + call.table[i].offset * size;
+inline List list_in_backup(const int64_t* frame, const Problem& problem) {
+  List list{std::vector<void*>(problem.segments), std::vector<int64_t>(problem.segments)};
+  const auto size = static_cast<int64_t>(size_of(problem.backup_type));
+  for (int64_t i = 0; i < problem.segments; ++i) {
+    list.start[i] = pointer<char>(frame[BACKUP]) + problem.table[i].offset * size;
   }
   return list;
 }
 
 inline PerturbArgs perturb_of(const int64_t* frame, const int64_t* grads, const double* sumsq, bool save) {
-  PerturbArgs args{call_of(frame)};
-  args.params = list_of(frame + WEIGHTS, args.call);
-  args.grads = list_of(grads, args.call);
+  PerturbArgs args{problem_of(frame)};
+  args.params = list_of(frame + WEIGHTS, args.problem);
+  args.grads = list_of(grads, args.problem);
   args.backup = Field{pointer<void>(frame[BACKUP]), 0};
   args.sumsq = sumsq;
   args.save = save;
@@ -71,16 +71,16 @@ inline PerturbArgs perturb_of(const int64_t* frame, const int64_t* grads, const 
 
 // Returns the arguments of the perturbation's norm. Adaptive groups need weights, which are in backup without `save`.
 inline NormArgs norm_of(const int64_t* frame, const PerturbArgs& args, double* sumsq, bool adaptive) {
-  const List weights = !adaptive ? List{} : args.save ? args.params : list_in_backup(frame, args.call);
-  return NormArgs{args.call, args.grads, weights, sumsq, false};
+  const List weights = !adaptive ? List{} : args.save ? args.params : list_in_backup(frame, args.problem);
+  return NormArgs{args.problem, args.grads, weights, sumsq, false};
 }
 
 // state: the addresses of the rule's fields (nullptr for an absent field), then the address of the steps.
 inline UpdateArgs update_of(const int64_t* frame, const int64_t* grads, const void* rule, void* const* state,
                             bool first, bool keep) {
-  UpdateArgs args{call_of(frame)};
-  args.params = list_of(frame + WEIGHTS, args.call);
-  args.grads = list_of(grads, args.call);
+  UpdateArgs args{problem_of(frame)};
+  args.params = list_of(frame + WEIGHTS, args.problem);
+  args.grads = list_of(grads, args.problem);
   args.backup = Field{pointer<void>(frame[BACKUP]), 0};
   args.rule = static_cast<const UpdateRule*>(rule);
   for (int i = 0; i < kMostState; ++i) args.state[i] = Field{state[i], 0};

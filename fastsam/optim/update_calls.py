@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import Bucket, Call
+from fastsam.optim.bucket import Bucket, BucketGrads
 from fastsam.optim.selection import Selection
-from fastsam_kernels.rule import Rule
+from fastsam_kernels.rule import UpdateRule
 from fastsam_kernels.rules import RULES
 
 Group = dict[str, Any]
 
 
-class Kind(NamedTuple):
-    """Parameters of one kind are updated by one call."""
+class StateSpec(NamedTuple):
+    """The state that an update reads and writes. Parameters of one specification are updated by one call."""
 
     fields: tuple[str, ...]  # keys of the state that they have
     counter: str | None
-    starts_alone: bool  # their first update is another than the later ones
-    starts: tuple[float, ...]  # values of the fields before the first step
+    initializes_in_first_step: bool  # their first update differs from later ones
+    initial_values: tuple[float, ...]  # values of the fields before the first step
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 class UpdateInputs(NamedTuple):
     """Inputs of an update besides options and state, and the calls that follow it."""
 
-    calls: Sequence[Call]
+    calls: Sequence[BucketGrads]
     g1_field: str | None = None  # field of another gradient that the update reads
     after: list[partial[Any]] = []  # noqa: RUF012  (never written)
     found_inf: Tensor | None = None  # not 0: nothing is updated
@@ -55,25 +55,31 @@ class UpdateInputs(NamedTuple):
         return None if self.g1_field is None else part.views(bucket.arena.field(self.g1_field, bucket.dtype))
 
 
-def kind_of(rule: Rule, group: Group) -> Kind:
-    """The kind of a group's parameters."""
-    fields, start = rule.fields(group), rule.start(group)
+def state_spec_of(rule: UpdateRule, group: Group) -> StateSpec:
+    """Return the state specification of a group's parameters."""
+    fields, start = rule.fields(group), rule.initial_state(group)
     starts = start if isinstance(start, tuple) else (start,) * len(fields)
-    return Kind(fields, rule.counter, rule.starts_alone(group), starts)
+    return StateSpec(fields, rule.counter, rule.initializes_in_first_step(group), starts)
 
 
-def operands_of(rule: Rule, bucket: Bucket, kind: Kind) -> tuple[list[Tensor | None], Tensor | None]:
+def operands_of(rule: UpdateRule, bucket: Bucket, spec: StateSpec) -> tuple[list[Tensor | None], Tensor | None]:
     """Return the state's fields (None for missing ones), and the step counts if the rule has them."""
-    state = [bucket.field(name) if name in kind.fields else None for name in rule.state]
-    return state, None if kind.counter is None else bucket.steps
+    state = [bucket.field(name) if name in spec.fields else None for name in rule.state]
+    return state, None if spec.counter is None else bucket.steps
 
 
 def calls_of(
-    rule: Rule, bucket: Bucket, part: Selection, grads: Sequence[Tensor], kind: Kind, first: bool, inputs: UpdateInputs
+    rule: UpdateRule,
+    bucket: Bucket,
+    part: Selection,
+    grads: Sequence[Tensor],
+    spec: StateSpec,
+    first: bool,
+    inputs: UpdateInputs,
 ) -> list[partial[Any]]:
     """Return the update of `part`, ready to run: calls to make in order, until one returns true because it could not
     run."""
-    state, steps = operands_of(rule, bucket, kind)
+    state, steps = operands_of(rule, bucket, spec)
     operands = *bucket.backup.operands(part), grads, part.table, bucket.hparams, rule.name, state
     options: dict[str, Any] = {"steps": steps, "g1": inputs.g1(bucket, part), "first": first}
     options |= {"grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf, "sumsq_v": inputs.sumsq}
@@ -81,14 +87,14 @@ def calls_of(
 
 
 def op_calls(bucket: Bucket, operands: Sequence[Any], options: dict[str, Any]) -> list[partial[Any]]:
-    """`update_` with these operands and all of its options that an optimizer has, as calls to make in order."""
+    """Return `update_` with these operands and options as calls to make in order."""
     make = None if torch.compiler.is_compiling() else getattr(bucket.kernels, "update_calls", None)
     return [partial(bucket.kernels.update_, *operands, **options)] if make is None else make(*operands, **options)
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
+def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     """Return the rule of `optimizer`, or None if its own `step` must make the update."""
     for rule in RULES.values():
-        if type(optimizer) in rule.serves and all(map(rule.fits, optimizer.param_groups)):
+        if type(optimizer) in rule.optimizer_types and all(map(rule.supports, optimizer.param_groups)):
             return rule
     return None

@@ -29,84 +29,38 @@ struct RowPlaces {
   const int64_t* labels;
 };
 
-// ---- functions of one number, as csrc/rowprograms/lane_math.h ----
+// ---- the elementwise operations, for one number ----
 
-__device__ __forceinline__ float exponential(float x) {
-  x = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
-  const float shifted = x * 1.44269504088896341f + 12582912.0f;
-  const unsigned n = bit_cast<unsigned>(shifted) - bit_cast<unsigned>(12582912.0f);
-  const float whole = shifted - 12582912.0f;
-  const float r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const unsigned half = static_cast<unsigned>(static_cast<int>(n) >> 1);
-  return p * bit_cast<float>((half + 127u) << 23) * bit_cast<float>((n - half + 127u) << 23);
+using Lanes = float;
+using Places = int;
+
+__device__ __forceinline__ float every(float x) { return x; }
+__device__ __forceinline__ float chosen(bool where, float yes, float no) { return where ? yes : no; }
+__device__ __forceinline__ int bits_of(float x) { return bit_cast<int>(x); }
+__device__ __forceinline__ float from_bits(int bits) { return bit_cast<float>(bits); }
+__device__ __forceinline__ float converted(int x) { return static_cast<float>(x); }
+__device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
+__device__ __forceinline__ bool all(bool where) { return where; }
+template <class F>
+__device__ __forceinline__ float by_lane(float x, F f) {
+  return f(x);
 }
 
-__device__ __forceinline__ float logarithm(float x) {
-  const int bits = bit_cast<int>(x);
-  if (bits < 0x00800000 || bits >= 0x7F800000) return x == 0.0f ? -INFINITY : logf(x);
-  const int n = (bits - 0x3F3504F3) >> 23;
-  const float m = bit_cast<float>(bits - n * (1 << 23)) - 1.0f, e = static_cast<float>(n), square = m * m;
-  float p = 7.0376836292e-2f;
-  p = p * m - 1.1514610310e-1f;
-  p = p * m + 1.1676998740e-1f;
-  p = p * m - 1.2420140846e-1f;
-  p = p * m + 1.4249322787e-1f;
-  p = p * m - 1.6668057665e-1f;
-  p = p * m + 2.0000714765e-1f;
-  p = p * m - 2.4999993993e-1f;
-  p = p * m + 3.3333331174e-1f;
-  p = p * m * square + e * -2.12194440e-4f - 0.5f * square;
-  return m + p + e * 0.693359375f;
-}
+#define FASTSAM_LANES __device__ __forceinline__
+#include "../rowprograms/element_math.h"
+#undef FASTSAM_LANES
 
 __device__ __forceinline__ float element(Code code, float a, float b, float c, float number) {
+  const float exponent = number;
+#define FASTSAM_ELEMENT(code, result) \
+  case Code::code:                    \
+    return result;
   switch (code) {
-    case Code::relu:
-      return a < 0.0f ? 0.0f : a;
-    case Code::negate:
-      return -a;
-    case Code::exponential:
-      return exponential(a);
-    case Code::logarithm:
-      return logarithm(a);
-    case Code::root:
-      return sqrtf(a);
-    case Code::inverse_root:
-      return 1.0f / sqrtf(a);
-    case Code::magnitude:
-      return fabsf(a);
-    case Code::tanh:
-      return tanhf(a);
-    case Code::sigmoid:
-      return 1.0f / (1.0f + exponential(-a));
-    case Code::add:
-      return a + number * b;
-    case Code::scale:
-      return a * number;
-    case Code::power:
-      return number == 2.0f ? a * a : powf(a, number);
-    case Code::multiply:
-      return a * b;
-    case Code::divide:
-      return a / b;
-    case Code::threshold_backward:
-      return b <= number ? 0.0f : a;
-    case Code::tanh_backward:
-      return a * (1.0f - b * b);
-    case Code::sigmoid_backward:
-      return a * (1.0f - b) * b;
-    case Code::multiply_add:
-      return a + number * (b * c);
-    default:  // copy
+    FASTSAM_ELEMENT_OPS(FASTSAM_ELEMENT)
+    default:
       return a;
   }
+#undef FASTSAM_ELEMENT
 }
 
 // ---- elements and sums ----

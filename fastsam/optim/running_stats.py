@@ -1,4 +1,4 @@
-"""Modules whose running statistics the second pass leaves as they are: `FusedSAM(..., model=...)`."""
+"""Modules whose running statistics the second pass does not update: `FusedSAM(..., model=...)`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from fastsam.batchnorm import Frozen, freeze, thaw
 Model = nn.Module | Iterable[nn.Module]
 
 
-class Statistics:
-    """Freezes them from the perturbation to the end of the step. Holds no module: a model that is replaced must be seen
-    to be."""
+class RunningStatsFreezer:
+    """Freezes running statistics from the perturbation to the end of the step.
+
+    It keeps no module alive, so that a replaced model is noticed.
+    """
 
     def __init__(self, model: Model | None, frozen: Sequence[Frozen] = ()) -> None:
-        """`frozen`: what was frozen already, of a copy made midway. Raises TypeError for what is no module."""
+        """Args:
+            model: module or modules, or None.
+            frozen: layers that are frozen already, if the optimizer is a copy that was made between the passes.
+
+        Raises TypeError if `model` has an object that is not a module.
+        """
         modules = [] if model is None else [model] if isinstance(model, nn.Module) else list(_iterable(model))
         for module in modules:
             if not isinstance(module, nn.Module):
@@ -27,17 +34,17 @@ class Statistics:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those that are still there."""
+        """The modules that still exist."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
     def freeze(self) -> None:
-        """The second pass begins."""
+        """Freeze the statistics, because the second pass begins."""
         if self._modules and not self.frozen:
             for module in self.modules:
                 self.frozen += freeze(module)
 
     def thaw(self) -> None:
-        """It is over, whichever way; nothing when it was not under way."""
+        """Update the statistics again, because the second pass is over."""
         if self.frozen:
             # A layer that was frozen twice, as a part of two modules, gets back what it had at first.
             thaw(self.frozen[::-1])

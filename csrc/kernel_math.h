@@ -8,24 +8,25 @@
 
 namespace fastsam {
 
-// The columns of `hparams`, as in kernels/columns.py. Columns from kOwn on belong to the update rule (rules/*.h).
+// The columns of `hparams`, as in kernels/hparams.py. Columns from kFirstRuleHParam on belong to the update rule
+// (rules/*.h).
 enum HParam : int {
   RHO = 0,
-  NU = 1,
+  PERTURB_EPS = 1,
   ADAPTIVE = 2,
   ETA = 3,
   LR = 4,
   DECAY = 5,
-  PHI = 6,
-  A = 7,
-  B = 8,
+  PROX_MU = 6,
+  G2_COEF = 7,
+  G1_COEF = 8,
   CLIP = 9,
-  CLIP_FULL = 10,
+  CLIP_INCLUDES_PROX = 10,
   PENALTY = 11,
   DECOUPLED = 12,
 };
-constexpr int kOwn = 13;
-constexpr int kWidth = 16;
+constexpr int kFirstRuleHParam = 13;
+constexpr int kNumHParams = 16;
 constexpr double kClipEps = 1e-6;
 
 template <class C>
@@ -38,11 +39,11 @@ FASTSAM_HD bool finite(double x) { return x - x == 0.0; }
 // ---- norm ----------------------------------------------------------------------------------------------------------
 
 template <class C>
-struct NormRule {
+struct NormFunctor {
   C eta;
   bool adaptive;
 
-  FASTSAM_HD explicit NormRule(const double* h) : eta(static_cast<C>(h[ETA])), adaptive(h[ADAPTIVE] != 0.0) {}
+  FASTSAM_HD explicit NormFunctor(const double* h) : eta(static_cast<C>(h[ETA])), adaptive(h[ADAPTIVE] != 0.0) {}
 
   // T*g with T = |w| + eta
   FASTSAM_HD C direction(C w, C g) const { return (absolute(w) + eta) * g; }
@@ -51,12 +52,12 @@ struct NormRule {
 // ---- perturb -------------------------------------------------------------------------------------------------------
 
 template <class C>
-struct PerturbRule {
+struct PerturbFunctor {
   C scale, eta;
   bool adaptive, moves;
 
-  FASTSAM_HD PerturbRule(const double* h, double sumsq)
-      : scale(static_cast<C>(h[RHO] / (sqrt(sumsq) + h[NU]))),
+  FASTSAM_HD PerturbFunctor(const double* h, double sumsq)
+      : scale(static_cast<C>(h[RHO] / (sqrt(sumsq) + h[PERTURB_EPS]))),
         eta(static_cast<C>(h[ETA])),
         adaptive(h[ADAPTIVE] != 0.0),
         moves(finite(sumsq) && sumsq > 0.0) {}
@@ -68,21 +69,25 @@ struct PerturbRule {
   FASTSAM_HD C perturbed(C w, C g) const { return moves ? w + step(w, g) : w; }
 };
 
-// Returns the unperturbed weight for `z`: the master copy if `z` is its rounding, else `z`, which was written.
-template <class C, class W>
-FASTSAM_HD C resynchronised(C master, W z) {
-  return same(narrow<W>(master), z) ? master : static_cast<C>(widen(z));
+// Returns the backup of the unperturbed weight `z`. A master copy stays if `z` is its rounding; else `z` was written.
+template <class O, class W>
+FASTSAM_HD O backup_of(O backup, W z) {
+  if constexpr (std::is_same_v<W, O>) {
+    return z;
+  } else {
+    return same(narrow<W>(backup), z) ? backup : static_cast<O>(widen(z));
+  }
 }
 
 // ---- a perturbation with a dual ------------------------------------------------------------------------------------
 
 template <class C>
-struct DualRule {
+struct DualFunctor {
   C scale, penalty, inverse;
   bool moves;
 
-  FASTSAM_HD DualRule(const double* h, double sumsq)
-      : scale(static_cast<C>(h[RHO] / (sqrt(sumsq) + h[NU]))),
+  FASTSAM_HD DualFunctor(const double* h, double sumsq)
+      : scale(static_cast<C>(h[RHO] / (sqrt(sumsq) + h[PERTURB_EPS]))),
         penalty(static_cast<C>(h[PENALTY])),
         inverse(static_cast<C>(1.0 / h[PENALTY])),
         moves(finite(sumsq) && sumsq > 0.0) {}
@@ -129,26 +134,27 @@ FASTSAM_HD double magnitude_of(uint64_t bits) {
 // ---- update: the local update rule gives every base optimizer its weight and its gradient ---------------------------
 
 template <class C>
-struct LinearRule {  // v = a*g2 + b*g1 + q
+struct LinearFunctor {  // v = a*g2 + b*g1 + q
   C a, b, phi;
-  FASTSAM_HD LinearRule(const double* h, double inverse_scale)
-      : a(static_cast<C>(h[A] * inverse_scale)),
-        b(static_cast<C>(h[B])),
-        phi(static_cast<C>(h[CLIP_FULL] != 0.0 ? h[PHI] : 0.0)) {}
+  FASTSAM_HD LinearFunctor(const double* h, double inverse_scale)
+      : a(static_cast<C>(h[G2_COEF] * inverse_scale)),
+        b(static_cast<C>(h[G1_COEF])),
+        phi(static_cast<C>(h[CLIP_INCLUDES_PROX] != 0.0 ? h[PROX_MU] : 0.0)) {}
 
   FASTSAM_HD C clipped_part(C w, C g2, C g1, C q) const { return a * g2 + b * g1 + q + phi * w; }
 };
 
 template <class C>
-struct FormU {
-  LinearRule<C> linear;
+struct CombinedGradient {
+  LinearFunctor<C> linear;
   C sig, decay, shrink;
 
   // sumsq_v < 0: no clipping.
-  FASTSAM_HD FormU(const double* h, double inverse_scale, double sumsq_v)
+  FASTSAM_HD CombinedGradient(const double* h, double inverse_scale, double sumsq_v)
       : linear(h, inverse_scale),
         sig(C(1)),
-        decay(static_cast<C>((h[DECOUPLED] != 0.0 ? 0.0 : h[DECAY]) + (h[CLIP_FULL] != 0.0 ? 0.0 : h[PHI]))),
+        decay(
+            static_cast<C>((h[DECOUPLED] != 0.0 ? 0.0 : h[DECAY]) + (h[CLIP_INCLUDES_PROX] != 0.0 ? 0.0 : h[PROX_MU]))),
         shrink(static_cast<C>(h[DECOUPLED] != 0.0 ? 1.0 - h[LR] * h[DECAY] : 1.0)) {
     if (h[CLIP] > 0.0 && !(sumsq_v < 0.0)) {
       const double factor = h[CLIP] / (sqrt(sumsq_v) + kClipEps);
@@ -162,8 +168,8 @@ struct FormU {
   FASTSAM_HD C weight(C w) const { return w * shrink; }
 
   // Returns the form for gradients that `gradient` has already computed.
-  FormU without_gradient() const {
-    FormU rest = *this;
+  CombinedGradient without_gradient() const {
+    CombinedGradient rest = *this;
     rest.linear.a = rest.sig = C(1);
     rest.linear.b = rest.linear.phi = rest.decay = C(0);
     return rest;
@@ -174,12 +180,12 @@ struct FormU {
 //
 // rules/NAME.h has, in a namespace of its name, `Rule<C>` with
 //   kState              largest number of fields of its state, up to kMostState
-//   kNeeded             a bit per field that every call has; the other fields of a call are in `given`
+//   kNeeded             a bit per field that every call has; the other fields of a call are in `state_mask`
 //   kCounts             true if it counts steps
 //   Rule(h, t, first)   from the columns; t: the number of this step, from 1 on; first: the fields are not set yet
-//   step(w, d, state, given)   the new weight; `state` is an element of each field, and is written
+//   step(w, d, state, state_mask)   the new weight; `state` is an element of each field, and is written
 constexpr int kMostState = 3;
 
-FASTSAM_HD constexpr bool has(unsigned given, int field) { return (given >> field & 1u) != 0; }
+FASTSAM_HD constexpr bool has(unsigned state_mask, int field) { return (state_mask >> field & 1u) != 0; }
 
 }  // namespace fastsam

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "index.h"
-#include "math.h"
+#include "chunks.h"
+#include "kernel_math.h"
 
 namespace fastsam {
 
@@ -20,7 +20,7 @@ inline size_t size_of(Type type) { return type == Type::f64 ? 8 : type == Type::
 struct List {
   std::vector<void*> start;
   std::vector<int64_t> row_stride;
-  bool given() const { return !start.empty(); }
+  bool defined() const { return !start.empty(); }
 };
 
 // A field [rows, stride], addressed at the segments' offsets. nullptr: not given.
@@ -29,11 +29,11 @@ struct Field {
   int64_t stride = 0;
 };
 
-// The arguments that all ops have; `call_of` makes them.
-struct Call {
+// The arguments that all ops have; `problem_of` makes them.
+struct Problem {
   int64_t rows = 0, segments = 0, groups = 0;
   const Segment* table = nullptr;   // host memory
-  const double* hparams = nullptr;  // [rows, groups, kWidth], on the device of the tensors
+  const double* hparams = nullptr;  // [rows, groups, kNumHParams], on the device of the tensors
   std::vector<int64_t> prefix;      // prefix[i]: chunks of a row before segment i; prefix[segments]: all of them
   int64_t end = 0, slots = 0;       // the end of the table's last segment, and its largest slot plus one
   int device = -1;                  // the index of a GPU, -1: the CPU
@@ -49,25 +49,25 @@ struct Call {
 
 // Returns the call of `rows` rows with these checked segments, without its types. groups, hparams: 0 and nullptr for an
 // op without hyper-parameters.
-inline Call call_of(const Segment* table, int64_t segments, int64_t rows, int64_t groups, const double* hparams,
-                    int device) {
-  Call call;
-  call.rows = rows, call.segments = segments, call.groups = groups;
-  call.table = table, call.hparams = hparams, call.device = device;
-  call.prefix.assign(segments + 1, 0);
+inline Problem problem_of(const Segment* table, int64_t segments, int64_t rows, int64_t groups, const double* hparams,
+                          int device) {
+  Problem problem;
+  problem.rows = rows, problem.segments = segments, problem.groups = groups;
+  problem.table = table, problem.hparams = hparams, problem.device = device;
+  problem.prefix.assign(segments + 1, 0);
   for (int64_t i = 0; i < segments; ++i) {
-    call.prefix[i + 1] = call.prefix[i] + chunks_of(table[i].length);
-    call.slots = std::max(call.slots, table[i].slot + 1);
-    if (table[i].length > 0) call.end = std::max(call.end, table[i].offset + table[i].length);
+    problem.prefix[i + 1] = problem.prefix[i] + chunks_of(table[i].length);
+    problem.slots = std::max(problem.slots, table[i].slot + 1);
+    if (table[i].length > 0) problem.end = std::max(problem.end, table[i].offset + table[i].length);
   }
-  return call;
+  return problem;
 }
 
 // Calls f(W{}, O{}) for the types of the weights and of backup.
 template <class F>
-inline __attribute__((always_inline)) decltype(auto) with_types(const Call& call, F&& f) {
-  const bool master = call.backup_type != call.weight;
-  switch (call.weight) {
+inline __attribute__((always_inline)) decltype(auto) dispatch_types(const Problem& problem, F&& f) {
+  const bool master = problem.backup_type != problem.weight;
+  switch (problem.weight) {
     case Type::f64:
       return f(double{}, double{});
     case Type::f16:
@@ -80,14 +80,14 @@ inline __attribute__((always_inline)) decltype(auto) with_types(const Call& call
 }
 
 struct NormArgs {
-  Call call;
+  Problem problem;
   List grads, weights;  // weights: only if a group is adaptive
   double* sumsq = nullptr;
   bool accumulate = false;
 };
 
 struct PerturbArgs {
-  Call call;
+  Problem problem;
   List params, grads;
   Field backup;
   const double* sumsq = nullptr;
@@ -96,14 +96,14 @@ struct PerturbArgs {
 };
 
 struct RestoreArgs {
-  Call call;
+  Problem problem;
   List params;
   Field backup;
 };
 
 // dual_norm_ and dual_perturb_.
 struct DualArgs {
-  Call call;
+  Problem problem;
   List params, grads;
   Field backup;
   Field mu, s, eps;         // in the compute type
@@ -112,7 +112,7 @@ struct DualArgs {
 };
 
 struct InnerArgs {
-  Call call;
+  Problem problem;
   List x, y;
   double* out = nullptr;  // [rows, 2]
   bool accumulate = false;
@@ -147,7 +147,7 @@ struct UpdateRule;
 
 // The operands of the local update rule, of update_norm_ and update_.
 struct UpdateArgs {
-  Call call;
+  Problem problem;
   List params, grads, g1;
   Field backup, q, shift;
   const UpdateRule* rule = nullptr;     // update_
@@ -161,7 +161,7 @@ struct UpdateArgs {
   bool first = false, keep = false;
 
   // A bit per field of the state that is given.
-  unsigned given() const {
+  unsigned state_mask() const {
     unsigned mask = 0;
     for (int i = 0; i < kMostState; ++i) mask |= state[i].data != nullptr ? 1u << i : 0u;
     return mask;
@@ -171,10 +171,10 @@ struct UpdateArgs {
 // The CPU kernels. Each computes the chunks [begin, end) of rows * chunks(). Ranges may run in any order and at the
 // same time. `stream`: results that were not read before are written past the caches.
 void norm_range(const NormArgs&, double* partials, int64_t begin, int64_t end);
-void perturb_range(const PerturbArgs&, bool stream, int64_t begin, int64_t end);
-void restore_range(const RestoreArgs&, bool stream, int64_t begin, int64_t end);
+void perturb_range(const PerturbArgs&, bool nontemporal, int64_t begin, int64_t end);
+void restore_range(const RestoreArgs&, bool nontemporal, int64_t begin, int64_t end);
 void dual_norm_range(const DualArgs&, double* partials, int64_t begin, int64_t end);
-void dual_perturb_range(const DualArgs&, bool stream, int64_t begin, int64_t end);
+void dual_perturb_range(const DualArgs&, bool nontemporal, int64_t begin, int64_t end);
 void inner_range(const InnerArgs&, double* partials, int64_t begin, int64_t end);  // two partial sums per chunk
 // Adds up the elements [begin, end) of all rows; largest: [rows], the bits of their largest |x - base|.
 void accumulate_range(const FixedPointArgs&, uint64_t* largest, int64_t begin, int64_t end);
@@ -187,10 +187,10 @@ void update_norm_range(const UpdateArgs&, double* partials, int64_t begin, int64
 // partials: memory for doubles, of any content; `..._partials_cuda` returns their number.
 // tickets: one per row, zero before the call and zero again after it. Calls that share tickets must not run at the same
 // time.
-int64_t norm_partials_cuda(const Call&);
-int64_t update_norm_partials_cuda(const Call&);
-int64_t dual_norm_partials_cuda(const Call&);
-int64_t inner_partials_cuda(const Call&);
+int64_t norm_partials_cuda(const Problem&);
+int64_t update_norm_partials_cuda(const Problem&);
+int64_t dual_norm_partials_cuda(const Problem&);
+int64_t inner_partials_cuda(const Problem&);
 int64_t accumulate_partials_cuda(const FixedPointArgs&);  // none without `largest`
 int norm_cuda(const NormArgs&, double* partials, unsigned* tickets, void* stream);
 int perturb_cuda(const PerturbArgs&, void* stream);             // rounds to nearest, even with a seed

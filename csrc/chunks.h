@@ -37,21 +37,21 @@ FASTSAM_HD int64_t segment_of(const Int* prefix, int64_t n, int64_t chunk) {
 }
 
 // The elements [begin, begin + count) of one segment.
-struct Piece {
+struct ChunkRange {
   int64_t begin, count;
 };
 
-FASTSAM_HD Piece piece_of(int64_t chunk_in_segment, int64_t length, int64_t chunk = kChunk) {
+FASTSAM_HD ChunkRange chunk_range_of(int64_t chunk_in_segment, int64_t length, int64_t chunk = kChunk) {
   const int64_t begin = chunk_in_segment * chunk;
   const int64_t rest = length - begin;
-  return Piece{begin, rest < chunk ? rest : chunk};
+  return ChunkRange{begin, rest < chunk ? rest : chunk};
 }
 
-// ---- CUDA: a block works off a piece in sweeps of `threads * width * turns` elements; in each turn a thread has
-// `width` of them, and neighbouring threads have neighbouring elements ----
+// ---- CUDA: a block computes a chunk in sweeps of `threads * width * unroll` elements; in each of `unroll` turns a
+// thread has `width` of them, and neighbouring threads have neighbouring elements ----
 
-// Returns the first element in the piece of the `turn`-th pack of `width` elements of a thread.
-FASTSAM_HD int pack_of(int turn, int thread, int threads, int width) { return (turn * threads + thread) * width; }
+// Returns the first element in the chunk of the `u`-th vector of `width` elements of a thread.
+FASTSAM_HD int vector_of(int u, int thread, int threads, int width) { return (u * threads + thread) * width; }
 
 // Returns the chunk length for a row of `elements`: one sweep, or two, four or eight sweeps if at least `enough` chunks
 // remain.

@@ -1,6 +1,6 @@
-// raw_frame.h on the CPU. Each function returns 0, or a different value if it failed.
-#include "cpu/run.h"
-#include "raw_frame.h"
+// direct_call_args.h on the CPU. Each function returns 0, or a different value if it failed.
+#include "cpu/parallel.h"
+#include "direct_call_args.h"
 
 // Computes norm_ of all gradients into sumsq, then perturb_ with it.
 FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* grads, double* sumsq, int adaptive,
@@ -15,7 +15,7 @@ FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* gra
 }
 
 // Returns the rule of a name for fastsam_update, or nullptr if there is no such rule.
-FASTSAM_EXPORT const void* fastsam_rule(const char* name) { return fastsam::rule_named(name); }
+FASTSAM_EXPORT const void* fastsam_rule(const char* name) { return fastsam::find_rule(name); }
 
 FASTSAM_EXPORT int fastsam_update(const int64_t* frame, const int64_t* grads, const void* rule, void* const* state,
                                   int first, int keep) {

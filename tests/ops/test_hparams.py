@@ -1,4 +1,4 @@
-"""`csrc/math.h` and `kernels/columns.py` name the same columns of `hparams`, in the same places."""
+"""`csrc/kernel_math.h` and `kernels/hparams.py` name the same columns of `hparams`, in the same places."""
 
 import importlib
 import re
@@ -6,24 +6,24 @@ import re
 import pytest
 
 from fastsam_kernels import rules
-from fastsam_kernels.columns import OWN, WIDTH, HParam
-from fastsam_kernels.rule import MOST_FIELDS
+from fastsam_kernels.hparams import FIRST_RULE_HPARAM, NUM_HPARAMS, HParam
+from fastsam_kernels.rule import MAX_STATE
 from tests.helpers.places import ROOT
 
-MATH = ROOT / "csrc" / "math.h"
+MATH = ROOT / "csrc" / "kernel_math.h"
 
 pytestmark = pytest.mark.skipif(not MATH.exists(), reason=f"{MATH} is not there: the tests run outside the source tree")
 
 
-def test_math_h_declares_the_same_columns() -> None:
+def test_kernel_math_declares_the_same_columns() -> None:
     text = MATH.read_text()
     body = re.search(r"enum(?: class)? HParam[^{]*\{([^}]*)\}", text)
-    assert body is not None, "math.h has no enum HParam"
+    assert body is not None, "kernel_math.h has no enum HParam"
     declared = {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)", body[1])}
     assert declared == {name: int(column) for name, column in HParam.__members__.items()}
-    assert f"kOwn = {OWN};" in text and max(HParam) < OWN
-    width = re.search(r"kWidth\s*=\s*(\d+)", text)
-    assert width is not None and int(width[1]) == WIDTH
+    assert f"kFirstRuleHParam = {FIRST_RULE_HPARAM};" in text and max(HParam) < FIRST_RULE_HPARAM
+    width = re.search(r"kNumHParams\s*=\s*(\d+)", text)
+    assert width is not None and int(width[1]) == NUM_HPARAMS
 
 
 @pytest.mark.parametrize("name", rules.RULES)
@@ -33,16 +33,16 @@ def test_a_rule_is_the_same_in_both_files(name: str) -> None:
     rule, header = rules.find(name), MATH.parent / "rules" / f"{name}.h"
     text, module = header.read_text(), importlib.import_module(f"fastsam_kernels.rules.{name}")
     assert rule.name == name and f"namespace fastsam::{name} {{" in text
-    assert f"kState = {len(rule.state)};" in text and len(rule.state) <= MOST_FIELDS
+    assert f"kState = {len(rule.state)};" in text and len(rule.state) <= MAX_STATE
     mask = sum(needed << i for i, needed in enumerate(rule.needed))
     needed = re.search(r"kNeeded = (0b[01]+|0);", text)
     assert needed is not None and int(needed[1], 0) == mask
     assert f"kCounts = {'true' if rule.counter else 'false'};" in text
-    declared = re.search(r"enum : int \{ (\w+) = kOwn,? ?([^}]*) \}", text)
+    declared = re.search(r"enum : int \{ (\w+) = kFirstRuleHParam,? ?([^}]*) \}", text)
     assert declared is not None
     names = [declared[1], *filter(None, declared[2].split(", "))]
-    assert [getattr(module, name) for name in names] == list(range(OWN, OWN + len(names)))
-    assert OWN + len(names) <= WIDTH
+    assert [getattr(module, name) for name in names] == list(range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + len(names)))
+    assert FIRST_RULE_HPARAM + len(names) <= NUM_HPARAMS
 
 
 def test_every_header_of_a_rule_has_its_module() -> None:

@@ -1,5 +1,5 @@
-"""The two passes of an optimizer's step without torch's dispatcher (`csrc/raw_frame.h`). The kernels and the bits are
-the same as with `native`.
+"""The two passes of an optimizer's step without torch's dispatcher (`csrc/direct_call_args.h`). The kernels and the
+bits are the same as with `native`.
 
 Callers must have checked their operands: one row, one dense tensor per segment of the table, all of one dtype, and
 gradients with the memory order of their weights.
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from . import build, libraries
-from .conventions import refuse_freed
-from .rule import all_fields
+from .constants import check_not_freed
+from .rule import pad_state
 
-_TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # csrc/launch.h
+_TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # csrc/kernel_args.h
 FAILED = "a kernel could not run: out of memory, or torch's threads or a launch on the GPU failed"
 Call = partial[Any]
 _address = torch.Tensor.data_ptr
@@ -49,7 +49,7 @@ def _function(name: str) -> Any:
     return function
 
 
-class RawCalls:
+class DirectCalls:
     """The calls of a step on the CPU on the weights `params`. They are valid while no operand is reallocated.
 
     Args:
@@ -69,6 +69,7 @@ class RawCalls:
     ) -> None:
         """See the class."""
         self._launch = launch
+        self._call_norm_perturb = _function("norm_perturb" + self._suffix)
         self._places = (ctypes.c_int64 * len(params))()  # addresses of the gradients
         self._params = params
         self._held: list[Any] = [backup, hparams]  # keeps the tensors allocated, so that their addresses stay valid
@@ -98,7 +99,7 @@ class RawCalls:
     def _frame(
         self, params: Sequence[Tensor], table: Tensor, hparams: Tensor, stored: torch.dtype, backup: int
     ) -> tuple[int, int]:
-        """Return the addresses of a frame (`csrc/raw_frame.h`) and of the array of gradient addresses.
+        """Return the addresses of a frame (`csrc/direct_call_args.h`) and of the array of gradient addresses.
 
         `backup` is the address to which its offsets are relative, 0 without a backup.
         """
@@ -125,33 +126,36 @@ class RawCalls:
         """Store the addresses of the gradients. Raises FreedError if a gradient has no memory."""
         places = list(map(_address, grads))
         if not all(places):
-            refuse_freed(grads)
+            check_not_freed(grads)
         self._pack(*places)
 
-    def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
+    def norm_perturb_(
+        self,
+        grads: Sequence[Tensor],
+        sumsq: Tensor,
+        adaptive: bool,
+        save: bool = True,
+        perturbed: Sequence[Tensor] | None = None,
+    ) -> None:
         """Compute `norm_` of these gradients into `sumsq`, float64 `[1]`, then `perturb_` with it.
 
-        `save` is the argument of `perturb_`. `adaptive` requires weights of `backup`'s dtype.
+        Args:
+            grads: one gradient per tensor of `params`.
+            sumsq: output, the squared norm.
+            adaptive: True if a group is adaptive, which requires weights of `backup`'s dtype.
+            save: the argument of `perturb_`.
+            perturbed: outputs, the perturbed weights, in place of `params`, which then are only read. They have the
+                shapes and dtype of `params`, and may be `grads`. The version counters of `params` are incremented, for
+                callers that then use these tensors in place of the weights.
         """
-        self._norm_perturb_(self._at, grads, sumsq, adaptive, save)
-
-    def norm_perturb_apart_(
-        self, apart: Sequence[Tensor], grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
-    ) -> None:
-        """Compute `norm_` and `perturb_`, and write the perturbed weights to `apart`; `params` are only read.
-
-        Tensors of `apart` have the shapes and dtype of `params`, and may be `grads`. The version counters of `params`
-        are incremented, for callers that then use `apart` in place of the weights.
-        """
-        words = (ctypes.c_int64 * len(apart)).from_address(self._apart_at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64))
-        words[:] = list(map(_address, apart))
-        self._norm_perturb_(self._apart_at, grads, sumsq, adaptive, False)
-
-    def _norm_perturb_(
-        self, at: tuple[int, int], grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool
-    ) -> None:
+        if perturbed is None:
+            at = self._at
+        else:
+            at = self._apart_at
+            start = at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64)
+            (ctypes.c_int64 * len(perturbed)).from_address(start)[:] = list(map(_address, perturbed))
         self._locate(grads)
-        if _function("norm_perturb" + self._suffix)(*at, _address(sumsq), adaptive, save):
+        if self._call_norm_perturb(*at, _address(sumsq), adaptive, save):
             raise RuntimeError(FAILED)
         _wrote(self._params)
 
@@ -172,7 +176,7 @@ class RawCalls:
         `params`, without a backup.
         """
         self._locate(grads)
-        places = [None if field is None else _address(field) for field in (*all_fields(state), steps)]
+        places = [None if field is None else _address(field) for field in (*pad_state(state), steps)]
         # Clear these first: the old calls have the address of `_state`, and an interrupt may come after it is replaced.
         self._made = []
         self._state = (ctypes.c_void_p * len(places))(*places)
@@ -190,7 +194,7 @@ class RawCalls:
         return True
 
 
-class CudaCalls(RawCalls):
+class CudaDirectCalls(DirectCalls):
     """The calls of a step on a GPU, on the current stream.
 
     Each object has private memory for partial sums and tickets, so that a call allocates nothing.

@@ -6,14 +6,14 @@
 
 #include <optional>
 
-#include "../args.h"
+#include "../tensor_args.h"
 
 namespace fastsam {
 
 // The device and the current stream of a call's tensors.
-class Place {
+class DeviceStreamGuard {
  public:
-  explicit Place(const Tensor& tensor) : device_(tensor.get_device_index()) {
+  explicit DeviceStreamGuard(const Tensor& tensor) : device_(tensor.get_device_index()) {
     if (current() != device_) guard_.emplace(device_);
     // torch's CUDA runtime and the one in this library follow the same driver context. If they differ, this sets the
     // device in ours.

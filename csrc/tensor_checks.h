@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "launch.h"
+#include "kernel_args.h"
 
 namespace fastsam {
 
@@ -30,7 +30,7 @@ inline bool has_memory(const Tensor& tensor) {
   return (last + 1) * static_cast<int64_t>(tensor.element_size()) <= bytes;
 }
 
-inline void check_place(const Tensor& tensor, int device, const char* name) {
+inline void check_device_and_storage(const Tensor& tensor, int device, const char* name) {
   STD_TORCH_CHECK(device_of(tensor) == device, name, " must be on the device of the others");
   STD_TORCH_CHECK(has_memory(tensor), name, " must have all of its memory; its storage was freed or cut");
 }
@@ -54,13 +54,13 @@ inline bool is_dense(const Tensor& tensor, size_t first) {
 }
 
 // Kernels read the tensors of one segment in memory order, so tensors of one shape must have the same order.
-inline void check_order(const Tensors& a, const Tensors& b, const Call& call, const char* names) {
+inline void check_order(const Tensors& a, const Tensors& b, const Problem& problem, const char* names) {
   if (a.size() != b.size()) return;
   for (size_t i = 0; i < a.size(); ++i) {
     const auto sizes = a[i].sizes(), others = b[i].sizes();
     if (sizes.size() != others.size() || !std::equal(sizes.begin(), sizes.end(), others.begin())) continue;
     const auto x = a[i].strides(), y = b[i].strides();
-    for (size_t d = call.rows == 1 ? 0 : 1; d < sizes.size() && a[i].numel() > 0; ++d) {
+    for (size_t d = problem.rows == 1 ? 0 : 1; d < sizes.size() && a[i].numel() > 0; ++d) {
       STD_TORCH_CHECK(sizes[d] == 1 || x[d] == y[d], names, " of segment ", i,
                       " must have their elements in one order of memory");
     }

@@ -1,4 +1,4 @@
-"""Shared dtypes, constants and checks of all implementations and their callers. The device scalars are in `columns`."""
+"""Shared dtypes, constants and checks of all implementations and their callers. The device scalars are in `hparams`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FreedError(RuntimeError):
     """An error for a tensor with elements but without memory. It is raised before anything is written."""
 
 
-def refuse_freed(tensors: Sequence[Tensor]) -> None:
+def check_not_freed(tensors: Sequence[Tensor]) -> None:
     """Raise FreedError if a tensor with elements has no memory, which no kernel may read."""
     for i, tensor in enumerate(tensors):
         if tensor.data_ptr() == 0 and tensor.numel():

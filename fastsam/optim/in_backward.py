@@ -1,4 +1,5 @@
-"""Updates in the second backward pass: each parameter's as soon as its gradient is whole, which then is freed."""
+"""Updates in the second backward pass, of each parameter as soon as its gradient is complete. The gradient is then
+freed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fastsam.optim.bucket import Bucket
-from fastsam.optim.rules import rule_of
+from fastsam.optim.update_calls import rule_of
 from fastsam.optim.variants.sam import SAM
 
 TWICE = (
@@ -29,7 +30,7 @@ RANKS = (
 )
 
 
-def refuse(base: Optimizer, variant: SAM, exclusive: bool, whole: dict[str, bool]) -> None:
+def check(base: Optimizer, variant: SAM, exclusive: bool, whole: dict[str, bool]) -> None:
     """Raise ValueError if no update can be made before all gradients are there. whole: options that need all gradients,
     and if they are given."""
     problem = None
@@ -48,15 +49,21 @@ def refuse(base: Optimizer, variant: SAM, exclusive: bool, whole: dict[str, bool
         raise ValueError(f"optimizer_in_backward=True {problem}")
 
 
-class Early:
-    """Hooks on the parameters of one bucket, from a perturbation to the end of its step."""
+class InBackwardHooks:
+    """Hooks on the parameters of a bucket, from a perturbation to the end of its step."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self.made: set[int] = set()  # the slots of those that are updated
+        self.updated_slots: set[int] = set()  # slots of the updated parameters
 
-    def listen(self, bucket: Bucket, slots: tuple[int, ...], update: Callable[[Bucket, int], bool]) -> None:
-        """`update(bucket, slot)` is called when a gradient is whole, and says whether it made the update."""
+    def register(self, bucket: Bucket, slots: tuple[int, ...], update: Callable[[Bucket, int], bool]) -> None:
+        """Call `update(bucket, slot)` when a gradient is complete.
+
+        Args:
+            bucket: bucket of the parameters.
+            slots: slots of the parameters.
+            update: function that returns True if it updated the parameter.
+        """
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if group and torch.distributed.get_world_size() > 1:
             raise RuntimeError(RANKS)
@@ -67,13 +74,13 @@ class Early:
                 self._handles.append(p.register_post_accumulate_grad_hook(arrived))
 
     def _arrived(self, bucket: Bucket, slot: int, update: Callable[[Bucket, int], bool], parameter: Tensor) -> None:
-        if slot in self.made:
+        if slot in self.updated_slots:
             raise RuntimeError(TWICE.format(bucket.numbers[slot]))
         if update(bucket, slot):
-            self.made.add(slot)
+            self.updated_slots.add(slot)
             parameter.grad = None
 
-    def stop(self) -> None:
-        """The hooks are gone."""
+    def remove(self) -> None:
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.rules import Group, Kind, Rule, kind_of
+from fastsam.optim.update_calls import Group, StateSpec, UpdateRule, state_spec_of
 from fastsam.step import Direction, Mix, perturbation, weigh_
-from fastsam_kernels.columns import OWN, WIDTH, HParam
+from fastsam_kernels.hparams import FIRST_RULE_HPARAM, NUM_HPARAMS, HParam
 
 NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
 PLAIN = Mix()
@@ -28,8 +28,10 @@ NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_de
 
 
 def check_group(group: Group, number: int) -> None:
-    """Raises ValueError or TypeError for options of a group that no step can use. Looks at the values of tensors, so
-    not for every step."""
+    """Raise ValueError or TypeError for options of a group that no step can use.
+
+    It reads the values of tensors, so it is not for every step.
+    """
     _check_radius(group, number)
     check_flag("adaptive", group["adaptive"])
     for name in NUMBERS:
@@ -52,7 +54,7 @@ def check_group(group: Group, number: int) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raises TypeError for anything but True and False, or 1 and 0."""
+    """Raise TypeError for any value but True and False, or 1 and 0."""
     if value not in (True, False):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
@@ -65,11 +67,11 @@ def _number(value: Any) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise ValueError("an option must be a number that a float can hold, got one that is larger") from error
+        raise ValueError("an option must be a number that a float can hold, got a larger number") from error
 
 
 def check_number(group: Group, name: str, number: int) -> None:
-    """Raises TypeError for an option that is not a number."""
+    """Raise TypeError for an option that is not a number."""
     value = group[name]
     if not isinstance(value, (Real, Tensor)) or isinstance(value, bool):
         raise TypeError(
@@ -83,7 +85,7 @@ def check_number(group: Group, name: str, number: int) -> None:
 
 
 def _check_radius(group: Group, number: int) -> None:
-    """The part of the check that no base optimizer does; Python numbers only."""
+    """Check rho and eta, which no base optimizer does. Only Python numbers are checked."""
     for name in ("rho", "eta"):
         value = group[name]
         check_number(group, name, number)
@@ -92,7 +94,7 @@ def _check_radius(group: Group, number: int) -> None:
 
 
 def _read(columns: Callable[[Group], Iterable[tuple[int, Any]]], group: Group, number: int) -> list[tuple[int, Any]]:
-    """The columns of a group. Raises ValueError for an option that no float holds."""
+    """Return the columns of a group. Raises ValueError for an option that no float can hold."""
     try:
         return list(columns(group))
     except OverflowError as error:
@@ -100,8 +102,8 @@ def _read(columns: Callable[[Group], Iterable[tuple[int, Any]]], group: Group, n
 
 
 def _held(value: Any, column: int, number: int) -> float:
-    """An option as a float. Raises ValueError that names what is known of it: NaN, or beyond all floats."""
-    named = f" ({HParam(column).name})" if column < OWN else ""
+    """Return an option as a float. Raises ValueError for NaN and for a number that no float can hold."""
+    named = f" ({HParam(column).name})" if column < FIRST_RULE_HPARAM else ""
     try:
         found = float(value)
     except OverflowError as error:
@@ -111,30 +113,39 @@ def _held(value: Any, column: int, number: int) -> float:
     return found
 
 
-class Scales(NamedTuple):
+class LossScales(NamedTuple):
     """Factors of the first and second gradients of a GradScaler, float32 `[1]`, or None for 1. The update divides the
     second gradients itself."""
 
-    first: Tensor | None = None
-    second: Tensor | None = None
+    g1: Tensor | None = None
+    g2: Tensor | None = None
 
     @property
-    def in_memory(self) -> Scales:
+    def relative(self) -> LossScales:
         """Return the factor of the first gradients in units of the second ones', for updates that do not divide."""
-        return Scales(self.first if self.second is None else None)
+        return LossScales(self.g1 if self.g2 is None else None)
 
 
-class Scalars:
-    """The hyperparameter tensor: `tensor` is float64 `[1, groups, WIDTH]` on the device."""
+class HParamTensor:
+    """The hyperparameter tensor: `tensor` is float64 `[1, groups, NUM_HPARAMS]` on the device."""
 
     def __init__(
-        self, rule: Rule | None, groups: Sequence[Group], device: torch.device, mix: Mix | None, against: bool = False
+        self,
+        rule: UpdateRule | None,
+        groups: Sequence[Group],
+        device: torch.device,
+        mix: Mix | None,
+        against: bool = False,
     ) -> None:
-        """`mix`: None where an update sees the last gradient alone. against: a perturbation goes against its vector,
-        whatever the objective."""
+        """Args:
+        rule: rule of the update, or None.
+        groups: parameter groups.
+        device: device of the tensor.
+        mix: coefficients of the gradients, None if an update reads only the last gradient.
+        against: the perturbation goes against its vector, for any objective."""
         self.rule, self.mix, self._against = rule, mix, against
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
-        self._host = torch.zeros(1, max(len(groups), 1), WIDTH, dtype=torch.float64, device="cpu")
+        self._host = torch.zeros(1, max(len(groups), 1), NUM_HPARAMS, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
         options = OWN_OPTIONS + (rule.options if rule else ())
         if rule is None and all("maximize" in group for group in groups):
@@ -142,14 +153,14 @@ class Scalars:
         self._options = options
         self._read: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
         self._seen: list[tuple[Any, ...]] = []
-        self._live: list[
+        self.live: list[
             tuple[int, int, Tensor, Tensor, bool]
         ] = []  # group, column, place in `tensor`, the user's tensor, negated
-        self.kinds: tuple[Kind, ...] = ()  # per group; another object when one of them changed
+        self.specs: tuple[StateSpec, ...] = ()  # per group; another object when one of them changed
         self.adaptive = False
 
     def changed(self, groups: Sequence[Group]) -> bool:
-        """True when a group holds another object than at the last `read`."""
+        """Return True if an option of a group was replaced since the last `read`."""
         if len(groups) != len(self._seen):
             return True
         if torch.compiler.is_compiling():  # which guards on values, and has no identity of numbers
@@ -181,7 +192,7 @@ class Scalars:
         for number, group in enumerate(groups):
             self._check_complete(group, number)
             _check_radius(group, number)
-            row = [0.0] * WIDTH
+            row = [0.0] * NUM_HPARAMS
             for column, value in _read(self._columns, group, number):
                 if isinstance(value, Tensor):
                     negated = column is HParam.RHO and self._goes_against(group)
@@ -189,18 +200,18 @@ class Scalars:
                 else:
                     row[column] = _held(value, column, number)
             rows.append(row)
-        kinds = tuple(kind_of(self.rule, group) for group in groups) if self.rule else ()
+        kinds = tuple(state_spec_of(self.rule, group) for group in groups) if self.rule else ()
         self._host.numpy()[0, : len(rows)] = rows or 0.0
         if self.tensor is not self._host:
             self.tensor.copy_(self._host, non_blocking=True)
         if self.mix is not None:
             self.correction = torch.zeros_like(self.tensor)  # the numbers of a decoupled sharpness
-            self._mixed = self.tensor[:, :, [HParam.A, HParam.B]].clone()
+            self._mixed = self.tensor[:, :, [HParam.G2_COEF, HParam.G1_COEF]].clone()
             self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
         self._largest = self.tensor[:, :, HParam.RHO].clone()
-        self._live = live
-        if kinds != self.kinds:
-            self.kinds = kinds
+        self.live = live
+        if kinds != self.specs:
+            self.specs = kinds
         self.adaptive = any(bool(group["adaptive"]) for group in groups)
         # A list can be changed in place, so a group that holds one is read again in every step.
         self._seen = [tuple(object() if isinstance(v, list) else v for v in self._values(g)) for g in groups]
@@ -209,9 +220,8 @@ class Scalars:
         missing = [name for name in self._options if name not in group]
         if missing:
             raise ValueError(
-                f"parameter group {number} has no {', '.join(missing)}, which every group needs; somebody took it "
-                f"away: set "
-                f"param_groups[{number}][{missing[0]!r}] again"
+                f"parameter group {number} has no {', '.join(missing)}, which every group needs. It was taken away. "
+                f"Set param_groups[{number}][{missing[0]!r}] again"
             )
 
     def _columns(self, group: Group) -> Iterator[tuple[int, Any]]:
@@ -222,61 +232,65 @@ class Scalars:
         yield HParam.CLIP, 0.0 if self.max_grad_norm is None else self.max_grad_norm
         if self.rule:
             yield from self.rule.columns(group).items()
-        # Where the base optimizer makes its own step, only the check for finite gradients and `Mix` read these.
+        # If the base optimizer makes its own step, only the check for finite gradients and `Mix` read these columns.
         yield from (PLAIN if self.mix is None else self.mix).columns(self._sign(group))
 
     def _goes_against(self, group: Group) -> bool:
-        """Whether a perturbation goes against its vector: where the objective is maximised, the worst point nearby is
-        the lowest."""
+        """Return True if the perturbation goes against its vector.
+
+        If the objective is maximised, the worst point nearby is the lowest.
+        """
         return self._against or bool(group.get("maximize"))
 
     def _sign(self, group: Group) -> float:
         """Return the sign of both gradients in a fused update. A base optimizer's own step maximises by itself."""
         return -1.0 if self.rule and group["maximize"] else 1.0
 
-    def weigh_(self, inner: Tensor | None, scales: Scales) -> None:
+    def set_coefficients(self, inner: Tensor | None, scales: LossScales) -> None:
         """Set the coefficients of both gradients for this step.
 
         Args:
             inner: `[1, 2]`, for a surrogate gap.
             scales: factors of the first gradients, as they were kept, and of the second ones, which the update divides.
         """
-        first, ratio = scales.first, scales.in_memory.first
+        first, ratio = scales.g1, scales.relative.g1
         numbers = self.tensor
-        numbers[:, :, [HParam.A, HParam.B]] = self._mixed
+        numbers[:, :, [HParam.G2_COEF, HParam.G1_COEF]] = self._mixed
         if inner is not None:
             if ratio is not None:
                 inner[:, 0] /= ratio
             weigh_(numbers, inner, self._signs)
         if first is not None:
-            numbers[:, :, HParam.B] /= first
+            numbers[:, :, HParam.G1_COEF] /= first
         sharpness = 0.0 if self.mix is None else self.mix.sharpness
         if sharpness:
             if ratio is not None:
-                numbers[:, :, HParam.A] /= ratio
+                numbers[:, :, HParam.G2_COEF] /= ratio
             for column in (HParam.LR, HParam.CLIP):
                 self.correction[:, :, column] = numbers[:, :, column]
-            self.correction[:, :, HParam.A] = sharpness * self._signs
-            self.correction[:, :, HParam.B] = -sharpness * (self._signs if first is None else self._signs / first)
+            self.correction[:, :, HParam.G2_COEF] = sharpness * self._signs
+            self.correction[:, :, HParam.G1_COEF] = -sharpness * (self._signs if first is None else self._signs / first)
 
     @property
     def combined(self) -> Tensor:
-        """The numbers of the combined gradient, whose norm is clipped. They are those of the update, but `g1 +
-        sharpness*(g2 - g1)` for a decoupled sharpness."""
+        """Coefficients of the combined gradient, whose norm is clipped.
+
+        They are the coefficients of the update, except with a decoupled sharpness: then `g1 + sharpness*(g2 - g1)`.
+        """
         if self.mix is None or not self.mix.sharpness or self.max_grad_norm is None:
             return self.tensor
         combined = self.tensor.clone()
-        combined[:, :, HParam.A] = self.correction[:, :, HParam.A]
-        combined[:, :, HParam.B] = self.correction[:, :, HParam.B] * (1 - 1 / self.mix.sharpness)
+        combined[:, :, HParam.G2_COEF] = self.correction[:, :, HParam.G2_COEF]
+        combined[:, :, HParam.G1_COEF] = self.correction[:, :, HParam.G1_COEF] * (1 - 1 / self.mix.sharpness)
         return combined
 
-    def reuse_(self, weight: Tensor, grad_scale: Tensor | None) -> None:
+    def set_looksam_coefficient(self, weight: Tensor, grad_scale: Tensor | None) -> None:
         """Set the coefficient of the second vector of a step with one gradient, float64 `[1]`."""
-        self.tensor[:, :, HParam.B] = self._signs * (weight if grad_scale is None else weight / grad_scale)
+        self.tensor[:, :, HParam.G1_COEF] = self._signs * (weight if grad_scale is None else weight / grad_scale)
 
-    def alone_(self) -> None:
-        """The weights of a step that has one gradient."""
-        self.tensor[:, :, HParam.A] = self._signs
+    def set_single_grad_coefficients(self) -> None:
+        """Set the coefficients of a step that has one gradient."""
+        self.tensor[:, :, HParam.G2_COEF] = self._signs
 
     def apply_rho_fn(self, rho_fn: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
         """Set this step's radius by a variant's `rho_fn`.
@@ -293,8 +307,8 @@ class Scalars:
         self.tensor[:, :, HParam.RHO] = rho_fn(rho.abs(), norm).copysign(rho)
 
     def copy_live(self) -> None:
-        """Copies the options that are tensors; waits for nothing when they are on the device."""
-        for number, column, place, value, negated in self._live:
+        """Copy the options that are tensors. If they are on the device, nothing waits."""
+        for number, column, place, value, negated in self.live:
             if torch.compiler.is_compiling():  # which must see that the place is part of the tensor
                 place = self.tensor[0, number, column]
             place.copy_(value.reshape(()), non_blocking=True)

@@ -6,44 +6,19 @@ step. So the parsed table and the views of a field are cached until the table or
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-T = TypeVar("T")
+from .weak_tensors import WeakTensorMap
+
 Tensors = list[Tensor] | tuple[Tensor, ...]  # type of the arguments of torch's multi-tensor functions
 Lists = list[list[Tensor] | None]
 Forms = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]  # shapes and strides of tensors
 
 
-class _ByTensor(Generic[T]):
-    """Values by tensor, compared by identity; the tensors are not kept alive.
-
-    The callback of a deleted tensor is not a Python function, so no signal is handled in it.
-    """
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[Tensor]] = {}
-        self._values: dict[weakref.ref[Tensor], T] = {}
-
-    def get(self, tensor: Tensor) -> T | None:
-        ref = self._refs.get(id(tensor))
-        return None if ref is None or ref() is not tensor else self._values.get(ref)
-
-    def put(self, tensor: Tensor, value: T) -> T:
-        refs, values = self._refs, self._values
-        if id(tensor) in refs:
-            values.pop(refs.pop(id(tensor)), None)
-        if len(refs) > 2 * len(values) + 64:  # remove references to deleted tensors
-            self._refs = refs = {key: ref for key, ref in list(refs.items()) if ref() is not None}
-        values[ref := weakref.ref(tensor, values.pop)] = value
-        refs[id(tensor)] = ref
-        return value
-
-
-class Plan:
+class TensorLists:
     """The parsed form of a table. Segments without an element are not in its lists."""
 
     def __init__(self, table: Tensor) -> None:
@@ -58,7 +33,7 @@ class Plan:
         for i, (_, _, group, _) in enumerate(self._records):
             members.setdefault(group, []).append(i)
         self._groups = list(members.items())
-        self._views: _ByTensor[tuple[tuple[int, int, int], Forms, list[Tensor]]] = _ByTensor()
+        self._views: WeakTensorMap[tuple[tuple[int, int, int], Forms, list[Tensor]]] = WeakTensorMap()
 
     def lists(self, rows: int, *operands: Sequence[Tensor] | None) -> Lists:
         """Return for each operand its tensors, row by row; None stays None.
@@ -128,12 +103,12 @@ class Plan:
             for start in starts
             for shape, stride, record in zip(*forms, self._records, strict=True)
         ]
-        return self._views.put(field, (place, forms, views))[2]
+        return self._views.set(field, (place, forms, views))[2]
 
 
-_plans: _ByTensor[Plan] = _ByTensor()
+_plans: WeakTensorMap[TensorLists] = WeakTensorMap()
 
 
-def plan_of(table: Tensor) -> Plan:
+def tensor_lists_of(table: Tensor) -> TensorLists:
     """Return the plan of a table. The table must not change afterwards."""
-    return _plans.get(table) or _plans.put(table, Plan(table))
+    return _plans.get(table) or _plans.set(table, TensorLists(table))

@@ -1,0 +1,321 @@
+"""The combination of a step's gradients for the update, and the vector that a variant keeps between steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsam.optim.bucket import G1, MEMORY, NEXT, Bucket, BucketGrads
+from fastsam.optim.hparams import HParamTensor, LossScales
+from fastsam.optim.selection import Selection
+from fastsam.optim.sharded import summed, to_local
+from fastsam.optim.update_calls import UpdateInputs, op_calls
+from fastsam.optim.variants.sam import SAM, Memory
+from fastsam_kernels.constants import CLIP_EPS
+from fastsam_kernels.hparams import HParam
+
+
+class GradCombiner:
+    """The gradients of a variant. Methods do not change weights or the optimizer's state; changes are in
+    `UpdateInputs.after`."""
+
+    def __init__(self, variant: SAM) -> None:
+        self.mix, self.between = variant.mix, variant.between
+        self.memory, self.choose = variant.memory, variant.direction
+        updates_state = variant.memory is Memory.ORTHOGONAL
+        if updates_state and self.mix.needs_g1:
+            raise ValueError(
+                f"{type(variant).__name__} keeps a part of g2, so its mix must have only g2, got {self.mix}"
+            )
+        # The second pass reads the first gradients.
+        self.needs_g1 = self.mix.needs_g1 or updates_state
+        # The update sees something else than the last gradient.
+        self.changes_gradient = self.mix.needs_g1 or self.mix.a != 1
+        # A GradScaler's scale in the first step: the unit of a direction's memory from then on.
+        self.unit: Tensor | None = None
+
+    def directions(self, calls: Sequence[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
+        """Return `calls` with the vectors of the perturbation in place of the gradients.
+
+        Args:
+            calls: first gradients of each bucket.
+            scale: loss scale of a known GradScaler, or None.
+        """
+        factor = None if self.unit is None or scale is None else self.unit / scale
+        return [(b, part, b.direction_(part, grads, self.choose, factor)) for b, part, grads in calls]
+
+    def combine(
+        self,
+        scalars: HParamTensor,
+        calls: Sequence[BucketGrads],
+        sumsq: Tensor,
+        scales: LossScales,
+        found_inf: Tensor | None,
+    ) -> UpdateInputs:
+        """Return the inputs of a fused update in a step that perturbed. sumsq: squared norm of g1, float64 `[1]`."""
+        after = self._state_update_calls(calls, sumsq, found_inf)
+        if self.changes_gradient:
+            scalars.set_coefficients(_inner(calls) if self.mix.surrogate_gap else None, scales)
+        if not self.mix.needs_g1:
+            return with_norm(scalars, UpdateInputs(calls, None, after, found_inf, scales.g2))
+        found_inf = _or_nonfinite(found_inf, sumsq)
+        inputs = with_norm(scalars, UpdateInputs(calls, G1, after, found_inf, scales.g2), scalars.combined)
+        if not self.mix.sharpness:
+            return inputs
+        for bucket, selection, grads in calls:
+            if selection.slots:
+                after += _sharpness_calls(bucket, selection, grads, scalars.correction, inputs)
+        return inputs._replace(
+            calls=[(bucket, part, bucket.g1_views(part)) for bucket, part, _ in calls], g1_field=None
+        )
+
+    def combine_single(
+        self, scalars: HParamTensor, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None
+    ) -> UpdateInputs:
+        """Return the inputs of a fused update in a step that did not perturb."""
+        scalars.set_single_grad_coefficients()
+        inputs = UpdateInputs(calls, None, [], found_inf, scales.g2)
+        if self.between.reuse:
+            scalars.set_looksam_coefficient(self.between.reuse * _ratio(calls), scales.g2)
+            inputs = inputs._replace(g1_field=MEMORY)
+        return with_norm(scalars, inputs)
+
+    @torch.no_grad()
+    def combine_in_place(
+        self,
+        scalars: HParamTensor,
+        calls: Sequence[BucketGrads],
+        sumsq: Tensor,
+        scales: LossScales,
+        found_inf: Tensor | None,
+        perturbed: bool,
+    ) -> UpdateInputs:
+        """Write the result of `combine` into the gradients, for a base optimizer that makes its own step."""
+        here = scales.relative
+        if not perturbed:
+            inputs = self.combine_single(scalars, calls, here, found_inf)
+        elif self.mix.sharpness:
+            inputs = self._split_sharpness(calls, sumsq, here, found_inf)
+        else:
+            inputs = self.combine(scalars, calls, sumsq, here, found_inf)
+        weighed = inputs.g1_field is not None or (perturbed and self.mix.a != 1)
+        for bucket, selection, _ in calls if weighed else ():
+            a, b = (bucket.hparams[0, 0, column].to(bucket.dtype) for column in (HParam.G2_COEF, HParam.G1_COEF))
+            last = _written(bucket, selection)
+            for g2 in last:
+                g2.mul_(a)
+            if inputs.g1_field is not None:
+                for g2, g1 in zip(last, inputs.g1(bucket, selection) or (), strict=True):
+                    g2.add_(g1 * b)
+        return inputs
+
+    def _split_sharpness(
+        self, calls: Sequence[BucketGrads], sumsq: Tensor, here: LossScales, found_inf: Tensor | None
+    ) -> UpdateInputs:
+        """Split a decoupled sharpness, for a base optimizer that makes its own step.
+
+        The base optimizer gets the first gradients, and `g2 - g1` is kept for after its step.
+        """
+        for bucket, selection, _ in calls:
+            for g2, g1 in zip(_written(bucket, selection), bucket.g1_views(selection), strict=True):
+                one = g1 if here.g1 is None else g1 / here.g1.to(g1.dtype)
+                difference = g2 - one
+                g2.copy_(one)
+                g1.copy_(difference)
+        return UpdateInputs(
+            calls, None, self._state_update_calls(calls, sumsq, found_inf), _or_nonfinite(found_inf, sumsq)
+        )
+
+    @torch.no_grad()
+    def apply_sharpness(
+        self, groups: Sequence[dict[str, Any]], calls: Sequence[BucketGrads], scale: Tensor | None
+    ) -> None:
+        """Apply the kept sharpness (`_split_sharpness`) after the base optimizer's own step.
+
+        Args:
+            groups: parameter groups.
+            calls: gradients of each bucket.
+            scale: loss scale of `g2 - g1`, None for 1.
+        """
+        for bucket, selection, _ in calls if self.mix.sharpness else ():
+            for i, difference in zip(selection.slots, bucket.g1_views(selection), strict=True):
+                group = groups[bucket.groups[i]]
+                factor = group["lr"] * self.mix.sharpness * (-1 if group.get("maximize") else 1)
+                to_local(bucket.params[i]).sub_(
+                    difference * (factor if scale is None else factor / scale.to(difference.dtype))
+                )
+
+    def _state_update_calls(
+        self, calls: Sequence[BucketGrads], sumsq: Tensor, found_inf: Tensor | None
+    ) -> list[partial[Any]]:
+        """Return the calls that update the kept vector. It stays if a gradient is not finite."""
+        if self.memory is Memory.ORTHOGONAL:
+            return self._orthogonal(calls, sumsq, found_inf)
+        if self.memory is Memory.NONE:
+            return []
+        fine = sumsq.isfinite() if found_inf is None else sumsq.isfinite() & (found_inf == 0)
+        after: list[partial[Any]] = []
+        for bucket, _, _ in calls:
+            memory, next_ = bucket.field(MEMORY), bucket.field(NEXT)
+            torch.where(fine, next_, memory, out=next_)
+            after.append(copy_call(memory, next_))
+        return after
+
+    def unit_calls(self, scale: Tensor | None) -> list[partial[Any]]:
+        """Return the calls that set the unit after the first step.
+
+        Args:
+            scale: loss scale of its first gradients, None for 1.
+        """
+        if self.memory is not Memory.DIRECTION or self.unit is not None:
+            return []
+        return [
+            partial(
+                setattr,
+                self,
+                "unit",
+                torch.ones(1, dtype=torch.float32, device="cpu") if scale is None else scale.clone(),
+            )
+        ]
+
+    def _orthogonal(self, calls: Sequence[BucketGrads], sumsq: Tensor, found_inf: Tensor | None) -> list[partial[Any]]:
+        """Return the calls that keep the part of g2 that is orthogonal to g1."""
+        inner = summed(
+            calls,
+            torch.zeros(1, 2, dtype=torch.float64, device=sumsq.device),
+            lambda b, part, grads, total: b.kernels.inner_(total, grads, b.g1_views(part), part.table, True),
+        )
+        along = inner[0, 0] / (inner[0, 1] + torch.finfo(torch.float64).tiny)
+        fine = (sumsq.isfinite() & along.isfinite()) if found_inf is None else sumsq.isfinite() & (found_inf == 0)
+        after = []
+        for bucket, selection, grads in calls:
+            kept, memory = bucket.arena.field(G1, bucket.dtype), bucket.arena.field(MEMORY, bucket.dtype)
+            kept.mul_(-along)
+            if grads:
+                torch._foreach_add_(bucket.g1_views(selection), list(grads))
+            torch.where(fine, kept, memory, out=kept)
+            after.append(copy_call(memory, kept))
+        return after
+
+
+def copy_call(field: Tensor, value: Tensor) -> partial[Any]:
+    """Return `field.copy_(value)` as a call of an update."""
+    return c_call(field.copy_, value)
+
+
+def c_call(function: Callable[..., Any], *operands: Any) -> partial[Any]:
+    """Return `function(*operands)`, a function in C, as a call of an update.
+
+    Such calls return nothing and have no line of Python.
+    """
+    if torch.compiler.is_compiling():
+        return partial(function, *operands)
+    return partial(deque[Any](maxlen=0).extend, map(function, *((operand,) for operand in operands)))
+
+
+def _inner(calls: Sequence[BucketGrads]) -> Tensor:
+    """Return `<g1, g2>` and `||g2||^2`, float64 `[1, 2]`."""
+    return summed(
+        calls,
+        torch.zeros(1, 2, dtype=torch.float64, device=calls[0][0].device if calls else "cpu"),
+        lambda b, part, grads, total: b.kernels.inner_(total, b.g1_views(part), grads, part.table, True),
+    )
+
+
+def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
+    """Add the squares of these gradients, each times its present coefficient, to `total`."""
+    selection.load()  # the kernel reads weights, if only to multiply them with 0
+    bucket.kernels.update_norm_(total, selection.tensors, None, grads, selection.table, bucket.hparams, accumulate=True)
+
+
+def _ratio(calls: Sequence[BucketGrads]) -> Tensor:
+    """Return `||g||/||m||` of these gradients and the kept vector, float64 `[1]`; 0 if it is not defined.
+
+    The coefficient of gradients is 1 or -1 at this time.
+    """
+    kept = [(b, part, part.views(b.arena.field(MEMORY, b.dtype))) for b, part, _ in calls]
+    one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
+    g, m = summed(calls, one, squares), summed(kept, one, squares)
+    return torch.where((m > 0) & g.isfinite(), (g / m).sqrt(), 0.0)
+
+
+def _or_nonfinite(found_inf: Tensor | None, sumsq: Tensor) -> Tensor:
+    """Return `found_inf`, which is not 0 if the first gradients were not finite either."""
+    found = (~sumsq.isfinite()).to(torch.float32)
+    return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
+
+
+def _written(bucket: Bucket, selection: Selection) -> list[Tensor]:
+    """Return the gradients that a base optimizer will read."""
+    return [to_local(g) for i in selection.slots if (g := bucket.params[i].grad) is not None]
+
+
+def with_norm(scalars: HParamTensor, inputs: UpdateInputs, hparams: Tensor | None = None) -> UpdateInputs:
+    """Return the inputs with the squared norm of the combined gradient, if it is clipped by a fused update.
+
+    Args:
+        scalars: hyperparameter tensor.
+        inputs: inputs of the update.
+        hparams: coefficients of the combined gradient, None for the coefficients of the update.
+    """
+    if scalars.max_grad_norm is None or scalars.rule is None or not inputs.calls:
+        return inputs
+
+    def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
+        part.load()  # the kernel reads weights, if only to multiply them with 0
+        options = {"g1": inputs.g1(bucket, part), "grad_scale": inputs.grad_scale, "accumulate": True}
+        bucket.kernels.update_norm_(total, part.tensors, None, grads, part.table, numbers, **options)
+
+    numbers = scalars.tensor if hparams is None else hparams
+    one = torch.zeros(1, dtype=torch.float64, device=inputs.calls[0][0].device)
+    return inputs._replace(sumsq=summed(inputs.calls, one, add))
+
+
+def clip_in_memory(calls: Sequence[BucketGrads], limit: float, sharpness: float, scale: Tensor | None) -> None:
+    """Clip the combined gradient of a base optimizer that makes its own step.
+
+    Args:
+        calls: gradients of each bucket.
+        limit: largest norm.
+        sharpness: coefficient of `g2 - g1`, which is where the first gradients were.
+        scale: factor of `g2 - g1`, None for 1.
+    """
+    with torch.no_grad():
+        kept = [_written(bucket, part) for bucket, part, _ in calls]
+        differences = [bucket.g1_views(part) if sharpness else [] for bucket, part, _ in calls]
+
+        def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
+            for i, g in enumerate(grads):
+                combined = g.double()
+                if sharpness:
+                    combined = combined + sharpness * bucket.g1_views(part)[i].double() / (
+                        1.0 if scale is None else scale
+                    )
+                total.add_(combined.square().sum())
+
+        own = [(bucket, part, grads) for (bucket, part, _), grads in zip(calls, kept, strict=True)]
+        one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
+        factor = (limit / (summed(own, one, add).sqrt() + CLIP_EPS)).clamp(max=1.0)
+        for g in (g for grads in (*kept, *differences) for g in grads):
+            g.mul_(factor.to(g.dtype))
+
+
+def _sharpness_calls(
+    bucket: Bucket, selection: Selection, grads: Sequence[Tensor], hparams: Tensor, inputs: UpdateInputs
+) -> list[partial[Any]]:
+    """Return the calls that make `w -= lr*sharpness*(g2 - g1)` after the update.
+
+    They are the update of an SGD with these numbers in `hparams`.
+    """
+    master = bucket.backup.is_master
+    backup = bucket.backup.weights if master else None
+    options: dict[str, Any] = {"steps": None, "g1": bucket.g1_views(selection), "first": False, "keep": master}
+    options |= {"grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf, "sumsq_v": inputs.sumsq}
+    operands = selection.tensors, backup, grads, selection.table, hparams, "sgd", [None]
+    calls = op_calls(bucket, operands, options)
+    return [*calls, partial(selection.store)] if selection.indirect else calls
