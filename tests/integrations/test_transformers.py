@@ -23,7 +23,7 @@ from tests.helpers.sam_oracle import same_bits
 
 transformers = library("transformers")
 library("accelerate")
-SAMTrainer = integration.SAMTrainer
+SAMTrainer, SGD = integration.SAMTrainer, torch.optim.SGD
 
 COUNT, SIZE = 12, 2  # samples, of a micro-batch
 GENERATOR = torch.Generator().manual_seed(0)
@@ -44,13 +44,11 @@ def tiny_model(dropout: float = 0.0) -> nn.Module:
 
 
 def arguments(folder: Path, **settings: Any) -> Any:
-    defaults = {
-        "max_steps": 4, "weight_decay": 0.1, "save_strategy": "no", "logging_steps": 1, "lr_scheduler_type": "constant",
-    }  # fmt: skip
+    defaults = {"max_steps": 4, "weight_decay": 0.1, "save_strategy": "no", "logging_steps": 1}
     return transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, learning_rate=0.02, optim="adamw_torch", seed=0,
         per_device_train_batch_size=SIZE, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
-        **{**defaults, **settings},
+        **{**defaults, "lr_scheduler_type": "constant", **settings},
     )  # fmt: skip
 
 
@@ -58,11 +56,8 @@ class InOrder:
     """A trainer that keeps the samples in order, as a plain loop, and averages losses over micro-batches."""
 
     def get_batch_samples(self, *arguments: Any) -> Any:
-        batches, _ = super().get_batch_samples(*arguments)  # type: ignore[misc]
-        return (
-            batches,
-            None,
-        )  # BERT's classifier takes the number of items and makes nothing of it, which then is the loss's scale
+        # BERT's classifier ignores the number of items, which would then scale the loss
+        return super().get_batch_samples(*arguments)[0], None  # type: ignore[misc]
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return torch.utils.data.SequentialSampler(SAMPLES)
@@ -88,20 +83,14 @@ def windows(accumulated: int) -> Iterator[list[dict[str, Tensor]]]:
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """As the trainer makes them: no decay of biases and of layer norms."""
-    plain = {name for name, _ in model.named_parameters() if name.endswith("bias") or "LayerNorm" in name}
     named = list(model.named_parameters())
-    return [
-        {"params": [p for name, p in named if name not in plain], "weight_decay": 0.1},
-        {"params": [p for name, p in named if name in plain], "weight_decay": 0.0},
-    ]
+    plain = {name for name, _ in named if name.endswith("bias") or "LayerNorm" in name}
+    decayed, others = ([p for name, p in named if (name in plain) == wanted] for wanted in (False, True))
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
 def plain_loop(
-    model: nn.Module,
-    steps: Iterable[list[dict[str, Tensor]]],
-    sam: fastsam.SAM | None = None,
-    clip: float = 1.0,
-    bf16: bool = False,
+    model: nn.Module, steps: Iterable[list[dict[str, Tensor]]], sam: Any = None, clip: float = 1.0, bf16: bool = False
 ) -> tuple[nn.Module, list[float], list[float]]:
     """The same steps by hand: the model, the losses of the first passes, the norms of the second gradients."""
     model = copy.deepcopy(model).train()
@@ -141,21 +130,15 @@ def logged(trainer: Any, name: str) -> list[float]:
 )
 @pytest.mark.parametrize(
     ("accumulated", "settings"),
-    [
-        (1, {"max_grad_norm": 0.5}),
-        (1, {"bf16": True}),
-        (2, {}),
-        (4, {"max_grad_norm": 0.5}),  # the last step of the epoch has two micro-batches
-        (2, {"bf16": True, "max_grad_norm": 0.5}),
-    ],
-)
+    [(1, {"max_grad_norm": 0.5}), (1, {"bf16": True}), (2, {}), (4, {"max_grad_norm": 0.5}),
+     (2, {"bf16": True, "max_grad_norm": 0.5})],
+)  # fmt: skip
 def test_the_steps_of_a_plain_loop(tmp_path: Path, accumulated: int, settings: dict[str, Any]) -> None:
-    start = tiny_model()
-    steps = list(windows(accumulated))
+    """With four micro-batches the last step of the epoch has two."""
+    start, steps = tiny_model(), list(windows(accumulated))
     model, losses, norms = plain_loop(start, steps, clip=settings.get("max_grad_norm", 1.0), bf16="bf16" in settings)
-    trainer = trained(
-        tmp_path, copy.deepcopy(start), gradient_accumulation_steps=accumulated, **{"max_steps": len(steps), **settings}
-    )
+    settings = {"max_steps": len(steps), "gradient_accumulation_steps": accumulated, **settings}
+    trainer = trained(tmp_path, copy.deepcopy(start), **settings)
     assert same(trainer.model, model)
     assert trainer.state.global_step == len(steps)
     assert logged(trainer, "loss") == pytest.approx(losses, abs=1e-4), "the first pass's, to the digits that are logged"
@@ -178,8 +161,7 @@ class Scaled(Trainer):
 @pytest.mark.shows("transformers", "`SAMTrainer` with `fp16` (GradScaler): accumulation, clipping", "works")
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_grad_scaler_unscales_the_second_gradient(tmp_path: Path, accumulated: int) -> None:
-    start = tiny_model()
-    steps = list(windows(accumulated))
+    start, steps = tiny_model(), list(windows(accumulated))
     _, losses, norms = plain_loop(start, steps)
     settings = {"gradient_accumulation_steps": accumulated, "max_steps": len(steps)}
     trainer = Scaled(model=copy.deepcopy(start), args=arguments(tmp_path, **settings), train_dataset=SAMPLES)
@@ -238,9 +220,7 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated
     settings = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": evaluated, "eval_steps": 4}
     best = {"load_best_model_at_end": True} if evaluated == "steps" else {}
     args = arguments(tmp_path, **settings, **best)
-    trainer = Trainer(
-        model=start, args=args, train_dataset=SAMPLES, eval_dataset=SAMPLES, variant=fastsam.MSAM(rho=0.3)
-    )
+    trainer = Trainer(model=start, args=args, train_dataset=SAMPLES, eval_dataset=SAMPLES, variant=sam)
     trainer.train()
     assert same(trainer.model, clean) and not same(trainer.model, perturbed)
     trainer.save_model(str(tmp_path / "end"))
@@ -283,9 +263,8 @@ def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -
 @pytest.mark.parametrize("sam", [fastsam.SAM(rho=0.3), fastsam.MSAM(rho=0.3)])
 def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, sam: fastsam.SAM) -> None:
     """Shuffled data, dropout, and a schedule; the checkpoint falls into the middle of an epoch of three steps."""
-    settings = {
-        "max_steps": 7, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear", "save_strategy": "steps",
-    }  # fmt: skip
+    settings = {"max_steps": 7, "gradient_accumulation_steps": 2}
+    settings |= {"lr_scheduler_type": "linear", "save_strategy": "steps"}
 
     def trainer(folder: str) -> Any:
         args = arguments(tmp_path / folder, save_steps=5, **settings)
@@ -323,11 +302,9 @@ def test_two_processes_make_the_step_of_the_whole_batch(tmp_path: Path) -> None:
     """Micro-batches of two, two of them, in two processes are a batch of eight; both ranks have the same weights."""
     (tmp_path / "rank.py").write_text(RANK)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    done = subprocess.run(
-        [*launch, str(tmp_path / "rank.py"), str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    options: Any = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([*launch, str(tmp_path / "rank.py"), str(tmp_path)], **options)
     assert done.returncode == 0, done.stderr
     (first, ranks), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert ranks == 2 and same_bits(first, second)
@@ -375,24 +352,17 @@ def test_a_trainer_of_another_class_and_an_optimizer_of_ones_own(tmp_path: Path)
 
     start = tiny_model()
     model, _, _ = plain_loop(start, windows(1), fastsam.SAM(rho=0.2))
-    folder = tmp_path
-    args = transformers.Seq2SeqTrainingArguments(**{**arguments(folder, max_steps=6).to_dict(), "use_cpu": True})
+    args = transformers.Seq2SeqTrainingArguments(**{**arguments(tmp_path, max_steps=6).to_dict(), "use_cpu": True})
     opt = FusedSAM(groups(start), torch.optim.AdamW, rho=0.2, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
     trainer = Mine(model=start, args=args, train_dataset=SAMPLES, optimizers=(opt, None))
     trainer.train()
     assert same(trainer.model, model)
 
 
-def _adam(model: nn.Module) -> dict[str, Any]:
-    return {"optimizers": (torch.optim.AdamW(model.parameters()), None)}
-
-
-def _adam_by_class(model: nn.Module) -> dict[str, Any]:
-    return {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 0.1})}
-
-
-def _both(model: nn.Module) -> dict[str, Any]:
-    return {"optimizers": (FusedSAM(model.parameters(), lr=0.1), None), "variant": fastsam.SAM()}
+ADAM: dict[str, Callable[[nn.Module], Any]] = {
+    "optimizers": lambda model: (torch.optim.AdamW(model.parameters()), None),
+    "optimizer_cls_and_kwargs": lambda model: (torch.optim.AdamW, {"lr": 0.1}),
+}
 
 
 @pytest.mark.shows(
@@ -400,31 +370,21 @@ def _both(model: nn.Module) -> dict[str, Any]:
     "`SAMTrainer` with an optimizer that is no FusedSAM; `variant` together with an optimizer",
     "clear error",
 )
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (_adam, "SAMTrainer: expected a FusedSAM.* got AdamW"),
-        (_adam_by_class, "SAMTrainer: expected a FusedSAM.* got AdamW"),
-        (_both, "variant cannot be combined with an optimizer"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_first_step(
-    tmp_path: Path, given: Callable[[nn.Module], dict[str, Any]], message: str
-) -> None:
-    model = tiny_model()
-    with pytest.raises(ValueError, match=message):
-        Trainer(model=model, args=arguments(tmp_path), train_dataset=SAMPLES, **given(model)).train()
+@pytest.mark.parametrize("keyword", ADAM)
+def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, keyword: str) -> None:
+    model, options = tiny_model(), {"args": arguments(tmp_path), "train_dataset": SAMPLES}
+    with pytest.raises(ValueError, match="SAMTrainer: expected a FusedSAM.* got AdamW"):
+        Trainer(model=model, **options, **{keyword: ADAM[keyword](model)}).train()
+    both = {"optimizers": (FusedSAM(model.parameters(), lr=0.1), None), "variant": fastsam.SAM()}
+    with pytest.raises(ValueError, match="variant cannot be combined with an optimizer"):
+        Trainer(model=model, **options, **both).train()
 
 
 @pytest.mark.shows(
     "transformers", "`SAMTrainer` with an optimizer that chooses its parameters itself (GaLore)", "clear error"
 )
-@pytest.mark.parametrize(
-    "chosen", [(torch.optim.SGD, {"lr": 0.1, "params": []}), (lambda: torch.optim.SGD, {"lr": 0.1})]
-)
-def test_an_optimizer_that_chooses_its_parameters_is_refused(
-    tmp_path: Path, chosen: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("chosen", [(SGD, {"lr": 0.1, "params": []}), (lambda: SGD, {"lr": 0.1})])
+def test_an_optimizer_that_chooses_its_parameters_is_refused(tmp_path: Path, chosen: Any, monkeypatch: Any) -> None:
     """The answer equals transformers' answer for GaLore and for its factories, which are not installed here."""
     monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: chosen))
     with pytest.raises(ValueError, match="optim='.*adamw_torch' chooses its parameters itself"):

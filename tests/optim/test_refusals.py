@@ -98,11 +98,8 @@ def test_options_that_are_refused(base: Any, options: dict[str, Any], error: typ
 VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((kind, {"interval": 2}, ValueError, "interval must be left at 1") for kind in (MSAM, LastGradient, LookSAM)),
     *((kind, {"rho_fn": LESAM(sigma=1.0)}, ValueError, "rho_fn must be") for kind in (MSAM, LastGradient)),
-    *(
-        (kind, {"interval": v}, ValueError, "interval must be .* steps?, got")
-        for kind in (SAM, GSAM, VaSSO)
-        for v in (0, -2)
-    ),
+    *((kind, {"interval": v}, ValueError, "interval must be .* steps?, got")
+      for kind in (SAM, GSAM, VaSSO) for v in (0, -2)),
     *((SAM, {"interval": v}, TypeError, "interval must be .* steps?, got") for v in (1.5, True, Hostile())),
     *((GSAM, {"alpha": v}, ValueError, "must be") for v in (-1.0, math.nan, math.inf)),
     *((WSAM, {"gamma": v}, ValueError, "gamma must be") for v in (1.0, -0.1, math.nan)),
@@ -121,7 +118,7 @@ VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (LookSAM, {"alpha": -1.0}, ValueError, "alpha must be 0 or more"),
     (LookSAM, {"alpha": math.inf}, ValueError, "finite"),
     (LookSAM, {"alpha": Decimal("NaN")}, TypeError, "alpha must be a number, got Decimal"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "options", "error", "words"), VARIANTS, ids=[f"{r[0]}-{r[1]}" for r in VARIANTS])
@@ -266,9 +263,7 @@ def test_what_is_accepted() -> None:
           for name in ("weight_decay", "momentum", "dampening", "nesterov")),
     ],
 )  # fmt: skip
-def test_an_option_that_becomes_bad(
-    base: Any, name: str, value: Any, words: str, number: int, half: str, backend: Backend
-) -> None:
+def test_a_bad_option(base: Any, name: str, value: Any, words: str, number: int, half: str, backend: Backend) -> None:
     params = make_parameters([(3,), (4,)], torch.float32, backend.device)
     opt = FusedSAM([{"params": [p]} for p in params], base, lr=0.1, backend=backend.name)
     opt.step(closure_of(params))
@@ -291,8 +286,7 @@ def test_an_option_that_becomes_bad(
 def test_calls_out_of_order(backend: Backend) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    before = copies(params)
-    number: Any = 5
+    before, number = copies(params), 5
     idle: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (opt.second_step, RuntimeError, "second_step\\(\\) without first_step\\(\\)"),
         (opt.step, RuntimeError, "no closure.*step\\(closure\\)"),
@@ -338,21 +332,18 @@ def test_halves_out_of_order_in_a_step_that_does_not_perturb() -> None:
 @pytest.mark.parametrize("base", [SGD, RMSPROP])
 @pytest.mark.parametrize(("call", "method"), [(1, "first_step"), (2, "second_step"), (2, "restore")])
 @pytest.mark.parametrize("exclusive", [False, True])
-def test_a_closure_that_makes_the_step_itself(
-    exclusive: bool, call: int, method: str, base: Any, backend: Backend
-) -> None:
+def test_a_closure_that_steps(exclusive: bool, call: int, method: str, base: Any, backend: Backend) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
     opt = FusedSAM(params, base, lr=0.1, rho=0.3, backend=backend.name, assume_no_alias=exclusive)
     opt.step(closure_of(params))
     calls: list[list[torch.Tensor]] = []
 
-    def closure() -> float:
+    def closure() -> None:
         backward(params, 0)
         calls.append(copies(params))
         if len(calls) == call:
             getattr(opt, method)()
             calls.append(copies(params))
-        return 0.0
 
     with pytest.raises(RuntimeError, match="closure made a part of the step itself; leave first_step"):
         opt.step(closure)

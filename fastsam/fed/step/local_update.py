@@ -155,7 +155,7 @@ class ClientResults:
         client_ids: ids of the n clients.
         delta: `[n, row_size]`, `w_K - w^t`, or `w_K - start` with a `LocalUpdate.start`, in the dtype of the weights.
         num_steps: number of local steps of each client, mostly `epochs * ceil(num_samples / batch_size)`.
-        backward_passes: number of backward passes of each client, with those of a full gradient and of a pilot.
+        backward_passes: number of backward passes of each client, including the passes of a full gradient or a pilot.
         losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights).
         num_samples: number of samples in these batches.
         buffers: changes of the model's buffers, flat float64, `[n, ...]`.

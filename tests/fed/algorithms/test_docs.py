@@ -60,11 +60,8 @@ def test_the_table_says_what_the_class_declares(name):
     made = fed.algorithms.registry[name]()
     _, _, _, _, _, server, client, down, up, passes, memory, _ = ROWS[name]
     assert ROWS[name][0] == f"`{made!r}`"
-    assert (down, up, memory) == (
-        f"{made.download_vectors:g}",
-        f"{made.upload_vectors:g}",
-        f"{made.working_vectors:g}",
-    )
+    numbers = made.download_vectors, made.upload_vectors, made.working_vectors
+    assert (down, up, memory) == tuple(f"{number:g}" for number in numbers)
     assert passes == str(made.backward_passes)
     assert made.server_vectors == len(vectors(server)) and made.client_vectors == len(vectors(client))
 

@@ -101,9 +101,7 @@ def _split(record):
 
 @pytest.mark.parametrize("made", [fed.FedDyn, fed.FedLESAM_D, fed.FedSMOO])
 def test_a_server_without_a_learning_rate_refuses_one(made, tmp_path):
-    with pytest.raises(
-        ValueError, match=f"step of {made.__name__} has no learning rate: leave server_lr at 1, got 0.5"
-    ):
+    with pytest.raises(ValueError, match=f"{made.__name__} has no learning rate: leave server_lr at 1, got 0.5"):
         final(made(), server_lr=0.5, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -120,10 +118,8 @@ def test_gsam_s_lowest_learning_rate_is_below_the_first(tmp_path):
 def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
     """Images of bytes with `Pixels` train like images that were normalised before, bit for bit."""
     generator = torch.Generator().manual_seed(3)
-    images = [
-        (torch.randint(0, 256, (n, 3, 4, 4), dtype=torch.uint8, generator=generator), torch.arange(n) % 2)
-        for n in (5, 9)
-    ]
+    draw = torch.randint(0, 256, (14, 3, 4, 4), dtype=torch.uint8, generator=generator)
+    images = [(x, torch.arange(len(x)) % 2) for x in draw.split([5, 9])]
     inner = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
     wrapped = models.Pixels(inner, (0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
     method = fed.FedRobust(form=form, ascent_steps=ascent_steps, eta_2=0.1)
@@ -134,9 +130,7 @@ def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
     at_rest = fed.run(wrapped, images, fed.FedAvg(), **options).model.model
     for a, b, c in zip(ours.parameters(), theirs.parameters(), at_rest.parameters(), strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c)
-    with pytest.raises(
-        ValueError, match=r"got torch.uint8; for images of bytes the model must be a fastsam.fed.models.Pixels"
-    ):
+    with pytest.raises(ValueError, match=r"got torch.uint8; for images of bytes .* be a fastsam.fed.models.Pixels"):
         fed.run(torch.nn.Sequential(wrapped), images, method, **options)
 
 

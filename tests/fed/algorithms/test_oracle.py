@@ -130,9 +130,8 @@ NOTICED = 1e-11  # ten times what the comparison in float64 allows
 
 def distance(case, options, backend="reference"):
     """Return the distance of the implementation, as it is in memory, from the oracle."""
-    final = replayed(
-        oracle.smooth_model(), oracle.ragged_clients(), ours(case), options_of(case, options), backend=backend
-    )
+    model, clients = oracle.smooth_model(), oracle.ragged_clients()
+    final = replayed(model, clients, ours(case), options_of(case, options), backend=backend)
     return oracle.difference(final.model, unfused(case, options, torch.float64))
 
 
@@ -147,9 +146,8 @@ LAST = {METHODS[m.case][0]: m for m in MUTANTS}.values()  # in `make test` the l
 def test_a_wrong_constant_is_noticed(mutant):
     with replaced(*mutant[:4]):
         # Fused kernels take half the reference's time; only mutants of kernels need the reference.
-        far = distance(
-            mutant.case, mutant.options, "reference" if mutant.module.startswith("fastsam_kernels") else "auto"
-        )
+        backend = "reference" if mutant.module.startswith("fastsam_kernels") else "auto"
+        far = distance(mutant.case, mutant.options, backend)
     assert math.isnan(far) or far > NOTICED
 
 

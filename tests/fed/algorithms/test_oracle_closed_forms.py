@@ -23,9 +23,8 @@ def final(method, trace=None, **changes):
     """The weights after training on three quadratics, one step an epoch."""
     chosen, clients = options(**changes), oracle.quadratic_clients(CENTRES, CURVATURES)
     model = oracle.QuadraticModel(START)
-    return oracle.run(
-        model, clients, method, chosen, [EVERYBODY] * chosen.rounds, oracle.quadratic_loss, trace
-    ).w.detach()
+    active = [EVERYBODY] * chosen.rounds
+    return oracle.run(model, clients, method, chosen, active, oracle.quadratic_loss, trace).w.detach()
 
 
 def exact(actual, expected):
@@ -220,8 +219,6 @@ def test_the_channel_map_is_the_full_one_with_equal_blocks():
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(2, 3), torch.nn.Tanh()).double()
     generator = torch.Generator().manual_seed(3)
     clients = [(torch.randn(6, 2, 1, 1, generator=generator).double(), torch.tensor([0, 1, 2, 0, 1, 2]))]
-    a, b = (
-        oracle.run(model, clients, oracle.FedRobust(0.2, 0.5, 2, form), options(epochs=5), [[0]])
-        for form in ("channel", "full")
-    )
+    forms = [oracle.FedRobust(0.2, 0.5, 2, form) for form in ("channel", "full")]
+    a, b = (oracle.run(model, clients, form, options(epochs=5), [[0]]) for form in forms)
     assert oracle.difference(a, model) > 0 and oracle.difference(a, b) < 1e-14

@@ -299,9 +299,8 @@ def test_accuracies_are_those_of_the_clients_models(name):
     assert len(set(found)) > 1
     for i, client in enumerate(clients):
         alone, lr = {**options.keywords(), "rounds": 1, "server_lr": 1.0}, result.history[-1]["lr"]
-        last = fed.run(models[i], [client], fed.FedAvg(), **alone | {"lr": lr}, buffers="average", test=TEST).history[
-            -1
-        ]
+        own = alone | {"lr": lr, "buffers": "average", "test": TEST}
+        last = fed.run(models[i], [client], fed.FedAvg(), **own).history[-1]
         assert tuned[i]["after"] == last["test_accuracy"]
 
 

@@ -196,9 +196,8 @@ def test_a_loop_trains_as_the_constants_do(loop, update, twin, options, executor
     if loop is default:
         assert same_bits(loops.model, constants.model)
         numbers = [[r[key] for key in ("train_loss", "steps", "backprops", "samples")] for r in loops.history]
-        assert numbers == [
-            [r[key] for key in ("train_loss", "steps", "backprops", "samples")] for r in constants.history
-        ]
+        keys = ("train_loss", "steps", "backprops", "samples")
+        assert numbers == [[r[key] for key in keys] for r in constants.history]
 
 
 def test_a_loop_may_restore_the_weights_and_measure_from_elsewhere():

@@ -43,20 +43,15 @@ def test_pairs_in_a_data_set_are_stacked_once_and_are_then_pairs(kind: str) -> N
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 def test_samples_that_are_read_in_batches_give_the_bits_of_pairs(executor: str) -> None:
     plain = run(pairs(), executor="sequential")
+    tests = {"pair": pairs()[3], "nested": Rows(*pairs()[3], "nested")}
+    tests["columns"] = ((pairs()[3][0][:, :3], pairs()[3][0][:, 3:]), pairs()[3][1].to(torch.uint8))
+    columns = [((x[:, :3], x[:, 3:]), y) for x, y in pairs()]
     for options in (
         {"clients": [DataLoader(Rows(x, y), collate_fn=in_another_collate) for x, y in pairs()]},
         {"clients": [Rows(x, y) for x, y in pairs()], "collate": in_another_collate},
         {"clients": [TensorDataset(x, y) for x, y in pairs()], "collate": in_another_collate, "shuffle": True},
-        {
-            "clients": [Rows(x, y, "nested") for x, y in pairs()],
-            "model": OfParts(),
-            "test": Rows(*pairs()[3], "nested"),
-        },
-        {
-            "clients": [((x[:, :3], x[:, 3:]), y) for x, y in pairs()],
-            "model": OfParts(),
-            "test": ((pairs()[3][0][:, :3], pairs()[3][0][:, 3:]), pairs()[3][1].to(torch.uint8)),
-        },
+        {"clients": [Rows(x, y, "nested") for x, y in pairs()], "model": OfParts(), "test": tests["nested"]},
+        {"clients": columns, "model": OfParts(), "test": tests["columns"]},
     ):
         made = run(options.pop("clients"), executor=executor, **options)
         assert torch.equal(weights(made), weights(plain)), options
@@ -105,10 +100,8 @@ def test_a_drawing_data_set_gives_other_numbers_in_another_epoch() -> None:
         seen.append(batch[0].clone())
         return F.cross_entropy(m(batch[0]), batch[1])
 
-    run(
-        [noisy(*pairs()[0])], loss=fed.BatchLoss(look), rounds=1, local_epochs=2, batch_size=16, shuffle=False,
-        test=None,
-    )  # fmt: skip
+    options = {"rounds": 1, "local_epochs": 2, "batch_size": 16, "shuffle": False, "test": None}
+    run([noisy(*pairs()[0])], loss=fed.BatchLoss(look), **options)
     once, again = seen[2], seen[4]  # seen[0] and seen[1] belong to the trial step; first pass of a step with two passes
     assert torch.equal(seen[2], seen[3]) and not torch.equal(once, again)
 
@@ -120,9 +113,7 @@ def test_numbers_that_no_seed_reaches_are_refused() -> None:
         def __getitem__(self, i: int) -> Any:
             return self.x[i] + own.random(), 0
 
-    with pytest.raises(
-        ValueError, match=r"client 1: sample 0 is another one when it is read again.*global generators|own generators"
-    ):
+    with pytest.raises(ValueError, match=r"client 1: sample 0 is another one when it is read again.*own generators"):
         run([pairs()[0], Noisy(*pairs()[1])])
 
 
@@ -181,19 +172,15 @@ def test_labels_all_ignored_are_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_resumed_run_knows_its_data_again(tmp_path: Any) -> None:
-    whole = run([Rows(x, y) for x, y in pairs()], collate=in_another_collate, rounds=3)
+    data = [Rows(x, y) for x, y in pairs()]
+    whole = run(data, collate=in_another_collate, rounds=3)
     options = {"collate": in_another_collate, "run_dir": tmp_path / "run"}
-    run([Rows(x, y) for x, y in pairs()], rounds=1, **options)
+    run(data, rounds=1, **options)
     with pytest.raises(fed.RunDirectoryError, match="data"):
         run([Rows(x + 1, y) for x, y in pairs()], rounds=3, resume=True, **options)
     with pytest.raises(fed.RunDirectoryError, match="collate"):
-        run(
-            [Rows(x, y) for x, y in pairs()],
-            rounds=3,
-            resume=True,
-            **options | {"collate": lambda i: in_another_collate(i)},
-        )
-    made = run([Rows(x, y) for x, y in pairs()], rounds=3, resume=True, **options)
+        run(data, rounds=3, resume=True, **options | {"collate": lambda i: in_another_collate(i)})
+    made = run(data, rounds=3, resume=True, **options)
     assert torch.equal(weights(made), weights(whole))
 
 
@@ -289,13 +276,9 @@ def test_one_is_made_while_the_last_one_is_used() -> None:
 
 def test_what_a_making_raises_comes_in_its_turn() -> None:
     made = one_ahead([lambda: 1, lambda: 1 // 0])
-    assert next(made) == 1
+    assert next(made) == 1 and list(one_ahead([])) == []
     with pytest.raises(ZeroDivisionError):
         next(made)
-
-
-def test_nothing_to_make() -> None:
-    assert list(one_ahead([])) == []
 
 
 # --- Many clients are looked at together: what a run does before its first round does not call torch for each of them.
@@ -338,24 +321,6 @@ def test_pairs_together_equal_pairs_one_by_one(sizes: list[int], dtype: torch.dt
             assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % ALIGNMENT == 0
     assert torch.equal(ours.store.x, theirs.store.x) and torch.equal(ours.store.y, theirs.store.y)
     assert ours.fingerprint() == Population(theirs.clients, None, None, None).fingerprint(), "older checkpoints"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda x, y: (x * float("nan"), y), "client 1: x holds NaN"),
-        (lambda x, y: (x[1:], y), "client 1: x has 3 samples and y 4"),
-        (lambda x, y: (x[:0], y[:0]), "client 1 has no samples"),
-        (lambda x, y: (x.to_sparse(), y), "x of client 1 must be a dense real tensor"),
-        (lambda x, y: x, "client 1 must be a pair"),
-        (lambda x, y: (x, y + 3), "client 1: labels must be in 0..2 .*got 3"),
-    ],
-)
-def test_whose_fault_it_is_is_still_told(spoil, words: str) -> None:
-    data = clients([4, 4, 4])
-    data[1] = spoil(*data[1])
-    with pytest.raises(ValueError, match=words):
-        fed.run(torch.nn.Linear(3, 3), data, fed.FedAvg(), rounds=1)
 
 
 def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: MonkeyPatch) -> None:

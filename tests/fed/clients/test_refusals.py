@@ -21,7 +21,18 @@ class Streamed(IterableDataset[Any]):
 GOOD = pairs()[0]
 
 
+def second(client):
+    run([GOOD, client, GOOD])
+
+
 @refusals(
+    # a pair among pairs, which are checked together
+    (lambda: second((GOOD[0] * float("nan"), GOOD[1])), 'client 1: x holds NaN'),
+    (lambda: second((GOOD[0][1:], GOOD[1])), 'client 1: x has 9 samples and y 10'),
+    (lambda: second((GOOD[0][:0], GOOD[1][:0])), 'client 1 has no samples'),
+    (lambda: second((GOOD[0].to_sparse(), GOOD[1])), 'x of client 1 must be a dense real tensor'),
+    (lambda: second(GOOD[0]), 'client 1 must be a pair'),
+    (lambda: second((GOOD[0], GOOD[1] + 9)), 'client 1: labels must be in 0..'),
     # wrong results of `available`
     (lambda: present(lambda t: [0, 5], 2, 5),
      'client ids from 0 to 4, or a mask of 5 booleans; in round 3: 5 is not a client'),

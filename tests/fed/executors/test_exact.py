@@ -214,9 +214,8 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     assert dense["name"] == "vmap" and "dense" in dense["reason"] and dense["numbers"].startswith("vmap, ")
     conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 3))
     found = chosen(conv, tmp_path, x=(1, 6, 6))
-    assert (found["name"], found["numbers"], found["slots"]) == ("threads", "exact", 2) and "convolution" in found[
-        "reason"
-    ]
+    assert (found["name"], found["numbers"], found["slots"]) == ("threads", "exact", 2)
+    assert "convolution" in found["reason"]
     dropout = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     found = chosen(dropout, tmp_path)
     assert found["name"] == "threads" and "draws" in found["reason"]
@@ -262,9 +261,7 @@ def test_auto_does_not_stack_a_model_that_somebody_watches(tmp_path):
 
 def test_the_names_are_those_of_the_registry_and_auto():
     assert executors.names() == ("auto", "graph", "sequential", "streams", "threads", "vmap")
-    with pytest.raises(
-        ValueError, match="executor must be one of 'auto', 'graph', 'sequential', 'streams', 'threads', 'vmap'"
-    ):
+    with pytest.raises(ValueError, match="one of 'auto', 'graph', 'sequential', 'streams', 'threads', 'vmap'"):
         run(fed.FedAvg(), "parallel")
 
 

@@ -265,9 +265,8 @@ def test_batch_norm_is_refused_unless_the_run_says_what_to_do():
 def test_batch_norm_keep_leaves_the_buffers_of_the_start():
     model = normed()
     model[1].running_mean += 1
-    final = run(
-        model, clients(8, 8, dtype=torch.float64), fed.FedSAM(), rounds=3, buffers="keep", participation=1.0
-    ).model
+    data = clients(8, 8, dtype=torch.float64)
+    final = run(model, data, fed.FedSAM(), rounds=3, buffers="keep", participation=1.0).model
     assert all(torch.equal(a, b) for a, b in zip(final.buffers(), model.buffers(), strict=True))
     assert not same_bits(final, model)
 
@@ -298,9 +297,8 @@ def test_counters_move_to_the_nearest_whole_number():
 def test_statistics_come_from_the_unperturbed_weights():
     """After one step the running statistics of FedSAM equal FedAvg's for every radius."""
     options = {"rounds": 1, "batch_size": 8, "buffers": "average", "participation": 1.0}
-    sam, avg = (
-        run(normed(), clients(8, dtype=torch.float64), a, **options).model for a in (fed.FedSAM(rho=5.0), fed.FedAvg())
-    )
+    data, algorithms = clients(8, dtype=torch.float64), (fed.FedSAM(rho=5.0), fed.FedAvg())
+    sam, avg = (run(normed(), data, a, **options).model for a in algorithms)
     assert all(torch.equal(a, b) for a, b in zip(sam.buffers(), avg.buffers(), strict=True))
     assert not same_bits(sam, avg)
 

@@ -71,10 +71,7 @@ def test_executors_agree_or_refuse(variant, option, executor):
         with pytest.raises(ValueError, match="optimizer needs plain local steps, or steps of SAM"):
             trained(executor, VARIANTS[variant], **OPTIONS[option])
         return
-    plain, without = (
-        trained("sequential", VARIANTS[variant], **OPTIONS[option]),
-        trained("sequential", VARIANTS[variant]),
-    )
+    plain, without = (trained("sequential", VARIANTS[variant], **more) for more in (OPTIONS[option], {}))
     assert oracle.movement(plain.model, without.model) > 1e-4
     if (option, executor) == ("optimizer", "vmap"):
         with pytest.raises(ValueError, match="does not serve the options optimizer"):

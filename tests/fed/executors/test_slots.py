@@ -33,9 +33,8 @@ def peak_of_vectors(monkeypatch, clients, executor, slots):
             found = [
                 t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() <= 2 and t.shape[-1:] == (stride,)
             ]
-            counts.append(
-                sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in found}.values())
-            )
+            distinct = {t.untyped_storage().data_ptr(): t for t in found}.values()
+            counts.append(sum(t.untyped_storage().nbytes() for t in distinct))
 
     monkeypatch.setattr(Cohort, "finish", finish)
     x, y = oracle.ragged_clients(FLOAT, (1,))[0]
@@ -69,9 +68,8 @@ def test_the_longest_clients_come_first_where_clients_train_at_once(monkeypatch)
 
         monkeypatch.setattr(Cohort, "tasks", tasks)
         data = oracle.ragged_clients(FLOAT, (7, 16, 1, 23, 12))
-        fed.run(
-            oracle.smooth_model(FLOAT), data, fed.FedAvg(), rounds=1, participation=1.0, executor=executor, slots=slots
-        )
+        options = {"rounds": 1, "participation": 1.0, "executor": executor, "slots": slots}
+        fed.run(oracle.smooth_model(FLOAT), data, fed.FedAvg(), **options)
         monkeypatch.undo()
         orders[executor] = seen
     assert orders == {"sequential": [7, 16, 1, 23, 12], "threads": [23, 16, 12, 7, 1], "vmap": [23, 16, 12, 7, 1]}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -31,7 +32,7 @@ every_other_case = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: MonkeyPatch) -> None:
     stand_in(monkeypatch)
 
 
@@ -62,7 +63,7 @@ def test_auto_is_a_rule_on_the_share_of_the_devices_memory(megabytes: float, whe
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_auto_takes_files_where_the_host_is_too_small(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_files_where_the_host_is_too_small(device: str, monkeypatch: MonkeyPatch) -> None:
     if device == "gpu":
         stand_in(monkeypatch)
     monkeypatch.setattr(client_state, "host_memory", lambda: 10**7)
@@ -73,7 +74,7 @@ def test_auto_takes_files_where_the_host_is_too_small(device: str, monkeypatch: 
 
 
 @pytest.mark.usefixtures("gpu")
-def test_auto_counts_the_states_of_all_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_counts_the_states_of_all_clients(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """It counts the states that an algorithm declares, or the initial states if it declares nothing."""
 
     class Undeclared(fed.SCAFFOLD):
@@ -97,9 +98,7 @@ def test_auto_counts_the_states_of_all_clients(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("where", ["host", "disk"])
 @every_other_case
-def test_the_same_bits_and_files_elsewhere(
-    name: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_bits_and_files_elsewhere(name: str, where: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """In host memory, and on the CPU on disk; also when a run goes on with another setting."""
     if where == "host":
         stand_in(monkeypatch)
@@ -114,7 +113,7 @@ def test_the_same_bits_and_files_elsewhere(
     assert len({made.summary()["state_megabytes"] for made in (other, mixed, on_device)}) == 1
 
 
-def test_a_disk_without_room_ends_the_run_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_ends_the_run_in_words(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Room is taken before anything is written there: a page of a file that the disk has no room for ends in a
     signal."""
 
@@ -148,16 +147,15 @@ def test_with_every_executor(where: str, executor: str, slots: int | None) -> No
     ],
 )
 def test_copies_are_ordered_with_the_work_that_they_are_for(
-    name: str, executor: str, slots: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, executor: str, slots: int | None, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Streams, and the host that writes a checkpoint, access a storage only after a wait."""
     monkeypatch.setattr(client_state, "_AHEAD", 1)  # copies are awaited within a round, and not only at its end
     options = {"backend": "reference", "rounds": 3, "sizes": (7, 10, 1, 6, 5, 3), "participation": 0.7}
     plain = digest(train(CASES[name], **options))
     with Watch():
-        made = train(
-            CASES[name], client_state="host", executor=executor, slots=slots, run_dir=tmp_path / "run", **options
-        )
+        options |= {"executor": executor, "slots": slots, "run_dir": tmp_path / "run"}
+        made = train(CASES[name], client_state="host", **options)
     assert digest(made) == plain
 
 
@@ -189,9 +187,7 @@ class Loose(HostStateStorage):
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("without", ["get", "put", "commit"])
-def test_the_stand_in_notices_a_wait_that_is_missing(
-    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stand_in_notices_a_missing_wait(without: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(Loose, "without", without)
     monkeypatch.setattr(client_state, "HostStateStorage", Loose)
     options = {"backend": "reference", "rounds": 2, "participation": 1.0, "client_state": "host"}
@@ -249,9 +245,7 @@ def tensors(directory: Path) -> dict[str, list[float]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("executor", "slots"), [("sequential", None), ("streams", 3), ("graph", 3)])
-def test_on_a_gpu_the_bits_are_the_same_wherever_states_live(
-    name: str, executor: str, slots: int | None, tmp_path: Path
-) -> None:
+def test_on_a_gpu_bits_do_not_depend_on_the_store(name: str, executor: str, slots: int | None, tmp_path: Path) -> None:
     found = set()
     for where in ("device", "host"):
         options = {"device": "cuda", "executor": executor, "slots": slots, "client_state": where}

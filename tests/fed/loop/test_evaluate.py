@@ -50,14 +50,10 @@ def test_prior_follows_each_clients_own_classes():
     slices = client_slices("prior", people, seed=0)
     assert [{labels[j] for j in s} for s in slices] == [{0}, {1}, {2}] and [len(s) for s in slices] == [10, 10, 10]
     got = Evaluator(F.cross_entropy, people, True, "prior", 0)(Oracle())
-    assert got["client_accuracy_mean"] == pytest.approx(2 / 3) and got["client_accuracy_std"] == pytest.approx(
-        np.std([0, 1, 1])
-    )
-    assert (got["client_accuracy_min"], got["client_accuracy_max"], got["test_accuracy"]) == (
-        0,
-        1,
-        pytest.approx(2 / 3),
-    )
+    assert got["client_accuracy_mean"] == pytest.approx(2 / 3)
+    assert got["client_accuracy_std"] == pytest.approx(np.std([0, 1, 1]))
+    assert (got["client_accuracy_min"], got["client_accuracy_max"]) == (0, 1)
+    assert got["test_accuracy"] == pytest.approx(2 / 3)
 
 
 def test_the_worst_and_the_best_client_are_named_even_when_others_have_no_sample():

@@ -43,9 +43,8 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
     n, size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     values = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([math.nan, math.inf, 1e30]))
-    rows = torch.tensor(
-        [data.draw(st.lists(values, min_size=size, max_size=size)) for _ in range(n)], dtype=torch.float64
-    ).to(dtype)
+    lists = [data.draw(st.lists(values, min_size=size, max_size=size)) for _ in range(n)]
+    rows = torch.tensor(lists, dtype=torch.float64).to(dtype)
     weights = data.draw(st.lists(st.sampled_from([1, 7, 30]), min_size=n, max_size=n))
     losses = data.draw(st.lists(st.sampled_from([0.5, 2.0, math.nan]), min_size=n, max_size=n))
     together, alone = (FixedPointAggregate(n, 30) for _ in range(2))
@@ -100,9 +99,8 @@ class OneByOne:
         return {name: t[i : i + 1] for name, t in client.items()}
 
     def _row(self, step):
-        vectors = {
-            name: getattr(step, name) for name in ("gradient_offset", "direction_vector", "dual", "server_perturbation")
-        }
+        names = ("gradient_offset", "direction_vector", "dual", "server_perturbation")
+        vectors = {name: getattr(step, name) for name in names}
         return replace(step, **{name: v[0] for name, v in vectors.items() if v is not None and v.dim() == 2})
 
 
@@ -198,10 +196,8 @@ def test_some_of_a_group_have_memory_of_their_own():
     kept = [{0: None}, {}]
     results = ClientResults([4, 7], moved, [2, 3], [2, 3], torch.tensor([0.5, 1.5]), [8, 9], dual=mu, snapshots=kept)
     second = results.take([1])
-    assert (
-        torch.equal(results.column([1.0, -2.0]), torch.tensor([[1.0], [-2.0]]))
-        and results.column([0, 1]).dtype == FLOAT
-    )
+    assert torch.equal(results.column([1.0, -2.0]), torch.tensor([[1.0], [-2.0]]))
+    assert results.column([0, 1]).dtype == FLOAT
     moved.zero_(), mu.zero_(), results.losses.zero_()
     assert second.delta.tolist() == [[3, 4, 5]] and second.dual.tolist() == [[1, 1, 1]]
     assert (second.client_ids, second.num_steps, second.num_samples, second.snapshots) == ([7], [3], [9], [{}])

@@ -234,9 +234,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(("executor", "slots"), [("sequential", None), ("threads", 2), ("vmap", 4)])
-def test_it_is_named_once_and_recorded_in_every_round(
-    caplog: pytest.LogCaptureFixture, executor: str, slots: Any
-) -> None:
+def test_it_is_named_once_and_recorded_always(caplog: pytest.LogCaptureFixture, executor: str, slots: Any) -> None:
     result = train(data(1e6), executor=executor, slots=slots)
     (line,) = warned(caplog)
     assert re.match(

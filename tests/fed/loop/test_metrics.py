@@ -75,9 +75,8 @@ def test_labels_outside_the_outputs_are_no_classes():
     """Counts of 0 to 9, fitted through the first of three outputs."""
     x = torch.randn(40, 5)
     y = torch.arange(40) % 10
-    result = fed.run(
-        torch.nn.Linear(5, 3), [(x, y)], fed.FedAvg(), rounds=1, participation=1.0, lr=0.01, loss=squares, test=(x, y)
-    )
+    options = {"rounds": 1, "participation": 1.0, "lr": 0.01, "loss": squares, "test": (x, y)}
+    result = fed.run(torch.nn.Linear(5, 3), [(x, y)], fed.FedAvg(), **options)
     assert result.history[-1]["test_accuracy"] is None
 
 
@@ -91,9 +90,8 @@ def test_one_output_with_a_threshold_is_a_metric():
     right = ((result.model(x)[:, 0] > 0) == y.bool()).double().mean().item()
     last = result.history[-1]
     assert last["test_binary_accuracy"] == right > 0.8 and last["test_accuracy"] is None
-    assert (
-        last["client_binary_accuracy_min"] <= last["client_binary_accuracy_mean"] <= last["client_binary_accuracy_max"]
-    )
+    low, mean, high = (last[f"client_binary_accuracy_{name}"] for name in ("min", "mean", "max"))
+    assert low <= mean <= high
     assert last["client_binary_accuracy_std"] > 0
     assert result.summary()["metrics"]["test_binary_accuracy"] == right and result.summary()["validation"] == "prior"
 
@@ -128,11 +126,8 @@ def test_functions_and_objects_are_over_all_and_over_clients():
     assert last["client_error_mean"] == pytest.approx(1 - last["client_accuracy_mean"])
     assert last["client_error_std"] == pytest.approx(last["client_accuracy_std"])
     assert last["test_ones"] == binary_clients()[1][1].double().mean().item()
-    assert (
-        first["test_error"] is None
-        and first["client_error_mean"] is None
-        and result.history[3]["test_error"] is not None
-    )
+    assert first["test_error"] is None and first["client_error_mean"] is None
+    assert result.history[3]["test_error"] is not None
     plain = run("cross_entropy", 2, client_test_split="iid", eval_every=4)
     assert all(
         np.array_equal(a.detach(), b.detach())

@@ -28,11 +28,9 @@ class Noisy(fed.Algorithm):
         return row
 
     def local_update(self, server, client, round):
-        return (
-            fed.LocalUpdate(gradient_offset=self.noise(server["w"], round))
-            if self.place == "step"
-            else fed.LocalUpdate()
-        )
+        if self.place != "step":
+            return fed.LocalUpdate()
+        return fed.LocalUpdate(gradient_offset=self.noise(server["w"], round))
 
     def finish_client(self, server, client, results, round):
         delta, n = results.delta, len(results.client_ids)
@@ -99,9 +97,8 @@ class Mixing(fed.Algorithm):
 
     def local_update(self, server: Any, client: Any, round: Any) -> fed.LocalUpdate:
         if self.how == "local_update":
-            return fed.LocalUpdate(
-                gradient_offset=0.1 / len(client["c"]) * torch.ones_like(client["c"]) * (server["w"] != 0)
-            )
+            noise = 0.1 / len(client["c"]) * torch.ones_like(client["c"])
+            return fed.LocalUpdate(gradient_offset=noise * (server["w"] != 0))
         return fed.LocalUpdate()
 
     def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:

@@ -59,9 +59,8 @@ def heads_of_their_own(phi: float, server_lr: float) -> tuple[nn.Module, list[nn
 )
 def test_every_client_has_a_head_of_its_own(algorithm, phi):
     begin = oracle.smooth_model()
-    result = fed.run(
-        begin, oracle.ragged_clients(sizes=SIZES), algorithm, local_parameters="2", server_lr=0.7, **OPTIONS
-    )
+    clients = oracle.ragged_clients(sizes=SIZES)
+    result = fed.run(begin, clients, algorithm, local_parameters="2", server_lr=0.7, **OPTIONS)
     assert same_bits(result.model[2], begin[2]), "the global head stays as it was"
     if phi is None:
         return
@@ -79,9 +78,8 @@ def test_accuracies_over_clients_are_those_of_their_own_models(validation):
     result = fed.run(oracle.smooth_model(), clients, fed.FedSAM(), local_parameters=["2.weight", "2.bias"], **options)
     record = result.history[-1]
     if validation == "shared":
-        found = [
-            (result.client_model(i)(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for i in range(len(SIZES))
-        ]
+        models = map(result.client_model, range(len(SIZES)))
+        found = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
         assert record["client_accuracy_mean"] == pytest.approx(sum(found) / 3)
         assert (record["client_accuracy_min"], record["client_accuracy_max"]) == pytest.approx((min(found), max(found)))
         assert record["client_worst"] == found.index(min(found)) and record["client_best"] == found.index(max(found))

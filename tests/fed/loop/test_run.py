@@ -129,9 +129,8 @@ def test_records():
         and first["steps"] == 3 * (2 + 5)
         and first["backprops"] == 2 * first["steps"]
     )
-    assert first["megabytes_down"] == pytest.approx(2 * 2 * 73 * 8 / 1e6) and first["megabytes_up"] == pytest.approx(
-        2 * 73 * 8 / 1e6
-    )
+    assert first["megabytes_down"] == pytest.approx(2 * 2 * 73 * 8 / 1e6)
+    assert first["megabytes_up"] == pytest.approx(2 * 73 * 8 / 1e6)
 
 
 def test_a_long_run_begins_like_a_short_one():

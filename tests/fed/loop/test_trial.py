@@ -18,9 +18,7 @@ from tests.helpers.fed_input import NOTHING, X, Y, start
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:The .grad attribute")
 def test_a_model_that_no_gradient_reaches():
     """It would run to the end, and be what it was at the start."""
-    with pytest.raises(
-        ValueError, match="no trainable parameter of the model gets a gradient .a torch.jit.script model"
-    ):
+    with pytest.raises(ValueError, match="no trainable parameter of .* gets a gradient .a torch.jit.script model"):
         start(torch.jit.script(oracle.smooth_model(torch.float32)))
 
 

@@ -87,9 +87,8 @@ def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
     constants = {"direction": D.GRADIENT, "anchor": 0.0, "anchor_weight": 1.0}
     final = fed.run(model, [(x, y)], Own(constants), rounds=1, participation=1.0, **kept).model
     loss = torch.nn.functional.cross_entropy(model(x), y)
-    for p, g, q in zip(
-        model.parameters(), torch.autograd.grad(loss, list(model.parameters())), final.parameters(), strict=True
-    ):
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    for p, g, q in zip(model.parameters(), grads, final.parameters(), strict=True):
         torch.testing.assert_close(q, p - 3 * 0.1 * g, rtol=1e-10, atol=1e-12)
 
 

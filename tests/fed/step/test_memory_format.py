@@ -316,18 +316,13 @@ print(*(b - a for a, b in zip(seen, seen[1:])))
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are those of glibc")
-@pytest.mark.parametrize(
-    ("how", "low", "high"),
-    [("with", 0, 1000), ("without", 2000, sys.maxsize)],
-    ids=["with", "without"],
-)
+@pytest.mark.parametrize(("how", "low", "high"), [("with", 0, 1000), ("without", 2000, sys.maxsize)])
 def test_steps_do_not_fault_their_memory_in_again(how, low, high):
     """A block has 980 pages of 4 KiB."""
     settings = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS, how], env=environment, capture_output=True, text=True, timeout=120
-    )
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], **options)
     assert done.returncode == 0, done.stderr
     assert low <= sorted(map(int, done.stdout.split()))[3] < high  # the median of 7 rounds
 
