@@ -3,12 +3,12 @@
 #include "direct_call_args.h"
 
 // Computes norm_ of all gradients into sumsq, then perturb_ with it.
-FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* grads, double* sumsq, int adaptive,
+FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* words, const int64_t* grads, double* sumsq, int adaptive,
                                         int save) {
   using namespace fastsam;
   return guarded([&] {
-    const PerturbArgs args = perturb_of(frame, grads, sumsq, save != 0);
-    run_norm(norm_of(frame, args, sumsq, adaptive != 0));
+    const PerturbArgs args = perturb_of(words, grads, sumsq, save != 0);
+    run_norm(norm_of(words, args, sumsq, adaptive != 0));
     run_perturb(args);
     return 0;
   });
@@ -17,11 +17,11 @@ FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* gra
 // Returns the rule of a name for fastsam_update, or nullptr if there is no such rule.
 FASTSAM_EXPORT const void* fastsam_rule(const char* name) { return fastsam::find_rule(name); }
 
-FASTSAM_EXPORT int fastsam_update(const int64_t* frame, const int64_t* grads, const void* rule, void* const* state,
+FASTSAM_EXPORT int fastsam_update(const int64_t* words, const int64_t* grads, const void* rule, void* const* state,
                                   int first, int keep) {
   using namespace fastsam;
   return guarded([&] {
-    run_update(update_of(frame, grads, rule, state, first != 0, keep != 0));
+    run_update(update_of(words, grads, rule, state, first != 0, keep != 0));
     return 0;
   });
 }

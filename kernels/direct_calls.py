@@ -36,7 +36,7 @@ _SIGNATURES = {
     "rule": (1, 0, ctypes.c_void_p),
     "partials": (1, 0, ctypes.c_int64),
 }
-_HEAD = 7  # words of a frame before the weights' addresses
+_HEAD = 7  # words of an argument block before the weights' addresses
 
 
 @functools.cache
@@ -74,9 +74,9 @@ class DirectCalls:
         self._params = params
         self._held: list[Any] = [backup, hparams]  # keeps the tensors allocated, so that their addresses stay valid
         if backup is not None:
-            self._at = self._frame(params, table, hparams, backup.dtype, _address(backup))
-        self._apart = partial(self._frame_apart, params, table, hparams)
-        self._without_backup = partial(self._frame, params, table, hparams, params[0].dtype, 0)
+            self._at = self._make_block(params, table, hparams, backup.dtype, _address(backup))
+        self._for_perturbed = partial(self._args_for_perturbed, params, table, hparams)
+        self._without_backup = partial(self._make_block, params, table, hparams, params[0].dtype, 0)
         self._pack = functools.partial(Struct(f"{len(params)}q").pack_into, self._places, 0)
         self._made: list[Call] = []
         self._state: Any = None  # addresses of the state fields in the calls of the last update
@@ -86,20 +86,20 @@ class DirectCalls:
         return self._without_backup()
 
     @functools.cached_property
-    def _apart_at(self) -> tuple[int, int]:
-        return self._apart()
+    def _perturbed_at(self) -> tuple[int, int]:
+        return self._for_perturbed()
 
-    def _frame_apart(self, params: Sequence[Tensor], table: Tensor, hparams: Tensor) -> tuple[int, int]:
-        """Return a frame whose backup is the weights, with offsets relative to the lowest weight address."""
+    def _args_for_perturbed(self, params: Sequence[Tensor], table: Tensor, hparams: Tensor) -> tuple[int, int]:
+        """Return an argument block whose backup is the weights, with offsets relative to the lowest weight address."""
         first, moved = min((_address(w) for w in params if w.numel()), default=0), table.clone()
         offsets = [(_address(w) - first) // w.element_size() if w.numel() else 0 for w in params]
         moved[:, 0] = torch.tensor(offsets, dtype=torch.int64, device=table.device)
-        return self._frame(params, moved, hparams, params[0].dtype, first)
+        return self._make_block(params, moved, hparams, params[0].dtype, first)
 
-    def _frame(
+    def _make_block(
         self, params: Sequence[Tensor], table: Tensor, hparams: Tensor, stored: torch.dtype, backup: int
     ) -> tuple[int, int]:
-        """Return the addresses of a frame (`csrc/direct_call_args.h`) and of the array of gradient addresses.
+        """Return the addresses of an argument block (`csrc/direct_call_args.h`) and of the array of gradient addresses.
 
         `backup` is the address to which its offsets are relative, 0 without a backup.
         """
@@ -112,9 +112,9 @@ class DirectCalls:
             backup,
             self._launch,
         ]
-        frame = (ctypes.c_int64 * (len(words) + len(params)))(*words, *map(_address, params))
-        self._held += [table, frame]
-        return ctypes.addressof(frame), ctypes.addressof(self._places)
+        block = (ctypes.c_int64 * (len(words) + len(params)))(*words, *map(_address, params))
+        self._held += [table, block]
+        return ctypes.addressof(block), ctypes.addressof(self._places)
 
     @staticmethod
     def watched() -> bool:
@@ -151,7 +151,7 @@ class DirectCalls:
         if perturbed is None:
             at = self._at
         else:
-            at = self._apart_at
+            at = self._perturbed_at
             start = at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64)
             (ctypes.c_int64 * len(perturbed)).from_address(start)[:] = list(map(_address, perturbed))
         self._locate(grads)

@@ -44,15 +44,15 @@ def finish_row(sums, totals, chunk, ACCUMULATE: tl.constexpr):
     """Store this chunk's partial sums of the lanes of `totals`. The last program of the row adds up all
     partial sums."""
     out, row_stride, stride, partials, tickets = sums
-    apart = tl.num_programs(0)
+    stride_of_sums = tl.num_programs(0)
     for i in tl.static_range(len(totals)):
         partial = pairwise_sum(totals[i].to(tl.float64), LOG2_LANES)
-        tl.store(partials + i * apart + tl.program_id(0), partial)
+        tl.store(partials + i * stride_of_sums + tl.program_id(0), partial)
     if last_of_row(tickets, chunk.row, chunk.n_chunks):
         out += chunk.row * row_stride
         partials += chunk.row * chunk.n_chunks
         for i in tl.static_range(len(totals)):
-            _sum_partials(out + i * stride, partials + i * apart, chunk.n_chunks, ACCUMULATE)
+            _sum_partials(out + i * stride, partials + i * stride_of_sums, chunk.n_chunks, ACCUMULATE)
 
 
 @triton.jit

@@ -102,10 +102,10 @@ def _clip_factor(h, sumsq_v, chunk):
 @triton.jit
 def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
     """Return a, b, phi, sig, the coupled decay, and the factor by which a decoupled decay shrinks the weights."""
-    full, apart = h.clip_includes_prox != 0, h.decoupled != 0
+    full, decoupled = h.clip_includes_prox != 0, h.decoupled != 0
     a, sig = h.g2_coef * _inverse(grad_scale), _clip_factor(h, sumsq_v, chunk)
-    inside = tl.where(apart, 0.0, h.decay) + tl.where(full, 0.0, h.prox_mu)
-    shrink = tl.where(apart, 1.0 - h.lr * h.decay, 1.0)
+    inside = tl.where(decoupled, 0.0, h.decay) + tl.where(full, 0.0, h.prox_mu)
+    shrink = tl.where(decoupled, 1.0 - h.lr * h.decay, 1.0)
     return [x.to(COMPUTE) for x in (a, h.g1_coef, h.prox_mu, sig, inside, shrink)]
 
 
