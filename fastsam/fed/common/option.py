@@ -79,9 +79,8 @@ def option(default: Any, help: str, **limits: Any) -> Any:
     Args:
         default: default value.
         help: meaning, for people.
-        **limits: `choices`; the bounds `above`, `at_least` and `at_most` of a number; `free`, if a resumed run may
-        have a
-            different value; `formula`, a check of strings and functions that may replace a number.
+        **limits: `choices`; the bounds `above`, `at_least` and `at_most` of a number; `free`, if a resumed run may have
+            a different value; `formula`, a check of strings and functions that may replace a number.
     """
     kept = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
     return field(**kept, metadata={"help": help, **limits})

@@ -58,7 +58,7 @@ def law(
         clients: number of all clients.
         z: noise multiplier.
         most: with local noise, function of a number of rounds that returns the largest number of these rounds in which
-        one client took part.
+            one client took part.
     """
     import dp_accounting as dp
 

@@ -32,9 +32,8 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
         stacked: several clients share one call of the model.
 
     Raises:
-        ValueError: the model has such a layer without "auto", or clients are stacked in channels_last. In float64
-        torch gives wrong
-            gradients of grouped convolutions in that order for mapped batches of one sample.
+        ValueError: the model has such a layer without "auto", or clients are stacked in channels_last. In float64 torch
+            gives wrong gradients of grouped convolutions in that order for mapped batches of one sample.
     """
     if stacked and asked == CHANNELS_LAST:
         raise ValueError(
