@@ -24,7 +24,7 @@ extensions += [name for name in OPTIONAL if importlib.util.find_spec(name)]
 root_doc = "docs/index"
 include_patterns = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "**/__pycache__"]
-highlight_language = "text"  # of blocks that name none: commands, equations
+highlight_language = "text"  # for blocks without a language, such as commands
 smartquotes = False  # "auto" and --flag stay what one types
 default_role = "code"
 
@@ -49,7 +49,7 @@ html_additional_pages = {"index": "front.html"}  # the site's own first address 
 
 
 def sections(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Of the index: each heading with its list of pages, (title, file) each."""
+    """Yield each heading of the index with its list of pages, (title, file) each."""
     for heading, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
         pages = re.findall(r"^- \[([^\]]+)\]\((\S+?)\.md\)", body, re.M)
         if pages:
@@ -57,8 +57,10 @@ def sections(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def with_toctrees(text: str) -> str:
-    """The index with a table of contents for each of its lists: GitHub shows the lists, the site has them beside every
-    page too."""
+    """Return the index with a table of contents for each of its lists.
+
+    GitHub shows the lists. The site also has them next to every page.
+    """
     made = [text]
     for heading, pages in sections(text):
         lines = "\n".join(f"{title} <{file}>" for title, file in pages)
@@ -112,7 +114,7 @@ def with_algorithms(text: str) -> str:
 
 
 _SECTION = re.compile("(Args|Attributes|Returns|Yields|Raises|Note):")
-# "rho, eta: what they are" and "rho (float): what it is", as docstrings list arguments
+# "rho, eta: their meaning" and "rho (float): its meaning", as docstrings list arguments
 _NAMED = re.compile(r"((?:\*\*)?[A-Za-z_]\w*(?:, [a-z_]\w*)*)( \([^)]*\))?: (.*)")
 
 

@@ -1,7 +1,7 @@
-"""The flat index space: which tensor lies where in a row, and the fields `[rows, row_size]` that hold the state.
+"""The flat index space: the place of each tensor in a row, and the fields `[rows, row_size]` of the state.
 
-A `Layout` says where each tensor's elements are; an `Arena` allocates fields over it. The user's own parameters are
-never moved: they are flat by index only (a table of segments), while the optimizer's state is really flat.
+A `Layout` has the place of each tensor's elements; an `Arena` allocates fields over it. The user's parameters are never
+moved: they are flat only by index (a table of segments), and the optimizer's state is really flat.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Segment:
 
 
 class Layout:
-    """Where each of a list of tensors lies in a row.
+    """The place of each tensor of a list in a row.
 
-    Segments start at multiples of 16 elements and rows at multiples of 256 bytes; the padding between is zero and stays
-    zero.
+    Segments start at multiples of 16 elements and rows at multiples of 256 bytes. The padding between them is zero and
+    stays zero.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -67,8 +67,7 @@ class Layout:
             if not is_dense(tensor):
                 raise ValueError(
                     f"tensor {i} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: its elements do not "
-                    f"fill one block of "
-                    "memory, so they cannot be a segment; pass tensor.contiguous()"
+                    "fill one block of memory, so they cannot be a segment; pass tensor.contiguous()"
                 )
             segments.append(Segment(offset, tensor.shape, tensor.stride(), 0 if groups is None else groups[i]))
             offset += -(-tensor.numel() // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
@@ -104,20 +103,20 @@ class Layout:
 
 
 class Arena:
-    """Named fields `[rows, row_size]` over one layout, zero when first asked for, all on one device."""
+    """Named fields `[rows, row_size]` over one layout, on one device. Fields are zero at first."""
 
     def __init__(self, layout: Layout, rows: int = 1, device: torch.device | str = "cpu") -> None:
         self.layout, self.rows, self.device = layout, rows, torch.device(device)
         self._fields: dict[str, Tensor] = {}
 
     def field(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The field `name`, allocated as zeros at the first call. Raises TypeError when it exists with another
+        """Return the field `name`, allocated as zeros at the first call. Raises TypeError if it exists with another
         dtype."""
         found = self._fields.get(name)
         if found is None:
             found = self._fields[name] = torch.zeros(self.rows, self.layout.row_size, dtype=dtype, device=self.device)
         elif found.dtype != dtype:
-            raise TypeError(f"field {name!r} holds {found.dtype}, asked for as {dtype}; use another name")
+            raise TypeError(f"field {name!r} holds {found.dtype}, requested as {dtype}; use another name")
         return found
 
     @property

@@ -1,4 +1,4 @@
-"""The table of backends: what each offers and serves, why one is unavailable, and which one `auto` takes."""
+"""The table of backends: the kernels and dtypes of each, the reason why one is unavailable, the choice of `auto`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastsam_kernels.constants import FLOATS
 
 
 class Kernels(Protocol):
-    """What every backend module offers; see `fastsam_kernels.reference` for the meaning."""
+    """Functions of every backend module; `fastsam_kernels.reference` has their meaning."""
 
     def norm_(
         self,
@@ -152,7 +152,7 @@ def _cuda() -> str | None:
 
 
 # In the order in which `auto` takes them. It comes to neither the reference, which is the specification, nor Triton on
-# the CPU, which is its interpreter, thousands of times slower: what is before them serves always.
+# the CPU, which is its interpreter and thousands of times slower. The backends before them serve always.
 BACKENDS: tuple[Backend, ...] = (
     Backend("native", "cuda", "native", _native("cuda")),
     Backend("triton", "cuda", "triton_backend", _triton("cuda")),
@@ -179,10 +179,10 @@ def backend(device: torch.device | str | None = None) -> str:
 
 
 def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend `name` for tensors of `dtype` on `device`; "auto" takes the first of the table that serves.
+    """Return the backend `name` for tensors of `dtype` on `device`; "auto" is the first of the table that serves them.
 
-    Raises ValueError for an unknown name or a dtype no backend takes, RuntimeError (with the reason) when a backend
-    asked for by name cannot serve.
+    Raises ValueError for an unknown name or a dtype that no backend serves, and RuntimeError (with the reason) if a
+    backend that was requested by name cannot serve.
     """
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
@@ -215,7 +215,7 @@ _NOT_THE_USERS = ("fastsam", "fastsam_kernels", "torch")  # packages whose lines
 
 
 def _note_missing_kernels(reasons: list[str]) -> None:
-    """Once per process: what would be faster, and the command for it."""
+    """Log once per process that a faster backend is missing, with the command that installs it."""
     global _noted
     if not _noted:
         _noted = True

@@ -9,18 +9,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-# a layer, whether it tracks, and buffers that it had before it was lent copies
+# a layer, whether it tracks, and its own buffers, in place of which it has copies
 Frozen = tuple[_NormBase, bool, dict[str, Tensor]]
 
 
 @contextmanager
 def frozen_batchnorm_stats(model: nn.Module) -> Iterator[None]:
-    """Inside, forward passes normalise as they would (with the statistics of the batch, in training mode), and the
-    running statistics of every BatchNorm and InstanceNorm layer of `model` stay as they are, the count of batches
-    included.
+    """Leave the running statistics of every BatchNorm and InstanceNorm layer of `model` unchanged in this context.
 
-    For SAM's second pass: the running statistics should be those of the weights that are kept, not of the perturbed
-    ones.
+    Forward passes normalise as they would otherwise (with the statistics of the batch, in training mode). The count of
+    batches stays, too. It is for SAM's second pass: running statistics should describe the weights that are kept, and
+    not the perturbed ones.
 
         loss_of(model, batch).backward()
         opt.first_step(zero_grad=True)
@@ -28,7 +27,7 @@ def frozen_batchnorm_stats(model: nn.Module) -> Iterator[None]:
             loss_of(model, batch).backward()
         opt.second_step(zero_grad=True)
 
-    Layers in evaluation mode are not affected. Raises TypeError when `model` is not a module.
+    Layers in evaluation mode are not affected. Raises TypeError if `model` is not a module.
     """
     frozen = freeze(model)
     try:
@@ -48,7 +47,7 @@ def freeze(model: nn.Module) -> list[Frozen]:
             # A BatchNorm in training mode that does not track uses the batch's statistics, and writes none.
             module.track_running_stats = False
         elif isinstance(module, _NormBase):
-            # InstanceNorm writes its buffers whatever its flags say, so it is lent copies of them.
+            # InstanceNorm writes its buffers with any flags, so it gets copies of them.
             originals = {name: b for name in BUFFERS if (b := module._buffers.get(name)) is not None}
             frozen.append((module, module.track_running_stats, originals))
             module._buffers.update({name: buffer.clone() for name, buffer in originals.items()})

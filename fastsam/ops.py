@@ -28,14 +28,16 @@ def bind(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def product_of(a: Tensor, b: Tensor, *, backend: str = "auto") -> Product | None:
-    """What multiplies stacked matrices like these faster than torch does, see `fastsam_kernels.product.product_of`;
-    None with another backend than the compiled one.
+    """Return an object that multiplies stacked matrices like these faster than torch does, or None.
+
+    Only the compiled backend has such objects, see `fastsam_kernels.product.product_of`.
     """
     return product.product_of(a, b) if backends.select(backend, a.device, a.dtype).name == "native" else None
 
 
 def has_row_programs(device: torch.device, dtype: torch.dtype, *, backend: str = "auto") -> bool:
-    """Whether there are row programs for such tensors: with the compiled backend, on the CPU or CUDA, in float32."""
+    """Return True if there are row programs for such tensors: with the compiled backend, on the CPU or CUDA, in
+    float32."""
     return program.why_not(dtype, device) is None and backends.select(backend, device, dtype).name == "native"
 
 
@@ -46,5 +48,5 @@ def row_program(
     width: int,
     device: torch.device = program.CPU,
 ) -> RowProgram:
-    """See `fastsam_kernels.rowprograms.program.RowProgram`. To be made only where `has_row_programs`."""
+    """Return a `fastsam_kernels.rowprograms.program.RowProgram`. Call it only if `has_row_programs`."""
     return RowProgram(instructions, inputs, scratch, width, device)

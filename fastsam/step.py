@@ -1,12 +1,11 @@
-"""Form U, the one step that `FusedSAM` and every federated algorithm are made of: a direction, a radius, a mix of two
-gradients.
+"""The local update rule of `FusedSAM` and every federated algorithm: direction, radius, coefficients of two gradients.
 
-    d = none, g1, T^2*g1 with T = |w| + eta (ASAM), or what a federated method adds (`fastsam.fed`)
-    eps = rho * d / (||d|| + nu)                  ASAM: the norm is that of T*g1
+    d = none, g1, T^2*g1 with T = |w| + eta (ASAM), or a federated method's direction (`fastsam.fed`)
+    eps = rho * d / (||d|| + nu)                  ASAM: the norm of T*g1
     v = a*g2 + b*g1,   g1 = gradient at w, g2 = gradient at w + eps
 
-and the base optimizer's update of `w` with `v`. The arithmetic stands in `fastsam_kernels.reference`; what stands here
-says which numbers it is given.
+and the base optimizer's update of `w` with `v`. `fastsam_kernels.reference` has the arithmetic. This module says which
+numbers it gets.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fastsam_kernels.hparams import HParam
 
 
 class Direction(Enum):
-    """Where a step looks for the worst case: the direction of the perturbation."""
+    """The direction of the perturbation, along which a step looks for the worst case."""
 
     NONE = "none"  # no perturbation: one back-propagation
     GRADIENT = "gradient"  # SAM
@@ -37,12 +36,12 @@ class Direction(Enum):
 
     @property
     def backward_passes(self) -> int:
-        """Back-propagations of one step: a second one when the direction is found by the first."""
+        """Backward passes of one step: a second one if the first finds the direction."""
         return 1 if self in (Direction.NONE, Direction.CONSTANT, Direction.PATH) else 2
 
 
 def perturbation(direction: Direction, rho: Any, eta: Any, nu: float) -> Iterator[tuple[HParam, Any]]:
-    """The device scalars of a perturbation: Python numbers, or one-element tensors where they were given."""
+    """Yield the hyperparameters of a perturbation: Python numbers, or one-element tensors where tensors were given."""
     yield HParam.RHO, rho
     yield HParam.PERTURB_EPS, nu
     yield HParam.ADAPTIVE, float(direction is Direction.ADAPTIVE_GRADIENT)
@@ -58,45 +57,52 @@ def _is_finite(number: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Mix:
-    """What of the two gradients the update sees: `v = a*g2 + b*g1`.
+class GradCoefficients:
+    """Coefficients of the two gradients in the update: `v = a*g2 + b*g1`.
 
-    sharpness: WSAM's gamma/(1 - gamma), decoupled (Yue et al. 2023). Not 0: the base optimizer sees g1, and after its
-    update `w -= lr*sharpness*(g2 - g1)`; a and b are then 1 and 0.
-    reuse: LookSAM's alpha (Liu et al. 2022), of a step with one gradient g. Not 0: `v = g + alpha*||g||/||m||*m` with
-    the vector m that the variant keeps.
-    surrogate_gap: GSAM's alpha (Zhuang et al. 2022, Algorithm 1). Not 0: g2 without alpha times the part of g1 that is
-    orthogonal to it, `v = (1 + alpha*cc)*g2 - alpha*g1` with `cc = <g1, g2>/||g2||^2`; a and b are then 1 and 0.
-    Raises ValueError for numbers that are not finite, and for a surrogate gap beside other weights.
+    Attributes:
+        g2: a, the coefficient of the gradient at the perturbed point.
+        g1: b, the coefficient of the gradient at the unperturbed point.
+        gsam_alpha: GSAM's alpha (Zhuang et al. 2022, Algorithm 1). If it is not 0, the update leaves out alpha times
+            the part of g1 that is orthogonal to g2: `v = (1 + alpha*cc)*g2 - alpha*g1`, `cc = <g1, g2>/||g2||^2`.
+        wsam_weight: WSAM's gamma/(1 - gamma), decoupled (Yue et al. 2023). If it is not 0, the base optimizer sees g1,
+            and after its update `w -= lr*wsam_weight*(g2 - g1)`.
+        looksam_alpha: LookSAM's alpha (Liu et al. 2022), of a step with one gradient g. If it is not 0,
+            `v = g + alpha*||g||/||m||*m` with the vector m that the variant keeps.
+
+    Raises ValueError for numbers that are not finite, and if one of the last three is combined with other coefficients.
     """
 
-    a: float = 1.0
-    b: float = 0.0
-    surrogate_gap: float = 0.0
-    sharpness: float = 0.0
-    reuse: float = 0.0
+    g2: float = 1.0
+    g1: float = 0.0
+    gsam_alpha: float = 0.0
+    wsam_weight: float = 0.0
+    looksam_alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("a", "b", "surrogate_gap", "sharpness", "reuse"):
+        for name in ("g2", "g1", "gsam_alpha", "wsam_weight", "looksam_alpha"):
             if not _is_finite(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number, got {getattr(self, name)!r}")
-        given = [name for name in ("surrogate_gap", "sharpness", "reuse") if getattr(self, name)]
-        if given and (self.a != 1 or self.b or len(given) > 1):
-            raise ValueError(f"{given[0]} determines a and b itself; leave them at 1 and 0, and the others at 0")
+        given = [name for name in ("gsam_alpha", "wsam_weight", "looksam_alpha") if getattr(self, name)]
+        if given and (self.g2 != 1 or self.g1 or len(given) > 1):
+            raise ValueError(f"{given[0]} determines g2 and g1 itself; leave them at 1 and 0, and the others at 0")
 
     @property
     def needs_g1(self) -> bool:
-        """Whether the update reads the first gradient too."""
-        return bool(self.b or self.surrogate_gap or self.sharpness)
+        """True if the update reads the first gradient, too."""
+        return bool(self.g1 or self.gsam_alpha or self.wsam_weight)
 
     def columns(self, sign: float = 1.0) -> Iterator[tuple[HParam, float]]:
-        """The device scalars; of a surrogate gap those of no overlap, `weigh_` does the rest. sign: -1 where the
-        objective is maximised."""
-        yield HParam.G2_COEF, sign * self.a
-        yield HParam.G1_COEF, sign * (-self.surrogate_gap or self.b)
+        """Yield the hyperparameters. For GSAM they assume no overlap, and `set_gsam_coefficients_` corrects them.
+
+        Args:
+            sign: -1 if the objective is maximised, else 1.
+        """
+        yield HParam.G2_COEF, sign * self.g2
+        yield HParam.G1_COEF, sign * (-self.gsam_alpha or self.g1)
 
 
-def weigh_(hparams: Tensor, inner: Tensor, sign: Tensor | float = 1.0) -> None:
+def set_gsam_coefficients_(hparams: Tensor, inner: Tensor, sign: Tensor | float = 1.0) -> None:
     """A surrogate gap's weight of g2, `sign*(1 + alpha*cc)`, without waiting for the device.
 
     hparams: float64 `[rows, groups, NUM_HPARAMS]`, whose column B is `-sign*alpha`; its column A is written. inner:

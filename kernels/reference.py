@@ -1,5 +1,10 @@
 """The executable specification: every kernel in plain torch, with its equation. `rounding` has stochastic rounding.
 
+One call of a compiled kernel, here of `update_` with the rule of SGD:
+
+    CPU:   native.update_ -> csrc/ops.cpp: update_args (checks) -> run_update -> cpu/update_loops.h -> rules/sgd.h
+    CUDA:  native.update_ -> csrc/cuda/ops_cuda.cpp: update_args -> cuda/update.cu: launch_chunks   -> rules/sgd.h
+
 Conventions of all backends:
 
 A model is one flat index space that is cut into *segments*. A cohort of clients is several *rows* of it.

@@ -252,6 +252,8 @@ def timings() -> Iterator[tuple[str, Callable[[], float]]]:
         for executor in ("sequential", "vmap"):
             for cohort in (20, 100):
                 yield f"{name}, {executor}, {cohort} clients", partial(seconds_per_round, name, executor, cohort)
+    for name in LOOPS:
+        yield f"{name}, sequential, 20 clients", partial(seconds_per_round, name, "sequential", 20)
 
 
 def seconds_per_round(name: str, executor: str, cohort: int) -> float:

@@ -21,12 +21,10 @@ FALSE_ALARMS = 8
 
 MESSAGE = (
     "there were gradients when step(closure) began that no step has used. They are not part of this one: the closure "
-    "is called twice, each time "
-    "with gradients cleared, and makes its whole gradient. To accumulate over micro-batches, run all of them inside "
-    "the closure, or call "
-    "first_step(zero_grad=True) after the backward passes of all and second_step(zero_grad=True) after theirs once "
-    "more. Without accumulation, "
-    "leave out the backward pass before step(closure)"
+    "is called twice, each time with gradients cleared, and makes its whole gradient. To accumulate over "
+    "micro-batches, run all of them inside the closure, or call first_step(zero_grad=True) after the backward passes "
+    "of all and second_step(zero_grad=True) after theirs once more. Without accumulation, leave out the backward pass "
+    "before step(closure)"
 )
 
 

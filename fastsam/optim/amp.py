@@ -30,10 +30,9 @@ MIN_SCALE = 256.0  # a scale by which the norms of a scaled and of an unscaled g
 
 MESSAGE = (
     "scaler.unscale_(optimizer) before first_step(): a GradScaler unscales once per step, so the second gradient would "
-    "be applied with its scale. "
-    "Leave it out (the perturbation is normalised, so the first gradient needs no unscaling); to clip, call "
-    "scaler.unscale_(optimizer) after the "
-    "second backward pass. scaler.update() makes this scaler ready for the next step"
+    "be applied with its scale. Leave it out (the perturbation is normalised, so the first gradient needs no "
+    "unscaling); to clip, call scaler.unscale_(optimizer) after the second backward pass. scaler.update() makes this "
+    "scaler ready for the next step"
 )
 
 SHARDED = (
@@ -98,8 +97,7 @@ def check_no_closure(optimizer: Any, one_pass: bool = False) -> None:
         again = "" if one_pass else "first_step(zero_grad=True), scaler.scale(loss).backward() again, "
         raise RuntimeError(
             "a GradScaler cannot step with a closure: it unscales and checks gradients before the closure makes them. "
-            "Call "
-            f"scaler.scale(loss).backward(), {again}scaler.step(optimizer), scaler.update()"
+            f"Call scaler.scale(loss).backward(), {again}scaler.step(optimizer), scaler.update()"
         )
 
 

@@ -121,19 +121,7 @@ class CopyBackup:
             if p.shape == weights.shape and has_memory(p):
                 p.copy_(weights)
 
-    # --- other memory for perturbed weights ---
-
-    def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> None:
-        """Choose the memory of the perturbed weights."""
-        raise NotImplementedError
-
-    def perturbed(self) -> list[Tensor]:
-        """Return the memory that `swap` chose."""
-        raise NotImplementedError
-
-    def swap_in(self) -> None:
-        """Give the parameters the memory of their perturbed weights."""
-        raise NotImplementedError
+    # --- other memory for perturbed weights (`SwapBackup`) ---
 
     def swap_back(self) -> None:
         """Give parameters their own memory back, unless they were moved elsewhere."""
@@ -230,10 +218,12 @@ class SwapBackup(CopyBackup):
         self._swap = selection.swap
 
     def perturbed(self) -> list[Tensor]:
+        """Return the memory that `swap` chose."""
         assert self._swap is not None
         return self._swap.targets
 
     def swap_in(self) -> None:
+        """Give the parameters the memory of their perturbed weights."""
         assert self._swap is not None
         self._swap.swap_in()
 

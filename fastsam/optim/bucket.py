@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.arena import Arena, Layout, is_dense
 from fastsam.backends import Kernels
 from fastsam.ops import bind
-from fastsam.optim.backup import Target, make_backup
+from fastsam.optim.backup import SwapBackup, Target, make_backup
 from fastsam.optim.gradients import present
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_groups_of, to_local
@@ -226,13 +226,14 @@ class Bucket:
         backup = self.backup
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # memory is not swapped when a graph is replayed
+        assert isinstance(backup, SwapBackup)
         backup.target = Target.PARAMS
-        raw = self.direct_calls(selection)
-        if raw is None:
+        direct = self.direct_calls(selection)
+        if direct is None:
             backup.target = Target.RESTORED
         else:
             backup.swap(selection, grads, donate)
-        return raw
+        return direct
 
     # --- the calls ---
 
@@ -274,14 +275,14 @@ class Bucket:
         self.backed_up = selection
 
     def norm_perturb_(
-        self, raw: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
+        self, direct: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
         """Make `norm_` and `perturb_` as direct calls. Parameters that `swap` prepared get other memory."""
         self.backed_up, backup = selection, self.backup
-        if selection.swap is None or not backup.is_swapped:
-            raw.norm_perturb_(grads, sumsq, adaptive, backup.needs_save)
+        if not isinstance(backup, SwapBackup) or not backup.is_swapped:
+            direct.norm_perturb_(grads, sumsq, adaptive, backup.needs_save)
         else:
-            raw.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=backup.perturbed())
+            direct.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=backup.perturbed())
             backup.swap_in()
 
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:

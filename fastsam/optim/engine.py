@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim.bucket import Bucket, BucketGrads
-from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, squares, with_norm
+from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, squares, with_norm
 from fastsam.optim.gradients import present
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.in_backward import InBackwardHooks
@@ -51,11 +51,15 @@ class Engine(ParamTracker):
         # Otherwise steps are counted.
         self.perturbs_every_step = variant.interval == 1 and type(variant).perturbs is SAM.perturbs
         updates_state = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
-        self.uses_combiner = self.combiner.changes_gradient or updates_state or bool(variant.between.reuse)
+        self.uses_combiner = (
+            self.combiner.changes_gradient or updates_state or bool(variant.unperturbed_coefficients.looksam_alpha)
+        )
         self.has_direction = variant.has_direction
-        self.combines_grads = self.combiner.mix.needs_g1 or bool(variant.between.reuse)
+        self.combines_grads = self.combiner.coefficients.needs_g1 or bool(
+            variant.unperturbed_coefficients.looksam_alpha
+        )
         self.uses_separate_norm = variant.rho_fn is not None or variant.norm_degree != 2
-        self.has_unperturbed_groups = type(variant).moves is not SAM.moves
+        self.has_unperturbed_groups = type(variant).perturbs_group is not SAM.perturbs_group
         self.is_plain_sam = self.perturbs_every_step and not (
             self.uses_combiner or self.has_direction or self.uses_separate_norm or self.has_unperturbed_groups
         )
@@ -66,7 +70,7 @@ class Engine(ParamTracker):
         self.finishing = False  # `second_step` is running
         self._calls: list[BucketGrads] = []  # calls of a perturbation under way
         self.in_backward: InBackwardHooks | None = None  # updates in the second backward pass, if requested
-        super().__init__(base, backend, exclusive, variant, self.combiner.mix if self.uses_combiner else None)
+        super().__init__(base, backend, exclusive, variant, self.combiner.coefficients if self.uses_combiner else None)
         self.steps = self.steps
 
     @property
@@ -136,12 +140,12 @@ class Engine(ParamTracker):
             self.weight_state if self.weight_state is WeightState.PERTURBED else WeightState.PERTURBING,
         )
         alone = len(calls) == 1 and seed is None and not (self.uses_separate_norm or self.has_sharded_params)
-        raw = None
+        direct = None
         if alone:
             bucket, selection, grads = calls[0]
-            raw = bucket.swap(selection, grads, donate) if selection.swap is not None else None
-            raw = raw or bucket.direct_calls(selection)
-        if raw is None or (self._hparams.adaptive and calls[0][0].backup.is_master):
+            direct = bucket.swap(selection, grads, donate) if selection.swap is not None else None
+            direct = direct or bucket.direct_calls(selection)
+        if direct is None or (self._hparams.adaptive and calls[0][0].backup.is_master):
             self._norm(calls)
             if self.variant.rho_fn is not None:
                 self._hparams.apply_rho_fn(self.variant.rho_fn, self._sum, scale)
@@ -151,7 +155,7 @@ class Engine(ParamTracker):
         else:
             before, self.weight_state = self.weight_state, phase
             try:
-                bucket.norm_perturb_(raw, selection, grads, self._sum, self._hparams.adaptive)
+                bucket.norm_perturb_(direct, selection, grads, self._sum, self._hparams.adaptive)
             except FreedError:
                 self.weight_state = before  # to take back a perturbation, `restore_weights` would read the gradients
                 raise
@@ -198,10 +202,7 @@ class Engine(ParamTracker):
         super()._swap_back()
 
     def _with_directions(self, calls: list[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
-        """Return the calls of a variant with its directions.
-
-        The first gradients are kept if the second pass needs them.
-        """
+        """Return the calls of a variant with its directions, and keep first gradients that the second pass reads."""
         if self.has_unperturbed_groups:
             calls = [self._perturbed_subset(*call) for call in calls]
         if self.combiner.needs_g1:
@@ -211,7 +212,7 @@ class Engine(ParamTracker):
 
     def _perturbed_subset(self, bucket: Bucket, selection: Selection, grads: list[Tensor]) -> BucketGrads:
         """Return the parameters that the variant perturbs."""
-        moves = list(map(self.variant.moves, self.base.param_groups))
+        moves = list(map(self.variant.perturbs_group, self.base.param_groups))
         found = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if moves[bucket.groups[i]]]
         return bucket, bucket.select(tuple(i for i, _ in found)), [g for _, g in found]
 
@@ -281,10 +282,7 @@ class Engine(ParamTracker):
         return [*self._count(self.steps + 1), partial(setattr, self, "finishing", False)]
 
     def _begin_unperturbed(self, calls: Sequence[BucketGrads]) -> None:
-        """Begin an update without a perturbation before it.
-
-        It updates the weights in place, or from a copy if an interrupt could find it half made.
-        """
+        """Begin an update without a perturbation: in place, or from a copy if an interrupt could find it half made."""
         if self.weight_state is WeightState.ORIGINAL:
             for bucket in self.buckets:
                 bucket.backup.begin_step()
@@ -312,7 +310,7 @@ class Engine(ParamTracker):
         """Clip the gradients that a base optimizer will read, after they were divided by a GradScaler's scale."""
         limit = self.max_grad_norm
         if limit is not None:
-            sharpness = self.combiner.mix.sharpness if self.uses_combiner and self.perturbs else 0.0
+            sharpness = self.combiner.coefficients.wsam_weight if self.uses_combiner and self.perturbs else 0.0
             clip_in_memory(calls, limit, sharpness, scales.g2)
 
     def finish_step(self, calls: Sequence[BucketGrads], scales: LossScales, made: bool) -> None:
@@ -378,7 +376,7 @@ class Engine(ParamTracker):
         if self.variant.norm_degree != 2:
             if adaptive:
                 raise ValueError(f"adaptive=True in a parameter group cannot be combined with {self.variant}")
-            self._sum.copy_(_largest(calls, self._sum).square())
+            self._sum.copy_(largest(calls, self._sum).square())
             return
         if self.has_sharded_params:
             self._sum.copy_(summed(calls, self._sum, lambda b, part, g, s: b.norm_(part, g, s, adaptive, True)))
@@ -400,11 +398,3 @@ class Engine(ParamTracker):
         if self.combiner.unit is not None:
             found["unit"] = float(self.combiner.unit)
         return found
-
-
-def _largest(calls: Sequence[BucketGrads], like: Tensor) -> Tensor:
-    """Return the largest absolute value in the vectors of `calls`, 0 without any, NaN if one is NaN."""
-    tensors = [g for _, _, grads in calls for g in grads if g.numel()]
-    if not tensors:
-        return torch.zeros_like(like)
-    return torch.stack([norm.to(like.dtype) for norm in torch._foreach_norm(tensors, torch.inf)]).amax().view(1)

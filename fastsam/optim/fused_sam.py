@@ -139,12 +139,6 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         self.base_optimizer = make_base(base_optimizer, self.param_groups, base_options)
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
-        if variant.mix.sharpness and any("lr" not in group for group in self.param_groups):
-            raise ValueError(
-                f"{type(variant).__name__} needs a base optimizer with a learning rate, which "
-                f"{type(self.base_optimizer).__name__} has not; take "
-                "decouple=False, or another base"
-            )
         self.defaults.update(self.base_optimizer.defaults)
         self._engine = make_engine(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
         self.max_grad_norm = max_grad_norm
@@ -170,10 +164,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         False) the closure is called once, and `first_step()` may be left out.
 
         If either pass raises an exception, the original weights are restored bit for bit. Raises RuntimeError if there
-        is no closure and nothing is perturbed.
-
-        Returns:
-            The first loss, if there is a closure.
+        is no closure and nothing is perturbed. Returns the first loss, if there is a closure.
         """
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")

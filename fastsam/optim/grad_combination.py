@@ -25,17 +25,18 @@ class GradCombiner:
     `UpdateInputs.after`."""
 
     def __init__(self, variant: SAM) -> None:
-        self.mix, self.between = variant.mix, variant.between
+        self.coefficients, self.unperturbed_coefficients = variant.coefficients, variant.unperturbed_coefficients
         self.memory, self.choose = variant.memory, variant.direction
         updates_state = variant.memory is Memory.ORTHOGONAL
-        if updates_state and self.mix.needs_g1:
+        if updates_state and self.coefficients.needs_g1:
             raise ValueError(
-                f"{type(variant).__name__} keeps a part of g2, so its mix must have only g2, got {self.mix}"
+                f"{type(variant).__name__} keeps a part of g2, so its coefficients must have only g2, got "
+                f"{self.coefficients}"
             )
         # The second pass reads the first gradients.
-        self.needs_g1 = self.mix.needs_g1 or updates_state
+        self.needs_g1 = self.coefficients.needs_g1 or updates_state
         # The update sees something else than the last gradient.
-        self.changes_gradient = self.mix.needs_g1 or self.mix.a != 1
+        self.changes_gradient = self.coefficients.needs_g1 or self.coefficients.g2 != 1
         # A GradScaler's scale in the first step: the unit of a direction's memory from then on.
         self.unit: Tensor | None = None
 
@@ -60,12 +61,12 @@ class GradCombiner:
         """Return the inputs of a fused update in a step that perturbed. sumsq: squared norm of g1, float64 `[1]`."""
         after = self._state_update_calls(calls, sumsq, found_inf)
         if self.changes_gradient:
-            scalars.set_coefficients(_inner(calls) if self.mix.surrogate_gap else None, scales)
-        if not self.mix.needs_g1:
+            scalars.set_coefficients(_inner(calls) if self.coefficients.gsam_alpha else None, scales)
+        if not self.coefficients.needs_g1:
             return with_norm(scalars, UpdateInputs(calls, None, after, found_inf, scales.g2))
         found_inf = _or_nonfinite(found_inf, sumsq)
         inputs = with_norm(scalars, UpdateInputs(calls, G1, after, found_inf, scales.g2), scalars.combined)
-        if not self.mix.sharpness:
+        if not self.coefficients.wsam_weight:
             return inputs
         for bucket, selection, grads in calls:
             if selection.slots:
@@ -80,8 +81,8 @@ class GradCombiner:
         """Return the inputs of a fused update in a step that did not perturb."""
         scalars.set_single_grad_coefficients()
         inputs = UpdateInputs(calls, None, [], found_inf, scales.g2)
-        if self.between.reuse:
-            scalars.set_looksam_coefficient(self.between.reuse * _ratio(calls), scales.g2)
+        if self.unperturbed_coefficients.looksam_alpha:
+            scalars.set_looksam_coefficient(self.unperturbed_coefficients.looksam_alpha * _ratio(calls), scales.g2)
             inputs = inputs._replace(g1_field=MEMORY)
         return with_norm(scalars, inputs)
 
@@ -99,11 +100,11 @@ class GradCombiner:
         here = scales.relative
         if not perturbed:
             inputs = self.combine_single(scalars, calls, here, found_inf)
-        elif self.mix.sharpness:
+        elif self.coefficients.wsam_weight:
             inputs = self._split_sharpness(calls, sumsq, here, found_inf)
         else:
             inputs = self.combine(scalars, calls, sumsq, here, found_inf)
-        weighed = inputs.g1_field is not None or (perturbed and self.mix.a != 1)
+        weighed = inputs.g1_field is not None or (perturbed and self.coefficients.g2 != 1)
         for bucket, selection, _ in calls if weighed else ():
             a, b = (bucket.hparams[0, 0, column].to(bucket.dtype) for column in (HParam.G2_COEF, HParam.G1_COEF))
             last = _written(bucket, selection)
@@ -142,10 +143,10 @@ class GradCombiner:
             calls: gradients of each bucket.
             scale: loss scale of `g2 - g1`, None for 1.
         """
-        for bucket, selection, _ in calls if self.mix.sharpness else ():
+        for bucket, selection, _ in calls if self.coefficients.wsam_weight else ():
             for i, difference in zip(selection.slots, bucket.g1_views(selection), strict=True):
                 group = groups[bucket.groups[i]]
-                factor = group["lr"] * self.mix.sharpness * (-1 if group.get("maximize") else 1)
+                factor = group["lr"] * self.coefficients.wsam_weight * (-1 if group.get("maximize") else 1)
                 to_local(bucket.params[i]).sub_(
                     difference * (factor if scale is None else factor / scale.to(difference.dtype))
                 )
@@ -231,6 +232,14 @@ def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total
     """Add the squares of these gradients, each times its present coefficient, to `total`."""
     selection.load()  # the kernel reads weights, if only to multiply them with 0
     bucket.kernels.update_norm_(total, selection.tensors, None, grads, selection.table, bucket.hparams, accumulate=True)
+
+
+def largest(calls: Sequence[BucketGrads], like: Tensor) -> Tensor:
+    """Return the largest absolute value in the vectors of `calls`, 0 without any, NaN if one is NaN."""
+    tensors = [g for _, _, grads in calls for g in grads if g.numel()]
+    if not tensors:
+        return torch.zeros_like(like)
+    return torch.stack([norm.to(like.dtype) for norm in torch._foreach_norm(tensors, torch.inf)]).amax().view(1)
 
 
 def _ratio(calls: Sequence[BucketGrads]) -> Tensor:

@@ -34,8 +34,7 @@ def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"the gradient of parameter {number} is sparse ({grad.layout}); FusedSAM needs dense gradients: for an "
-            f"embedding use sparse=False, "
-            "or give its parameters a separate optimizer"
+            "embedding use sparse=False, or give its parameters a separate optimizer"
         )
     if grad.is_complex():
         raise RuntimeError(

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fastsam.optim.update_calls import Group, StateSpec, UpdateRule, state_spec_of
-from fastsam.step import Direction, Mix, perturbation, weigh_
+from fastsam.step import Direction, GradCoefficients, perturbation, set_gsam_coefficients_
 from fastsam_kernels.hparams import FIRST_RULE_HPARAM, NUM_HPARAMS, HParam
 
 NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
-PLAIN = Mix()
+PLAIN = GradCoefficients()
 OWN_OPTIONS = ("rho", "adaptive", "eta")
 NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_decay")  # options of torch's optimizers
 
@@ -134,16 +134,16 @@ class HParamTensor:
         rule: UpdateRule | None,
         groups: Sequence[Group],
         device: torch.device,
-        mix: Mix | None,
+        coefficients: GradCoefficients | None,
         against: bool = False,
     ) -> None:
         """Args:
         rule: rule of the update, or None.
         groups: parameter groups.
         device: device of the tensor.
-        mix: coefficients of the gradients, None if an update reads only the last gradient.
+        coefficients: coefficients of the gradients, None if an update reads only the last gradient.
         against: the perturbation goes against its vector, for any objective."""
-        self.rule, self.mix, self._against = rule, mix, against
+        self.rule, self.coefficients, self._against = rule, coefficients, against
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
         self._host = torch.zeros(1, max(len(groups), 1), NUM_HPARAMS, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
@@ -204,7 +204,7 @@ class HParamTensor:
         self._host.numpy()[0, : len(rows)] = rows or 0.0
         if self.tensor is not self._host:
             self.tensor.copy_(self._host, non_blocking=True)
-        if self.mix is not None:
+        if self.coefficients is not None:
             self.correction = torch.zeros_like(self.tensor)  # the numbers of a decoupled sharpness
             self._mixed = self.tensor[:, :, [HParam.G2_COEF, HParam.G1_COEF]].clone()
             self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
@@ -232,8 +232,8 @@ class HParamTensor:
         yield HParam.CLIP, 0.0 if self.max_grad_norm is None else self.max_grad_norm
         if self.rule:
             yield from self.rule.columns(group).items()
-        # If the base optimizer makes its own step, only the check for finite gradients and `Mix` read these columns.
-        yield from (PLAIN if self.mix is None else self.mix).columns(self._sign(group))
+        # If the base optimizer makes its own step, only the check for finite gradients and the combination read these.
+        yield from (PLAIN if self.coefficients is None else self.coefficients).columns(self._sign(group))
 
     def _goes_against(self, group: Group) -> bool:
         """Return True if the perturbation goes against its vector.
@@ -259,10 +259,10 @@ class HParamTensor:
         if inner is not None:
             if ratio is not None:
                 inner[:, 0] /= ratio
-            weigh_(numbers, inner, self._signs)
+            set_gsam_coefficients_(numbers, inner, self._signs)
         if first is not None:
             numbers[:, :, HParam.G1_COEF] /= first
-        sharpness = 0.0 if self.mix is None else self.mix.sharpness
+        sharpness = 0.0 if self.coefficients is None else self.coefficients.wsam_weight
         if sharpness:
             if ratio is not None:
                 numbers[:, :, HParam.G2_COEF] /= ratio
@@ -277,11 +277,11 @@ class HParamTensor:
 
         They are the coefficients of the update, except with a decoupled sharpness: then `g1 + sharpness*(g2 - g1)`.
         """
-        if self.mix is None or not self.mix.sharpness or self.max_grad_norm is None:
+        if self.coefficients is None or not self.coefficients.wsam_weight or self.max_grad_norm is None:
             return self.tensor
         combined = self.tensor.clone()
         combined[:, :, HParam.G2_COEF] = self.correction[:, :, HParam.G2_COEF]
-        combined[:, :, HParam.G1_COEF] = self.correction[:, :, HParam.G1_COEF] * (1 - 1 / self.mix.sharpness)
+        combined[:, :, HParam.G1_COEF] = self.correction[:, :, HParam.G1_COEF] * (1 - 1 / self.coefficients.wsam_weight)
         return combined
 
     def set_looksam_coefficient(self, weight: Tensor, grad_scale: Tensor | None) -> None:

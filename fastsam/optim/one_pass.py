@@ -36,8 +36,7 @@ WRITTEN = (
 )
 ARRIVED_CLEAN = (
     "the optimizer's state was saved in training, at the perturbed point, and the model's in evaluation, so that the "
-    "gradient would be that of the "
-    "clean weights. After loading both call train()"
+    "gradient would be that of the clean weights. After loading both call train()"
 )
 
 
@@ -260,15 +259,19 @@ def make_engine(
 
 
 def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
-    """Raise ValueError for a base optimizer without the momentum that the variant perturbs against."""
+    """Raise ValueError for a base optimizer without a learning rate or a momentum that the variant needs."""
     rule, name = rule_of(base), type(variant).__name__
+    if variant.coefficients.wsam_weight and any("lr" not in group for group in groups):
+        raise ValueError(
+            f"{name} needs a base optimizer with a learning rate, which {type(base).__name__} has not; take "
+            "decouple=False, or another base"
+        )
     if variant.one_pass_direction is not OnePassDirection.MOMENTUM:
         return
     if rule is None or rule.name not in MOMENTA:
         raise ValueError(
             f"{name} perturbs against the momentum of its base optimizer, which has to be torch.optim.SGD or RMSprop "
-            f"with a momentum, Adam or AdamW "
-            f"(without amsgrad), or fastsam.Lion; got {type(base).__name__}"
+            f"with a momentum, Adam or AdamW (without amsgrad), or fastsam.Lion; got {type(base).__name__}"
         )
     for number, group in enumerate(groups):
         if MOMENTA[rule.name] not in rule.fields(group):

@@ -25,7 +25,7 @@ from fastsam.optim.state_dict_format import Weights, restore_weights, saved_weig
 from fastsam.optim.update import FusedUpdate, State
 from fastsam.optim.update_calls import Group, UpdateRule, rule_of
 from fastsam.optim.variants.sam import SAM, Memory, OnePassDirection
-from fastsam.step import Mix
+from fastsam.step import GradCoefficients
 
 
 class WeightState(Enum):
@@ -51,7 +51,7 @@ class ParamTracker:
         backend: str,
         exclusive: bool,
         variant: SAM,
-        mix: Mix | None,
+        coefficients: GradCoefficients | None,
     ) -> None:
         """Args:
         base: base optimizer.
@@ -60,7 +60,7 @@ class ParamTracker:
         variant: variant of SAM.
         mix: coefficients of the gradients, None if an update reads only the last gradient."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
-        self._mix = mix
+        self._coefficients = coefficients
         # The number of perturbations, which is the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: UpdateRule | None = rule_of(base)
@@ -123,11 +123,9 @@ class ParamTracker:
         assert self._guard is not None
         if first and (abandoned := self._guard.abandoned(state)):
             raise RuntimeError(
-                f"only this optimizer still refers to its parameters {abandoned}. The model has got other "
-                f"ones, as "
+                f"only this optimizer still refers to its parameters {abandoned}. The model has got other ones, as "
                 "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over "
-                "model.parameters() and "
-                "load this one's state_dict() into it"
+                "model.parameters() and load this one's state_dict() into it"
             )
         if self._hparams.changed(groups):
             self._read_options()
@@ -213,7 +211,7 @@ class ParamTracker:
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
         scalars = HParamTensor(
-            rule, groups, device, self._mix, self.variant.one_pass_direction is OnePassDirection.MOMENTUM
+            rule, groups, device, self._coefficients, self.variant.one_pass_direction is OnePassDirection.MOMENTUM
         )
         scalars.max_grad_norm = self.max_grad_norm
         scalars.read(groups)
@@ -260,8 +258,7 @@ class ParamTracker:
                 if shape != segment.shape:
                     raise RuntimeError(
                         f"parameter {number} had shape {tuple(segment.shape)} when it was last stepped and has "
-                        f"{tuple(shape)} now; its state "
-                        "does not fit. Build a new FusedSAM"
+                        f"{tuple(shape)} now; its state does not fit. Build a new FusedSAM"
                     )
 
     def _release(self, params: Sequence[Tensor]) -> None:

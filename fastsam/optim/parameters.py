@@ -42,8 +42,7 @@ def check(params: Sequence[Tensor]) -> None:
     if len(devices) > 1:
         raise ValueError(
             f"the parameters are on several devices ({', '.join(devices)}), but the norm of SAM is one number over all "
-            f"of them; move the model "
-            "to one device, or use one FusedSAM per device (each then has its own norm)"
+            "of them; move the model to one device, or use one FusedSAM per device (each then has its own norm)"
         )
     _check_overlap(list(map(to_local, params)))
 
@@ -67,9 +66,8 @@ def check_not_zero_redundancy() -> None:
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in kinds):
             raise TypeError(
                 "ZeroRedundancyOptimizer(optimizer_class=FusedSAM) would give each rank a FusedSAM of a part of the "
-                "parameters, with a "
-                "separate norm. Put it inside: FusedSAM(model.parameters(), ZeroRedundancyOptimizer, "
-                "optimizer_class=torch.optim.SGD, lr=...)"
+                "parameters, with a separate norm. Put it inside: FusedSAM(model.parameters(), "
+                "ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=...)"
             )
         frame = frame.f_back
 
@@ -165,14 +163,12 @@ def _check_cluster(params: Sequence[Tensor], cluster: Sequence[tuple[int, int, i
             others = [j for _, _, j in cluster if j != i]
             raise ValueError(
                 f"parameter {i} shares memory with another parameter (one of {others}), so one update would undo the "
-                f"other; tie weights by "
-                "using one Parameter in both places, and pass it once"
+                "other; tie weights by using one Parameter in both places, and pass it once"
             )
         mine.fill_(1)
         total += p.numel() * size
         if int(covered.sum()) != total:
             raise ValueError(
                 f"parameter {i} of shape {tuple(p.shape)} has strides {p.stride()}: several of its elements are one "
-                f"place in memory "
-                "(an expanded tensor); pass p.clone()"
+                "place in memory (an expanded tensor); pass p.clone()"
             )

@@ -79,8 +79,7 @@ def check_options(stochastic_rounding: bool, exclusive: bool) -> None:
     if stochastic_rounding:
         raise ValueError(
             "stochastic_rounding=True with DTensor parameters: its random bits depend on where a rank has a weight, so "
-            "that repeated weights would "
-            "differ between ranks; leave it out, or shard float32 weights "
+            "that repeated weights would differ between ranks; leave it out, or shard float32 weights "
             "(MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
         )
     if exclusive:

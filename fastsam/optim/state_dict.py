@@ -27,8 +27,7 @@ from fastsam.optim.variants.sam import Memory
 
 NOT_THERE = (
     "torch.distributed.checkpoint saves the state of an optimizer whose weights are perturbed: what it loads into has "
-    "no place for the unperturbed "
-    "ones, so they would be lost; call {}() first"
+    "no place for the unperturbed ones, so they would be lost; call {}() first"
 )
 
 

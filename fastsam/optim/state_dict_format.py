@@ -38,8 +38,7 @@ SAM_KEYS = (MASTER, UNPERTURBED, G1, MEMORY, NEXT)
 COPIED = ("old_p", "e_w")
 COPIED_ALONE = (
     "this is the state dict of a SAM class that does not save its base optimizer's state: the options were taken over, "
-    "and {} starts anew. "
-    "Load the old optimizer's base_optimizer.state_dict() instead, which has both"
+    "and {} starts anew. Load the old optimizer's base_optimizer.state_dict() instead, which has both"
 )
 Weights = dict[Tensor, dict[str, Tensor]]  # per parameter: its master copy, unperturbed weights, first gradient, memory
 
@@ -161,9 +160,8 @@ class Loaded:
         if saved != variant and (keeps or self.perturbed):
             raise ValueError(
                 f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and "
-                f"this "
-                f"optimizer's is {variant}. Build it with variant={saved}(...), or load the state dict of that one's "
-                f"base_optimizer, which starts anew"
+                f"this optimizer's is {variant}. Build it with variant={saved}(...), or load the state dict of that "
+                "one's base_optimizer, which starts anew"
             )
 
     def _expected(self, rule: UpdateRule | None) -> str:
@@ -290,8 +288,7 @@ def _merged(saved: list[Group], groups: list[Group], rule: UpdateRule | None) ->
     if missing:
         raise ValueError(
             f"this is the state of another base optimizer: its parameter groups have no {', '.join(missing)}; build "
-            f"FusedSAM with the base "
-            "optimizer that was saved"
+            "FusedSAM with the base optimizer that was saved"
         )
     merged = []
     for number, (new, old) in enumerate(zip(saved, groups, strict=True)):

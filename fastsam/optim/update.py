@@ -28,7 +28,7 @@ class UpdatePart:
     index: tuple[int, ...] | None  # indices of their gradients among the update's; None: all
     spec: StateSpec
     first: bool
-    raw: tuple[Any, bool] = (None, False)  # direct calls that made `calls`, and if they are in place
+    direct: tuple[Any, bool] = (None, False)  # direct calls that made `calls`, and if they are in place
     calls: list[partial[Any]] = field(default_factory=list)
 
 
@@ -118,9 +118,9 @@ class FusedUpdate:
         for part in plan.parts:
             mine = grads if part.index is None else [grads[i] for i in part.index]
             if inputs.plain:
-                raw = bucket.direct_calls(part.selection)
-                if raw is not None:
-                    calls += self._raw(part, raw, mine)
+                direct = bucket.direct_calls(part.selection)
+                if direct is not None:
+                    calls += self._direct_calls(part, direct, mine)
                     continue
             calls += calls_of(self.rule, bucket, part.selection, mine, part.spec, part.first, inputs)
         if selection.indirect and target is not Target.BACKUP:
@@ -129,19 +129,19 @@ class FusedUpdate:
             afterwards.append(partial(state.update, plan.missing))
         return calls
 
-    def _raw(self, part: UpdatePart, raw: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
+    def _direct_calls(self, part: UpdatePart, direct: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """Return the calls of a part that bypass the dispatcher. If nothing moved they are the calls of the last step,
         with other gradients."""
         in_place = self.bucket.backup.target is not Target.RESTORED
-        if part.raw == (raw, in_place) and raw.again(part.calls, grads):
+        if part.direct == (direct, in_place) and direct.again(part.calls, grads):
             return part.calls
         # An interrupt on the way leaves the calls of another step, which are not to be made again.
-        part.raw = None, False
+        part.direct = None, False
         bucket = self.bucket
         state, steps = operands_of(self.rule, bucket, part.spec)
-        calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.backup.is_master, in_place)
-        if raw.REPEATS:  # other calls hold the gradients, which must not outlive the step
-            part.calls, part.raw = calls, (raw, in_place)
+        calls = direct.update(self.rule.name, state, steps, grads, part.first, bucket.backup.is_master, in_place)
+        if direct.REPEATS:  # other calls hold the gradients, which must not outlive the step
+            part.calls, part.direct = calls, (direct, in_place)
         return calls
 
     def copies(self) -> dict[str, Tensor]:

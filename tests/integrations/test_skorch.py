@@ -1,4 +1,4 @@
-"""FusedSAM in skorch, which gives `step` a closure: compared with the same steps in a plain loop."""
+"""FusedSAM in skorch, which gives `step` a closure, compared with the same steps in a plain loop."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
 from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LInfSAM, LookSAM, VaSSO
-from fastsam.step import Mix
+from fastsam.step import GradCoefficients
 from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, fused, like, problem
 
@@ -30,8 +30,8 @@ class Part(SAM):
     """A variant that combines only g2, with a weight other than 1."""
 
     @property
-    def mix(self) -> Mix:
-        return Mix(a=0.25)
+    def coefficients(self) -> GradCoefficients:
+        return GradCoefficients(g2=0.25)
 
 
 class Own(torch.optim.SGD):

@@ -13,15 +13,15 @@ from fastsam.fed.common.checks import number
 
 
 class AdaptiveServer(Algorithm):
-    """FedAvg on the clients, an adaptive step with the mean displacement on the server. The three methods differ in V
-    alone.
+    """FedAvg on the clients, and an adaptive step with the mean delta on the server. The three methods differ only in
+    V.
 
-        m <- beta1*m + (1 - beta1)*mean_i (w_i - w^t),    V <- what `second_moment` makes of V and (mean_i (w_i -
-        w^t))^2 w^{t+1} = w^t + server_lr * m/(sqrt(V) + tau)
+        m <- beta1*m + (1 - beta1)*mean_i (w_i - w^t),    V <- second_moment(V, (mean_i (w_i - w^t))^2)
+        w^{t+1} = w^t + server_lr * m/(sqrt(V) + tau)
 
-    The run's server_lr is the paper's eta; its experiments use 0.1 or less, the run's own default is 1. V0: every
+    The run's server_lr is the paper's eta; its experiments use 0.1 or less, and the run's default is 1. V0: every
     element of the first V; the paper also allows tau^2.
-    Per round and client 1 P down and 1 P up; state: w, m, V. One back-propagation a step.
+    Per round and client 1 P down and 1 P up; state: w, m, V. One backward pass a step.
     """
 
     server_vectors: ClassVar[float] = 3

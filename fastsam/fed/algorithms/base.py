@@ -200,7 +200,7 @@ class Algorithm:
 
 
 def has_loop(algorithm: object) -> bool:
-    """Return True if an algorithm, or the algorithm that it wraps, has a `train_client` of its own."""
+    """Return True if an algorithm, or the algorithm that it wraps, overrides `train_client`."""
     method = getattr(getattr(algorithm, "inner", algorithm), "train_client", None)
     return method is not None and getattr(method, "__func__", method) is not Algorithm.train_client
 

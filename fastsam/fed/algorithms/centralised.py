@@ -15,7 +15,7 @@ class Centralised_SGD(FedAvg):
     """SGD on the pooled data, with the samples, batches and learning rates that a federated run has (see
     `fastsam.fed.loop.pooled_data`).
 
-    Nothing is sent. State: w. One back-propagation a step.
+    Nothing is sent. State: w. One backward pass a step.
     """
 
     download_vectors: ClassVar[float] = 0
@@ -27,7 +27,7 @@ class Centralised_SGD(FedAvg):
 class Centralised_SAM(FedSAM):
     """SAM on the pooled data, like `Centralised_SGD`; rho, adaptive and eta as in FedSAM.
 
-    Nothing is sent. State: w. Two back-propagations a step.
+    Nothing is sent. State: w. Two backward passes a step.
     """
 
     download_vectors: ClassVar[float] = 0

@@ -12,7 +12,8 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Rou
 
 
 class ControlVariates(Algorithm):
-    """The server keeps c, a client c_i: running estimates of the global and of its own gradient. Steps add `c - c_i`.
+    """The server keeps c, and a client c_i: running estimates of the global gradient and of the client's gradient.
+    Steps add `c - c_i`.
 
     Per round and client 2 P down (w, c) and 2 P up (the displacement, the change of c_i).
     """

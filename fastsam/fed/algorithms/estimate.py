@@ -36,8 +36,8 @@ class LocalEstimate(Algorithm):
 
     @property
     def download_vectors(self) -> float:  # type: ignore[override]
-        """Number of vectors to a client: those of the method without perturbation, and w^{t-1} if the server sends
-        it."""
+        """Number of vectors to a client: the vectors of the method without perturbation, and w^{t-1} if the server
+        sends it."""
         return super().download_vectors + (self.reference == "last_round")
 
     @property

@@ -22,7 +22,7 @@ class FedAdam(AdaptiveServer):
     The run's server_lr is the paper's eta; its experiments use 0.1 or less, the run's own default is 1.
     bias_correction: m and V divided by `1 - beta^{t+1}`, as Adam has it and the paper has not. V0: every element of the
     first V; the paper also allows tau^2. With 0 the first step is about `server_lr*(1 - beta1)/sqrt(1 - beta2)` in
-    every element that moves. Per round and client 1 P down and 1 P up; state: w, m, V. One back-propagation a step.
+    every element that moves. Per round and client 1 P down and 1 P up; state: w, m, V. One backward pass a step.
     """
 
     beta1: float = 0.9

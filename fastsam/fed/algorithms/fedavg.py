@@ -15,5 +15,5 @@ class FedAvg(Algorithm):
         w <- w - lr * (g + weight_decay*w)              local, K steps from w^t
         w^{t+1} = w^t + server_lr * mean_i (w_i - w^t)
 
-    Per round and client 1 P down and 1 P up; state: w. One back-propagation a step.
+    Per round and client 1 P down and 1 P up; state: w. One backward pass a step.
     """

@@ -21,7 +21,7 @@ class FedAvgM(Algorithm):
 
     beta = 0 is FedAvg. Of a displacement that stays the same, 1/(1 - beta) times as much is taken in the end: with beta
     = 0.9 a run's server_lr of 0.1 goes as far as FedAvg.
-    Per round and client 1 P down and 1 P up; state: w, m. One back-propagation a step.
+    Per round and client 1 P down and 1 P up; state: w, m. One backward pass a step.
     """
 
     server_vectors: ClassVar[float] = 2

@@ -18,13 +18,12 @@ LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 class FedBN(Algorithm):
     """FedAvg in which the normalisation layers stay with the clients, their parameters and running statistics.
 
-        w <- w + server_lr * mean_i Delta_i     over all parameters but those of normalisation layers
+        w <- w + server_lr * mean_i Delta_i     over all parameters outside of normalisation layers
 
-    The paper has BatchNorm; the layers may also be those of GroupNorm, InstanceNorm, LayerNorm and RMSNorm. A model
-    without any is refused, a run with `buffers="average"` or `"keep"` too. Around another algorithm: its run with
-    `local_parameters=` (those parameters) and `buffers="local"`. Per round and client 1 P down and 1 P up, less what
-    stays;
-    state: w, and these layers on every client.
+    The paper uses BatchNorm. GroupNorm, InstanceNorm, LayerNorm and RMSNorm layers stay too. A model without such
+    layers is refused, as is a run with `buffers="average"` or `"keep"`. For another algorithm use `local_parameters=`
+    with these parameters, and `buffers="local"`. Per round and client 1 P down and 1 P up, without these layers;
+    state: w, and the layers on every client.
     """
 
     own_buffers: ClassVar[bool] = True

@@ -18,9 +18,9 @@ class FedCM(ServerDirection):
         D^{t+1} = -mean_i (w_i - w^t)/(lr_t*K_i),  D^0 = 0;  the server's step is FedAvg's
 
     alpha = 1 is FedAvg; in round 0 a step is alpha times FedAvg's. The paper writes the server's step as
-    `w - server_lr*D`, which is the plain mean only where `lr*K = 1`; the simulators take the plain mean, and so do we.
+    `w - server_lr*D`, which is the plain mean only if `lr*K = 1`. We use the plain mean, as the simulators do.
     momentum_K: K_i counts local "steps" or local "epochs".
-    Per round and client 2 P down (w, D) and 1 P up; state: w, D. One back-propagation a step.
+    Per round and client 2 P down (w, D) and 1 P up; state: w, D. One backward pass a step.
     """
 
     alpha: float = 0.1

@@ -17,10 +17,10 @@ class FedDyn(DynamicRegularizer):
         h_i <- h_i + (w_i - w^t),    H <- H + 1/N * sum_i (w_i - w^t)
         w^{t+1} = w^t + mean_i (w_i - w^t) + H                          with the new H
 
-    phi is the paper's alpha. N are all clients: H is always the mean of all h_i. The server has no learning rate: a
-    run's server_lr must be 1. phi -> 0 is not FedAvg, H stays. phi_decay: factor on phi after each round (Fan et al.
-    2024 say that they decay it; their code decays lr, and so does the run's lr_decay).
-    Per round and client 1 P down and 1 P up; state: w, H, and h_i on every client. One back-propagation a step.
+    phi is the paper's alpha. N counts all clients, so that H is always the mean of all h_i. The server has no learning
+    rate: a run's server_lr must be 1. phi -> 0 is not FedAvg, because H stays. phi_decay is a factor on phi after each
+    round. (Fan et al. 2024 write that they decay phi; their code decays lr, as the run's lr_decay does.) Per round and
+    client 1 P down and 1 P up; state: w, H, and h_i on every client. One backward pass a step.
     """
 
     phi: float = 0.1

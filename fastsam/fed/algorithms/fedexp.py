@@ -25,15 +25,15 @@ from fastsam.fed.common.checks import choice, number
 
 @dataclass(frozen=True)
 class FedExP(Algorithm):
-    """FedAvg whose server goes further where clients disagree.
+    """FedAvg whose server takes longer steps if clients disagree.
 
         eta = max(1, mean_i ||Delta_i||^2 / (2*(||mean_i Delta_i||^2 + eps)))
         x^{t+1} = x^t + eta * mean_i Delta_i,    Delta_i = x_i - x^t;    w^{t+1} = (x^{t+1} + x^t)/2
 
-    Clients train from the iterate x; what is evaluated, and the run's model, is the mean w of its last two, because x
-    swings about the minimum (average=False: w = x). eps: of the paper's grid 1e-3 to 1e-1. The authors' code has eps
-    times the number of active clients in its place, and no averaging after the first round. The server finds its own
-    step: a run's server_lr must be 1. Per round and client 1 P down and 1 P and a number up; state: w, x. One
+    Clients train from the iterate x. The run's model is the mean w of the last two iterates, because x oscillates
+    about the minimum (average=False: w = x). eps is in the paper's grid 1e-3 to 1e-1. The authors' code multiplies eps
+    by the number of active clients, and does not average after the first round. The server computes its step length,
+    so a run's server_lr must be 1. Per round and client 1 P down and 1 P and a number up; state: w, x. One
     back-propagation a step.
     """
 

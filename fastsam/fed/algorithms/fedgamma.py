@@ -16,11 +16,11 @@ class FedGAMMA(ControlVariates):
     """SCAFFOLD on SAM gradients.
 
         w <- w - lr * (g2 + c - c_i + weight_decay*w),    g2 as in FedSAM
-        c_i, c: as in SCAFFOLD, of these steps
+        c_i, c: as in SCAFFOLD
 
-    The perturbation follows the uncorrected batch gradient, its norm is that of the whole model. rho = 0 is SCAFFOLD.
+    The perturbation follows the uncorrected batch gradient, with the norm over the whole model. rho = 0 is SCAFFOLD.
     rho: a number or a schedule.
-    Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. Two back-propagations a step.
+    Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. Two backward passes a step.
     """
 
     working_vectors: ClassVar[float] = 2

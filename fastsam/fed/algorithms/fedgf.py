@@ -26,17 +26,17 @@ from fastsam.fed.step.local_update import NU
 
 @dataclass(frozen=True)
 class FedGF(Algorithm):
-    """FedSAM whose gradients are taken between the client's perturbed weights and the perturbed global model, the more
-    so the further clients go.
+    """FedSAM with gradients at a point between the client's perturbed weights and the perturbed global model. The
+    point is nearer to the global model if clients move far.
 
         p^t = w^t + rho_g * D/||D||,   D = w^{t-1} - w^t;                    no p in round 0
         w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t;   the server's step is
         FedAvg's c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
 
-    In the first rounds c is the share of those that there were. The authors' code has no defaults for its T_D and W: a
-    threshold of 1 and 10 rounds are ours, and the threshold belongs to a model. c = 0 is FedSAM. rho, rho_g: numbers or
-    schedules. Per round and client 2 P down (w, p) and 1 P up, and a number; state: w, d = D/||D||, and `window`
-    numbers. Two back-propagations a step.
+    In the first rounds c is a share of the completed rounds. The authors' code has no defaults for its T_D and W. A
+    threshold of 1 and 10 rounds are our choice, and the threshold depends on the model. c = 0 is FedSAM. rho and rho_g
+    are numbers or schedules. Per round and client 2 P down (w, p) and 1 P up, and a number; state: w, d = D/||D||, and
+    `window` numbers. Two backward passes a step.
     """
 
     download_vectors: ClassVar[float] = 2

@@ -17,21 +17,21 @@ from fastsam.fed.step.local_update import NU
 
 @dataclass(frozen=True)
 class FedGloSS(DynamicRegularizer):
-    """SAM on the server: clients start at the global model moved against the last round's mean displacement, and FedDyn
-    brings them together.
+    """SAM on the server, with FedDyn on the clients. Clients start at the global model, perturbed against the last
+    round's mean delta.
 
-        z^t = w^t - rho * D/||D||,  D = mean_i Delta_i of the round before;  z^0 = w^0
+        z^t = w^t - rho * D/||D||,  D = mean_i Delta_i of the last round; z^0 = w^0
         w <- w - lr * (g + phi*(h_i + w - z^t) + weight_decay*w),  from w = z^t;   g at w + rho_local*g1/||g1||
         Delta_i = w_i - z^t;   h_i <- h_i + Delta_i,   H <- H + 1/N * sum_i Delta_i
         w^{t+1} = w^t + mean_i Delta_i + H                                 with the new H
 
     -D is the pseudo-gradient that a server descends by. phi is the paper's 1/beta, h_i = -beta*sigma_i, H =
-    -beta*sigma. rho_local = 0 is the paper's version with SGD on the clients, one back-propagation a step. rho and
+    -beta*sigma. rho_local = 0 is the paper's version with SGD on the clients, one backward pass a step. rho and
     rho_local: numbers or schedules; the authors raise both from 0.001 over the first rounds,
     `"linear(0.001, 0.15, 2000)"`. The server has no learning rate: a run's server_lr must be 1. The authors' code
-    divides the change of sigma by the number of active clients once more, and its schedule of the server's rho stays at
-    that of the clients plus one increment. Per round and client 1 P down (z^t) and 1 P up; state: w, H, d = -D/||D||,
-    and h_i on every client. Two back-propagations a step.
+    divides the change of sigma by the number of active clients once more, and its schedule of the server's rho is one
+    increment above the clients' schedule. Per round and client 1 P down (z^t) and 1 P up; state: w, H, d = -D/||D||,
+    and h_i on every client. Two backward passes a step.
     """
 
     server_vectors: ClassVar[float] = 3

@@ -24,7 +24,7 @@ class FedGSAM(Algorithm):
         rho_t = rho_min + (rho - rho_min) * (lr_t - lr_min)/(lr_0 - lr_min),    lr_0 that of the first round
 
     GSAM's settings: alpha 0.01, rho 0.04 to 0.02 for ResNets, alpha 0.6, rho 0.6 to 0.1 for ViT-B/32; our default alpha
-    lies between. Per round and client 1 P down and 1 P up; state: w. Two back-propagations a step.
+    lies between. Per round and client 1 P down and 1 P up; state: w. Two backward passes a step.
     """
 
     working_vectors: ClassVar[float] = 2

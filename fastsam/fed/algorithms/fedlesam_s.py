@@ -20,10 +20,10 @@ class FedLESAM_S(LocalEstimate, ControlVariates):  # type: ignore[override]
         FedLESAM
         c_i, c: as in SCAFFOLD;  w_old_i <- w^t
 
-    rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over the
-    active clients in place of the sum of their changes over N: both are slips, its code and SCAFFOLD have what stands
-    above. control_scale: 1 in the paper, 0.1 in its code. rho, initial_perturbation, reference: see FedLESAM.
-    Per round and client 2 P down and 2 P up; state: w, c, and c_i, w_old_i on every client. One back-propagation a
+    rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over
+    the active clients in place of the sum of their changes over N. Its code and SCAFFOLD have the equations above.
+    control_scale is 1 in the paper and 0.1 in its code. rho, initial_perturbation, reference: see FedLESAM.
+    Per round and client 2 P down and 2 P up; state: w, c, and c_i, w_old_i on every client. One backward pass a
     step.
     """
 

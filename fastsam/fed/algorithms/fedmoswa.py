@@ -14,17 +14,17 @@ from fastsam.fed.step.local_update import lr_sum
 
 @dataclass(frozen=True)
 class FedMoSWA(ControlVariates):
-    """FedSWA with control variates, of which the server's is a moving average of those of the active clients.
+    """FedSWA with control variates. The server's variate is a moving average of the active clients' variates.
 
         lr_k = lr * (1 - (1 - rho)*k/K),   k = 0 .. K-1
         w <- w - lr_k * (g + c - c_i + weight_decay*w)
-        c_i <- c_i - c - (w_i - w^t)/sum_k lr_k;   c <- c + gamma * mean_i (c_i - c)      with the new c_i, over the
-        active clients w^{t+1} = w^t + alpha * server_lr * mean_i (w_i - w^t)
+        c_i <- c_i - c - (w_i - w^t)/sum_k lr_k;   c <- c + gamma * mean_i (c_i - c)      over the active clients
+        w^{t+1} = w^t + alpha * server_lr * mean_i (w_i - w^t)
 
-    rho and alpha as in `FedSWA`; gamma = 0.4 is the authors' code's, which divides by K times the mean of the first and
-    the last rate in the place of their sum, and lets the next client begin with the last one's. The mean of the c_i is
-    the plain one, whatever the run's weights. Per round and client 2 P down and 2 P up; state: w, c, and c_i on every
-    client. One back-propagation a step.
+    rho and alpha are as in `FedSWA`, and the mean has the new c_i. gamma = 0.4 is from the authors' code. It divides
+    by K times the mean of the first and the last rate in place of the sum of rates, and each client begins with the
+    last rate of the previous client. The mean of the c_i has equal weights for all weightings of the run. Per round
+    and client 2 P down and 2 P up; state: w, c, and c_i on every client. One backward pass a step.
     """
 
     rho: float = 0.1

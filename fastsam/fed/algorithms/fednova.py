@@ -10,15 +10,16 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Rou
 
 @dataclass(frozen=True)
 class FedNova(Algorithm):
-    """FedAvg whose clients count by their direction, not by how many steps they took.
+    """FedAvg with deltas that are normalised by the clients' numbers of steps.
 
-        d_i = (w_i - w^t)/|a_i|,    |a_i| = K_i; with local momentum beta (K_i - beta*(1 - beta^K_i)/(1 - beta))/(1 -
-        beta) w^{t+1} = w^t + server_lr * mean_i |a_i| * mean_i d_i
+        d_i = (w_i - w^t)/|a_i|,    |a_i| = K_i
+        w^{t+1} = w^t + server_lr * mean_i |a_i| * mean_i d_i
 
-    |a_i| is the sum of the weights with which client i's gradients enter its displacement. Where all take as many steps
-    it is FedAvg. The paper weighs clients by their samples: the run's weighting="samples". The server has no momentum
-    (the paper's has one in its experiments with momentum).
-    Per round and client 1 P down and 1 P up; state: w. One back-propagation a step.
+    |a_i| is the sum of the weights of client i's gradients in its delta. With local momentum beta it is `(K_i -
+    beta*(1 - beta^K_i)/(1 - beta))/(1 - beta)`. If all clients take the same number of steps, this is FedAvg. The
+    paper weights clients by their samples, as the run's weighting="samples". The server has no momentum; the paper's
+    server has one in its experiments with momentum. Per round and client 1 P down and 1 P up; state: w. One backward
+    pass a step.
     """
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:

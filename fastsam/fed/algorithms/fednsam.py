@@ -16,18 +16,18 @@ from fastsam.fed.common.checks import choice, number
 
 @dataclass(frozen=True)
 class FedNSAM(Algorithm):
-    """SAM from where Nesterov's momentum of the server looks ahead.
+    """SAM from the point at which Nesterov's momentum of the server looks ahead.
 
         clients start at z^t = w^t + gamma*m^t
         w <- w - lr * (g2 + weight_decay*w),   g2 at w + rho*g1/||g1||;      Delta_i = w_i - z^t
         m^{t+1} = gamma*m^t + mean_i Delta_i,   w^{t+1} = w^t + server_lr * m^{t+1},   m^0 = 0
 
-    so that, with server_lr = 1, w^{t+1} is the mean of the clients' models. gamma and rho are the authors' code's.
-    Their abstract has the momentum as the direction of the perturbation too; their code perturbs along the local
-    gradient. perturb: "gradient", that of the code, or "momentum", along -m^t, which is known before the gradient: one
+    so that, with server_lr = 1, w^{t+1} is the mean of the clients' models. The defaults of gamma and rho are from the
+    authors' code. Their abstract uses the momentum as the direction of the perturbation too, and their code the local
+    gradient. perturb is "gradient", as in the code, or "momentum", along -m^t, which is known before the gradient: one
     back-propagation a step, and no perturbation in round 0. The code's momentum is (1 + gamma) times the last mean
-    displacement: it forgets those before. Per round and client 1 P down (z^t; with "momentum" m^t too) and 1 P up;
-    state: w, m. Two back-propagations a step.
+    delta, without earlier ones. Per round and client 1 P down (z^t; with "momentum" m^t too) and 1 P up;
+    state: w, m. Two backward passes a step.
     """
 
     server_vectors: ClassVar[float] = 2

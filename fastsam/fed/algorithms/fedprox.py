@@ -17,7 +17,7 @@ class FedProx(Algorithm):
         w <- w - lr * (g + phi*(w - w^t) + weight_decay*w);    the server's step is FedAvg's
 
     phi is the paper's mu; phi = 0 is FedAvg.
-    Per round and client 1 P down and 1 P up; state: w. One back-propagation a step.
+    Per round and client 1 P down and 1 P up; state: w. One backward pass a step.
     """
 
     working_vectors: ClassVar[float] = 1

@@ -22,8 +22,8 @@ class FedSAM(Algorithm):
     rho: a number, or a schedule (see `fastsam.fed.algorithms.schedule`); the paper's theorems want c/sqrt(rounds).
     adaptive: ASAM, `eps = rho * T^2*g1/||T*g1||` with `T = |w| + eta`, element by element.
     The paper's eq. 3 multiplies by a further sign(g1) and its server uses the displacement one round late; its eq. 4
-    and Algorithm 3 do neither, and nor do we.
-    Per round and client 1 P down and 1 P up; state: w. Two back-propagations a step.
+    and Algorithm 3, which we follow, do neither. Per round and client 1 P down and 1 P up; state: w. Two backward
+    passes a step.
     """
 
     working_vectors: ClassVar[float] = 1

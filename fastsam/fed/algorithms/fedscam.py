@@ -41,7 +41,7 @@ class FedSCAM(Algorithm):
     rho: the largest radius, a number or a schedule. Our choice, for want of the paper's words: the sign in c_i,
     evaluation mode for the g_b, and that they are of the batches with which local training begins. The paper's optional
     clusters and projections of the directions are left out. Per round and client 2 P down (w, w^t - w^{t-1}) and 1 P
-    up, and a number; state: w, u = w^t - w^{t-1}. Two back-propagations a step, and one more for each pilot.
+    up, and a number; state: w, u = w^t - w^{t-1}. Two backward passes a step, and one more for each pilot.
     """
 
     download_vectors: ClassVar[float] = 2

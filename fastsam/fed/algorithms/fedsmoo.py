@@ -41,7 +41,7 @@ class FedSMOO(DynamicRegularizer):
     all clients ("mu_all", their first code; 1 P more on the server).
     dyn: False drops the FedDyn half (h_i, H and the proximal term; phi and phi_decay are then not used) for ablations.
     Per round and client 2 P down (w, s) and 2 P up (displacement, r_i); state: w, s, H, and h_i, mu_i on every client.
-    Two back-propagations a step.
+    Two backward passes a step.
     """
 
     download_vectors: ClassVar[float] = 2

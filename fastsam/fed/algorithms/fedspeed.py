@@ -16,15 +16,15 @@ from fastsam.fed.common.checks import number
 
 @dataclass(frozen=True)
 class FedSpeed(Algorithm):
-    """Mixed gradients, a proximal term, and a correction of its bias that the client adds to what it sends.
+    """Mixed gradients, a proximal term, and a correction of its bias that the client adds to its upload.
 
         v = (1 - alpha)*g1 + alpha*g2,   g2 as in FedSAM
         w <- w - lr * (v + phi*(h_i + w - w^t) + weight_decay*w)       h_i = -ghat_i/phi, phi = 1/lambda of the paper
         h_i <- h_i + (w_i - w^t);    the client sends (w_i - w^t) + h_i,  the server's step is FedAvg's
 
-    The difference to FedDyn's server: the mean of h_i over the active clients, not over all (the authors' later
-    simulator takes all). alpha = 1, plain SAM gradients, is that simulator's choice. rho: a number or a schedule.
-    Per round and client 1 P down and 1 P up; state: w, and h_i on every client. Two back-propagations a step.
+    FedDyn's server has the mean of h_i over all clients, this server over the active clients (the authors' later
+    simulator uses all). That simulator uses alpha = 1, which gives plain SAM gradients. rho is a number or a schedule.
+    Per round and client 1 P down and 1 P up; state: w, and h_i on every client. Two backward passes a step.
     """
 
     client_vectors: ClassVar[float] = 1

@@ -20,7 +20,7 @@ class FedSWA(Algorithm):
 
     rho: the rate at the end of a round over that at its beginning; 0, the authors' code, lets it fall to nothing. rho =
     alpha = 1 is FedAvg. That code doubles the rate, and takes alpha = 1 unless told otherwise.
-    Per round and client 1 P down and 1 P up; state: w. One back-propagation a step.
+    Per round and client 1 P down and 1 P up; state: w. One backward pass a step.
     """
 
     rho: float = 0.1

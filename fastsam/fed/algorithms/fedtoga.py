@@ -26,7 +26,7 @@ class FedTOGA(DynamicRegularizer):
     kappa*(h_i - w^t) there. beta is the weight of the correction that the code calls lamb1. phi: its lamb. rho: a
     number or a schedule. kappa = beta = 0 is FedDyn with SAM gradients but for `last`. The server has no learning rate:
     a run's server_lr must be 1. Per round and client 2 P down (w, D) and 1 P up; state: w, H, D, and h_i on every
-    client. Two back-propagations a step.
+    client. Two backward passes a step.
     """
 
     download_vectors: ClassVar[float] = 2

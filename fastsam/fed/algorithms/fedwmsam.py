@@ -34,7 +34,7 @@ class FedWMSAM(ControlVariates):
     lead uphill, as a perturbation of SAM must. The authors' code subtracts d_k, and shifts each tensor by one number of
     it; we follow the paper. alpha: the first one; rho: a number or a schedule. With alpha_rate = 0 and rho = 0 it is
     FedCM with control variates. Per round and client 3 P down (w, D, c) and 2 P up, and a number; state: w, D, c, and
-    c_i on every client. One back-propagation a step.
+    c_i on every client. One backward pass a step.
     """
 
     download_vectors: ClassVar[float] = 3

@@ -20,7 +20,7 @@ class FedYogi(AdaptiveServer):
 
     The run's server_lr is the paper's eta; its experiments use 0.1 or less, the run's own default is 1. V0: every
     element of the first V; the paper also allows tau^2.
-    Per round and client 1 P down and 1 P up; state: w, m, V. One back-propagation a step.
+    Per round and client 1 P down and 1 P up; state: w, m, V. One backward pass a step.
     """
 
     beta1: float = 0.9

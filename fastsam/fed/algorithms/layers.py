@@ -6,7 +6,7 @@ from torch import nn
 
 
 def last_layer(model: nn.Module) -> str:
-    """The name of the last module that has trainable parameters of its own; "" for the model itself, and for a model
-    without any."""
+    """Return the name of the last module that has trainable parameters outside of its submodules. It is "" for the
+    model itself, and for a model without trainable parameters."""
     names = [name for name, m in model.named_modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
     return names[-1] if names else ""

@@ -26,7 +26,7 @@ class MimeLite(Algorithm):
     decay.
     momentum_form: "convex" as above (Qu et al. 2022 tune one beta for FedCM, MimeLite and MoFedSAM), or "heavy_ball",
     `g + (1 - beta)*m` and `G + (1 - beta)*m`, as in the authors' code: the same directions, 1/beta times as long.
-    Per round and client 2 P down (w, m) and 2 P up (displacement, G_i); state: w, m. One back-propagation a step, and
+    Per round and client 2 P down (w, m) and 2 P up (displacement, G_i); state: w, m. One backward pass a step, and
     one more pass over the data per round.
     """
 

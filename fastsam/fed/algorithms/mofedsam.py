@@ -20,12 +20,12 @@ class MoFedSAM(ServerDirection):
         D^{t+1} = -mean_i (w_i - w^t)/(lr_t*K_i),  D^0 = 0;  the server's step is FedAvg's
 
     beta = 1 is FedSAM; in round 0 a step is beta times FedSAM's. The paper writes the server's step as
-    `w - server_lr*D`, which is the plain mean only where `lr*K = 1`; authors' and simulators' code takes the plain
-    mean, and so do we. rho: a number or a schedule.
+    `w - server_lr*D`, which is the plain mean only if `lr*K = 1`. We use the plain mean, as the authors' and the
+    simulators' code does. rho is a number or a schedule.
 
     momentum_K: K_i counts a client's true local "steps", or its local "epochs": with the paper's 10 epochs and lr 0.1
     the latter makes its literal formula the plain mean, and D several times larger.
-    Per round and client 2 P down (w, D) and 1 P up; state: w, D. Two back-propagations a step.
+    Per round and client 2 P down (w, D) and 1 P up; state: w, D. Two backward passes a step.
     """
 
     working_vectors: ClassVar[float] = 2

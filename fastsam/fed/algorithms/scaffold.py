@@ -18,7 +18,7 @@ class SCAFFOLD(ControlVariates):
         c <- c + 1/N * sum_i (change of c_i);  the server's step on w is FedAvg's
 
     c = c_i = 0 at the start, so round 0 is FedAvg. N are all clients, not the active ones: c is always the mean of all
-    c_i. Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. One back-propagation a step.
+    c_i. Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. One backward pass a step.
     """
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:

@@ -58,7 +58,7 @@ class RunView:
 
     @property
     def round(self) -> int:
-        """The number of completed rounds, including those before a resume."""
+        """The number of completed rounds, including rounds before a resume."""
         return self._state.round
 
     @property

@@ -32,8 +32,9 @@ class LazyClients:
         load: function of a client id; it returns anything that a client may be.
         sizes: number of samples of each client, `[clients]` integers. None: known after loading; this serves runs in
             one process with weighting="uniform" and without measures.
-        ahead: number of clients that a thread loads before they train. None: as many as train at once if loading takes
-            more than a millisecond; `load` is then called from several threads. 0: none. A `load` that draws random
+        ahead: number of clients that a thread loads before they train. None: the number of clients that train at once,
+        if loading takes more than a millisecond; `load` is then called from several threads. 0: no client. A `load`
+        that draws random
             numbers is always called when its client trains.
 
     Raises:
@@ -69,7 +70,7 @@ class RawClientData:
 
 
 class LazySizes(Sequence[int]):
-    """The known sizes: the given ones, or those of the clients that have been loaded."""
+    """The known numbers of samples: the given ones, or the numbers of the clients that were loaded."""
 
     def __init__(self, clients: int, known: dict[int, int]) -> None:
         self.clients, self.known = clients, known

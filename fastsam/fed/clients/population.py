@@ -44,9 +44,9 @@ class Population:
         test: the test set as a pair, or None.
         priors: class distribution `[clients, classes]` of each client, if the split has it.
         augment: makes training inputs from stored ones, or None.
-        store: the memory that holds all clients' samples together, if there is one.
+        store: memory with the samples of all clients, or None.
         samples: the clients if samples come in batches; `test_samples` the test set, `place` the device.
-        test_sizes: number of test samples of each client, in order, if clients have test sets of their own.
+        test_sizes: number of test samples of each client, in order, if clients have separate test sets.
     """
 
     clients: Sequence[Pair]

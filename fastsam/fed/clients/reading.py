@@ -63,7 +63,7 @@ def source(given: Any, who: str, collated: bool = False) -> Any:
         collated: a `collate` takes samples.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is of a different type.
     """
     if isinstance(given, DataLoader):
         return _of_loader(given, who, collated)
@@ -137,7 +137,7 @@ def read(
         given: the source.
         who: name of the client, for messages.
         collate: function of the run; it wins over a loader's.
-        dtype, device: of the tensors.
+        dtype, device: dtype and device of the tensors.
         per_sample: largest number of bytes of a sample that is kept in memory.
         draws: reading draws random numbers. None: find out, by a look at generators that other threads might use.
 

@@ -177,7 +177,7 @@ def draw_present(
 ) -> list[int]:
     """Draw from the clients that can take part in the round, as `draw` does from all; return none if none can.
 
-    share_of: the share of so many clients that takes part.
+    share_of: function of a number of clients that returns the share that takes part.
     """
     here = present(available, round, clients)
     if not here:

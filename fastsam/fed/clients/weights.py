@@ -13,7 +13,7 @@ MOST = 2**53  # a double has all whole numbers up to it
 
 
 def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
-    """The weighting, an array of weights as a list. Raises ValueError for what can be none, whatever the number of
+    """Return the weighting, with an array of weights as a list. Raises ValueError if it is invalid for any number of
     clients."""
     if callable(weighting) or (isinstance(weighting, str) and weighting in NAMES):
         return weighting

@@ -1,5 +1,5 @@
-"""Checks of arguments. All public functions refuse bad arguments with the same words: what was expected and what
-came."""
+"""Checks of arguments. All public functions refuse bad arguments with the same words: the expected value, and the
+given one."""
 
 from __future__ import annotations
 

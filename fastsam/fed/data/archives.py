@@ -1,4 +1,4 @@
-"""CIFAR and EMNIST through torchvision's data sets, which know the published addresses and checksums and read the
+"""CIFAR and EMNIST through torchvision's data sets, which have the published addresses and checksums and read the
 files.
 
 This module adds four things. A published archive may be in the data directory. Downloads and unpacked files are made in

@@ -17,11 +17,16 @@ from fastsam.fed.common.import_paths import import_object, is_import_path
 class FlipCrop:
     """Horizontal flip, then zero-padding and a random crop of the old size, each with its own probability, per sample.
 
-    Defaults: FL-Simulator's and FedLESAM's for CIFAR (flip 0.5; with probability 0.5 a pad of 4 and one of the 9 x 9
-    crops). Their images are normalised before, so that the padding has the mean colour; so are ours.
-    `FlipCrop(crop=1.0)` is what Caldarola et al. (ECCV 2022) do: always a crop.
+    The defaults are FL-Simulator's and FedLESAM's for CIFAR (flip 0.5; with probability 0.5 a pad of 4 and one of the
+    9 x 9 crops). Images are normalised before, as in these simulators, so that the padding has the mean colour.
+    `FlipCrop(crop=1.0)` always crops, as in Caldarola et al. (ECCV 2022).
 
-    pad: pixels on each side, >= 0. flip, crop: probabilities. Raises ValueError for others.
+    Args:
+        pad: pixels on each side, >= 0.
+        flip, crop: probabilities.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     pad: int = 4

@@ -239,8 +239,8 @@ def draw(
 
 
 def _renormalised(prior: np.ndarray, available: list[int], u: float) -> int:
-    """Return a class among those with samples available, by `prior`, or by their numbers if the prior has no mass
-    there."""
+    """Return one of the classes that have samples left, by `prior`, or by their numbers of samples if the prior has no
+    mass there."""
     counts = np.asarray(available, dtype=np.float64)
     weights = prior * (counts > 0)
     weights = weights if weights.sum() > 0 else counts

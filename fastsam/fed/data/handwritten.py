@@ -31,15 +31,23 @@ def digits(
     augment: str = "auto",
     **options: Any,
 ) -> FederatedData:
-    """Handwritten digits dealt out to `clients` clients; x [n, 1, 8, 8] float32, y [n] int64.
+    """Return the handwritten digits, divided among `clients` clients; x [n, 1, 8, 8] float32, y [n] int64.
 
     The test set (360 images at the default fraction) is stratified and the same for every seed and split. Pixels are
     scaled to mean 0 and standard deviation 1 over the training part. With 50 clients each holds 28 training images;
-    client 0 holds the remainder as well (65 in all).
+    client 0 has the remainder too (65 in all).
 
-    alpha: concentration, for the splits that take one. seed: of the split. augment: a name of
-    `fastsam.fed.data.augment.AUGMENTS`; "auto" is none. options: further options of the split.
-    Raises ValueError for more clients than training images, and what the split raises.
+    Args:
+        clients: number of clients.
+        split: name of the split.
+        alpha: concentration, for the splits that take one.
+        seed: random seed of the split.
+        test_fraction: share of the test set.
+        augment: a name of `fastsam.fed.data.augment.AUGMENTS`; "auto" is none.
+        **options: further options of the split.
+
+    Raises:
+        ValueError: there are more clients than training images, or the split cannot be made.
     """
     pixels, y = _read()
     train, test = stratified_test(y.numpy(), test_fraction)

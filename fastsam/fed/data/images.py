@@ -36,10 +36,19 @@ def cifar10(
     """CIFAR-10 (Krizhevsky, 2009): 50,000 training and 10,000 test images; x [n, 3, 32, 32] float32 ``(x / 255 - mean)
     / std``.
 
-    data_dir: holds `cifar-10-python.tar.gz`, or gets it with `download`. split, clients, seed and `options`: see
-    `split_data`; alpha for the splits that take one. augment: "auto" is the simulators' `FlipCrop`. url: a mirror to
-    download from. Raises ImportError without torchvision, FileNotFoundError, ArchiveError, ConnectionError, and what
-    the split raises.
+    Args:
+        data_dir: folder with `cifar-10-python.tar.gz`, which `download` puts there.
+        clients, split, seed, **options: see `split_data`.
+        alpha: concentration, for the splits that take one.
+        augment: "auto" is the simulators' `FlipCrop`.
+        url: address of a mirror.
+
+    Raises:
+        ImportError: torchvision is missing.
+        FileNotFoundError: the archive is missing.
+        ArchiveError: the archive is damaged or a different one.
+        ConnectionError: the download failed.
+        ValueError: the split cannot be made.
     """
     parts = archives.CIFAR10.read(data_dir, download, url)
     train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
@@ -87,11 +96,16 @@ def emnist(
 ) -> FederatedData:
     """EMNIST ByClass (Cohen et al., 2017): 62 classes of characters; x [n, 1, 28, 28] float32.
 
-    fraction: of the 697,932 training and of the 116,323 test images, drawn without replacement by a fixed generator,
-    the same for every split; 0.1, the FedSAM paper's subset, gives 69,793 and 11,632. Pixels / 255, then mean 0 and
-    standard deviation 1 over the training part. The stored images lie on their side and are turned upright. augment:
-    "auto" is none.
-    data_dir: holds the archive's `gzip.zip`. Otherwise as `cifar10`.
+    Pixels are divided by 255 and scaled to mean 0 and standard deviation 1 over the training part. The stored images
+    are transposed and are turned upright.
+
+    Args:
+        data_dir: folder with the archive's `gzip.zip`.
+        fraction: share of the 697,932 training and of the 116,323 test images, drawn without replacement by a fixed
+            generator. 0.1, the FedSAM paper's subset, gives 69,793 and 11,632 images.
+        augment: "auto" is none.
+
+    The other arguments and errors are those of `cifar10`.
     """
     fraction = number("fraction", fraction, above=0, at_most=1)
     parts = zip(archives.EMNIST.read(data_dir, download, url), ("training", "test"), strict=True)

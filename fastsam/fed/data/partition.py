@@ -61,16 +61,19 @@ def pathological(
     exhausted: str = "reset",
     classes: int | None = None,
 ) -> Partition:
-    """Each client has samples of `classes_per_client` classes, chosen uniformly; equal client sizes (FL-Simulator's
-    procedure).
+    """Give each client samples of `classes_per_client` classes, chosen uniformly, with equal client sizes
+    (FL-Simulator's procedure).
 
-    Each chosen class has the prior ``1 / classes_per_client``; then `draw`, so that the classes of a client are nearly,
-    not exactly, balanced. Not the shards of McMahan et al. (2017).
+    Each chosen class has the prior ``1 / classes_per_client``, from which samples are drawn. So the classes of a
+    client are nearly balanced. The shards of McMahan et al. (2017) are a different split.
 
-    labels, seed, exhausted, classes: as for `dirichlet`. With ``exhausted="redraw"`` a client whose classes others have
-    used up cannot be filled.
-    Raises ValueError for more classes than there are (or than a client has samples), for more clients than samples, and
-    when the split cannot be made without giving a client other classes than its own.
+    Args:
+        labels, clients, seed, exhausted, classes: as in `dirichlet`. With ``exhausted="redraw"`` a client cannot be
+            filled if other clients have used up its classes.
+        classes_per_client: number of classes of a client.
+
+    Raises:
+        ValueError: there are too few classes or samples, or a client would need classes that were not chosen for it.
     """
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)
@@ -118,9 +121,17 @@ def _check_own_classes(labels: np.ndarray, made: Partition, exhausted: str) -> N
 def iid(labels: Any, clients: int, seed: int = 20, balanced: bool = False, classes: int | None = None) -> Partition:
     """Shuffle and cut into consecutive blocks of equal size (the remainder goes to client 0, the first block).
 
-    balanced: every client gets the same number of samples of each class instead (the simulators' CIFAR-100 case).
     Every client's prior is the class distribution of the whole training set.
-    Raises ValueError as `dirichlet` does, and when `balanced` asks for a class that cannot be divided.
+
+    Args:
+        labels: class of each sample.
+        clients: number of clients.
+        seed: random seed.
+        balanced: every client gets the same number of samples of each class (the simulators' CIFAR-100 case).
+        classes: number of classes.
+
+    Raises:
+        ValueError: an argument is invalid, or `balanced` needs a class that cannot be divided.
     """
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)

@@ -15,7 +15,7 @@ _ATTEMPTS = 1000  # at leaving no client with too few samples
 def dirichlet_per_class(
     labels: Any, clients: int, alpha: float, seed: int = 20, min_samples: int = 10, classes: int | None = None
 ) -> Partition:
-    """The unbalanced Dirichlet split of other libraries: each class is dealt out to the clients in proportions
+    """Return the unbalanced Dirichlet split of other libraries: each class is divided among the clients in proportions
     ``Dir(alpha * 1)``.
 
     Every sample is used once and client sizes differ. The procedure and its random numbers are those of NIID-Bench (Li
@@ -23,9 +23,12 @@ def dirichlet_per_class(
     later classes, and the whole is repeated until each client has `min_samples`. `priors` are the class frequencies
     that came out.
 
-    labels, alpha, seed, classes: as for `dirichlet`.
-    Raises ValueError when there are fewer than `clients * min_samples` samples, or no attempt of 1000 left every client
-    as many.
+    Args:
+        labels, clients, alpha, seed, classes: as in `dirichlet`.
+        min_samples: least number of samples of a client.
+
+    Raises:
+        ValueError: there are fewer than `clients * min_samples` samples, or 1000 attempts left a client with fewer.
     """
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)

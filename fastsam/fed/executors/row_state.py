@@ -18,7 +18,7 @@ from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.step.local_update import NU, Direction, LocalUpdate
 from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.step.variant import StepVariant
-from fastsam.step import perturbation, weigh_
+from fastsam.step import perturbation, set_gsam_coefficients_
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import sgd
 
@@ -274,7 +274,7 @@ class RowSlice:
         g1 = first.like(grads) if first is not None and self.variant.keeps_first else None
         if self.variant.surrogate and g1:
             self.kernels.inner_(self.inner, g1, grads.tensors, grads.table)
-            weigh_(self.hparams, self.inner)
+            set_gsam_coefficients_(self.hparams, self.inner)
         if self.sumsq_v is not None:
             self.kernels.update_norm_(
                 self.sumsq_v, [self.z], self.w, grads.tensors, grads.table, self.hparams, g1=g1, q=self.q

@@ -123,7 +123,7 @@ def run(
         clients: a `FederatedData`, a `LazyClients`, or a sequence of clients: pairs (x, y) of tensors or arrays, data
             sets, or loaders.
         algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of a class that you write (see
-        `fastsam.fed.Algorithm`).
+            `fastsam.fed.Algorithm`).
         test: the test set, in one of the forms of a client, or `fed.ClientTestSets`; default: the test set of the
             `FederatedData`.
         collate: function of a list of samples that makes a batch; default: torch's `default_collate`.

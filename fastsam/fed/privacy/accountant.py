@@ -1,6 +1,6 @@
 """Epsilon of the rounds so far, by Google's package `dp-accounting`.
 
-This module decides which event of the package a round is, by the sampler and by who adds the noise. The package
+This module chooses the event of the package for a round, by the sampler and by the place of the noise. The package
 computes the cost of an event.
 """
 
@@ -57,8 +57,8 @@ def law(
         participation: share of the clients in a round.
         clients: number of all clients.
         z: noise multiplier.
-        most: with local noise, returns the largest number of rounds, of the first so many, in which one client took
-            part.
+        most: with local noise, function of a number of rounds that returns the largest number of these rounds in which
+        one client took part.
     """
     import dp_accounting as dp
 
@@ -90,8 +90,8 @@ class Accountant:
         self._orders = dp.rdp.RdpAccountant(neighboring_relation=self._relation).orders
         self._curves: dict[Any, np.ndarray] = {}
         self._known: dict[int, float] = {}
-        # What the package adds to a curve at each order, at a value where it does nothing else: asked once, for it
-        # takes as long as a small round.
+        # Terms that the package adds to a curve at each order. They are read once, at a value without other terms,
+        # because it takes as long as a small round.
         added = [dp.rdp.compute_epsilon([order], [_AT], delta)[0] - _AT for order in self._orders.tolist()]
         self._added = np.array(added)
         self._small = -math.log1p(-(delta**2))  # a curve below this value has a different bound

@@ -66,7 +66,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest. Raises RunDirectoryError if it is foreign, of another version, or damaged."""
+    """Return the manifest. Raises RunDirectoryError if it is foreign, damaged, or has an unknown version."""
     try:
         manifest = read_json(path)
         missing = _KEYS - set(manifest)
@@ -131,7 +131,7 @@ def with_current_names(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_identity(directory: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises RunDirectoryError when the run in `directory` has another identity; the message names the key."""
+    """Raise RunDirectoryError if the run in `directory` has a different identity. The message names the key."""
     stored = with_current_names(stored)
     lacking = {key: value for key, value in _SINCE.items() if key in now and key not in stored}
     found = difference({**stored, **lacking}, now)

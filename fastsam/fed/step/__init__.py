@@ -1,2 +1,1 @@
-"""The one local step, our copy of the user's model over one flat row, FedRobust's map of the inputs, the order of
-weights in memory."""
+"""The local update rule, the layout of a flat row, copies of the model over a row, and the memory format of weights."""

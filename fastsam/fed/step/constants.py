@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.variant import ALONG_THE_WAY, StepVariant
-from fastsam.step import Direction, Mix
+from fastsam.step import Direction, GradCoefficients
 
 # Fields of a LocalUpdate: the numbers and flags, the vectors, and all optional objects.
 NUMBERS = (
@@ -75,7 +75,7 @@ class Constants:
         has_first_gradient: a gradient is computed before the first step, over all samples or a pilot's batches.
     """
 
-    mix: Mix
+    mix: GradCoefficients
     variant: StepVariant
     vectors: tuple[str, ...]
     has_first_gradient: bool
@@ -97,7 +97,7 @@ def constants_of(values: Values) -> Constants:
 def _made(values: Values, types: tuple[type, ...]) -> Constants:
     """`types` are the types of the values, because True equals 1."""
     _check(values)
-    mix = Mix(values.perturbed_weight, values.clean_weight, values.surrogate_gap)
+    mix = GradCoefficients(values.perturbed_weight, values.clean_weight, values.surrogate_gap)
     variant = _variant(
         values.direction,
         "gradient_offset" in values.given,

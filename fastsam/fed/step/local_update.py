@@ -18,9 +18,9 @@ In one client and one round (w^t is the global model that the client received):
     alpha   penalty                    phi     proximal_coefficient
     m       drift_weight               c       anchor_weight
 
-An algorithm chooses the constants, and an executor takes the steps. `Direction` and `Mix` are shared with `FusedSAM`
-(`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and momentum are
-options of the run.
+An algorithm chooses the constants, and an executor takes the steps. `Direction` and `GradCoefficients` are shared with
+`FusedSAM` (`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and
+momentum are options of the run.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ClientResults:
         client_ids: ids of the n clients.
         delta: `[n, row_size]`, `w_K - w^t`, or `w_K - start` with a `LocalUpdate.start`, in the dtype of the weights.
         num_steps: number of local steps of each client, mostly `epochs * ceil(num_samples / batch_size)`.
-        backward_passes: number of backward passes of each client, with those of a full gradient and of a pilot.
+        backward_passes: number of backward passes of each client, including the passes of a full gradient or a pilot.
         losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights).
         num_samples: number of samples in these batches.
         buffers: changes of the model's buffers, flat float64, `[n, ...]`.

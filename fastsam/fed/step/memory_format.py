@@ -32,7 +32,8 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
         stacked: several clients share one call of the model.
 
     Raises:
-        ValueError: such a model without "auto", or stacked clients in channels_last. In float64 torch gives wrong
+        ValueError: the model has such a layer without "auto", or clients are stacked in channels_last. In float64
+        torch gives wrong
             gradients of grouped convolutions in that order for mapped batches of one sample.
     """
     if stacked and asked == CHANNELS_LAST:
@@ -67,13 +68,13 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
 
 
 def overrun_risk(model: nn.Module, device: torch.device) -> str:
-    """Return the layer for which torch's CPU kernels write past their memory in channels_last, or "" if there is none.
+    """Return the layer for which torch's CPU kernels write past their memory in channels_last, or "".
 
     It is a 1x1 convolution with a stride and a number of input channels that is not a multiple of 8, in any dtype but
-    float64; the gradient of its weight is wrong (docs/torch_conv1x1_channels_last.md). The order of its own weight does
+    float64; the gradient of its weight is wrong (docs/torch_conv1x1_channels_last.md). The order of its weight does
     not help, because it follows its input, which other layers put in channels_last. The stride of a 1x1 weight outside
-    `nn.Conv2d` cannot be seen, so it counts. All processors are treated alike, so that a run can be resumed on another
-    one.
+    `nn.Conv2d` cannot be seen, so it counts. All processors are treated alike, so that a run can be resumed on a
+    different processor.
     """
     if device.type != "cpu":
         return ""
@@ -135,10 +136,10 @@ def keep_freed(device: torch.device) -> None:
     """Let glibc keep the memory that a step frees for the next step, in a run on the CPU.
 
     glibc maps blocks above a threshold anew and returns free memory at the heap's end, in each step of a model with
-    large activations: tens of thousands of page faults a round. Its thresholds rise to the size of any mapped block
-    that is freed (twice that for the heap's end), up to 32 MiB. Whether a run's own blocks raise them far enough is
-    chance. Therefore one block of that size is allocated and freed. It is never touched, and a larger model would have
-    the same effect. Thresholds that the user has set stay.
+    large activations: tens of thousands of page faults a round. Freeing a mapped block raises its thresholds to the
+    size of the block (twice the size for the heap's end), up to 32 MiB. Whether a run's own blocks raise them far
+    enough is chance. Therefore one block of that size is allocated and freed. It is never touched, and a larger model
+    would have the same effect. Thresholds that the user has set stay.
     """
     if device.type == "cpu" and sys.platform == "linux":
         block = torch.empty(_BLOCK, dtype=torch.uint8)

@@ -28,7 +28,7 @@ class ParameterLayout:
         row_size: number of elements of a row.
         numel: P, the number of elements of the parameters.
         template: the user's model.
-        buffers: buffers of the global model, or None for those of the template.
+        buffers: buffers of the global model, or None for the template's buffers.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class ParameterLayout:
     row_size: int
     numel: int
     template: nn.Module = field(repr=False)  # the user's model
-    buffers: Sequence[Tensor] | None = field(default=None, repr=False)  # None: those of the template
+    buffers: Sequence[Tensor] | None = field(default=None, repr=False)  # None: the template's buffers
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> ParameterLayout:
@@ -79,7 +79,7 @@ class ParameterLayout:
         inverse of `unflatten`.
 
         Raises:
-            ValueError: the names are not those of the parameters, or a shape differs.
+            ValueError: the names differ from the parameters' names, or a shape differs.
         """
         if parameters.keys() != {*self.names}:
             wrong = sorted(parameters.keys() ^ {*self.names})
@@ -112,7 +112,7 @@ class ParameterLayout:
         return self.flatten(self.plain.unflatten(vector))
 
     def mask(self, what: str, patterns: str | Sequence[str]) -> Tensor:
-        """Return a mask of the elements of parameters with such names, bool `[row_size]`, on the CPU. Padding is False.
+        """Return a mask of the parameters with these names, bool `[row_size]`, on the CPU. Padding is False.
 
         Args:
             what: name of the option, for errors.
@@ -151,7 +151,7 @@ class ParameterLayout:
             like: a tensor with the dtype and the device.
 
         Raises:
-            ValueError: as in `places`, or a number is negative or not finite.
+            ValueError: a pattern matches no trainable parameter, or a number is negative or not finite.
         """
         row = torch.zeros(self.row_size, dtype=like.dtype)
         views = list(self.unflatten(row).values())

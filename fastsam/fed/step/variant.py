@@ -76,7 +76,7 @@ class StepVariant:
 
     @cached_property
     def uses_path(self) -> bool:
-        """True if every step has another perturbation, found without a gradient."""
+        """True if each step has a new perturbation that is found without a gradient."""
         return self.direction is Direction.PATH
 
     @cached_property

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastsam.optim.variants.sam import SAM, check_real
-from fastsam.step import Mix
+from fastsam.step import GradCoefficients
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class GradientPenalty(SAM):
         check_real("alpha", self.alpha)
         if not self.alpha >= 0:
             raise ValueError(f"alpha must be 0 or more, got {self.alpha!r}")
-        Mix(a=self.alpha)
+        GradCoefficients(g2=self.alpha)
 
     @property
-    def mix(self) -> Mix:
-        return Mix(a=self.alpha, b=1 - self.alpha)
+    def coefficients(self) -> GradCoefficients:
+        return GradCoefficients(g2=self.alpha, g1=1 - self.alpha)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastsam.optim.variants.sam import SAM, check_real
-from fastsam.step import Mix
+from fastsam.step import GradCoefficients
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class GSAM(SAM):
         check_real("alpha", self.alpha)
         if not self.alpha >= 0:
             raise ValueError(f"alpha must be 0 or more, got {self.alpha!r}")
-        Mix(surrogate_gap=self.alpha)
+        GradCoefficients(gsam_alpha=self.alpha)
 
     @property
-    def mix(self) -> Mix:
-        return Mix(surrogate_gap=self.alpha)
+    def coefficients(self) -> GradCoefficients:
+        return GradCoefficients(gsam_alpha=self.alpha)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fastsam.optim.variants.sam import SAM, Memory, check_interval, check_real
-from fastsam.step import Mix
+from fastsam.step import GradCoefficients
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class LookSAM(SAM):
         check_real("alpha", self.alpha)
         if not self.alpha >= 0:
             raise ValueError(f"alpha must be 0 or more, got {self.alpha!r}")
-        Mix(reuse=self.alpha)
+        GradCoefficients(looksam_alpha=self.alpha)
 
     @property
-    def between(self) -> Mix:
-        return Mix(reuse=self.alpha)
+    def unperturbed_coefficients(self) -> GradCoefficients:
+        return GradCoefficients(looksam_alpha=self.alpha)
 
     def perturbs(self, step: int) -> bool:
         return step % self.k == 0

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.step import Mix
+from fastsam.step import GradCoefficients
 
 
 class OnePassDirection(Enum):
@@ -99,17 +99,16 @@ class SAM:
         self.__dict__.update({names.get(name, name): value for name, value in state.items()})
 
     @property
-    def mix(self) -> Mix:
+    def coefficients(self) -> GradCoefficients:
         """Coefficients of the two gradients in the update of a step that perturbs."""
-        return Mix()
+        return GradCoefficients()
 
     @property
-    def between(self) -> Mix:
-        """Coefficients of the gradient in the update of a step that does not perturb: a `Mix` with at most a
-        `reuse`."""
-        return Mix()
+    def unperturbed_coefficients(self) -> GradCoefficients:
+        """Coefficients in the update of a step that does not perturb: with at most a `looksam_alpha`."""
+        return GradCoefficients()
 
-    def moves(self, group: Mapping[str, Any]) -> bool:
+    def perturbs_group(self, group: Mapping[str, Any]) -> bool:
         """Return True if the parameters of this group are perturbed. The norm leaves all other groups out."""
         return True
 

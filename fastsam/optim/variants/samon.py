@@ -41,12 +41,11 @@ class SAMON(SAM):
         if not own:
             raise ValueError(
                 f"{type(model).__name__} has no parameters in {', '.join(layer.__name__ for layer in layers)}; name "
-                f"the classes of its "
-                "normalisation layers: SAMON.groups(model, layers=(MyNorm,))"
+                "the classes of its normalisation layers: SAMON.groups(model, layers=(MyNorm,))"
             )
         perturbed = {"params": [p for p in params if id(p) in own]}
         rest = {"params": [p for p in params if id(p) not in own], "rho": 0.0}
         return [perturbed, rest]
 
-    def moves(self, group: Mapping[str, Any]) -> bool:
+    def perturbs_group(self, group: Mapping[str, Any]) -> bool:
         return isinstance(group["rho"], Tensor) or group["rho"] != 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastsam.optim.variants.sam import SAM, check_real
-from fastsam.step import Mix
+from fastsam.step import GradCoefficients
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class WSAM(SAM):
             raise TypeError(f"decouple must be True or False, got {self.decouple!r}")
 
     @property
-    def mix(self) -> Mix:
+    def coefficients(self) -> GradCoefficients:
         weight = self.gamma / (1 - self.gamma)
-        return Mix(sharpness=weight) if self.decouple and weight else Mix(a=weight, b=1 - weight)
+        return (
+            GradCoefficients(wsam_weight=weight)
+            if self.decouple and weight
+            else GradCoefficients(g2=weight, g1=1 - weight)
+        )

@@ -289,9 +289,9 @@ algorithms.fedgsam FedGSAM.local_update: self.alpha => -self.alpha @ fedgsam
 algorithms.fedgsam FedGSAM.radius: rho - self.rho_min => rho @ fedgsam-schedule
 algorithms.fedgsam FedGSAM.radius: round.lr - self.lr_min => round.lr @ fedgsam-lr-min
 algorithms.fedgsam FedGSAM.radius: round.first_lr - self.lr_min => round.first_lr @ fedgsam-lr-min
-fastsam.step weigh_: sign - hparams[:, :, HParam.G1_COEF] * overlap => sign + hparams[:, :, HParam.G1_COEF] * overlap @
-    fedgsam
-fastsam.step weigh_: sign - hparams[:, :, HParam.G1_COEF] * overlap => sign + 0 * overlap @ fedgsam
+fastsam.step set_gsam_coefficients_: sign - hparams[:, :, HParam.G1_COEF] * overlap => sign + hparams[:, :,
+    HParam.G1_COEF] * overlap @ fedgsam
+fastsam.step set_gsam_coefficients_: sign - hparams[:, :, HParam.G1_COEF] * overlap => sign + 0 * overlap @ fedgsam
 fastsam_kernels.reference inner_: (b * b).sum => (a * a).sum @ fedgsam
 # FedLESAM
 algorithms.estimate LocalEstimate.estimate_step: old - server['w'] => server['w'] - old @ fedlesam
