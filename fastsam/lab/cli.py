@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastsam.extras import DISTRIBUTION, install_command, installed_version, missing_module_hint, torchvision_command
 from fastsam.lab import completion
+from fastsam.lab.cli_help import Parser
 from fastsam.lab.completion import SHELLS
-from fastsam.lab.usage import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -192,11 +192,11 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     import torch
 
     from fastsam import backends
-    from fastsam.lab import advice
+    from fastsam.lab import next_steps
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     unavailable = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
-    steps = advice.steps(unavailable, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available())
+    steps = next_steps.steps(unavailable, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available())
     if arguments.json:
         known = [{"name": b.name, "device": b.device, "available": b.available, "reason": b.reason}
                  for b in backends.table()]  # fmt: skip
@@ -319,9 +319,9 @@ def list_tables(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam plots`."""
-    from fastsam.lab import saved
+    from fastsam.lab import load_runs
 
-    figures = saved.draw(arguments.directories, arguments.out)
+    figures = load_runs.draw(arguments.directories, arguments.out)
     _say(_console(), {figure.path.stem: figure.path for figure in figures})
     return 0
 

@@ -148,9 +148,8 @@ COLUMNS |= {"BETA1": adam.BETA1, "BETA2": adam.BETA2, "EPS": adam.EPS}
 
 def group_of(rule: str, **options: Any) -> dict[str, Any]:
     """A parameter group of the class that the rule serves, with these options and the class's own."""
-    made = rules.find(rule).optimizer_types[0](
-        [torch.nn.Parameter(torch.zeros(1))], **RULE_OPTIONS.get(rule, {}), **options
-    )
+    params = [torch.nn.Parameter(torch.zeros(1))]
+    made = rules.find(rule).optimizer_types[0](params, **RULE_OPTIONS.get(rule, {}), **options)
     return made.param_groups[0]
 
 

@@ -205,9 +205,7 @@ def _restored(values: dict) -> Code:
 def record() -> None:
     with tempfile.TemporaryDirectory() as folder:
         both = {"cuda": cuda_code(Path(folder)), "triton": triton_code_elsewhere()}
-    table = {
-        kind: {op: {c.arch: c.per_element for c in codes if c.op == op} for op in CUDA} for kind, codes in both.items()
-    }
+    table = {k: {op: {c.arch: c.per_element for c in codes if c.op == op} for op in CUDA} for k, codes in both.items()}
     RECORDED.write_text(json.dumps(table, indent=1) + "\n")
 
 

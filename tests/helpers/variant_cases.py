@@ -42,9 +42,8 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Callable[
     targets = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in params]
 
     def loss(ps: Sequence[Tensor], t: int) -> Tensor:
-        total = sum(
-            ((p.double() * (1 + 0.3 * t) - y).tanh() ** 2 * (1 + y**2)).sum() for p, y in zip(ps, targets, strict=True)
-        )
+        pairs = zip(ps, targets, strict=True)
+        total = sum(((p.double() * (1 + 0.3 * t) - y).tanh() ** 2 * (1 + y**2)).sum() for p, y in pairs)
         assert isinstance(total, Tensor)
         return total * sum(p.double().square().mean() for p in ps)
 

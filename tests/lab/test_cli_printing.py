@@ -12,7 +12,7 @@ import pytest
 from pytest import CaptureFixture, MonkeyPatch
 
 from fastsam.lab import cli
-from fastsam.lab.usage import TOPICS
+from fastsam.lab.cli_help import TOPICS
 from tests.helpers.places import ROOT
 
 

@@ -19,10 +19,8 @@ def step(backend: Backend, case: Case) -> dict[str, Tensor]:
     """Call all ops one after the other. Return what they wrote in canonical form (NaN outside the segments)."""
     kernels, memory, device, table = backend.load(), Memory(case, backend.device), backend.device, case.table
     hparams = case.hparams().to(device)
-    params, grads = (
-        memory.operand("params", case.values("params"), written=True),
-        memory.operand("grads", case.values("grads")),
-    )
+    params = memory.operand("params", case.values("params"), written=True)
+    grads = memory.operand("grads", case.values("grads"))
     g1 = memory.operand("g1", case.values("g1"))
     backup = memory.field("backup", case.values("params").to(case.backup_dtype), written=True)
     q, momentum = (memory.field(n, case.values(n, case.compute).abs()) for n in ("q", "momentum"))
@@ -39,24 +37,18 @@ def step(backend: Backend, case: Case) -> dict[str, Tensor]:
     kernels.dual_norm_(dual_sums, g1, mu, s, table, hparams)
     kernels.dual_perturb_(params, backup, mu, g1, s, table, hparams, dual_sums, eps=eps)
     kernels.inner_(products, grads, g1, table)
-    out |= {
-        "dual": memory.read(params),
-        "mu": memory.read(mu),
-        "eps": memory.read(eps),
-        "dual_sums": dual_sums.cpu()[:, None],
-    }
+    out |= {name: memory.read(field) for name, field in (("dual", params), ("mu", mu), ("eps", eps))}
+    out["dual_sums"] = dual_sums.cpu()[:, None]
     out["products"] = products.cpu()
     kernels.update_norm_(clipped, params, backup, g1, table, hparams, g1=grads, q=q)
-    kernels.update_(
-        params, backup, g1, table, hparams, "sgd", [momentum], g1=grads, q=q, sumsq_v=clipped, keep=True, shift=shift
-    )
+    more = {"g1": grads, "q": q, "keep": True}
+    kernels.update_(params, backup, g1, table, hparams, "sgd", [momentum], sumsq_v=clipped, shift=shift, **more)
     out["sgd"] = memory.read(params)
     for name, rule in rules.RULES.items():
         state = [memory.field(f"{name} {field}", case.values(field, case.compute).square() + 1) for field in rule.state]
         counts = {"steps": steps} if rule.counter else {}
-        kernels.update_(
-            params, backup, g1, table, case.hparams(name).to(device), name, state, keep=True, q=q, g1=grads, **counts
-        )
+        h = case.hparams(name).to(device)
+        kernels.update_(params, backup, g1, table, h, name, state, **more, **counts)
         out |= {f"{name} {i}": memory.read(field) for i, field in enumerate((params, backup, *state))}
     out["momentum"] = memory.read(momentum)
     return out | {"sumsq": sumsq.cpu()[:, None], "clipped": clipped.cpu()[:, None], "steps": steps.cpu()}

@@ -24,9 +24,8 @@ CPU = [b for b in backends.table() if b.device == "cpu"]
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "2"} | env
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, timeout=300
-    )
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 @pytest.mark.parametrize(

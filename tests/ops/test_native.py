@@ -35,9 +35,8 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     # avx2 is the default without AVX-512
     for name in ("baseline", "avx2") if "avx512bw" in processor else ("baseline",):
         env = os.environ | {"FASTSAM_ISA": name}
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
-        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
         digests[name] = done.stdout.strip()
     assert len(set(digests.values())) == 1, digests
 
@@ -59,9 +58,8 @@ def test_threads_and_streamed_stores_change_no_bit() -> None:
 
     whole, pieces = Step(5, shapes=[(n,), (17,)]), Step(5, shapes=[(n,), (17,)])
     whole.run()
-    native.dual_perturb_(
-        whole.params, whole.backup, whole.mu, whole.g1, whole.m, whole.table, whole.h, whole.sumsq, whole.v
-    )
+    w = whole
+    native.dual_perturb_(w.params, w.backup, w.mu, w.g1, w.m, w.table, w.h, w.sumsq, w.v)
     native.norm_(pieces.sumsq, pieces.g1, [], pieces.table, pieces.h)
     cut = 8192 * 100 + 3  # pieces that start off every alignment
     for start in range(0, n, cut):
@@ -78,9 +76,8 @@ def test_threads_and_streamed_stores_change_no_bit() -> None:
     native.norm_(shifted.sumsq, shifted.g1, [], shifted.table, shifted.h)
     native.perturb_([params], shifted.backup, [g1], table, shifted.h, shifted.sumsq, True)
     native.update_([params], shifted.backup, [g2], table, shifted.h, "sgd", [shifted.m])
-    native.dual_perturb_(
-        [params], shifted.backup, shifted.mu, [g1], shifted.m, table, shifted.h, shifted.sumsq, shifted.v
-    )
+    s = shifted
+    native.dual_perturb_([params], s.backup, s.mu, [g1], s.m, table, s.h, s.sumsq, s.v)
     for other, part in ((pieces, slice(0, n)), (shifted, rest)):
         assert torch.equal(whole.params[0][part], other.params[0][part])
         assert torch.equal(whole.backup[:, part], other.backup[:, part])

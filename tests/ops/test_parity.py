@@ -37,9 +37,8 @@ def test_norm(backend: Backend) -> None:
         grads, weights = case.values("grads"), case.values("weights")
         start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
         expected = start.clone()
-        reference.norm_(
-            expected, [grads.double()], [weights.double()] if adaptive else [], case.table, hparams, accumulate
-        )
+        seen = [weights.double()] if adaptive else []
+        reference.norm_(expected, [grads.double()], seen, case.table, hparams, accumulate)
 
         memory = Memory(case, backend.device)
         operands = memory.operand("grads", grads), memory.operand("weights", weights) if adaptive else []
@@ -154,9 +153,8 @@ def test_restore_is_bitwise(backend: Backend) -> None:
     @given(cases())
     def holds(case: Case) -> None:
         backup = case.values("backup", torch.float64).to(case.backup_dtype)
-        backup[:, ::5] = torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(backup)[
-            torch.arange(backup[:, ::5].shape[1]) % 4
-        ]
+        special = torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(backup)
+        backup[:, ::5] = special[torch.arange(backup[:, ::5].shape[1]) % 4]
         memory = Memory(case, backend.device)
         params = memory.operand("params", nan(case, case.dtype), written=True)
         backup_ = memory.field("backup", backup)
@@ -361,9 +359,8 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
     for row in range(rows):
         for a, b in zip(params, perturbed[row], strict=True):
             torch.testing.assert_close(a[row].cpu(), b)
-    kernels.update_(
-        params, arena.field("backup"), g2, layout.table, hparams, "sgd", [arena.field("momentum")], first=True
-    )
+    momentum = arena.field("momentum")
+    kernels.update_(params, arena.field("backup"), g2, layout.table, hparams, "sgd", [momentum], first=True)
     for row in range(rows):
         for a, b in zip(params, expected[row], strict=True):
             torch.testing.assert_close(a[row].cpu(), b)

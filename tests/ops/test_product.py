@@ -36,9 +36,7 @@ LAYOUTS = st.sampled_from(["dense", "transposed", "gaps", "one"])
 @given(
     st.integers(1, 4), SIZES, SIZES, SIZES, LAYOUTS, LAYOUTS, st.sampled_from([None, "full", "m", "n", "turned", "all"])
 )
-def test_products_are_those_of_float64(
-    rows: int, m: int, k: int, n: int, left: str, right: str, bias: str | None
-) -> None:
+def test_products_equal_float64s(rows: int, m: int, k: int, n: int, left: str, right: str, bias: str | None) -> None:
     product._product()
     a, b = matrix(rows, m, k, left), matrix(rows, k, n, right)
     shapes = {"full": (rows, m, n), "m": (rows, m, 1), "n": (rows, 1, n), "all": (1, 1, 1)}
@@ -56,9 +54,8 @@ def test_products_are_those_of_float64(
 
 
 def test_nothing_to_add_up() -> None:
-    assert torch.equal(
-        torch.ops.fastsam.product.default(torch.ones(2, 3, 0), torch.ones(2, 0, 4), None), torch.zeros(2, 3, 4)
-    )
+    found = torch.ops.fastsam.product.default(torch.ones(2, 3, 0), torch.ones(2, 0, 4), None)
+    assert torch.equal(found, torch.zeros(2, 3, 4))
     bias = torch.randn(2, 1, 4)
     out = torch.ops.fastsam.product.default(torch.ones(2, 3, 0), torch.ones(2, 0, 4), bias)
     assert torch.equal(out, bias.expand(2, 3, 4))
@@ -95,9 +92,7 @@ def test_every_instruction_set(isa: str) -> None:
         ((2, 3, 4), (2, 4, 6), (2, 2, 6), "bias must be"),
     ],
 )
-def test_shapes_that_do_not_fit(
-    a: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None, what: str
-) -> None:
+def test_shapes_that_differ(a: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None, what: str) -> None:
     with pytest.raises(RuntimeError, match=what):
         torch.ops.fastsam.product.default(torch.ones(a), torch.ones(b), None if bias is None else torch.ones(bias))
     with pytest.raises(RuntimeError, match="float32"):
@@ -106,9 +101,8 @@ def test_shapes_that_do_not_fit(
 
 def test_opcheck() -> None:
     product._product()
-    torch.library.opcheck(
-        torch.ops.fastsam.product.default, (torch.ones(2, 3, 4), torch.ones(2, 5, 4).mT, torch.ones(2, 1, 5))
-    )
+    operands = torch.ones(2, 3, 4), torch.ones(2, 5, 4).mT, torch.ones(2, 1, 5)
+    torch.library.opcheck(torch.ops.fastsam.product.default, operands)
 
 
 def test_which_products_it_takes() -> None:

@@ -35,9 +35,8 @@ class Step:
     def __init__(self, device: str = "cpu", seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         shapes = [(6, 4), (6,), (5000,)]
-        self.params, self.g1, self.g2 = (
-            [torch.randn(s, generator=generator).to(device) for s in shapes] for _ in range(3)
-        )
+        lists = [[torch.randn(s, generator=generator).to(device) for s in shapes] for _ in range(3)]
+        self.params, self.g1, self.g2 = lists
         self.table = Layout.of(self.params).table
         self.arena = Arena(Layout.of(self.params), device=device)
         self.backup, self.momentum = self.arena.field("backup"), self.arena.field("momentum")

@@ -109,9 +109,8 @@ def test_an_assigned_half_of_the_model_is_noticed(backend: Backend) -> None:
 
 def test_parameters_that_are_the_optimizers_own_are_not_dead(backend: Backend) -> None:
     """As in a short script that keeps its parameters nowhere else."""
-    opt = FusedSAM(
-        make_parameters([(3,), (4,)], torch.float32, backend.device), SGD, lr=1.0, momentum=0.5, backend=backend.name
-    )
+    params = make_parameters([(3,), (4,)], torch.float32, backend.device)
+    opt = FusedSAM(params, SGD, lr=1.0, momentum=0.5, backend=backend.name)
     for _ in range(3):
         for p in opt.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
@@ -220,8 +219,7 @@ def test_moving_to_another_device() -> None:
     with opt.perturbed():
         pass
     for i, entry in opt.state_dict()["state"].items():
-        assert entry["momentum_buffer"].is_cuda and torch.equal(
-            entry["momentum_buffer"].cpu(), state[i]["momentum_buffer"]
-        )
+        assert entry["momentum_buffer"].is_cuda
+        assert torch.equal(entry["momentum_buffer"].cpu(), state[i]["momentum_buffer"])
     train(model, opt, range(2, 4))
     train(model.cpu(), opt, range(4, 6))

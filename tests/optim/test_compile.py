@@ -26,9 +26,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def losses(
-    name: str, tensors: bool, compiled: Callable[[Any], Any] | None, warm: int, zero_grad: bool = False
-) -> list[float]:
+def losses(name: str, tensors: bool, compiled: Any, warm: int, zero_grad: bool = False) -> list[float]:
     """Eight steps with a schedule of lr and rho; the ones after `warm` are compiled. zero_grad: the halves clear the
     gradients."""
     base, options = BASES[name]
@@ -122,9 +120,7 @@ def end_of_the_page(in_one_graph: bool) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(backend("cpu") != "native", reason="whole graphs need the compiled kernels")
-@pytest.mark.skipif(
-    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch cannot trace backward()"
-)
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="torch cannot trace backward()")
 def test_the_recipe_of_the_page(other_process: ProcessPoolExecutor) -> None:
     plain, fast = end_of_the_page(False), other_process.submit(end_of_the_page, True).result()
     torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)

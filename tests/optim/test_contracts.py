@@ -14,17 +14,7 @@ from torch import Tensor, nn
 
 from tests.helpers.sam_cases import places
 from tests.helpers.sam_oracle import copies, same_bits
-from tests.helpers.trainings import (
-    OPTIONS,
-    VARIANTS,
-    Spec,
-    awkward,
-    by_hand,
-    every_training,
-    loss_of,
-    outcome,
-    state,
-)
+from tests.helpers.trainings import OPTIONS, VARIANTS, Spec, awkward, by_hand, every_training, loss_of, outcome, state
 from tests.helpers.variant_cases import Training
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "worth")
@@ -279,9 +269,7 @@ def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
 def test_a_scaler_changes_nothing(spec: Spec, unscales: bool) -> None:
     """Scaled gradients in both passes, with another scale in every step."""
     if spec.variant == "lesam" or spec.options == "in backward":
-        pytest.skip(
-            "the radius of a loss needs the scale before the first step; optimizer_in_backward=True takes no scaler"
-        )
+        pytest.skip("LESAM needs the scale before the first step; optimizer_in_backward=True takes no scaler")
     if unscales and spec.dtype == torch.float16:
         pytest.skip("a GradScaler unscales no float16 gradients")
     training, scaler = spec.make(), torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1)

@@ -15,13 +15,7 @@ from tests.helpers.interrupted_steps import STYLES, Plan
 from tests.helpers.interrupting import Interrupt, Tracer
 from tests.helpers.sam_cases import places
 from tests.helpers.sam_oracle import copies, same_bits
-from tests.helpers.trainings import (
-    Spec,
-    by_hand,
-    every_training,
-    loss_of,
-    outcome,
-)
+from tests.helpers.trainings import Spec, by_hand, every_training, loss_of, outcome
 from tests.helpers.variant_cases import Training
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "worth")
@@ -226,8 +220,6 @@ def test_a_group_that_is_added_leaves_the_others(spec: Spec) -> None:
         training.opt.zero_grad()
         for _ in range(1 + training.opt.perturbs):
             late.grad = torch.ones_like(late)
-            training.opt.step() if training.opt.is_perturbed or not training.opt.perturbs else (
-                training.opt.first_step()
-            )
+            training.opt.step() if training.opt.is_perturbed or not training.opt.perturbs else training.opt.first_step()
         with training.opt.evaluating():
             assert not bool((late == 1).any())

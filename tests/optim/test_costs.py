@@ -41,9 +41,7 @@ def step(opt: FusedSAM, params: Sequence[Tensor], number: int = 0) -> None:
 @native
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("tensors", [1, 20, 200])
-def test_a_step_is_three_kernels_whatever_the_number_of_tensors(
-    tensors: int, base: type[torch.optim.Optimizer]
-) -> None:
+def test_a_step_is_three_kernels_for_any_number_of_tensors(tensors: int, base: type[torch.optim.Optimizer]) -> None:
     params = model(tensors)
     opt = FusedSAM(params, base, lr=0.1)
     step(opt, params)

@@ -175,9 +175,8 @@ def test_a_compiled_model_is_not_compiled_again() -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_weights_are_exchanged_and_keep_their_memory(groups: int) -> None:
     params = make_parameters(SHAPES, torch.float32)
-    opt = FusedSAM(
-        [{"params": params[i::groups]} for i in range(groups)], SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=True
-    )
+    parts = [{"params": params[i::groups]} for i in range(groups)]
+    opt = FusedSAM(parts, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=True)
     kept, memory, before = places(params), [p.detach() for p in params], copies(params)
     first_half(opt, params)
     assert all(p.data_ptr() != at for p, at in zip(params, kept, strict=True) if p.numel())

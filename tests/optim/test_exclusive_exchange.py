@@ -90,9 +90,8 @@ def test_what_does_not_pay(sizes: list[int]) -> None:
 
 
 def test_what_pays_on_a_gpu_follows_from_its_prediction() -> None:
-    on_gpu: Any = [
-        SimpleNamespace(is_cuda=True, numel=lambda n=n: n) for n in (MIN_MEAN_NUMEL_CUDA, MIN_MEAN_NUMEL_CUDA - 1)
-    ]
+    sizes = (MIN_MEAN_NUMEL_CUDA, MIN_MEAN_NUMEL_CUDA - 1)
+    on_gpu: Any = [SimpleNamespace(is_cuda=True, numel=lambda n=n: n) for n in sizes]
     assert worth_swapping(on_gpu[:1]) and not worth_swapping(on_gpu)
     seconds, bandwidth = 2.4e-6, 4.3e12  # duration of a swap on the host; speed of a large copy on an H200
     assert 2 ** round(math.log2(seconds * bandwidth / 4)) == MIN_MEAN_NUMEL_CUDA

@@ -77,9 +77,8 @@ def test_large_half_precision_gradients_do_not_overflow_the_norm(backend: Backen
     opt = FusedSAM([p], SGD, rho=1.0, lr=0.1, backend=backend.name)
     p.grad = torch.full_like(p, 6e4)  # its square is far outside float16
     opt.first_step()
-    torch.testing.assert_close(
-        p.detach().float(), torch.full((1000,), 1000**-0.5, device=backend.device), rtol=2**-10, atol=0
-    )
+    expected = torch.full((1000,), 1000**-0.5, device=backend.device)
+    torch.testing.assert_close(p.detach().float(), expected, rtol=2**-10, atol=0)
 
 
 def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend: Backend) -> None:

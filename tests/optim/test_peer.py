@@ -47,9 +47,7 @@ def test_the_same_trajectory_as_pytorch_optimizer(
     base: Any, options: dict[str, Any], sam: SAM, name: str, theirs: dict[str, Any]
 ) -> None:
     """In float64, each on its own: the losses they see and the weights they end with."""
-    library = pytest.importorskip(
-        "pytorch_optimizer", reason="pytorch-optimizer is not installed; it is in the extra `test`"
-    )
+    library = pytest.importorskip("pytorch_optimizer", reason="not installed; it is in the extra `test`")
 
     def train(make: Any) -> tuple[list[float], list[torch.Tensor]]:
         params = make_parameters(SHAPES[: 1 if name == "LookSAM" else 3], torch.float64)

@@ -89,9 +89,7 @@ def test_a_state_dict_is_a_copy(backend: Backend) -> None:
     assert saved["param_groups"][0]["lr"].item() == kept["param_groups"][0]["lr"].item() == pytest.approx(0.1)
     for i in kept["state"]:
         assert same_bits([kept["state"][i]["momentum_buffer"]], [saved["state"][i]["momentum_buffer"]])
-        assert saved["state"][i]["momentum_buffer"].untyped_storage().nbytes() <= 4 * 96, (
-            "one tensor, not the whole field"
-        )
+        assert saved["state"][i]["momentum_buffer"].untyped_storage().nbytes() <= 4 * 96, "not the whole field"
     with torch.no_grad():
         for p, w in zip(model.params, weights):
             p.copy_(w)
@@ -217,9 +215,8 @@ def test_state_dict_hooks_fire(backend: Backend) -> None:
     opt.register_state_dict_post_hook(lambda o, s: seen.append("post") or {**s, "extra": sorted(s)})
     saved = opt.state_dict()
     assert seen == ["pre", "post"] and saved["extra"] == ["fastsam", "param_groups", "state"]
-    opt.register_load_state_dict_pre_hook(
-        lambda o, s: seen.append("load") or {k: v for k, v in s.items() if k != "extra"}
-    )
+    without = lambda s: {k: v for k, v in s.items() if k != "extra"}  # noqa: E731
+    opt.register_load_state_dict_pre_hook(lambda o, s: seen.append("load") or without(s))
     opt.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
     opt.load_state_dict(saved)
     assert seen == ["pre", "post", "load", "loaded"]
@@ -232,9 +229,7 @@ def _of_the_copied_class(base: Any, options: dict[str, Any]) -> tuple[Model, Cop
     return model, sam
 
 
-def _loaded(
-    model: Model, base: Any, options: dict[str, Any], saved: Any
-) -> tuple[list[warnings.WarningMessage], Model, FusedSAM]:
+def _loaded(model: Model, base: Any, options: dict, saved: Any) -> tuple[list[Any], Model, FusedSAM]:
     model = copy.deepcopy(model)
     opt = FusedSAM(model.parameters(), base, rho=0.01, **options)
     with warnings.catch_warnings(record=True) as caught:
@@ -243,11 +238,8 @@ def _loaded(
     return caught, model, opt
 
 
-STATEFUL = {
-    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adam": (ADAM, {"lr": 0.05}),
-    "unfused": (torch.optim.NAdam, {"lr": 0.05}),
-}
+UNFUSED = (torch.optim.NAdam, {"lr": 0.05})
+STATEFUL = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9}), "adam": (ADAM, {"lr": 0.05}), "unfused": UNFUSED}
 
 
 @pytest.mark.parametrize("name", STATEFUL)

@@ -52,10 +52,8 @@ def entry(name: str) -> Any:
     def errors(device: str, dtype: torch.dtype) -> list[Any]:
         found = base.optim_error_inputs_func(device, dtype)
         for error in found:
-            error.optimizer_error_input.kwargs = {
-                **error.optimizer_error_input.kwargs,
-                "base_optimizer": base.optim_cls,
-            }
+            made = error.optimizer_error_input
+            made.kwargs = {**made.kwargs, "base_optimizer": base.optim_cls}
             if error.error_type is UserWarning:
                 # torch warns that duplicate parameters will be an error one day; here they are
                 error.error_type, error.error_regex = ValueError, "a parameter group with duplicate parameters"

@@ -166,9 +166,8 @@ def test_signs_keep_no_vector() -> None:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
-        )
+        norms = nn.LayerNorm(6), nn.BatchNorm1d(6)
+        self.layers = nn.Sequential(nn.Linear(4, 6), norms[0], nn.Linear(6, 6), norms[1], nn.Linear(6, 1))
 
 
 def test_sam_on_perturbs_normalisation_layers_alone_by_the_whole_radius(backend: backends.Backend) -> None:

@@ -24,9 +24,7 @@ def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("base", ["sgd", "adamw", "nadam"])
-def test_a_step_between_is_the_base_optimizers(
-    base: str, dtype: torch.dtype, exclusive: bool, backend: backends.Backend
-) -> None:
+def test_steps_between_are_the_bases(base: str, dtype: torch.dtype, exclusive: bool, backend: object) -> None:
     """A step after a perturbed one has the bits of a step with rho = 0, and takes over half-precision weights that were
     written outside of it."""
     if exclusive and dtype != torch.float32:
@@ -43,9 +41,7 @@ def test_a_step_between_is_the_base_optimizers(
     assert same_bits(own.params, still.params)
 
 
-@pytest.mark.parametrize(
-    "sam", [SAM(RHO, interval=3), MSAM(RHO), LastGradient(RHO)], ids=lambda sam: type(sam).__name__
-)
+@pytest.mark.parametrize("sam", [SAM(RHO, interval=3), MSAM(RHO), LastGradient(RHO)], ids=lambda s: type(s).__name__)
 def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Backend) -> None:
     """A step that begins where the weights are reads them, and not the dense copy of them that the last step left."""
     ends = []
@@ -163,10 +159,8 @@ def test_what_is_remembered_has_the_scale_of_no_step() -> None:
     """Resumed with another scale of the GradScaler, which the second process does not know before its first step."""
     ends = []
     for resumes in (False, True):
-        training, scaler = (
-            fused(CASES["friendly"].sam, "sgd", 0),
-            torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3),
-        )
+        training = fused(CASES["friendly"].sam, "sgd", 0)
+        scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3)
         for t in range(6):
             if resumes and t == 4:
                 again = fused(CASES["friendly"].sam, "sgd", 0)

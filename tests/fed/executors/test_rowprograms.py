@@ -198,18 +198,7 @@ def test_every_instruction_set(isa: str) -> None:
     """Tests of instructions and passes with the instruction sets of older processors."""
     chosen = "elementwise or sums or softmax or dense_classifiers or numbers_end"
     instructions = str(ROOT / "tests" / "ops" / "test_row_program.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        str(instructions),
-        "-k",
-        chosen,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, instructions, "-k", chosen]
     done = subprocess.run(command, env=os.environ | {"FASTSAM_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0 and "11 passed" in done.stdout, done.stdout[-2000:]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastsam.lab import advice, cli
+from fastsam.lab import cli, next_steps
 
 NATIVE, CUDA, TRITON = ("native", "cpu"), ("native", "cuda"), ("triton", "cuda")
 
@@ -34,8 +34,10 @@ def test_what_is_missing_comes_first(
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     reasons = dict.fromkeys(unavailable, "why")
-    found = advice.steps(reasons, torch_cuda=torch_cuda, gpu=gpu, which=lambda name: name if name in programs else None)
-    assert found[-1] == advice.START
+    found = next_steps.steps(
+        reasons, torch_cuda=torch_cuda, gpu=gpu, which=lambda name: name if name in programs else None
+    )
+    assert found[-1] == next_steps.START
     if expected is None:
         assert len(found) == 1
     else:
@@ -44,7 +46,7 @@ def test_what_is_missing_comes_first(
 
 def test_a_compiler_of_another_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "my-c++ -v")
-    found = advice.steps(
+    found = next_steps.steps(
         {NATIVE: "why"}, torch_cuda=None, gpu=False, which=lambda name: name if name == "my-c++" else None
     )
     assert "compiles the CPU kernels" in found[0]
@@ -52,5 +54,5 @@ def test_a_compiler_of_another_name_counts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_info_ends_with_it_and_what_it_names_works(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["info"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(advice.START)
-    assert "`fastsam reproduce --list`" in advice.START and cli.main(["reproduce", "--list"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(next_steps.START)
+    assert "`fastsam reproduce --list`" in next_steps.START and cli.main(["reproduce", "--list"]) == 0

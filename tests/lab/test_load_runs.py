@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from fastsam import fed
-from fastsam.lab import cli, config, experiment, saved
+from fastsam.lab import cli, config, experiment, load_runs
 from fastsam.lab.config import ConfigError
 from fastsam.lab.plots import curves
 from tests.helpers.fed_rundir import start
@@ -30,14 +30,14 @@ def runs(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_read(runs: Path) -> None:
-    found = saved.runs_in(runs)
+    found = load_runs.runs_in(runs)
     assert [(run.label, run.seed, len(run.history)) for run in found] == [("avg", 5, 2), ("sam", 0, 2), ("sam", 1, 2)]
-    (one,) = saved.runs_in(runs / "avg")
+    (one,) = load_runs.runs_in(runs / "avg")
     assert one.label == "fedavg" and one.summary["accuracy_final"] == one.history[-1]["test_accuracy"]
     (runs / "avg" / "summary.json").unlink()  # killed before the end
-    assert saved.runs_in(runs / "avg")[0].summary == {}
+    assert load_runs.runs_in(runs / "avg")[0].summary == {}
     with pytest.raises(ValueError, match="holds no run: a run directory has a file metrics.jsonl"):
-        saved.runs_in(runs.parent / "nothing")
+        load_runs.runs_in(runs.parent / "nothing")
 
 
 def test_the_command_draws_what_was_recorded(
