@@ -1,6 +1,5 @@
 """A model's random numbers in training (dropout) as a function of (seed, round, client, step), equal in both passes of
-a
-step."""
+a step."""
 
 from __future__ import annotations
 

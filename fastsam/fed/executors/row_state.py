@@ -167,8 +167,7 @@ class RowSlice:
 
     def perturb(self, first: Gradients, eps: Tensor | None = None) -> None:
         """Set `z = w + eps` by the first gradients. With a dual, eps `[rows, row_size]` is also written to `eps` if it
-        is
-        given."""
+        is given."""
         grads, table = first.tensors, first.table
         assert self.w is not None  # arrange() saw to it
         if self.variant.direction is Direction.GRADIENT_MINUS_DUAL:

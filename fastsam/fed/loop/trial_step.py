@@ -121,8 +121,7 @@ def check_outputs(outputs: int, classes: int | None) -> None:
 
 def _check_others(trial: nn.Module, population: Population, client: int, loss: Loss, batch_size: int) -> None:
     """Check that the step works on all kinds of clients and on the test set. Other dtypes or shapes would end the run
-    in a
-    later round."""
+    in a later round."""
     known = {_kind(*population.clients[client])}
     for i, (x, y) in enumerate(population.clients if population.store is None else ()):  # in a store all are alike
         if len(known) < _KINDS and _kind(x, y) not in known:

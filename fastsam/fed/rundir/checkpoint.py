@@ -258,8 +258,7 @@ class RunDirectory:
 
     def _save_clients(self, state: RunState) -> None:
         """Write one file with the states that changed since the last checkpoint. A tensor that several clients share
-        (an
-        old w) is in it once.
+        (an old w) is in it once.
 
         A client that is absent for long keeps a file that is otherwise full of old states. Therefore the live rest of a
         file moves to the new file when it is less than half of the file. So the disk never holds more than twice the

@@ -148,8 +148,7 @@ class Snapshot:
 @dataclass(frozen=True)
 class ClientResults:
     """The results of the local steps of n clients. The receiver may keep and change its tensors. A field that is None
-    is
-    None for all n clients.
+    is None for all n clients.
 
     Attributes:
         client_ids: ids of the n clients.

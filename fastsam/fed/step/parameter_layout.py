@@ -170,8 +170,7 @@ class ParameterLayout:
 
     def model(self, row: Tensor) -> nn.Module:
         """Return a new copy of the user's model with the weights `row` `[row_size]`, in evaluation mode and in its
-        memory
-        format, with the buffers of the global model. Raises ValueError for any other shape."""
+        memory format, with the buffers of the global model. Raises ValueError for any other shape."""
         if row.dim() != 1:
             raise ValueError(f"a model takes one row, [{self.row_size}], got {list(row.shape)}")
         made = copied(self.template).eval()
