@@ -33,9 +33,8 @@ class LazyClients:
         sizes: number of samples of each client, `[clients]` integers. None: known after loading; this serves runs in
             one process with weighting="uniform" and without measures.
         ahead: number of clients that a thread loads before they train. None: the number of clients that train at once,
-        if loading takes more than a millisecond; `load` is then called from several threads. 0: no client. A `load`
-        that draws random
-            numbers is always called when its client trains.
+            if loading takes more than a millisecond; `load` is then called from several threads. 0: no client. A `load`
+            that draws random numbers is always called when its client trains.
 
     Raises:
         ValueError: sizes are not integers >= 1, or `ahead` is below 0.
