@@ -56,6 +56,13 @@ def test_the_files_that_it_names_exist(page: str) -> None:
     assert not missing, f"{page} names {missing}"
 
 
+def test_the_choices_of_a_variant_are_attributes_of_sam() -> None:
+    """Otherwise an example that overrides one would do nothing, and say nothing."""
+    part = text_of("docs/variants_use.md").partition("## Write a variant")[2].partition("## Papers")[0]
+    choices = re.findall(r"^\| `(\w+)", part, re.M) + re.findall(r"^    def (\w+)\(self", part, re.M)
+    assert len(choices) > 8 and not [name for name in choices if not hasattr(fastsam.SAM, name) and name != "rho_fn"]
+
+
 def test_every_page_has_one_place(conf: ModuleType) -> None:
     files = [file for _, pages in conf.sections(text_of(INDEX)) for _, file in pages]
     places = [posixpath.normpath(posixpath.join("docs", f"{file}.md")) for file in files]
