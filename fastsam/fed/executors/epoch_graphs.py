@@ -40,7 +40,7 @@ class EpochGraphs:
         self._made, self._seen = dict[Hashable, CapturedEpoch](), dict[Hashable, int]()
 
     def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
-        """The block's next epoch, in the rows of `row_slice`, which are arranged; False where its steps have to be
+        """The block's next epoch, in the rows of `row_slice`, whose variant is set; False where its steps have to be
         taken one by one."""
         if block.k % block.epoch or block.gatherer is None or block.tasks[0].work.store is None:
             return False

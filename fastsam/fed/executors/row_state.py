@@ -169,7 +169,7 @@ class RowSlice:
         """Set `z = w + eps` by the first gradients. With a dual, eps `[rows, row_size]` is also written to `eps` if it
         is given."""
         grads, table = first.tensors, first.table
-        assert self.w is not None  # arrange() saw to it
+        assert self.w is not None  # set_variant() allocated it
         if self.variant.direction is Direction.GRADIENT_MINUS_DUAL:
             mu, s = self.field("dual"), self.s
             assert s is not None
@@ -192,7 +192,7 @@ class RowSlice:
 
     def perturb_along_path(self) -> None:
         """`z = w + eps` along `k*e + drift*(w - w^t)` in step k, before any gradient; the field "path" is k*e."""
-        assert self.w is not None  # arrange() saw to it
+        assert self.w is not None  # set_variant() allocated it
         path = self.field("path")
         self._perturb_along([self.z], self.w, self._drifted(path))
         path.add_(self.vectors["direction_vector"])
