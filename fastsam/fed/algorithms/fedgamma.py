@@ -16,7 +16,7 @@ class FedGAMMA(ControlVariates):
     """SCAFFOLD on SAM gradients.
 
         w <- w - lr * (g2 + c - c_i + weight_decay*w),    g2 as in FedSAM
-        c_i, c: as in SCAFFOLD
+        c_i and c as in SCAFFOLD
 
     The perturbation follows the uncorrected batch gradient, with the norm over the whole model. rho = 0 is SCAFFOLD.
     rho: a number or a schedule.

@@ -18,8 +18,8 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
         w <- w - lr * (g + phi*(h_i + w - w^t) + weight_decay*w),  g the batch gradient at w + eps, eps as in FedLESAM
         h_i, H and w^{t+1}: as in FedDyn;  w_old_i <- w^t
 
-    rho = 0 is FedDyn. phi is the paper's 1/beta, and phi_decay a factor on it after each round. The equations are
-    those of FedDyn and of the paper's code. The paper's listing has the opposite sign of the dual, leaves it out of
+    rho = 0 is FedDyn. phi is the paper's 1/beta, and phi_decay a factor on it after each round. FedDyn and the
+    paper's code have these equations. The paper's listing has the opposite sign of the dual, leaves it out of
     the server's step, and divides by the active clients.
     rho, initial_perturbation, reference: see FedLESAM. The run's server_lr must be 1, as in FedDyn.
     Per round and client 1 P down and 1 P up; state: w, H, and h_i, w_old_i on every client. One backward pass a

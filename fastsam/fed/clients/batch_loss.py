@@ -20,7 +20,7 @@ class BatchLoss:
 
         fed.run(..., loss=fed.BatchLoss(f))
 
-    A batch is what a `DataLoader` over the client's data gives, on the run's device: a dict, a list `[x, y, ...]` or a
+    A batch is an item of a `DataLoader` over the client's data, on the run's device: a dict, a list `[x, y, ...]` or a
     tensor. Floating-point tensors have the dtype of the model.
 
     Args:
@@ -81,7 +81,7 @@ class PairLoss(BatchLoss):
 
 
 def parted(batch: Any) -> tuple[Any, Any]:
-    """Return x and y of a batch that is a pair. Raises ValueError if it is not."""
+    """Return x and y of a batch. Raises ValueError if it is not a pair."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
             f"loss(outputs, y) takes batches (x, y), got {_brief(batch)}; say loss=fed.BatchLoss(f) with f(model, "

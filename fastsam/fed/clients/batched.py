@@ -81,8 +81,8 @@ class InMemoryClients(BatchedClients):
 
 
 def check_kind(own: ClientDataset, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
-    """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from that of
-    client 0.
+    """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from client
+    0's samples.
 
     Args:
         own: samples of a client.

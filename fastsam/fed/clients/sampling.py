@@ -175,7 +175,8 @@ def present(available: Available, round: int, clients: int) -> list[int]:
 def draw_present(
     sampler: str, share_of: Callable[[int], float], available: Available, round: int, clients: int, seed: int
 ) -> list[int]:
-    """Draw from the clients that can take part in the round, as `draw` does from all; return none if none can.
+    """Draw from the clients that can take part in the round, as `draw` does from all. Return an empty list if no
+    client can.
 
     share_of: function of a number of clients that returns the share that takes part.
     """

@@ -68,7 +68,7 @@ def references(function: Any) -> dict[str, Any]:
 
 
 def behaviour(value: Any, depth: int = 2) -> Any:
-    """Return a JSON description of what a function or a module computes: its code and the objects that it refers to.
+    """Return a JSON description of a function or a module: its code and the objects that it refers to.
 
     Args:
         value: function, module, or an object that they refer to.

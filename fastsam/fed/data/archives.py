@@ -2,7 +2,7 @@
 files.
 
 This module adds four things. A published archive may be in the data directory. Downloads and unpacked files are made in
-a separate folder and moved when they are complete, so that an interrupted attempt leaves nothing behind. A download
+a separate folder and moved when they are complete, so that an interrupted attempt leaves no files. A download
 stops when no data come. An error names the wrong file and the right one.
 """
 

@@ -95,7 +95,7 @@ def digits_domains(
     domains.
 
     No image is in two domains. Each domain has the class frequencies of the whole. x [n, 1, 8, 8] float32 has mean 0
-    and standard deviation 1 before the transform. The other arguments are those of `by_domain`.
+    and standard deviation 1 before the transform. See `by_domain` for the other arguments.
 
     Args:
         domains: transforms, also their names: "rot30" (degrees counter-clockwise about the centre, bilinear; multiples

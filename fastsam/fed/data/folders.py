@@ -85,9 +85,9 @@ def officehome(
 
     data_dir: holds the published zip file, which is unpacked there once, or the folder itself. x are bytes, uint8 [n,
     3, size, size]: the shorter side resized to ``size * 256 / 224``, the centre cropped; `FederatedData.pixels` has
-    ImageNet's mean and standard deviation. The first call reads the images and leaves ``.fastsam-<size>`` beside the
-    domains, which later ones map into memory.
-    augment: "auto" is none. Otherwise as `by_domain`.
+    ImageNet's mean and standard deviation. The first call reads the images and writes ``.fastsam-<size>`` next to the
+    domains. Later calls map it into memory.
+    augment: "auto" means no augmentation. Otherwise as `by_domain`.
     Raises ImportError without torchvision; FileNotFoundError for a missing folder or domain; ArchiveError for a zip
     file that is cut or another one; ValueError for another number of classes, and an image that cannot be read.
     """
@@ -210,7 +210,7 @@ def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[d
 
 
 def _samples(domain: Path) -> list[tuple[str, Path]]:
-    """Return class and file of each image, in the order of torchvision's `ImageFolder`. Folders without images are no
+    """Return class and file of each image, in the order of torchvision's `ImageFolder`. Folders without images are not
     classes."""
     library = vision("torchvision.datasets", _PURPOSE)
     try:

@@ -43,7 +43,7 @@ def digits(
         alpha: concentration, for the splits that take one.
         seed: random seed of the split.
         test_fraction: share of the test set.
-        augment: a name of `fastsam.fed.data.augment.AUGMENTS`; "auto" is none.
+        augment: a name of `fastsam.fed.data.augment.AUGMENTS`; "auto" means no augmentation.
         **options: further options of the split.
 
     Raises:

@@ -105,7 +105,7 @@ def emnist(
             generator. 0.1, the FedSAM paper's subset, gives 69,793 and 11,632 images.
         augment: "auto" is none.
 
-    The other arguments and errors are those of `cifar10`.
+    See `cifar10` for the other arguments and errors.
     """
     fraction = number("fraction", fraction, above=0, at_most=1)
     parts = zip(archives.EMNIST.read(data_dir, download, url), ("training", "test"), strict=True)

@@ -37,8 +37,8 @@ def dirichlet(
     ``p_i ~ Dir(alpha * 1)`` and then its samples from it (FL-Simulator's procedure: permute the training set, draw
     the priors, then `draw`).
 
-    labels: [samples] integers. alpha: concentration, > 0; small is heterogeneous. seed: of the legacy ``RandomState``;
-    20 is the papers'.
+    labels: [samples] integers. alpha: concentration, > 0; small is heterogeneous. seed: random seed of the legacy
+    ``RandomState``; the papers use 20.
     exhausted: see `draw`. classes: number of classes, default ``max(labels) + 1``.
     Raises ValueError for more clients than samples, alpha not > 0, or bad labels.
     """

@@ -18,7 +18,7 @@ def dirichlet_per_class(
     """Return the unbalanced Dirichlet split of other libraries: each class is divided among the clients in proportions
     ``Dir(alpha * 1)``.
 
-    Every sample is used once and client sizes differ. The procedure and its random numbers are those of NIID-Bench (Li
+    Every sample is used once and client sizes differ. The procedure and its random numbers agree with NIID-Bench (Li
     et al., ICDE 2022; ``noniid-labeldir``), which FedLab follows: a client that has its equal share gets nothing of
     later classes, and the whole is repeated until each client has `min_samples`. `priors` are the class frequencies
     that came out.

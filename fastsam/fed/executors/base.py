@@ -163,9 +163,8 @@ class Work:
         return seeds.derive(self.seed, "client", self.round, client)
 
     def orders(self, clients: Sequence[int], epoch: int) -> Tensor:
-        """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. A row
-        has
-        as many valid elements as the client has samples, from the first on."""
+        """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. The
+        first elements of a row are valid, one for each sample of the client."""
         return seeds.permutations(clients, [self.sizes[i] for i in clients], self.seed, "shuffle", self.round, epoch)
 
     def draw_orders(self, clients: Sequence[int]) -> dict[int, list[Tensor]]:

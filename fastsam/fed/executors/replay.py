@@ -95,7 +95,7 @@ class Replays:
 
     def row_pass(self, batch: int, x: Tensor, y: Tensor) -> Function | None:
         """Return the row program of passes with a batch of samples like x and y (`[n, ...]`) in each row. It is None
-        unless there is one, it has been compared, and every parameter has a gradient."""
+        unless a row program exists and was compared, and every parameter has a gradient."""
         found = self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y))
         if self.reason is not None or found is None or found.uses < 2 or len(found.slots) < len(self.strides):
             return None

@@ -208,7 +208,7 @@ class Vmap(Executor):
                 block.error = error
 
     def _train_by_graph(self, blocks: list[ClientBlock]) -> bool:
-        """Take the next epoch of a block by a captured graph. Return False if there is none."""
+        """Take the next epoch of a block by a captured graph. Return False without a graph."""
         if self.epochs is None or len(blocks) > 1 or blocks[0].variant.has_schedule:
             return False
         row_slice, replays = self.rows.gathered(blocks), self.passes.replays
@@ -217,8 +217,7 @@ class Vmap(Executor):
         )
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> bool:
-        """Take the next steps of each block by a row program, as many as have one shape. Return False if there is
-        none."""
+        """Take the next steps of one shape of each block by a row program. Return False without a row program."""
         known = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
         if not isinstance(known, RowPass) or not all(map(known.serves, blocks)):
             return False

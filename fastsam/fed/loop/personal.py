@@ -88,8 +88,8 @@ class PersonalizedAlgorithm:
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """Return a client's model: the global weights `[row_size]` with the client's local parameters, or with initial
-        ones before its first round."""
+        """Return a client's model: the global weights `[row_size]` with the client's local parameters, or with their
+        initial values before its first round."""
         w = server["w"]
         if state is None:
             return w

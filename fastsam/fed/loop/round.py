@@ -113,9 +113,8 @@ class Cohort:
             stage.begin_round(self.sums)
 
     def tasks(self, executor: Executor, later: Sequence[int] = ()) -> Iterator[Task]:
-        """Yield one task per client of this rank. Tasks are made on request, for as many clients together as the
-        executor
-        stacks.
+        """Yield one task per client of this rank. Tasks are made on request, for the clients that the executor stacks
+        together.
 
         Args:
             executor: the executor.

@@ -234,7 +234,7 @@ class RoundMeasures:
 
 
 def make(measures: NamedMeasures | Measures, buffers: str | None, **parts: Any) -> Measures | None:
-    """Return the measures of a run, or None if it has none.
+    """Return the measures of a run, or None.
 
     Args:
         measures: names and settings, or a user's object.

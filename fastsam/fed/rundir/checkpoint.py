@@ -260,9 +260,9 @@ class RunDirectory:
         """Write one file with the states that changed since the last checkpoint. A tensor that several clients share
         (an old w) is in it once.
 
-        A client that is absent for long keeps a file that is otherwise full of old states. Therefore the live rest of a
-        file moves to the new file when it is less than half of the file. So the disk never holds more than twice the
-        live states, and at most as many bytes move as have died.
+        A client that is absent for long keeps a file that is otherwise full of old states. Therefore the live states
+        of a file are copied to the new file when they are less than half of the file. So the files are never larger
+        than twice the live states, and at most one byte is copied for each byte that became unused.
         """
         for i in [i for i, (own, _) in self._clients.items() if state.clients.get(i) is not own]:
             own, name = self._clients.pop(i)

@@ -136,9 +136,9 @@ def keep_freed(device: torch.device) -> None:
 
     glibc maps blocks above a threshold anew and returns free memory at the heap's end, in each step of a model with
     large activations: tens of thousands of page faults a round. Freeing a mapped block raises its thresholds to the
-    size of the block (twice the size for the heap's end), up to 32 MiB. Whether a run's own blocks raise them far
-    enough is chance. Therefore one block of that size is allocated and freed. It is never touched, and a larger model
-    would have the same effect. Thresholds that the user has set stay.
+    size of the block (twice the size for the heap's end), up to 32 MiB. A run's blocks raise them far enough only by
+    chance. Therefore one block of that size is allocated and freed. It is never touched, and a larger model would have
+    the same effect. Thresholds that the user has set stay.
     """
     if device.type == "cpu" and sys.platform == "linux":
         block = torch.empty(_BLOCK, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The memory plan of a row program: the tensors of a recorded pass lie in one row of its inputs, of its result, or of
+"""The memory plan of a row program: tensors of a recorded pass as parts of one row of its inputs, of its result, or of
 scratch memory."""
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class RowPass:
         return self.program.device.type == "cuda"
 
     def train_(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
-        """Take the next steps of each block, as many as have one shape, and add up the losses.
+        """Take the next steps of each block while their shape is the same, and add up the losses.
 
         Args:
             blocks: the clients. Several blocks come from one store, and their batches have one size.
