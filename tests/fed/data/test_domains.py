@@ -207,7 +207,9 @@ def test_the_model_sees_normalised_pixels() -> None:
     x = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
     inner = models.build("mlp", (3, 8, 8), 4, 0).double()
     mean, std = folders.STATISTICS
-    scaled = (x.double() / 255 - torch.tensor(mean).reshape(3, 1, 1)) / torch.tensor(std).reshape(3, 1, 1)
+    constants = (torch.tensor(values, dtype=torch.float64).reshape(3, 1, 1) for values in (mean, std))
+    scaled = torch.sub(x.double() / 255, next(constants)) / next(constants)
     wrapped = models.Pixels(inner, mean, std)
-    assert torch.allclose(wrapped(x), inner(scaled), rtol=1e-5)
+    torch.testing.assert_close(wrapped(x), inner(scaled))
+    torch.testing.assert_close(wrapped(scaled), inner(scaled))  # floating-point inputs are normalised already
     assert not list(wrapped.buffers()) and wrapped.float()(x).dtype == torch.float32
