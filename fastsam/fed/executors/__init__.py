@@ -9,17 +9,8 @@ import importlib
 import pkgutil
 
 from fastsam.fed.executors.auto import AUTO, Choice, choose
-from fastsam.fed.executors.base import (
-    ClientError,
-    Ends,
-    Executor,
-    LocalOptions,
-    Setup,
-    Task,
-    Work,
-    registry,
-    split_epoch,
-)
+from fastsam.fed.executors.base import ClientError, Ends, Executor, LocalOptions, Setup, registry
+from fastsam.fed.executors.task import Task, Work, split_epoch
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import BLOCK, Task, split_epoch, to_device
+from fastsam.fed.executors.task import BLOCK, Task, split_epoch, to_device
 
 Batch = tuple[Tensor, Tensor]
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.executors.base import ClientError, Task, to_device
+from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.extra_models import SecondModel
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
+from fastsam.fed.executors.task import Task, to_device
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from fastsam_kernels.hparams import HParam
 

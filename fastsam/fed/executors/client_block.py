@@ -10,9 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Task, split_epoch
+from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.batch_gatherer import Batch, BatchGatherer
 from fastsam.fed.executors.row_state import RowSlice
+from fastsam.fed.executors.task import Task, split_epoch
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import buffer_displacement
 from fastsam.fed.step.pilot import Pilot

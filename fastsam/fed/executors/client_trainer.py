@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Setup, Task, to_device
+from fastsam.fed.executors.base import ClientError, Setup
 from fastsam.fed.executors.extra_models import ExtraModels
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.step_vectors import check_vectors
+from fastsam.fed.executors.task import Task, to_device
 from fastsam.fed.executors.torch_updates import TorchUpdates
 from fastsam.fed.step.constants import Constants
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot

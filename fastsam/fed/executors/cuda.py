@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Setup, Task
+from fastsam.fed.executors.base import ClientError, Setup
 from fastsam.fed.executors.randomness import NoRandomness
+from fastsam.fed.executors.task import Task
 from fastsam.fed.step.constants import VECTORS
 from fastsam.fed.step.local_update import ClientResults
 

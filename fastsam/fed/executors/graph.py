@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import streams
-from fastsam.fed.executors.base import Setup, Task, refusal
+from fastsam.fed.executors.base import Setup, refusal
 from fastsam.fed.executors.capturable import looks_at_values
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Replay
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.streams import Lane, Streams
+from fastsam.fed.executors.task import Task
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
 from fastsam.fed.executors.client import train
 from fastsam.fed.executors.client_trainer import ClientTrainer
+from fastsam.fed.executors.task import Task
 
 
 class Sequential(Executor):

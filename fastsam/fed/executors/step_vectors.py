@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import Task
+from fastsam.fed.executors.task import Task
 from fastsam.fed.step.local_update import LocalUpdate
 
 

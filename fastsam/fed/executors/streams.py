@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors, why_not
 from fastsam.fed.executors.randomness import NoRandomness
+from fastsam.fed.executors.task import Task
 from fastsam.fed.step.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")

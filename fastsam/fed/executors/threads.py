@@ -10,10 +10,11 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
 from fastsam.fed.executors.client import train
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
+from fastsam.fed.executors.task import Task
 from fastsam.fed.step.local_update import ClientResults
 
 _PATIENCE = 0.1  # seconds between two looks for Ctrl-C

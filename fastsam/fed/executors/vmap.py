@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import epoch_graphs, stacked
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
 from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
@@ -30,6 +30,7 @@ from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_rows import StackedRows
 from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
+from fastsam.fed.executors.task import Task
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.pilot import Pilot

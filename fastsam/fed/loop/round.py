@@ -15,7 +15,7 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
-from fastsam.fed.executors.base import ClientLoop
+from fastsam.fed.executors.task import ClientLoop
 from fastsam.fed.loop.algorithm_calls import Constants, Contract
 from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
 from fastsam.fed.loop.contract import not_finite

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fastsam import fed
 from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.executors import cuda
-from fastsam.fed.executors.base import ClientLoop, Task
+from fastsam.fed.executors.task import ClientLoop, Task
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, options_of, ours, replayed, theirs
 from tests.helpers.fed_runs import same_bits

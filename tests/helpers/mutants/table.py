@@ -96,7 +96,7 @@ algorithms.mimelite MimeLite.step_server: self._fresh * aggregate.mean('G') => a
 algorithms.mimelite MimeLite.step_server: self._fresh => -self._fresh @ mimelite-heavy
 algorithms.mimelite MimeLite.step_server: 1 - self.beta => 0 @ mimelite
 algorithms.mimelite MimeLite._fresh: self.beta if self.momentum_form == 'convex' else 1.0 => self.beta @ mimelite-heavy
-executors.base Task.whole: len(y) => 1 @ mimelite
+executors.task Task.whole: len(y) => 1 @ mimelite
 # FedDyn, FedLESAM_D, FedSMOO, FedSpeed, FedProx: the proximal half
 algorithms.dynamic attraction: client['h_i'] => -client['h_i'] @ feddyn
 algorithms.dynamic attraction: client['h_i'] - server['w'] => client['h_i'] + server['w'] @ feddyn
@@ -244,8 +244,8 @@ algorithms.fedscam FedSCAM.finish_client: (1 + self.beta * c).clamp(min=0) => (1
 algorithms.fedscam FedSCAM.finish_client: 1 + self.beta * c => 1 - self.beta * c @ fedscam
 algorithms.fedscam FedSCAM.finish_client: self.gamma => 0 @ fedscam
 algorithms.fedscam FedSCAM.step_server: after['w'].double() => 2 * after['w'].double() @ fedscam
-executors.base Task.first: min(batches, len(self.batch_sizes())) => batches @ fedscam
-executors.base Task.first: islice(self.batches(), batches) => self.batches() @ fedscam
+executors.task Task.first: min(batches, len(self.batch_sizes())) => batches @ fedscam
+executors.task Task.first: islice(self.batches(), batches) => self.batches() @ fedscam
 executors.gradient_passes Passes.mean_gradient: norms.add_(gradients.norms(1), alpha=share) =>
     norms.copy_(gradients.norms(1)) @ fedscam
 executors.gradient_passes Gradients.norms: torch.stack(squares).sum(0).sqrt() => torch.stack(squares).sum(0) @ fedscam
