@@ -80,8 +80,9 @@ FASTSAM_NOINLINE void rule_blocks(W* z, const S* from, S* keep, const UpdateOper
       if constexpr (has(kStateMask, 1)) state[1] = s1[i];
       if constexpr (has(kStateMask, 2)) state[2] = s2[i];
       const C w = widen(old[i]);
-      const C updated =
-          rule.step(combined.weight(w), combined.gradient(w, widen(g[i]), C(0), C(0), C(0)), state, kStateMask);
+      // Gradients that are computed already do not depend on w: 0 times an infinite weight would be NaN.
+      const C d = combined.gradient(ordinary ? w : C(0), widen(g[i]), C(0), C(0), C(0));
+      const C updated = rule.step(combined.weight(w), d, state, kStateMask);
       if constexpr (has(kStateMask, 0)) s0[i] = state[0];
       if constexpr (has(kStateMask, 1)) s1[i] = state[1];
       if constexpr (has(kStateMask, 2)) s2[i] = state[2];

@@ -18,6 +18,7 @@ from tests.fed.executors.test_rowprograms import trained
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.emulated_rows import ROWS, emulated_programs, epoch, known_pass, same_epochs, uneven_epoch, why_not
+from tests.helpers.fed_runs import digest
 from tests.helpers.op_cases import same_bits
 from tests.helpers.places import ROOT
 
@@ -85,9 +86,9 @@ def test_lines_whose_order_is_that_of_16_lanes(emulation: Emulation, batch: int)
 def test_a_run_has_the_bits_of_the_cpu(emulation: Emulation, method: str, options: dict[str, object]) -> None:
     """Clients of unequal sizes, a last partial batch, momentum and clipping: the whole loop with emulated programs."""
     emulation.order(0, 0)
-    expected, before = trained(method, 3, **options), emulation.count("launches")
+    expected, before = digest(trained(method, slots=3, **options)), emulation.count("launches")
     with emulated_programs():
-        assert trained(method, 3, **options) == expected
+        assert digest(trained(method, slots=3, **options)) == expected
     assert emulation.count("launches") > before
 
 
@@ -114,11 +115,11 @@ def test_unlike_clients_train_in_one_launch(
     in fewer launches."""
     emulation.order(0, 0)
     options = {"momentum": 0.3, "clip_norm": 0.05}
-    expected, joined, train_ = trained(method, slots, **options), list[int](), RowPass.train_
+    expected, joined, train_ = digest(trained(method, slots=slots, **options)), list[int](), RowPass.train_
     monkeypatch.setattr(RowPass, "side_by_side", True)
     monkeypatch.setattr(RowPass, "train_", lambda *given: (joined.append(len(given[1])), train_(*given)))
     with emulated_programs():
-        assert trained(method, slots, **options) == expected
+        assert digest(trained(method, slots=slots, **options)) == expected
     assert max(joined) > 1
 
 

@@ -37,7 +37,7 @@ def median(algorithm=None, **options):
         "aggregation='median' needs clients that count alike, but weighting='samples'.*norm_filter",
     ),
     (lambda: median(participation=0.2, sampler="fixed"), "needs 3 clients in a round.* rounds of 2"),
-    (lambda: median(algorithm=Summed()), "finish_client of Summed returned Upload\(sum=...\)"),
+    (lambda: median(algorithm=Summed()), r"finish_client of Summed returned Upload\(sum=...\)"),
     (lambda: median(algorithm=fed.FedSMOO()), "the server of FedSMOO"),
 )
 def test_refused(call, words, error):
