@@ -1,4 +1,4 @@
-"""What the tests of the building of libraries share."""
+"""Fixtures of the tests that build libraries."""
 
 from pathlib import Path
 

@@ -151,7 +151,7 @@ def test_torch_and_no_compiler(checkout: Path, tmp_path: Path, elsewhere: Path) 
 def test_pure_install_beside_a_compiler_warns_once_with_the_command_and_the_command_works(
     checkout: Path, tmp_path: Path, elsewhere: Path
 ) -> None:
-    """What a plain `pip install .` leaves: it builds in isolation, where there is no torch."""
+    """A plain `pip install .` builds in isolation, without torch, and gives a pure package."""
     env = layered(tmp_path / "env")
     install(env, checkout, cwd=elsewhere, FASTSAM_NATIVE="0")
     seen = use(env, elsewhere)
