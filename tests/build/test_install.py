@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.installing import build_wheel, copy_checkout, environ, install, layered
-from tests.helpers.installing import require_pip_and_setuptools, run
+from tests.helpers.installing import (
+    build_wheel,
+    copy_checkout,
+    environ,
+    install,
+    layered,
+    require_pip_and_setuptools,
+    run,
+)
 
 pytestmark = [
     pytest.mark.slow,
