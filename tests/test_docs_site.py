@@ -131,7 +131,7 @@ def test_docutils_reads_every_docstring_of_the_reference(conf: ModuleType) -> No
             continue  # it is made where Lightning is installed
         shown: object = fastsam
         for part in name.split(".")[1:]:
-            shown = getattr(shown, part, None) or importlib.import_module(f"{shown.__name__}.{part}")  # type: ignore[attr-defined]
+            shown = getattr(shown, part, None) or importlib.import_module(f"{vars(shown)['__name__']}.{part}")
         text, said = "\n".join(conf.as_rst((inspect.getdoc(shown) or "").splitlines())), io.StringIO()
         core.publish_doctree(text, settings_overrides={"report_level": 2, "warning_stream": said})
         assert not said.getvalue(), f"{name}: {said.getvalue()}"

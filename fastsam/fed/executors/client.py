@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_sc
 from fastsam.fed.executors.task import Task, to_device
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from fastsam_kernels.hparams import HParam
+
+Batch = TypeVar("Batch", bound=tuple[Any, ...])
 
 
 class Stopped(BaseException):
@@ -111,20 +113,22 @@ class Client:
         task = self._task.following(self._epochs, epochs)
         self.has_phases |= self._epochs > 0 or epochs is not None
         self._epochs += task.epochs
-        for batch, size in zip(islice(self._read(task), self._limit), task.batch_sizes(), strict=False):
-            if self._stopped is not None and self._stopped():
-                raise Stopped
+        for batch, size in zip(self._read(task.batches()), task.batch_sizes(), strict=False):
             self._batch_size, self._is_new_batch = size, True
             yield batch
 
-    def _read(self, task: Task) -> Iterator[tuple[Any, Any]]:
-        with self._row.client_errors():
-            yield from task.batches()
-
     def full_batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield all samples once in batches (x, y), in stored order."""
-        for x, y, _ in islice(self._task.whole(), self._limit):
+        for x, y, _ in self._read(self._task.whole()):
             yield x, y
+
+    def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches until the executor stops the loop. An error in reading is an error of the client."""
+        with self._row.client_errors():
+            for batch in islice(batches, self._limit):
+                if self._stopped is not None and self._stopped():
+                    raise Stopped
+                yield batch
 
     # --- passes and steps ---
 
@@ -217,9 +221,12 @@ class Client:
         row_slice = self._row.row_slice
         if not row_slice.variant.two_passes:
             raise ValueError("perturb() needs local_update to return LocalUpdate(Direction.GRADIENT, rho=...)")
+        radius = row_slice.hparams[0, 0, HParam.RHO]
+        usual = radius.clone()
         if rho is not None:
-            row_slice.hparams[0, 0, HParam.RHO] = rho
+            radius.fill_(rho)
         row_slice.perturb(gradients)
+        radius.copy_(usual)  # other steps, and the row's next clients, have the local update's radius
         self._first = gradients
 
     def restore(self) -> None:
@@ -339,7 +346,9 @@ class Client:
         row.losses, self._sizes = [], []
 
     def _close(self) -> ClientResults:
-        """Return the results of the model that was trained so far."""
+        """Return the results of the model that was trained so far. Raises ValueError at perturbed weights."""
+        if self._first is not None:
+            raise ValueError("the loop ended at perturbed weights. Call update() or restore() after perturb()")
         self._sum_losses()
         assert self._losses is not None
         return replace(self._row.results(self._losses), num_samples=(self._num_samples,))

@@ -1,5 +1,6 @@
 """Loops of algorithms (`train_client`): distillation against plain loops, and the handle that a loop gets."""
 
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -248,6 +249,45 @@ def test_a_loop_is_tried_before_anything_is_written(loop, update, words, tmp_pat
     with pytest.raises(ValueError, match=words):
         run(Loop(loop, update), run_dir=tmp_path / "run")
     assert not any(tmp_path.rglob("*.json*"))
+
+
+def test_the_radius_of_one_perturbation_does_not_reach_other_steps_or_clients():
+    def loop(client):
+        for x, y in client.full_batches():
+            client.perturb(client.gradient(x, y), rho=9.0)
+            client.restore()
+        default(client)
+
+    options = {**PLAIN, "momentum": 0.5}
+    assert same_bits(run(Loop(loop, SAM), **options).model, run(Loop(default, SAM), **options).model)
+
+
+def test_a_loop_does_not_end_at_perturbed_weights():
+    def loop(client):
+        for x, y in client.batches():
+            client.perturb(client.gradient(x, y))
+
+    with pytest.raises(ValueError, match=r"ended at perturbed weights. Call update\(\) or restore\(\) after perturb"):
+        run(Loop(loop, SAM))
+
+
+def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
+    whole = Task.whole
+
+    def unreadable(task):
+        if task.client == 2 and threading.current_thread().name.startswith("fastsam"):
+            raise OSError("disk")
+        yield from whole(task)
+
+    def loop(client):
+        for x, y in client.full_batches():
+            client.loss(x, y)
+        default(client)
+
+    monkeypatch.setattr(Task, "whole", unreadable)
+    options = {"executor": "threads", "participation": 1.0, "on_client_error": "exclude", "max_excluded": 0.9}
+    excluded = run(Loop(loop, fed.LocalUpdate()), rounds=1, **options).history[0]["excluded"]
+    assert [(one["client"], "OSError: disk" in one["reason"]) for one in excluded] == [(2, True)]
 
 
 def test_a_constant_direction_has_no_loop():

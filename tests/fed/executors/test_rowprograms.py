@@ -159,7 +159,11 @@ def weights(result: fed.Result) -> Tensor:
 )
 def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkeypatch: MonkeyPatch) -> None:
     taken, train_ = [], RowPass.train_
-    count = lambda self, blocks, form: (taken.append(blocks[0].alike_steps[0]), train_(self, blocks, form))  # noqa: E731
+
+    def count(self: RowPass, blocks: Any, rows: Any) -> None:
+        taken.append(blocks[0].alike_steps[0])
+        train_(self, blocks, rows)
+
     monkeypatch.setattr(RowPass, "train_", count)
     native_ = digest(trained(method, slots=3, **options))
     alone = "fedsmoo", "fedgsam", "fedmoswa"
