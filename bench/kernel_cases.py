@@ -81,7 +81,7 @@ _OPS = (
     Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
     Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
     Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
-       {"keep": True}),
+       {"write_master": True}),
     Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
     Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
        _ADAM, {"steps": "steps"}),
