@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.problem import Size
+from bench.workload import Size
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import adam, sgd
 
