@@ -29,10 +29,10 @@ VARIANT_SIZES = {"cpu": [SIZES[n] for n in ("resnet18", "small_cnn")],
 
 def _steps(options: Options, part: str, name: str, table: Contenders, *where: Any, **how: Any) -> Iterator[Case]:
     """Yield a case of steps, if `--rows` leaves contenders."""
-    chosen = [table[one] for one in options.chosen(table) if not (options.quick and table[one].compiles)]
-    if chosen:
-        run = partial(steps.measure, chosen, *where, **how)
-        yield Case(part, name, [one.name for one in chosen], lambda _: run())
+    selected = [table[one] for one in options.chosen(table) if not (options.quick and table[one].compiles)]
+    if selected:
+        run = partial(steps.measure, selected, *where, **how)
+        yield Case(part, name, [one.name for one in selected], lambda _: run())
 
 
 def step(options: Options) -> Iterator[Case]:
@@ -50,11 +50,11 @@ def kernels(options: Options) -> Iterator[Case]:
         left_out = {"flat", "pytorch_optimizer", "pytorch_optimizer_foreach"}
         left_out |= {"compiled"} if size.name not in COMPILED_SIZES else set()
         left_out |= {"copied"} if len(size.shapes) >= COPIED_TENSORS else set()
-        found = {name: c for name, c in contenders(options.device).items() if name not in left_out}
+        measured = {name: c for name, c in contenders(options.device).items() if name not in left_out}
         counts = ("memory", "replays", *(("launches",) if size.name not in LAUNCHES_LEFT_OUT else ()))
         where = (size, options.machine, *limits)
         if size.rows == 1:
-            yield from _steps(options, "steps", size.name, found, *where, rotate=True, to=TO, counts=counts)
+            yield from _steps(options, "steps", size.name, measured, *where, rotate=True, to=TO, counts=counts)
     names = options.chosen(b.name for b in backends.table() if b.device == options.device)
     for case in kernel_cases(sizes, list(OPS.values())) if names else ():
         run = partial(ops.measure, case, options.machine, *limits, names)
@@ -63,11 +63,11 @@ def kernels(options: Options) -> Iterator[Case]:
 
 def family(options: Options) -> Iterator[Case]:
     """The optimizer part of a step of every variant of SAM, and of pytorch-optimizer's classes."""
-    found = variant_contenders(peers=options.device == "cpu")
+    measured = variant_contenders(peers=options.device == "cpu")
     for size in VARIANT_SIZES[options.device]:
         many = max(size.steps // steps.INTERVAL * steps.INTERVAL, steps.INTERVAL)
         where = (size, options.machine, options.number(15))
-        yield from _steps(options, "variants", size.name, found, *where, steps=many, to=("SAM",), counts=("calls",))
+        yield from _steps(options, "variants", size.name, measured, *where, steps=many, to=("SAM",), counts=("calls",))
 
 
 def worth(options: Options) -> Iterator[Case]:
