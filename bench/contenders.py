@@ -320,7 +320,7 @@ VARIANTS: dict[str, tuple[SAM, float, tuple[str, dict[str, Any]] | None]] = {
 
 
 def variant_contenders(peers: bool) -> dict[str, Contender]:
-    """Return every variant of SAM; with `peers` also the classes of pytorch-optimizer, which no gate compares."""
+    """Return every variant of SAM; with `peers` also the classes of pytorch-optimizer, which no check compares."""
     result = []
     for name, (sam, floor, peer) in VARIANTS.items():
         result.append(Contender(name, f"`{name}`", ours(sam=sam), backend="auto", sam=sam, floor=floor))

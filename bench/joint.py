@@ -28,6 +28,7 @@ class Figure:
 # The first figure that any row has is shown.
 FIGURES: dict[str, tuple[Figure, ...]] = {
     "step": (Figure("eager.to.copied", "Time of the optimizer part of a step; the copied SAM class is 1"),),
+    "whole": (Figure("eager.to.copied", "Time of a whole step, both passes included; the copied SAM class is 1"),),
     "steps": (
         Figure("replayed.to.foreach", "Time of a replayed step; foreach with fused SGD is 1"),
         Figure("eager.to.copied", "Time of the optimizer part of a step; the copied SAM class is 1"),

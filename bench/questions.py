@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from bench import ncu, ops, steps
+from bench import ncu, ops, steps, whole_steps
 from bench.accuracy import training as accuracy
 from bench.accuracy.tasks import TASKS
 from bench.case import Case, Options
@@ -20,6 +20,7 @@ CASE_SECONDS = {"cpu": 4.0, "cuda": 1.5}  # time limit of a case's rounds
 TO = ("copied", "flat", "foreach", "compiled")
 STEPS_LAST = {"30m": 1, "100m": 2}  # large sizes, in this order: torch.compile takes longest on the last
 COMPILED_SIZES = ("resnet18", "100m", "50k", "225k")  # each takes most of a minute to compile
+WHOLE = ("fastsam_native", "fastsam_foreach", "pytorch_optimizer_foreach", "pytorch_optimizer", "copied")
 COPIED_TENSORS = 400  # number of tensors from which on the copied class, ten launches per tensor and step, is left out
 LAUNCHES_LEFT_OUT = ("225k", "30m", "cut10", "cut100", "cut400")  # a profile takes a while; the others tell enough
 Contenders = Mapping[str, Contender]
@@ -36,10 +37,15 @@ def _steps(options: Options, part: str, name: str, table: Contenders, *where: An
 
 
 def step(options: Options) -> Iterator[Case]:
-    """The optimizer part of a SAM step, ours and others', by one and two threads."""
+    """The optimizer part of a SAM step by one and two threads, and whole steps; ours and others'."""
     for size, threads in itertools.product(SIZES.values(), (1, 2)):
         where, how = (size, options.machine, options.number(size.rounds)), {"steps": size.steps, "threads": threads}
         yield from _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *where, to=TO, **how)
+    table = {name: one for name, one in contenders(options.device).items() if name in WHOLE}
+    if selected := [table[name] for name in options.chosen(table)]:
+        for name, training in whole_steps.TRAININGS.items():
+            run = partial(whole_steps.measure, selected, training, options.machine, options.number(31))
+            yield Case("whole", name, [one.name for one in selected], lambda _, run=run: run())  # type: ignore[misc]
 
 
 def kernels(options: Options) -> Iterator[Case]:

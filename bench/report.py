@@ -77,7 +77,8 @@ STEPS = (
 SPEED = Column("rounds per second, relative", "speed", quartiles=True)
 RACE = (SPEED, Column("peak memory", "peak_mib", "{:.0f} MiB".format))
 COLUMNS: dict[str, Sequence[Column]] = {
-    **dict.fromkeys(("step", "steps", "variants", "ops"), STEPS), **dict.fromkeys(("speed", "growth", "ranks"), RACE),
+    **dict.fromkeys(("step", "steps", "whole", "variants", "ops"), STEPS),
+    **dict.fromkeys(("speed", "growth", "ranks"), RACE),
     "overhead": (
         Column("seconds of a local step, FedAvg = 1", "step", digits(3), quartiles=True),
         Column("of a round", "round", digits(3), quartiles=True),
@@ -110,7 +111,7 @@ def case_table(case: Record) -> Table:
     cells = []
     for row in rows:
         title = row.get("title", row["name"])
-        bold = "**" if row.get("ours") and case["part"] in ("step", "steps") else ""
+        bold = "**" if row.get("ours") and case["part"] in ("step", "steps", "whole") else ""
         texts = [text for column in columns for text in column.cells(row)]
         texts = ["failed" if row.get("problem") else NONE] * len(heads) if failed(row) else texts
         cells.append([f"{bold}{title}{bold}", *texts])
