@@ -62,7 +62,7 @@ class ClientBlock:
     @property
     def samples(self) -> Batch:
         """Return the memory of the samples, `[n, ...]`, of all clients, or of the first client."""
-        task, store = self.tasks[0], self.tasks[0].work.store
+        task, store = self.tasks[0], self.tasks[0].setup.population.store
         return (task.x, task.y) if store is None else (store.x, store.y)
 
     @property
@@ -70,11 +70,11 @@ class ClientBlock:
         """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
         each."""
         first = self.tasks[0]
-        whole, rest = split_epoch(first.samples, first.batch_size, first.work.drop_last)
+        whole, rest = split_epoch(first.samples, first.setup.options.batch_size, first.setup.options.drop_last)
         at = self.k % self.epoch
         if at >= whole:
             return 1, rest
-        return 1 if self.variant.has_schedule else min(whole - at, self.steps - self.k), first.batch_size
+        return 1 if self.variant.has_schedule else min(whole - at, self.steps - self.k), first.setup.options.batch_size
 
     @property
     def done(self) -> bool:
@@ -117,15 +117,17 @@ def block_of(
 ) -> ClientBlock:
     """Tasks of one key (see `gather_keys`), from this slot on. shapes: a number for each shape of a step that was seen
     so far; new ones are added."""
-    first = tasks[0]
-    whole, rest = split_epoch(first.samples, first.batch_size, first.work.drop_last)
-    sizes = (first.batch_size if whole else rest, rest or first.batch_size)
+    first, setup = tasks[0], tasks[0].setup
+    size = setup.options.batch_size
+    whole, rest = split_epoch(first.samples, size, setup.options.drop_last)
+    sizes = (size if whole else rest, rest or size)
     keys = [(variant, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
     epoch = whole + (rest > 0)
+    gatherer = BatchGatherer(tasks) if setup.population.augment is None else None
     return ClientBlock(
-        tasks, slot, slot + len(tasks), variant, epoch, (full, last), first.work.steps or epoch * first.epochs,
-        first.seen, BatchGatherer(tasks) if first.augment is None else None, first.batches(), [{} for _ in tasks],
+        tasks, slot, slot + len(tasks), variant, epoch, (full, last), first.local_steps or epoch * first.epochs,
+        sum(first.batch_sizes()), gatherer, first.batches(), [{} for _ in tasks],
     )  # fmt: skip
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Setup
+from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.extra_models import ExtraModels
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.step_vectors import check_vectors
-from fastsam.fed.executors.task import Task, to_device
+from fastsam.fed.executors.task import Setup, Task, to_device
 from fastsam.fed.executors.torch_updates import TorchUpdates
 from fastsam.fed.step.constants import Constants
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot
@@ -65,7 +65,7 @@ class ClientTrainer:
         self._checked: LocalUpdate | None = None
         self._kind = self.row_slice.variant
         self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
-        self._sized: tuple[int | None, ...] = ()
+        self._num_samples: int | None = None
         self.replica.module.train()
 
     # --- a client's round ---
@@ -83,7 +83,7 @@ class ClientTrainer:
         self.start, self.buffers = start if own is None else own, buffers
         self.k, self.extra_backward_passes, self.losses, self.snapshots = 0, 0, [], {}
         self.eps = self.gradient = self.norms = None
-        if task.work.samples is not None:
+        if task.setup.population.samples is not None:
             with self.client_errors():
                 task.open()
         for own, new in zip(self.replica.buffers, buffers, strict=True):
@@ -143,7 +143,7 @@ class ClientTrainer:
             num_steps=(self.k,),
             backward_passes=(self.k * step.backward_passes + self.extra_backward_passes,),
             losses=losses,
-            num_samples=(task.seen,),
+            num_samples=(self.seen,),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
             snapshots=(self.snapshots,),
         )
@@ -165,8 +165,8 @@ class ClientTrainer:
 
     def _begin(self, step: LocalUpdate) -> None:
         """Write the numbers of the step, and let its kernels read its vectors."""
-        if self._known[0] is not step.constants or self._known[1] != self.task.work.lr or self._kind.rewrites:
-            self._fill(step, self.task.work.lr)
+        if self._known[0] is not step.constants or self._known[1] != self.task.lr or self._kind.rewrites:
+            self._fill(step, self.task.lr)
         self.row_slice.set_variant(self._kind)
         self.row_slice.begin(self.start)
         if step.constants.vectors:
@@ -201,12 +201,10 @@ class ClientTrainer:
 
     def _measure(self, task: Task) -> None:
         """Compute the number of steps, and of samples in each."""
-        work = task.work
-        # All other constants are equal for all clients of a run.
-        shape = (task.samples, work.batch_size, task.epochs, work.steps)
-        if self._sized != shape:
-            self._sized, sizes = shape, task.batch_sizes()
-            self.last, self.sizes = len(sizes) - 1, to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)
+        if self._num_samples != task.samples:  # the other options are equal for all clients of a run
+            self._num_samples, sizes = task.samples, task.batch_sizes()
+            self.last, self.seen = len(sizes) - 1, sum(sizes)
+            self.sizes = to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)
 
     def _first_gradient(self) -> None:
         """The gradient at the start, over all samples or a pilot's batches."""

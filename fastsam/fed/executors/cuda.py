@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Setup
+from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.task import Task
+from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.constants import VECTORS
 from fastsam.fed.step.local_update import ClientResults
 
@@ -97,8 +97,8 @@ def why_not(setup: Setup) -> str | None:
     """Why streams cannot train this; None when they can."""
     if setup.device.type != "cuda":
         return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
-    if setup.batched:
-        return setup.batched
+    if setup.population.batched:
+        return setup.population.batched
     return None if setup.draws is None else NoRandomness.REASON
 
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import Setup
 from fastsam.fed.executors.client_block import ClientBlock
 from fastsam.fed.executors.cuda import Cuda, Replay
 from fastsam.fed.executors.replay import Function, Replays
 from fastsam.fed.executors.row_state import RowSlice
+from fastsam.fed.executors.task import Setup
 
 KEPT = 16  # graphs, each with its own memory; later sorts train step by step
 _EAGER_EPOCHS = 2  # epochs before a capture, because libraries set up on first use and that cannot be captured
@@ -42,7 +42,7 @@ class EpochGraphs:
     def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
         """The block's next epoch, in the rows of `row_slice`, whose variant is set; False where its steps have to be
         taken one by one."""
-        if block.k % block.epoch or block.gatherer is None or block.tasks[0].work.store is None:
+        if block.k % block.epoch or block.gatherer is None or block.tasks[0].setup.population.store is None:
             return False
         if any(task.snapshots for task in block.tasks) or block.k + block.epoch > block.steps:
             return False

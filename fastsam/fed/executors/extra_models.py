@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.executors.base import Setup
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.row_state import RowSlice, RowState
-from fastsam.fed.executors.task import to_device
+from fastsam.fed.executors.task import Setup, to_device
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica
 from fastsam_kernels.hparams import HParam

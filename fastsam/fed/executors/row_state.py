@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fastsam import ops
 from fastsam.arena import Arena
-from fastsam.fed.executors.base import LocalOptions, Setup
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.task import to_device
+from fastsam.fed.executors.task import LocalOptions, Setup, to_device
 from fastsam.fed.step.local_update import NU, Direction, LocalUpdate
 from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.step.variant import StepVariant

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import Setup
 from fastsam.fed.executors.client_block import ClientBlock, neighbours, slots_of, tasks_of
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.step_vectors import vectors_of
-from fastsam.fed.executors.task import to_device
+from fastsam.fed.executors.task import Setup, to_device
 
 _INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
 _WRITTEN = ("z", "w", "momentum", "dual", "eps", "path", "last")  # fields that a step writes; the others are only read

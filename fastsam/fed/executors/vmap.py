@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import epoch_graphs, stacked
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
+from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
 from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
@@ -30,7 +30,7 @@ from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_rows import StackedRows
 from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
-from fastsam.fed.executors.task import Task
+from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.pilot import Pilot
@@ -55,14 +55,14 @@ class Vmap(Executor):
         if reason is not None:
             raise ValueError(f"executor 'vmap' cannot serve here: {reason}. Use executor='auto' or 'sequential'")
         self.setup, self.layout = setup, setup.layout
-        self.slots = setup.slots or stacked.slots_of(setup)
+        self.slots = setup.options.slots or stacked.slots_of(setup)
         self.numbers = f"vmap, {self.slots} slots"
         self.rows = StackedRows(setup, self.slots)
         self.replica = Replica(setup.model, setup.layout, self.rows.rows.field("z")[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
         self.random = NoRandomness(setup.device)
         self.epochs = (
-            None if setup.excludes_errors else epoch_graphs.epoch_graphs_of(setup)
+            None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
         )  # a capture that fails is the end
         self._shapes: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
@@ -202,7 +202,7 @@ class Vmap(Executor):
 
     def _leave_out(self, blocks: list[ClientBlock], error: ClientError) -> None:
         """Exclude the blocks whose clients have this error. Raises the error if clients are not excluded."""
-        if not self.setup.excludes(error):
+        if not excludes(self.setup, error):
             raise error
         for block in blocks:
             if not set(error.client_ids).isdisjoint(task.client for task in block.tasks):
@@ -222,7 +222,7 @@ class Vmap(Executor):
         known = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
         if not isinstance(known, RowPass) or not all(map(known.serves, blocks)):
             return False
-        joins = known.side_by_side and blocks[0].tasks[0].work.store is not None
+        joins = known.side_by_side and blocks[0].tasks[0].setup.population.store is not None
         for together in [blocks] if joins else [[block] for block in blocks]:
             try:
                 row_slice = self.rows.gathered(together)
