@@ -174,9 +174,9 @@ class Graph(Streams):
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
         ready, finished = [], []
         for lane in busy:
-            with self.cuda.on(lane.stream), lane.row.client_errors():
+            with self.cuda.on(lane.stream), lane.row.client_errors:
                 batch = next(lane.row.batches, None)
-                if batch is not None:
+                if batch is not None and lane.row.row_slice.variant.has_schedule:
                     lane.row.set_schedule()
             if batch is None:
                 finished.append(lane)
@@ -209,7 +209,7 @@ class Graph(Streams):
     def _own_step(self, lane: Lane, batch: Batch) -> None:
         row, sort = lane.row, self._sort(lane, batch)
         assert isinstance(row, CapturableTrainer)
-        with self.cuda.on(lane.stream), row.client_errors():
+        with self.cuda.on(lane.stream), row.client_errors:
             if sort is None:
                 row.take(row.k, *batch)
                 return
@@ -249,7 +249,7 @@ class Graph(Streams):
             row = lane.row
             assert isinstance(row, CapturableTrainer)
             lane.stream.wait_stream(self.joint)
-            with self.cuda.on(lane.stream), row.client_errors():
+            with self.cuda.on(lane.stream), row.client_errors:
                 row.take(-1, *row.static(batch))
             self.joint.wait_stream(lane.stream)
 

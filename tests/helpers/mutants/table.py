@@ -176,7 +176,7 @@ algorithms.fedsol FedSOL.proximal_divergence: divergence(outputs, teacher_output
 algorithms.fedsol FedSOL.train_client: first_objective=partial(self.proximal_divergence, teacher_outputs) =>  @ fedsol
 algorithms.fedsol FedSOL.local_update: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
 executors.gradient_passes Passes.run_objective: check_scalar(objective(outputs)) => loss + objective(outputs) @ fedsol
-executors.client_trainer ClientTrainer.set_objectives: penalty is None => True @ fedgmt
+executors.client_trainer ClientTrainer.run_pass: self.penalty is None => True @ fedgmt
 executors.row_state RowSlice._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
     torch.sub(self.w, self.field('origin'), out=self.field('direction')) @ fedsol
 executors.row_state RowSlice._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
@@ -189,7 +189,7 @@ algorithms.moon MOON.contrast: (z_t, z_i) => (z_i, z_t) @ moon
 algorithms.moon MOON.finish_client: server['w'] => client['w_i'] @ moon
 algorithms.moon MOON.recorded: module.register_forward_hook if self.features else module.register_forward_pre_hook =>
     module.register_forward_hook @ moon
-executors.extra_models ExtraModels.teacher: loaded[0] is not weights => False @ moon
+executors.extra_models Teachers.get: known[1] is not weights => False @ moon
 algorithms.distillation divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q -
     p)).sum(1).mean() @ fedgmt
 algorithms.distillation divergence: (outputs / temperature, teacher_outputs / temperature) => (outputs,
