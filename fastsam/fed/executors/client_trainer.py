@@ -15,11 +15,9 @@ from fastsam.fed.executors.extra_models import SecondModel, Teachers
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.row_state import RowSlice, RowState
-from fastsam.fed.executors.step_vectors import check_vectors
 from fastsam.fed.executors.task import Setup, Task, to_device
 from fastsam.fed.executors.torch_updates import TorchUpdates
-from fastsam.fed.step.constants import Constants
-from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot
+from fastsam.fed.step.local_update import ClientResults, Constants, Direction, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
@@ -77,7 +75,6 @@ class ClientTrainer:
         self.second_model: SecondModel | None = None
         self._filled: tuple[float, ...] = ()
         self._known: tuple[Constants | None, float] = None, 0.0
-        self._checked: LocalUpdate | None = None
         self._kind = self.row_slice.variant
         self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
         self._num_samples: int | None = None
@@ -86,13 +83,8 @@ class ClientTrainer:
     # --- a client's round ---
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Begins a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`.
-
-        Raises ValueError for vectors that do not fit."""
+        """Begin a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`."""
         step = task.step
-        if step is not self._checked:
-            check_vectors(step, start)
-            self._checked = step
         own, buffers = None if step.start is None else task.vector("start"), task.buffers(buffers)
         self.task = task
         self.start, self.buffers = start if own is None else own, buffers
@@ -162,8 +154,18 @@ class ClientTrainer:
         )
 
     def begin_again(self, step: LocalUpdate, start: Tensor) -> None:
-        """Begin with another model of the same client, from the weights `start` and the client's first buffers."""
-        check_vectors(step, start)
+        """Begin with another model of the same client, from the weights `start` and the client's first buffers.
+
+        Raises:
+            ValueError: a vector of the step is not like the weights.
+        """
+        for name in step.constants.vectors:
+            v = getattr(step, name)
+            if v.dim() > 2 or v.shape[-1:] != start.shape or v.dtype != start.dtype or v.device != start.device:
+                raise ValueError(
+                    f"LocalUpdate.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
+                    f"got {v.dtype} {list(v.shape)} on {v.device}"
+                )
         self.task, self.start = replace(self.task, step=step, snapshots=frozenset()), start
         self.k, self.losses = 0, []
         for own, first in zip(self.replica.buffers, self.buffers, strict=True):

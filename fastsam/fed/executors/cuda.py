@@ -15,8 +15,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.step.constants import VECTORS
-from fastsam.fed.step.local_update import ClientResults
+from fastsam.fed.step.local_update import VECTORS, ClientResults
 
 
 class CaptureError(RuntimeError):

@@ -28,13 +28,11 @@ from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms import RowPass
-from fastsam.fed.executors.stacked_rows import StackedRows
-from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
+from fastsam.fed.executors.stacked_rows import StackedRows, vectors_of
 from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.step.local_update import ClientResults, LocalUpdate, Snapshot
+from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.pilot import Pilot
-from fastsam.fed.step.variant import StepVariant
 
 _SLOT = attrgetter("slot")
 Kept = tuple[int, dict[int, Snapshot], int]  # see `rows_to_keep`
@@ -98,7 +96,8 @@ class Vmap(Executor):
         opened: list[ClientBlock] = []
         steps = {id(task.step): task.step for task in new}
         sorts = {
-            key: (self._kind(step), step.full_gradient, step.pilot, step.start is None) for key, step in steps.items()
+            key: (step.constants.variant, step.full_gradient, step.pilot, step.start is None)
+            for key, step in steps.items()
         }
         for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
             these, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].step)]
@@ -110,11 +109,6 @@ class Vmap(Executor):
                 self.rows.row_slice(blocks).start_shifted(e)
             opened += blocks
         return opened
-
-    def _kind(self, step: LocalUpdate) -> StepVariant:
-        """Return the variant of a step. Raises ValueError if its vectors are not like the weights."""
-        check_vectors(step, self.start)
-        return step.constants.variant
 
     def _first_gradients(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
         """Each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, into the field
