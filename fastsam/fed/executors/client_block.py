@@ -173,23 +173,16 @@ def row_ends(
     """Return the results of clients whose rows are in `row_slice`. All have the same fields, and no buffer was
     changed."""
     step, clients = blocks[0].tasks[0].step, [task.client for task in tasks_of(blocks)]
-    steps: list[int] = []
-    backward_passes: list[int] = []
-    samples: list[int] = []
-    for block in blocks:
-        n = len(block.tasks)
-        steps += [block.k] * n
-        backward_passes += [block.k * step.backward_passes + block.extra_backward_passes] * n
-        samples += [block.seen] * n
+    of_client = [block for block in blocks for _ in block.tasks]
     moved = buffer_displacement(buffers, buffers) if buffers else None
     return ClientResults(
         client_ids=clients,
         delta=row_slice.z
         - (row_slice.field("begin") if row_slice.variant.constant or step.start is not None else start),
-        num_steps=steps,
-        backward_passes=backward_passes,
+        num_steps=[block.k for block in of_client],
+        backward_passes=[block.k * step.backward_passes + block.extra_backward_passes for block in of_client],
         losses=row_slice.losses.clone(),
-        num_samples=samples,
+        num_samples=[block.seen for block in of_client],
         buffers=None if moved is None else moved.expand(len(clients), -1),
         dual=None if step.dual is None else row_slice.field("dual").clone(),
         eps=None if step.dual is None else row_slice.field("eps").clone(),

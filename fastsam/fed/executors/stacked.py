@@ -21,7 +21,7 @@ from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import strided
-from fastsam.fed.executors.replay import Replays, Ways
+from fastsam.fed.executors.replay import Replays
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.step.model_copy import Replica
@@ -81,11 +81,8 @@ class StackedPasses:
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
         self.loss = setup.loss
-        ways = Ways(
-            rowprograms.maker(setup),
-            partial(ops.product_of, backend=setup.backend),
-        )
-        self.replays = Replays(self.gradients, replica.module, layout, ways)
+        product_of = partial(ops.product_of, backend=setup.backend)
+        self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
     def run(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of

@@ -166,17 +166,10 @@ class Vmap(Executor):
 
     def _close(self, blocks: list[ClientBlock]) -> Iterator[ClientResults]:
         """Yield the results of finished clients, in groups with the same fields."""
-        groups: dict[tuple[bool, ...], list[ClientBlock]] = {}
+        groups: dict[object, list[ClientBlock]] = {}
         for block in blocks:
             step = block.tasks[0].step
-            sort = (
-                block.variant.constant,
-                step.start is None,
-                step.dual is None,
-                step.full_gradient,
-                block.variant.piloted,
-            )
-            groups.setdefault(sort, []).append(block)
+            groups.setdefault((block.variant, step.start is None, step.full_gradient), []).append(block)
         for group in groups.values():
             yield row_ends(group, self.rows.gathered(group), self.start, self.buffers)
 
