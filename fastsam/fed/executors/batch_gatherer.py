@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.task import BLOCK, Task, split_epoch, to_device
+from fastsam.fed.executors.task import BLOCK, Task, to_device
 
 Batch = tuple[Tensor, Tensor]
 
@@ -38,11 +38,8 @@ class BatchGatherer:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks, self.setup, self.size = tasks, tasks[0].setup, tasks[0].setup.options.batch_size
-        whole, rest = split_epoch(tasks[0].samples, self.size, self.setup.options.drop_last)
-        self.epoch, self.samples = (
-            whole + (rest > 0),
-            whole * self.size + rest,
-        )  # numbers of batches and of samples in an epoch
+        sizes = tasks[0].epoch_sizes()
+        self.epoch, self.samples = len(sizes), sum(sizes)  # numbers of batches and of samples in an epoch
         self._orders: tuple[int, Tensor] | None = None  # an epoch, and its orders
         self._block: tuple[tuple[int, int], list[Batch]] | None = None  # epoch and number, and their batches
 

@@ -394,7 +394,9 @@ def train(
             return client.results(task.loop.run(client))
         except Stopped:
             return None
-    while stopped is None or not stopped():
-        if not row.step():
-            return row.close()
-    return None
+    with row.client_errors:
+        for batch in row.batches:
+            if stopped is not None and stopped():
+                return None
+            row.next_step(*batch)
+    return row.close()

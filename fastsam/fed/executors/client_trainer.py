@@ -46,8 +46,8 @@ class ClientTrainer:
     `shift`). Gradients are read where autograd left them; a parameter without a gradient in a pass is left out of the
     calls that use it. Nothing in a step waits for the device.
 
-    Use: `open(task, ...)`, then `step()` until it returns False, then `close()`. A loop of the algorithm uses a row
-    through `fastsam.fed.executors.client.Client`.
+    Use: `open(task, ...)`, `next_step` for each of `batches` in the context `client_errors`, then `close()`. A loop
+    of the algorithm uses a row through `fastsam.fed.executors.client.Client`.
     """
 
     task: Task
@@ -107,14 +107,6 @@ class ClientTrainer:
         self._measure(self.task)
         self.batches = task.batches()
         self.random.begin(task.pass_seed(0))
-
-    def step(self) -> bool:
-        """Take a local step, and return False if there was none left. Raises ClientError."""
-        with self.client_errors:
-            batch = next(self.batches, None)
-            if batch is not None:
-                self.next_step(*batch)
-        return batch is not None
 
     def next_step(self, x: Any, y: Any) -> None:
         """Take the next local step on a batch."""
@@ -236,7 +228,7 @@ class ClientTrainer:
     def take(self, k: int, x: Any, y: Any) -> None:
         """Take step k on a batch."""
         if k in self.task.snapshots:
-            self._keep(k)
+            self.snapshots[k] = self.row_slice.snapshot(0)
         self.losses.append(self._step(k, x, y))
 
     def _plain_step(self, k: int, x: Any, y: Any) -> Tensor:
@@ -247,8 +239,7 @@ class ClientTrainer:
     def _path_step(self, k: int, x: Any, y: Any) -> Tensor:
         self.row_slice.perturb_along_path()
         if k in self.task.snapshots:
-            w = self.snapshots[k].w
-            self.snapshots[k] = Snapshot(w, self.z[0] - w)
+            self.snapshots[k] = self.snapshots[k].perturbed(self.z[0])
         return self._plain_step(k, x, y)
 
     def run_pass(self, k: int, x: Any, y: Any, objective: Objective | None = None) -> tuple[Tensor, Gradients]:
@@ -275,16 +266,8 @@ class ClientTrainer:
             self.eps = self.row_slice.field("eps").zero_()
         self.row_slice.perturb(first, self.eps)
         if k in self.task.snapshots:
-            w = self.snapshots[k].w
-            self.snapshots[k] = Snapshot(w, self.z[0] - w)
+            self.snapshots[k] = self.snapshots[k].perturbed(self.z[0])
         # BatchNorm statistics are updated only in passes at the unperturbed weights.
         _, second = self.pass_without_buffers(k, x, y)
         self.row_slice.update(second, first)
         return loss
-
-    def _keep(self, k: int) -> None:
-        """Copy the row before step k, for measures along the path."""
-        p = self.row_slice.field("p")[0] if self.row_slice.variant.constant else None
-        self.snapshots[k] = Snapshot(
-            (self.z[0] if p is None else self.z[0] - p).clone(), None if p is None else p.clone()
-        )

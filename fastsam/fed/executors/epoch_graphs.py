@@ -66,8 +66,7 @@ class EpochGraphs:
     def _functions(self, key: Hashable, block: ClientBlock, replays: Replays) -> tuple[Function, ...] | None:
         """Return the recorded passes of an epoch that is captured now, or None."""
         self._seen[key] = self._seen.get(key, 0) + 1
-        sizes = block.tasks[0].epoch_sizes()
-        found = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(sizes))]
+        found = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(block.sizes))]
         functions = tuple(function for function in found if function is not None)
         early = self._seen[key] <= _EAGER_EPOCHS
         return None if early or len(self._made) == KEPT or len(functions) < len(found) else functions
@@ -76,7 +75,7 @@ class EpochGraphs:
         self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: Step
     ) -> CapturedEpoch:
         x, y = block.samples
-        sizes, ends = block.tasks[0].epoch_sizes(), block.k + block.epoch == block.steps
+        sizes, ends = block.sizes, block.k + block.epoch == block.steps
 
         def work() -> None:
             at = 0

@@ -51,11 +51,15 @@ class Lane:
             return False
         with self.cuda.on(self.stream):
             try:
-                if self.row.task.loop is None:
-                    return self.row.step()
-                client = Client(self.row)
-                self.results = client.results(self.row.task.loop.run(client))
-                return False
+                if self.row.task.loop is not None:
+                    client = Client(self.row)
+                    self.results = client.results(self.row.task.loop.run(client))
+                    return False
+                with self.row.client_errors:
+                    batch = next(self.row.batches, None)
+                    if batch is not None:
+                        self.row.next_step(*batch)
+                return batch is not None
             except ClientError as error:
                 self._leave_out(error)
                 return False

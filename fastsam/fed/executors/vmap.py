@@ -224,8 +224,7 @@ class Vmap(Executor):
         x, y = next_batch(blocks)
         row_slice, kept = self.rows.gathered(blocks), rows_to_keep(blocks)
         for i, snapshots, k in kept:
-            p = row_slice.field("p")[i].clone() if row_slice.variant.constant else None
-            snapshots[k] = Snapshot(row_slice.z[i].clone() if p is None else row_slice.z[i] - p, p)
+            snapshots[k] = row_slice.snapshot(i)
         self._local_step(blocks, row_slice, x, y, any(block.k + 1 == block.steps for block in blocks), kept)
         self.rows.put_back_(blocks, row_slice)
         for block in blocks:
@@ -253,12 +252,12 @@ class Vmap(Executor):
         if row_slice.variant.uses_path:
             row_slice.perturb_along_path()
             for i, snapshots, k in kept:
-                snapshots[k] = Snapshot(snapshots[k].w, row_slice.z[i] - snapshots[k].w)
+                snapshots[k] = snapshots[k].perturbed(row_slice.z[i])
         losses, first = self._pass(blocks, row_slice, x, y)
         if row_slice.variant.two_passes:
             row_slice.perturb(first, row_slice.field("eps") if ends and row_slice.s is not None else None)
             for i, snapshots, k in kept:
-                snapshots[k] = Snapshot(snapshots[k].w, row_slice.z[i] - snapshots[k].w)
+                snapshots[k] = snapshots[k].perturbed(row_slice.z[i])
             _, second = self._pass(blocks, row_slice, x, y)
             row_slice.update(second, first)
         else:

@@ -275,6 +275,10 @@ class Snapshot:
     w: Tensor
     eps: Tensor | None = None
 
+    def perturbed(self, z: Tensor) -> Snapshot:
+        """Return the snapshot with the perturbation by which the row is at `z`."""
+        return Snapshot(self.w, z - self.w)
+
 
 @dataclass(frozen=True)
 class ClientResults:
