@@ -20,8 +20,6 @@ from fastsam_kernels.constants import compute_dtype
 G1, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
 GRADIENT, ROUNDED = "gathered_gradient", "rounded_direction"
 
-_is_contiguous = torch.Tensor.is_contiguous
-
 
 class Bucket:
     """Parameters of one dtype.
@@ -64,8 +62,6 @@ class Bucket:
         self.tensors = [
             p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases
         ]
-        self._strides = [t.stride() for t in self.tensors]
-        self._contiguous = all(t.is_contiguous() for t in self.tensors)
         self._all = tuple(range(len(self.tensors)))
         self._selections: dict[tuple[int, ...], Selection] = {}
         self._whole: Selection | None = None
@@ -110,23 +106,8 @@ class Bucket:
         Raises RuntimeError for a gradient that the kernels cannot read.
         """
         found = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
-        slots = tuple(i for i, g in enumerate(found) if g is not None)
-        grads = [g for g in found if g is not None]
-        if not self._readable(slots, grads):
-            slots, grads = present(found, self.tensors, self.numbers)
-        return self.whole if len(slots) == len(found) else self.select(slots), grads
-
-    def _readable(self, slots: tuple[int, ...], grads: list[Any]) -> bool:
-        """Return True if kernels can read these gradients of the parameters in `slots` where they are."""
-        try:  # a sparse gradient has no such properties
-            if self._contiguous:
-                ordered = all(map(_is_contiguous, grads))
-            else:
-                ordered = [g.stride() for g in grads] == [self._strides[i] for i in slots]
-            alike = ordered and [g.dtype for g in grads].count(self.dtype) == len(grads)
-            return alike and (torch.compiler.is_compiling() or self._bare(slots, grads))
-        except (AttributeError, RuntimeError, TypeError):
-            return False
+        slots, grads = present(found, self.tensors, self.numbers)
+        return self.select(slots), grads
 
     def direct_calls(self, selection: Selection) -> Any:
         """Return the direct calls of the kernels on these weights (`fastsam_kernels.direct_calls`), or None."""
@@ -138,16 +119,6 @@ class Bucket:
             make, operands = getattr(self.kernels, "direct_calls", None), self.backup.direct_operands(selection)
             found = selection.direct_calls[key] = make and make(*operands, selection.table, self.hparams)
         return None if found is None or found.watched() else found
-
-    def _bare(self, slots: tuple[int, ...], grads: Sequence[Tensor]) -> bool:
-        """Return True for tensors of torch's own class in the shape of their parameters, without a pending sign.
-
-        The memory at their address then has their elements.
-        """
-        shapes = [g.shape for g in grads] == [self.tensors[i].shape for i in slots]
-        # The imaginary part of a conjugate has a pending sign; it is dense only with one element.
-        signs = not any(g.is_neg() for g in grads if g.numel() == 1)
-        return shapes and signs and list(map(type, grads)).count(Tensor) == len(grads)
 
     def field(self, name: str) -> Tensor:
         """Return a field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
