@@ -69,36 +69,15 @@ class CopyBackup:
         """Prepare for a perturbation. has_weights: the backup has the weights already."""
         self.target, self.needs_save = Target.RESTORED, not has_weights
 
-    def begin_unperturbed(self, selection: Selection, whole: bool) -> None:
-        """Prepare for an update of weights that were not perturbed: in their own memory, if no interrupt can find it
-        half made.
-
-        Args:
-            selection: parameters of the update.
-            whole: True if an interrupt finds an update made or not made.
-        """
-        self.target = Target.PARAMS if whole else Target.RESTORED
-        if whole:
-            selection.load()
-
-    def begin_in_backup(self) -> None:
-        """Prepare for an update of the backup, after which a perturbation writes the parameters."""
-        self.target = Target.BACKUP
+    def begin_update(self, target: Target) -> None:
+        """Prepare for an update that is not made from the backup into the parameters."""
+        self.target = target
 
     def operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
         """Return the operands `params` and `backup` of an update."""
         if self.target is Target.BACKUP:
-            return [self.weights], None
+            return selection.views(self.weights), None
         return selection.tensors, self.weights if self.target is Target.RESTORED else None
-
-    @property
-    def direct_key(self) -> str:
-        """The key under which direct calls are kept: calls of equal keys have equal `direct_operands`."""
-        return "backup" if self.target is Target.BACKUP else "restored"
-
-    def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Return the operands `params` and `backup` of direct calls."""
-        return selection.views(self.weights) if self.target is Target.BACKUP else selection.tensors, self.weights
 
     def note_update(self) -> None:
         """Note that an update was made."""
@@ -173,11 +152,8 @@ class MasterBackup(CopyBackup):
         if self.needs_save and self._trusting and not torch.compiler.is_compiling():
             self.needs_save = self._versions != self.versions()
 
-    def begin_unperturbed(self, selection: Selection, whole: bool) -> None:
-        self.target = Target.RESTORED
-
-    def begin_in_backup(self) -> None:
-        self.target = Target.RESTORED
+    def begin_update(self, target: Target) -> None:
+        """Stay with the masters, which every update reads and writes."""
 
     def note_update(self) -> None:
         if self._trusting:
@@ -202,19 +178,12 @@ class SwapBackup(CopyBackup):
         super().begin_step(has_weights)
         self._swap = None
 
-    @property
-    def direct_key(self) -> str:
-        return "params" if self.target is Target.PARAMS else "restored"
-
-    def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
-        return (selection.tensors, None) if self.target is Target.PARAMS else super().direct_operands(selection)
-
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> None:
         """Choose the memory of the perturbed weights: the gradients' memory, if the caller clears the gradients next
         (`donate`) and nothing else refers to it."""
         assert selection.swap is not None
         donated = donate and grad_storage_reusable(self._params, selection.slots, grads)
-        selection.swap.set_targets(grads if donated else selection.spare(self.weights), donated)
+        selection.swap.set_targets(grads if donated else selection.views(self.weights), donated)
         self._swap = selection.swap
 
     def perturbed(self) -> list[Tensor]:

@@ -113,11 +113,11 @@ class Bucket:
         """Return the direct calls of the kernels on these weights (`fastsam_kernels.direct_calls`), or None."""
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
-        key = self.backup.direct_key
-        found = selection.direct_calls.get(key, key)
-        if found is key:
-            make, operands = getattr(self.kernels, "direct_calls", None), self.backup.direct_operands(selection)
-            found = selection.direct_calls[key] = make and make(*operands, selection.table, self.hparams)
+        target = self.backup.target
+        found = selection.direct_calls.get(target, target)
+        if found is target:
+            make, operands = getattr(self.kernels, "direct_calls", None), self.backup.operands(selection)
+            found = selection.direct_calls[target] = make and make(*operands, selection.table, self.hparams)
         return None if found is None or found.watched() else found
 
     def field(self, name: str) -> Tensor:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.optim.backup import Target
 from fastsam.optim.bucket import Bucket, BucketGrads
 from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, squares, with_norm
 from fastsam.optim.gradients import present
 from fastsam.optim.hparams import LossScales
-from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
@@ -69,7 +69,6 @@ class Engine(ParamTracker):
         self.in_closure = False  # a closure of `step` is running
         self.finishing = False  # `second_step` is running
         self._calls: list[BucketGrads] = []  # calls of a perturbation under way
-        self.in_backward: InBackwardHooks | None = None  # updates in the second backward pass, if requested
         super().__init__(base, backend, exclusive, variant, self.combiner.coefficients if self.uses_combiner else None)
         self.steps = self.steps
 
@@ -288,7 +287,9 @@ class Engine(ParamTracker):
                 bucket.backup.begin_step()
                 bucket.backed_up = bucket.select(())
         for bucket, selection, _ in calls:
-            bucket.backup.begin_unperturbed(selection, bucket.updates_whole)
+            if bucket.updates_whole:
+                bucket.backup.begin_update(Target.PARAMS)
+                selection.load()
         self.weight_state = WeightState.PERTURBED
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.optim.backup import Target
 from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, BucketGrads
 from fastsam.optim.engine import PLAIN, Engine
 from fastsam.optim.grad_combination import c_call, copy_call
@@ -126,7 +127,7 @@ class OnePass(Engine):
         elif not self._hparams.adaptive and all(b.updates_whole and part is b.backed_up for b, part, _ in calls):
             self._updated = WeightState.PERTURBED
             for bucket in self.buckets:
-                bucket.backup.begin_in_backup()
+                bucket.backup.begin_update(Target.BACKUP)
 
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
         found = super()._post_update_calls(calls, found_inf) + self._state_calls(calls, found_inf)

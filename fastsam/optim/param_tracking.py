@@ -18,6 +18,7 @@ from fastsam.optim import parameters
 from fastsam.optim.backup import Target
 from fastsam.optim.bucket import MEMORY, Bucket, BucketGrads, buckets_of
 from fastsam.optim.hparams import HParamTensor
+from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import fsdp_modules_of, reshard, to_local
@@ -65,6 +66,7 @@ class ParamTracker:
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: UpdateRule | None = rule_of(base)
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
+        self.in_backward: InBackwardHooks | None = None  # updates in the second backward pass, if requested
         self.weight_state = WeightState.ORIGINAL
         self.buckets: list[Bucket] = []
         self.has_sharded_params = False  # some parameters are split among ranks
@@ -115,7 +117,8 @@ class ParamTracker:
             self._refresh_options(groups)
             return [(bucket, *bucket.gather()) for bucket in self.buckets]
         first, guard = self.one_pass or self.weight_state is WeightState.ORIGINAL, self._guard
-        calls = None if guard is None else guard.gradients(groups, state, first, reads_state=self.one_pass or not first)
+        reads_state = self.one_pass or not first or self.in_backward is not None
+        calls = None if guard is None else guard.gradients(groups, state, first, reads_state)
         if calls is None:
             self._sync_params()
             self._init_late_params()
@@ -247,7 +250,8 @@ class ParamTracker:
         return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._known_params)]
 
     def _make_guard(self, params: list[Tensor], buckets: list[Bucket], uninitialized: list[Tensor]) -> ParamGuard:
-        guard = ParamGuard(self.base.param_groups, params, buckets, uninitialized, self._guard)
+        fused = rule_of(self.base) is not None
+        guard = ParamGuard(self.base.param_groups, params, buckets, uninitialized, self._guard, fused)
         guard.note_state(self.base.state)
         return guard
 
