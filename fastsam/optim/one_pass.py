@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim.backup import Target
 from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, BucketGrads
-from fastsam.optim.engine import PLAIN, Engine
+from fastsam.optim.engine import Engine
 from fastsam.optim.grad_combination import c_call, copy_call
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import WeightState
@@ -49,14 +49,7 @@ class OnePass(Engine):
 
     one_pass = True
 
-    def __init__(
-        self,
-        base: Optimizer,
-        backend: str,
-        stochastic_rounding: bool = False,
-        exclusive: bool = False,
-        variant: SAM = PLAIN,
-    ) -> None:
+    def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
         if exclusive:
             raise ValueError(
                 f"assume_no_alias=True with {type(variant).__name__}, whose weights are perturbed between steps too: "
@@ -110,7 +103,7 @@ class OnePass(Engine):
     ) -> None:
         """Update the saved weights, and perturb the result."""
         super().update(calls, scales, found_inf, skip_nonfinite)
-        self._perturb_next(all(selection is bucket.whole for bucket, selection, _ in calls))
+        self._perturb_next(self.rule is not None and all(part is bucket.whole for bucket, part, _ in calls))
 
     def _begin_unperturbed(self, calls: Sequence[BucketGrads]) -> None:
         """Begin an update of the saved weights.
@@ -130,24 +123,12 @@ class OnePass(Engine):
                 bucket.backup.begin_update(Target.BACKUP)
 
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
-        found = super()._post_update_calls(calls, found_inf) + self._state_calls(calls, found_inf)
+        found = super()._post_update_calls(calls, found_inf)
+        if self.variant.memory is Memory.GRADIENT and any(grads for _, _, grads in calls):
+            found += [_gradient_call(*call, found_inf) for call in calls]
         if self._seed is not None:
             found.append(c_call(self._seed.add_, 1))
         return found
-
-    def finish_step(self, calls: Sequence[BucketGrads], scales: LossScales, made: bool) -> None:
-        super().finish_step(calls, scales, made)
-        for call in self._state_calls(calls, None) if made else []:
-            call()
-        if self._seed is not None:
-            self._seed.add_(1)
-        self._perturb_next(False)
-
-    def _state_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
-        """Return the calls that keep the gradient, if the variant keeps it."""
-        if self.variant.memory is not Memory.GRADIENT or not any(grads for _, _, grads in calls):
-            return []
-        return [_gradient_call(*call, found_inf) for call in calls]
 
     # --- the point between steps ---
 
@@ -243,13 +224,7 @@ class OnePass(Engine):
         self._last_perturbation, self._versions = [], None
 
 
-def make_engine(
-    base: Optimizer,
-    backend: str,
-    stochastic_rounding: bool,
-    exclusive: bool,
-    variant: SAM,
-) -> Engine:
+def make_engine(base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> Engine:
     """Return the engine that makes a variant's steps.
 
     Raises ValueError for a base optimizer and for options that the variant does not support.

@@ -130,10 +130,7 @@ class ParamTracker:
                 "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over "
                 "model.parameters() and load this one's state_dict() into it"
             )
-        if self._hparams.changed(groups):
-            self._read_options()
-        if self._hparams.live:
-            self._hparams.copy_live()
+        self._refresh_options(groups)
         if calls is None or self._guard is not guard:
             calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
             self._guard.expect(calls, first)

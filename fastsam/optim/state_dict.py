@@ -16,10 +16,10 @@ from fastsam.optim.accumulation_check import AccumulationCheck
 from fastsam.optim.amp import GradScalerTracker
 from fastsam.optim.base_optimizer import unhooked_step
 from fastsam.optim.clip_check import ClipCheck
-from fastsam.optim.engine import PLAIN, WeightState
 from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import share_groups
+from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.running_stats import RunningStatsFreezer
 from fastsam.optim.state_dict_format import COPIED_ALONE, Loaded, pack
@@ -141,7 +141,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     exclusive = state.pop("exclusive", False)  # pickles of older versions have none
     in_backward = state.pop("in_backward", False)
     optimizer.skip_nonfinite, max_grad_norm = state.pop("check_finite"), state.pop("max_grad_norm", None)
-    variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
+    variant, steps = state.pop("variant"), state.pop("steps", 0)
     unit, scale = state.pop("unit", None), state.pop("scale", None)
     training, uninitialized = state.pop("training", True), state.pop("left_out", None)
     statistics = RunningStatsFreezer(state.pop("model", ()), state.pop("frozen", ()))
