@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fastsam.optim.backup import Target
 from fastsam.optim.base_optimizer import unhooked_step, unscale_
 from fastsam.optim.bucket import Bucket, BucketGrads
-from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, squares, with_norm
+from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
 from fastsam.optim.gradients import present
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import ParamTracker, WeightState
@@ -326,9 +326,7 @@ class Engine(ParamTracker):
         """
         if self.uses_combiner:
             self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
-        total = summed(calls, self._sum, squares)
-        found = (~total.isfinite()).to(torch.float32)
-        return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
+        return or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))
 
     @property
     def _seed(self) -> Tensor | None:

@@ -210,11 +210,8 @@ class ParamTracker:
         self._release(params)
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
-        scalars = HParamTensor(
-            rule, groups, device, self._coefficients, self.variant.one_pass_direction is OnePassDirection.MOMENTUM
-        )
-        scalars.max_grad_norm = self.max_grad_norm
-        scalars.read(groups)
+        against = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
+        scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, against)
         weights = {**self._carried, **self.saved()}
         uninitialized = self._without_buffers(params, weights)
         fused = rule is not None
