@@ -33,13 +33,7 @@ class CopyBackup:
     can_swap: ClassVar[bool] = False  # parameters may get other memory for their perturbed weights
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:
-        """
-        Args:
-            params: parameters of the bucket, the very list, since another one would be another reference to each.
-            dtype: dtype of the backup.
-            arena: fields of the bucket.
-            kernels: kernels of the bucket.
-        """
+        """params: the bucket's list itself, since another one would be another reference to each parameter."""
         self._params, self._dtype, self._arena, self._kernels = params, dtype, arena, kernels
         self._sharded = any(map(is_dtensor, params))
         self.target = Target.RESTORED
@@ -210,13 +204,8 @@ def make_backup(
 ) -> CopyBackup:
     """Return the backup of parameters of this dtype.
 
-    Args:
-        params: parameters of the bucket.
-        dtype: dtype of the parameters.
-        fused: the update is a kernel.
-        exclusive: nothing else refers to the memory of the parameters during a step (`assume_no_alias`).
-        arena: fields of the bucket.
-        kernels: kernels of the bucket.
+    `fused` is True if the update is a kernel, and `exclusive` if nothing else refers to the memory of the parameters
+    during a step (`assume_no_alias`).
     """
     compute = compute_dtype(dtype)
     if fused and dtype != compute:

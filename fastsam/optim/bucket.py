@@ -101,10 +101,7 @@ class Bucket:
         return self._whole
 
     def gather(self) -> tuple[Selection, list[Tensor]]:
-        """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements.
-
-        Raises RuntimeError for a gradient that the kernels cannot read.
-        """
+        """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements."""
         found = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
         slots, grads = present(found, self.tensors, self.numbers)
         return self.select(slots), grads
@@ -148,9 +145,8 @@ class Bucket:
         choose: Callable[[Tensor, Tensor, Tensor], Tensor],
         factor: Tensor | None,
     ) -> list[Tensor]:
-        """Return the vectors along which these parameters are perturbed: `choose(g, memory, after)`, see
-        `SAM.direction`.
-        The memory of other parameters stays. factor: None for 1."""
+        """Return the vectors along which these parameters are perturbed: `choose(factor * g, memory, after)`, see
+        `SAM.direction`. The memory of other parameters stays."""
         g = self._gathered(selection, grads)
         if factor is not None:
             g.mul_(factor)
@@ -188,12 +184,9 @@ class Bucket:
         return not torch.compiler.is_compiling() and hasattr(self.kernels, "update_calls")
 
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> Any:
-        """Prepare to give these parameters other memory for their perturbed weights, if that is possible, and return
-        the `direct_calls` that then perturb them; else None. The selection has a `swap`.
-
-        If this is interrupted, `swap_back` of the backup ends it. donate: the caller clears the gradients next, so that
-        their memory may be used.
-        """
+        """Prepare to give these parameters other memory for their perturbed weights, and return the `direct_calls` that
+        then perturb them; None if that is not possible. The selection has a `swap`, and the backup's `swap_back` ends
+        it."""
         backup = self.backup
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # memory is not swapped when a graph is replayed

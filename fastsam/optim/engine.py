@@ -109,10 +109,7 @@ class Engine(ParamTracker):
         self._move(calls, scale, donate)
 
     def _move(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool = False) -> None:
-        """Perturb along the vectors of `calls`.
-
-        The weights are saved now, except in the state PERTURBED, in which they are saved already.
-        """
+        """Perturb along the vectors of `calls`. In the state PERTURBED the weights are saved already."""
         seed, phase = self._seed, self.weight_state
         if phase is not WeightState.PERTURBED:
             phase = WeightState.PERTURBING
@@ -292,11 +289,8 @@ class Engine(ParamTracker):
         self._invalidate_unsharded()
 
     def restore_weights(self) -> None:
-        """Restore the original weights, bit for bit, in any state.
-
-        Raises as `collect_grads` does if a parameter changed so that its saved weights do not fit. All others are
-        restored then.
-        """
+        """Restore the original weights, bit for bit, in any state. Raises as `collect_grads` does if saved weights do
+        not fit a changed parameter; all others are restored then."""
         if self.weight_state is WeightState.PERTURBING:
             for bucket, selection, grads in self._calls:
                 bucket.unperturb_(selection, grads, self._sum, self._seed)
@@ -320,10 +314,7 @@ class Engine(ParamTracker):
         self.restore_weights()
 
     def nonfinite(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> Tensor:
-        """Return float32 `[1]`, which is not 0 if a gradient of `calls` is not finite, or if `found_inf` is not 0.
-
-        It does not wait for the device.
-        """
+        """Return float32 `[1]`, which is not 0 if a gradient of `calls` is not finite, or if `found_inf` is not 0."""
         if self.uses_combiner:
             self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
         return or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))

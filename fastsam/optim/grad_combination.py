@@ -257,13 +257,9 @@ def with_norm(scalars: HParamTensor, inputs: UpdateInputs, hparams: Tensor | Non
 
 @torch.no_grad()
 def clip_in_memory(calls: Sequence[BucketGrads], limit: float, sharpness: float, scale: Tensor | None) -> None:
-    """Clip the combined gradient of a base optimizer that makes its own step.
+    """Clip the combined gradient of a base optimizer that makes its own step to the norm `limit`.
 
-    Args:
-        calls: gradients of each bucket.
-        limit: largest norm.
-        sharpness: coefficient of `g2 - g1`, which is where the first gradients were.
-        scale: loss scale of `g2 - g1`, None for 1.
+    `sharpness` is the coefficient of `g2 - g1`, which is where the first gradients were, and `scale` its loss scale.
     """
     kept = [(bucket, part, _written(bucket, part)) for bucket, part, _ in calls]
 

@@ -42,10 +42,7 @@ ARRIVED_CLEAN = (
 
 
 class OnePass(Engine):
-    """The engine of variants with one pass.
-
-    Its weights are PERTURBED between training steps, and ORIGINAL in evaluation.
-    """
+    """Engine of variants with one pass: weights are PERTURBED between training steps, and ORIGINAL in evaluation."""
 
     one_pass = True
 
@@ -142,11 +139,7 @@ class OnePass(Engine):
         self._perturb_next(False)
 
     def _perturb_next(self, whole: bool) -> None:
-        """Perturb the updated weights.
-
-        Args:
-            whole: every parameter had a gradient in the last step.
-        """
+        """Perturb the updated weights. whole: every parameter had a gradient in the last step."""
         moves = self._next_perturbation(whole)
         if self.weight_state is WeightState.PERTURBED and any(
             part is not bucket.backed_up for bucket, part, _ in moves
@@ -162,11 +155,7 @@ class OnePass(Engine):
             self._versions = self._versions_now()
 
     def _next_perturbation(self, whole: bool) -> list[BucketGrads]:
-        """Return the calls of the next perturbation.
-
-        Args:
-            whole: every parameter had a gradient in the last step.
-        """
+        """Return the calls of the next perturbation. whole: every parameter had a gradient in the last step."""
         if self.variant.one_pass_direction is OnePassDirection.GRADIENT:
             return [_last_gradient(bucket, whole) for bucket in self.buckets]
         assert self.rule is not None
@@ -225,10 +214,7 @@ class OnePass(Engine):
 
 
 def make_engine(base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> Engine:
-    """Return the engine that makes a variant's steps.
-
-    Raises ValueError for a base optimizer and for options that the variant does not support.
-    """
+    """Return the engine that makes a variant's steps. Raises ValueError for a base or options that do not serve."""
     check_base(variant, base, base.param_groups)
     kind = Engine if variant.one_pass_direction is OnePassDirection.NONE else OnePass
     return kind(base, backend, stochastic_rounding, exclusive, variant)
@@ -274,10 +260,7 @@ def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
 
 
 def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: Tensor | None) -> partial[Any]:
-    """Return a call that keeps these gradients, and zeros for the other parameters.
-
-    It keeps the old values if `found_inf` is not 0.
-    """
+    """Return a call that keeps these gradients, and zeros for other parameters; nothing if `found_inf` is not 0."""
     memory = bucket.arena.field(MEMORY, bucket.dtype)
     if found_inf is None and part is bucket.whole:
         return c_call(torch._foreach_copy_, _views(bucket, part, memory), list(grads))

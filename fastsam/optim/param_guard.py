@@ -106,10 +106,8 @@ class ParamGuard:
     ) -> None:
         """
         Args:
-            groups: parameter groups.
             params: all parameters of all groups, in order.
-            buckets: buckets of the parameters that have buffers.
-            uninitialized: the other parameters.
+            uninitialized: parameters that are in no bucket.
             before: guard that this one follows.
             reads_tensors: the update is fused, so that the tensors of the state are compared too.
         """

@@ -54,12 +54,7 @@ class ParamTracker:
         variant: SAM,
         coefficients: GradCoefficients | None,
     ) -> None:
-        """Args:
-        base: base optimizer.
-        backend: name of the backend.
-        exclusive: nothing else refers to the memory of the parameters during a step (`assume_no_alias`).
-        variant: variant of SAM.
-        mix: coefficients of the gradients, None if an update reads only the last gradient."""
+        """coefficients: coefficients of both gradients, None if an update reads only the last one."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
         self._coefficients = coefficients
         # The number of perturbations, which is the seed of the next one's rounding.
@@ -81,8 +76,7 @@ class ParamTracker:
     def begin_step(self) -> None:
         """Note that this engine will be between the halves of a step.
 
-        Raises RuntimeError if another engine is, over some of the same parameters. Of two engines that save and restore
-        the same weights, one would lose its update.
+        Raises RuntimeError if another engine is, over some of the same parameters: one of them would lose its update.
         """
         if _between and (len(_between) > 1 or self._ref not in _between):
             own = set(map(id, parameters_of(self.base.param_groups)))
@@ -197,10 +191,7 @@ class ParamTracker:
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
-        """Make new buffers for the present parameters.
-
-        State that still fits is kept, and converted if its parameter was.
-        """
+        """Make new buffers for the present parameters. State that still fits is kept, and converted if needed."""
         groups = self.base.param_groups
         params = parameters_of(groups)
         parameters.check(params)
@@ -276,12 +267,10 @@ class ParamTracker:
         return saved_weights(self.buckets, self.weight_state is not WeightState.ORIGINAL)
 
     def load(self, weights: Weights, perturbed: bool, uninitialized: Sequence[int] | None) -> None:
-        """Take over saved weights, with the state and the groups of `base`. ParamTracker are made at the next step.
+        """Take over saved weights, with the state and the groups of `base`. Buffers are made at the next step.
 
-        Args:
-            weights: the saved weights.
-            perturbed: they were saved between the passes.
-            uninitialized: numbers of the parameters that had no buffers, or None if unknown.
+        `perturbed` is True if they were saved between the passes. `uninitialized` are the numbers of the parameters
+        that had no buffers, or None if unknown.
         """
         self.weight_state = WeightState.PERTURBED if perturbed else WeightState.ORIGINAL
         if perturbed:
@@ -294,10 +283,7 @@ class ParamTracker:
 
     @torch._disable_dynamo
     def make_state(self) -> None:
-        """Make the state of the base optimizer as it is before its first step, for parameters with a gradient.
-
-        Loaders fill it with a saved state.
-        """
+        """Make the state of the base optimizer as it is before its first step, for parameters with a gradient."""
         self._sync_params()
         self._init_late_params()
         for update in self._updates:

@@ -29,7 +29,6 @@ class Selection:
         Args:
             slots: indices of the parameters in the bucket.
             params, aliases, tensors: all parameters of the bucket, the same detached, and dense.
-            layout: layout of the bucket.
             can_swap: True if parameters may get other memory for their perturbed weights.
         """
         self.slots, self._params = slots, params

@@ -180,7 +180,7 @@ class FusedUpdate:
     def _adopt(self, slot: int, spec: StateSpec, state: State) -> bool:
         """Replace the state of a parameter by views of the fields, with the values that it has.
 
-        Returns False if it has none; the fields then have the initial values.
+        Returns False if the parameter has no state. The fields then have the initial values.
         """
         entry = state.get(self.bucket.params[slot], {})
         views = self._state_of(slot, spec)
