@@ -11,10 +11,11 @@ from torch import Tensor
 from fastsam.arena import Arena, Layout, is_dense
 from fastsam.backends import Kernels
 from fastsam.ops import bind
-from fastsam.optim.backup import SwapBackup, Target, make_backup
+from fastsam.optim.backup import CopyBackup, MasterBackup, Target
 from fastsam.optim.gradients import present
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_groups_of, to_local
+from fastsam.optim.storage_swap import grad_storage_reusable
 from fastsam_kernels.constants import compute_dtype
 
 G1, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
@@ -43,62 +44,30 @@ class Bucket:
         self.dtype, self.device = params[0].dtype, params[0].device
         self.shard_groups, self.sharded = shard_groups_of(params[0]), any(map(is_dtensor, params))
         self.compute = compute_dtype(self.dtype)
-        self._attach()
-        self.layout = Layout.of(self.tensors, groups)
-        self.arena = Arena(self.layout, device=self.device)
-        self.backup = make_backup(self.params, self.dtype, fused, exclusive, self.arena, kernels)
-        self.backup.follow(self.aliases)
-        if self.backup.is_master:
-            self.layout.gather(self.aliases, self.backup.weights[0])
-        self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
-        self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
-        self.backed_up: Selection = self.select(())
-
-    # --- where the parameters are ---
-
-    def _attach(self) -> None:
-        """Take the parameters' memory. Kernels get detached aliases, which skip autograd's dispatch."""
+        # Kernels get detached aliases, which skip autograd's dispatch, and dense tensors in place of ones with gaps.
         self.aliases = [to_local(p).detach() for p in self.params]
         self.tensors = [
             p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases
         ]
-        self._all = tuple(range(len(self.tensors)))
+        self.layout = Layout.of(self.tensors, groups)
+        self.arena = Arena(self.layout, device=self.device)
+        kind: type[CopyBackup] = MasterBackup if fused and self.dtype != self.compute else CopyBackup
+        dtype = self.compute if kind.is_master else self.dtype
+        self.backup = kind(self.params, self.aliases, dtype, self.arena, kernels, exclusive)
+        self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
+        self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._selections: dict[tuple[int, ...], Selection] = {}
-        self._whole: Selection | None = None
-
-    def follow_params(self) -> None:
-        """Follow parameters that have other memory of the same kind (`fits`)."""
-        held = self.backed_up.slots
-        self._attach()
-        self.backup.follow(self.aliases)
-        self.backed_up = self.select(held)
-
-    def fits(self) -> bool:
-        """Return True if the parameters still fit the layout."""
-        kinds = zip(map(to_local, self.params), self.layout.segments, self.tensors, strict=True)
-        return all(shard_groups_of(p) == self.shard_groups for p in self.params) and all(
-            p.dtype == self.dtype
-            and p.device == self.device
-            and p.shape == s.shape
-            and (p.stride() == s.stride if is_dense(p) else t.is_contiguous())
-            for p, s, t in kinds
-        )
+        self.backed_up = self.select(())
+        self.whole = self.select(tuple(range(len(self.params))))
 
     def select(self, slots: tuple[int, ...]) -> Selection:
-        """Return the parameters in `slots`: the same object as long as they stay in their memory."""
+        """Return the parameters in `slots`, always the same object."""
         found = self._selections.get(slots)
         if found is None:
             found = self._selections[slots] = Selection(
                 slots, self.params, self.aliases, self.tensors, self.layout, self.backup.can_swap
             )
         return found
-
-    @property
-    def whole(self) -> Selection:
-        """All parameters."""
-        if self._whole is None:
-            self._whole = self.select(self._all)
-        return self._whole
 
     def gather(self) -> tuple[Selection, list[Tensor]]:
         """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements."""
@@ -174,7 +143,7 @@ class Bucket:
         return selection.views(vector)
 
     def _others(self, selection: Selection) -> Selection:
-        return self.select(tuple(i for i in self._all if i not in selection.slots))
+        return self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
 
     # --- other memory for perturbed weights ---
 
@@ -187,16 +156,17 @@ class Bucket:
         """Prepare to give these parameters other memory for their perturbed weights, and return the `direct_calls` that
         then perturb them; None if that is not possible. The selection has a `swap`, and the backup's `swap_back` ends
         it."""
-        backup = self.backup
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # memory is not swapped when a graph is replayed
-        assert isinstance(backup, SwapBackup)
+        backup, swap = self.backup, selection.swap
         backup.target = Target.PARAMS
         direct = self.direct_calls(selection)
         if direct is None:
             backup.target = Target.RESTORED
         else:
-            backup.swap(selection, grads, donate)
+            donated = donate and grad_storage_reusable(self.params, selection.slots, grads)
+            swap.set_targets(grads if donated else selection.views(backup.weights), donated)
+            backup.swapped = swap
         return direct
 
     # --- the calls ---
@@ -242,12 +212,12 @@ class Bucket:
         self, direct: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
         """Make `norm_` and `perturb_` as direct calls. Parameters that `swap` prepared get other memory."""
-        self.backed_up, backup = selection, self.backup
-        if not isinstance(backup, SwapBackup) or not backup.is_swapped:
-            direct.norm_perturb_(grads, sumsq, adaptive, backup.needs_save)
+        self.backed_up, swapped = selection, self.backup.swapped
+        if swapped is None:
+            direct.norm_perturb_(grads, sumsq, adaptive, self.backup.needs_save)
         else:
-            direct.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=backup.perturbed())
-            backup.swap_in()
+            direct.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=swapped.targets)
+            swapped.swap_in()
 
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Save the weights and leave them: a perturbation whose norm is zero."""

@@ -139,7 +139,7 @@ class Engine(ParamTracker):
         if self.in_backward is not None:
             self.in_backward.updated_slots.clear()
             for bucket, selection, _ in calls:
-                if donate and bucket.backup.is_swapped:
+                if donate and bucket.backup.swapped is not None:
                     self.in_backward.register(bucket, selection.slots, self._update_one)
 
     def _update_one(self, bucket: Bucket, slot: int) -> bool:
@@ -153,7 +153,8 @@ class Engine(ParamTracker):
             return False
         self._refresh_options(groups)
         _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
-        if not bucket.backup.swap_back_one(slot):
+        swapped = bucket.backup.swapped
+        if swapped is None or not swapped.swap_back_one(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]
         afterwards: list[partial[Any]] = []

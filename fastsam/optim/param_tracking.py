@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim import parameters
-from fastsam.optim.backup import Target
 from fastsam.optim.bucket import MEMORY, Bucket, BucketGrads, buckets_of
 from fastsam.optim.hparams import HParamTensor
 from fastsam.optim.in_backward import InBackwardHooks
@@ -167,27 +166,12 @@ class ParamTracker:
                 update.reset()
 
     def _sync_params(self) -> None:
-        """Notice parameters that moved, were converted or replaced."""
-        if self._guard is None:
-            self.rebuild()
-        elif torch.compiler.is_compiling():
+        """Make new buffers if parameters moved, were converted or replaced."""
+        guard = self._guard
+        if guard is not None and torch.compiler.is_compiling():
             return
-        elif not self._guard.same_parameters(self.base.param_groups):
+        if guard is None or not (guard.same_parameters(self.base.param_groups) and guard.same_memory()):
             self.rebuild()
-        elif not self._guard.same_memory():
-            self._check_shapes()
-            midway = self.weight_state is not WeightState.ORIGINAL and any(
-                bucket.backup.target is Target.PARAMS for bucket in self.buckets
-            )
-            if midway or not all(bucket.fits() for bucket in self.buckets):
-                self.rebuild()
-            else:
-                parameters.check(self._guard.params)
-                for bucket in self.buckets:
-                    bucket.follow_params()
-                for update in self._updates:
-                    update.reset()
-                self._guard = self._make_guard(self._guard.params, self.buckets, self.uninitialized_params)
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
@@ -219,7 +203,8 @@ class ParamTracker:
         before, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
         if before is not None:
             self._sum.copy_(before)
-        guard = self._make_guard(params, buckets, uninitialized)
+        guard = ParamGuard(groups, params, buckets, uninitialized, self._guard, fused)
+        guard.note_state(self.base.state)
         # From here on nothing can fail.
         self.rule, self._hparams, self.buckets, self._updates = rule, scalars, buckets, updates
         self._guard, self._carried = guard, {}
@@ -233,12 +218,6 @@ class ParamTracker:
         before, state = set(map(id, self.uninitialized_params)), self.base.state
         fresh = [p for p in params if p.grad is None and p not in state and p not in weights]
         return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._known_params)]
-
-    def _make_guard(self, params: list[Tensor], buckets: list[Bucket], uninitialized: list[Tensor]) -> ParamGuard:
-        fused = rule_of(self.base) is not None
-        guard = ParamGuard(self.base.param_groups, params, buckets, uninitialized, self._guard, fused)
-        guard.note_state(self.base.state)
-        return guard
 
     def _check_shapes(self) -> None:
         for bucket in self.buckets:

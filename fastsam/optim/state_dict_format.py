@@ -85,7 +85,7 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
             # may have rounded them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
-            bucket.backup.load(bucket.select((slot,)), weights)
+            bucket.select((slot,)).views(bucket.backup.weights)[0].copy_(weights)
     bucket.backed_up = bucket.select(tuple(held))
 
 
