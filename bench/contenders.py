@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bench.problem import FLOOR_BYTES, LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
+from bench.workload import FLOOR_BYTES, LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
 from fastsam import SAM, FusedSAM, backends, variants
 
 SGD_OPTIONS: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
@@ -41,8 +41,8 @@ class Contender:
         absent: reason why it cannot be measured here, or empty.
         backend: name of our backend, empty for any other.
         compiles (bool): takes most of a minute to get ready.
-        norm_error (float): relative error of the gradient's norm that the gate allows; the default suits float32 sums
-            over tensors of 2 M elements.
+        norm_error (float): relative error of the gradient's norm that the correctness check allows; the default suits
+            float32 sums over tensors of 2 M elements.
         sam: variant whose step in float64 is the reference, or None if the contender has no such reference.
         floor (float): bytes per parameter and step.
         rival: name of our contender that it is compared with, or empty.

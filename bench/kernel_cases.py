@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.problem import Size
+from bench.workload import Size
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import adam, sgd
 
@@ -81,7 +81,7 @@ _OPS = (
     Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
     Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
     Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
-       {"keep": True}),
+       {"write_master": True}),
     Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
     Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
        _ADAM, {"steps": "steps"}),

@@ -1,5 +1,4 @@
-"""The operands of a kernel case: sets of them that are used in turn, and the gate that compares a call with the
-reference in float64."""
+"""Operands of a kernel case: sets that are used in turn, and the comparison of a call with the reference in float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gate import excess
+from bench.correctness import excess
 from bench.kernel_cases import LISTS, LONGS, KernelCase, Operands, hparams_of
 from bench.timing import ROTATION
 from fastsam.arena import Layout
@@ -65,7 +64,7 @@ class Operator:
         drawn = drawn.mul_(SCALE.get(name, 0.01))
         return drawn.abs_() if name == "exp_avg_sq" else drawn
 
-    def gate(self, kernels: Any) -> str | None:
+    def check(self, kernels: Any) -> str | None:
         """Call the op on copies of the first set, and compare with the reference in float64 on the same values. Return
         how the two differ; None if they agree."""
         op = self.case.op

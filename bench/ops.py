@@ -26,7 +26,7 @@ def measure(case: KernelCase, machine: Machine, rounds: int, most: float, names:
             row["absent"] = absent
             continue
         try:
-            problem = operator.gate(backend.load())
+            problem = operator.check(backend.load())
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
         row |= {"problem": problem} if problem else _prepare(backend, operator, machine, samples)

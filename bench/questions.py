@@ -12,7 +12,7 @@ from bench.case import Case, Options
 from bench.contenders import Contender, contenders, variant_contenders
 from bench.fed import cases as federated
 from bench.kernel_cases import CPU_LEFT_OUT, OPS, kernel_cases
-from bench.problem import KERNEL_SIZES, SIZES
+from bench.workload import KERNEL_SIZES, SIZES
 from fastsam import backends
 
 KERNEL_ROUNDS, FEW_ROUNDS = 21, 5

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from bench import gate, memory
+from bench import correctness, memory
 from bench.contenders import Contender, Stepper
-from bench.problem import Gradients, Size, initial_weights
 from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
+from bench.workload import Gradients, Size, initial_weights
 
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
 MAX_STEPPERS = 16  # if ROTATION caches need more, that much memory is read before every sample
@@ -117,7 +117,7 @@ def _measure(
     wanted = -(-ROTATION * machine.cache_bytes // (TOUCHED * size.parameters)) if rotate else 1
     weights = initial_weights(size.shapes, device=machine.device)
     sets = [Gradients(size.shapes, 1 + i, machine.device) for i in range(min(max(wanted, 1), MAX_STEPPERS))]
-    green, red = gate.check([c for c in chosen if not c.absent], weights, sets[0])
+    green, red = correctness.check([c for c in chosen if not c.absent], weights, sets[0])
     rows, samples = dict[str, dict[str, Any]](), dict[str, Callable[[], float]]()
 
     def prepare(contender: Contender) -> dict[str, Any]:

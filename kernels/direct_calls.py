@@ -165,8 +165,8 @@ class DirectCalls:
         state: Sequence[Tensor | None],
         steps: Tensor | None,
         grads: Sequence[Tensor],
-        first: bool,
-        keep: bool,
+        init_state: bool,
+        write_master: bool,
         in_place: bool = False,
     ) -> list[Call]:
         """Return the calls that make `update_` (see `reference`), the first of which returns true if it failed.
@@ -182,7 +182,7 @@ class DirectCalls:
         self._state = (ctypes.c_void_p * len(places))(*places)
         at = self._in_place_at if in_place else self._at
         made, found = _function("update" + self._suffix), _rule(rule, self._suffix)
-        function = partial(made, *at, found, ctypes.addressof(self._state), first, keep)
+        function = partial(made, *at, found, ctypes.addressof(self._state), init_state, write_master)
         self._made = [function, partial(_wrote, self._params)]
         return self._made
 

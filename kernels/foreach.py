@@ -233,31 +233,31 @@ def update_(
     sumsq_v: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    first: bool = False,
-    keep: bool = False,
+    init_state: bool = False,
+    write_master: bool = False,
     shift: Tensor | None = None,
 ) -> None:
     """See `reference.update_`."""
     found = rules.find(rule)
     if found.foreach_update is None or not _serves(hparams, params, _field(backup), grads):
         options: dict[str, Any] = {"steps": steps, "g1": g1, "q": q, "sumsq_v": sumsq_v, "grad_scale": grad_scale}
-        options |= {"found_inf": found_inf, "first": first, "keep": keep, "shift": shift}
+        options |= {"found_inf": found_inf, "init_state": init_state, "write_master": write_master, "shift": shift}
         return reference.update_(params, backup, grads, table, hparams, rule, state, **options)
     plan, rows = tensor_lists_of(table), len(hparams)
     shared = params, _field(backup), grads, g1, _field(q), _field(shift)
     params_, o_, *others = plan.lists(rows, *shared, *map(_field, state))
     stops = found_inf is not None and found_inf.item() != 0
-    if stops or not keep:
+    if stops or not write_master:
         _copy_(params_, o_)
     if stops:
         return None
-    weights = o_ if keep and o_ else params_
+    weights = o_ if write_master and o_ else params_
     scale = 1.0 if grad_scale is None else grad_scale.item()
     sums = [None] * rows if sumsq_v is None else sumsq_v.tolist()
     counts = None if steps is None else plan.count_(steps)
     for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hparams, [weights, counts, *others]):
         d, decay = _gradient(h, w_, _linear(h, g, g1_, q_, scale), sums[row], p)
-        found.foreach_update(h, w_, d, decay, fields, t, first)
+        found.foreach_update(h, w_, d, decay, fields, t, init_state)
     if weights is o_:
         _copy_(params_, o_)
 
@@ -297,17 +297,16 @@ class ListCalls:
         state: Sequence[Tensor | None],
         steps: Tensor | None,
         grads: Sequence[Tensor],
-        first: bool,
-        keep: bool,
+        init_state: bool,
+        write_master: bool,
         in_place: bool = False,
     ) -> list[partial[None]]:
         """See `direct_calls.DirectCalls.update`."""
         check_not_freed(grads)
         params, backup, table, hparams = self._operands
         start = None if in_place else backup
-        return [
-            partial(update_, params, start, grads, table, hparams, rule, state, steps=steps, first=first, keep=keep)
-        ]
+        update = partial(update_, params, start, grads, table, hparams, rule, state)
+        return [partial(update, steps=steps, init_state=init_state, write_master=write_master)]
 
 
 def direct_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> ListCalls | None:

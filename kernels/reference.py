@@ -347,8 +347,8 @@ def update_(
     sumsq_v: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    first: bool = False,
-    keep: bool = False,
+    init_state: bool = False,
+    write_master: bool = False,
     shift: Tensor | None = None,
 ) -> None:
     """Restore and update in one pass: the local update rule, then `rule` with its gradient.
@@ -357,7 +357,9 @@ def update_(
         v = a*g2 + b*g1 + q
         sig = min(1, C/(||v|| + 1e-6)), without clipping 1
         d = sig*(v + full*phi*w) + (coupled + (1 - full)*phi)*(w - shift)
-        params = rule of (1 - lr*decoupled)*w and d      keep=True: backup too, before the rounding to params' dtype
+        params = rule of (1 - lr*decoupled)*w and d
+
+    If `write_master`, the new weights are also written to `backup`, before they are rounded to the dtype of `params`.
 
     Weight decay is either `coupled` or `decoupled` (column DECOUPLED), and the other one is 0.
 
@@ -368,7 +370,7 @@ def update_(
         steps: float32 `[rows, slots]`, if the rule counts steps: t per row and slot. It is incremented for the segments
             of the table, in every row.
         sumsq_v: `[rows]`, from `update_norm_`; None without clipping.
-        first: the state is not set yet, and is only written.
+        init_state: the state is not set yet, and is only written.
         shift: field in the compute dtype, or None. With a shift, `w` is an iterate that is shifted by it, and decays
             towards the shift, not towards zero.
         grad_scale: one-element float32 tensor of a GradScaler, by which `g2` is divided.
@@ -393,11 +395,11 @@ def update_(
         inside = torch.where(decoupled, 0.0, decay) + torch.where(full, 0.0, h[HParam.PROX_MU])
         d = _clip_factor(h, sumsq_v, dtype) * inner + inside * (w if shift_ is None else w - shift_)
         shrunk = torch.where(decoupled, w * (1 - h[HParam.LR] * decay), w)
-        new, *states = found.reference_update(h, shrunk, d, fields, t, first)
+        new, *states = found.reference_update(h, shrunk, d, fields, t, init_state)
         for field, value in zip(fields, states, strict=False):
             if field is not None:
                 field.copy_(value if stop is None else torch.where(stop, field, value))
-        _write(w_, o_, w, new, stop, keep)
+        _write(w_, o_, w, new, stop, write_master)
 
 
 def _clip_factor(h: dict[int, Tensor], sumsq_v: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -409,8 +411,8 @@ def _clip_factor(h: dict[int, Tensor], sumsq_v: Tensor | None, dtype: torch.dtyp
     return torch.where(limit > 0, factor, torch.ones_like(factor))
 
 
-def _write(w_: Tensor, o_: Tensor | None, w: Tensor, new: Tensor, stop: Tensor | None, keep: bool) -> None:
+def _write(w_: Tensor, o_: Tensor | None, w: Tensor, new: Tensor, stop: Tensor | None, write_master: bool) -> None:
     new = new if stop is None else torch.where(stop, w, new)
     w_.copy_(new)
-    if keep and o_ is not None:
+    if write_master and o_ is not None:
         o_.copy_(new)

@@ -73,7 +73,7 @@ class Workload:
 
     @torch.no_grad()
     def loss_of(self, model: nn.Module) -> float:
-        """Return the cross-entropy over the data of 100 clients. The gate compares it."""
+        """Return the cross-entropy over the data of 100 clients. The correctness check compares it."""
         device = next(model.parameters()).device
         x, y = (torch.cat(part[:100]).to(device) for part in zip(*self.tensors()))
         return float(nn.functional.cross_entropy(model.eval()(x), y))

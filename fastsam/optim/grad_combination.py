@@ -284,5 +284,5 @@ def _sharpness_calls(
     numbers in `hparams`."""
     backup = bucket.backup.weights if bucket.backup.is_master else None
     operands = part.tensors, backup, grads, part.table, hparams, "sgd", [None]
-    calls = op_calls(bucket, operands, inputs._replace(g1_field=G1), part, steps=None, first=False)
+    calls = op_calls(bucket, operands, inputs._replace(g1_field=G1), part, steps=None, init_state=False)
     return [*calls, partial(part.store)] if part.indirect else calls

@@ -28,7 +28,7 @@ BETA1, BETA2, EPS = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 3)
 
 
 def reference_update(
-    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
+    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, init_state: bool
 ) -> tuple[Tensor, ...]:
     m_, v_ = fields
     assert m_ is not None and v_ is not None
@@ -51,7 +51,7 @@ def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
     return b1.to(COMPUTE), rest1, b2.to(COMPUTE), rest2, step_size, root_correction, eps.to(COMPUTE)
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, INIT_STATE: tl.constexpr):
     b1, rest1, b2, rest2, step_size, root_correction, eps = numbers
     m = b1 * fields[0] + rest1 * d
     v = b2 * fields[1] + rest2 * d * d
@@ -65,7 +65,7 @@ def foreach_update(
     decay: float,
     fields_: Sequence[Tensors],
     t: Tensors,
-    first: bool,
+    init_state: bool,
 ) -> None:
     (m_, v_), decoupled = fields_, h[HParam.DECOUPLED] != 0
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_

@@ -1,4 +1,4 @@
-"""The benchmarks: each runs with `--quick`, its gate refuses a wrong contender, and only the measured code is timed."""
+"""The benchmarks: each runs with `--quick`, refuses a wrong contender, and times only the measured code."""
 
 import time
 import types
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench import __main__ as command
 from bench import case as cases
-from bench import gate, memory, ops, steps
+from bench import correctness, memory, ops, steps
 from bench import record as records
 from bench.contenders import (
     VARIANTS,
@@ -28,9 +28,9 @@ from bench.contenders import (
 )
 from bench.kernel_cases import OPS, STEP, KernelCase, kernel_cases
 from bench.kernel_data import MAX_SETS, Operator
-from bench.problem import KERNEL_SIZES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
 from bench.questions import QUESTIONS
 from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
+from bench.workload import KERNEL_SIZES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
 from fastsam import SAM, backends, variants
 from fastsam_kernels import reference
 from tests.helpers.bench_machine import Small
@@ -107,7 +107,7 @@ def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
         command.main([word for word in run if word != "--quick"] + ["norm-50k-flat"])
 
 
-# ---- the gate
+# ---- the correctness check
 
 
 @pytest.mark.of_each_kind
@@ -115,7 +115,7 @@ def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
 def test_contenders_and_variants_agree_with_the_reference(size: Size) -> None:
     everybody = [c for c in (*contenders().values(), *variant_contenders(peers=False).values()) if not c.absent]
     chosen = [c for c in everybody if not c.compiles and not c.name.startswith("pytorch")]
-    green, red = gate.check(chosen, initial_weights(size.shapes), Gradients(size.shapes))
+    green, red = correctness.check(chosen, initial_weights(size.shapes), Gradients(size.shapes))
     assert red == {} and list(green) == [c.name for c in chosen]
 
 
@@ -202,7 +202,7 @@ def test_the_gate_of_an_op_leaves_the_input(layout: str) -> None:
         for op in (op for op in OPS.values() if hasattr(backend.load(), op.function)):
             operator = Operator(KernelCase(op, Size("rows2", "", ((20, 9), (7,)), rows=2), layout), CPU, 1)
             before = tensors(operator)
-            assert operator.gate(backend.load()) is None, op.name
+            assert operator.check(backend.load()) is None, op.name
             assert all(torch.equal(a, b) for a, b in zip(before, tensors(operator), strict=True)), op.name
 
 

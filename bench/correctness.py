@@ -1,4 +1,4 @@
-"""The gate before every measurement: no time is taken of a contender that computes something else.
+"""The correctness check before every measurement. A contender that computes something else is not timed.
 
 The reference is `FusedSAM` in float64 on the backend `reference`. A contender takes the same steps and is compared with
 it after every phase. Comparing final weights would not do: the gradients are prepared, so a wrong perturbation would
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.contenders import Contender, Stepper, ours
-from bench.problem import Gradients
+from bench.workload import Gradients
 
 STEPS = 2  # the second step is the first that shows what momentum kept
 # elements that are compared at once: small temporaries, but few waits for a GPU
