@@ -159,6 +159,7 @@ class Bucket:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # memory is not swapped when a graph is replayed
         backup, swap = self.backup, selection.swap
+        assert swap is not None
         backup.target = Target.PARAMS
         direct = self.direct_calls(selection)
         if direct is None:

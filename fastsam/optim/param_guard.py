@@ -25,6 +25,7 @@ _data_ptr = torch.Tensor.data_ptr
 _storage = torch.Tensor.untyped_storage
 _bytes_of = torch.UntypedStorage.nbytes
 _params_of = itemgetter("params")
+_values = dict.values
 Groups = Sequence[dict[str, Any]]
 State = dict[Tensor, dict[str, Any]]
 
@@ -130,9 +131,10 @@ class ParamGuard:
 
     def _values_of(self, state: State) -> list[Any]:
         entries: list[Any] = list(state.values())
-        if self._reads_tensors:
-            entries += chain.from_iterable([e.values() for e in entries if isinstance(e, dict)])
-        return entries
+        try:
+            return [*entries, *chain.from_iterable(map(_values, entries))] if self._reads_tensors else entries
+        except TypeError:  # the user's entry is no dict
+            return entries
 
     def _counts_alone(self, state: State) -> list[int]:
         """Return for each parameter the count of references if only the optimizer has it."""
