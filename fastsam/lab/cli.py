@@ -218,13 +218,13 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam run`."""
     from fastsam.fed.sums.ranks import join_ranks
-    from fastsam.lab import compare, experiment, keys, report
+    from fastsam.lab import compare, experiment, report, run_config
     from fastsam.lab import config as configs
 
     source = configs.read(arguments.config, flags)
     _show_imports(source, arguments)
     config = configs.resolve(source)
-    short = keys.short_name(config.algorithm)
+    short = run_config.short_name(config.algorithm)
     if arguments.print_config:
         print(json.dumps(config.record(), indent=1))
         return 0

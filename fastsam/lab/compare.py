@@ -23,9 +23,10 @@ from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import experiment, report
 from fastsam.lab.config import ConfigError, Source, resolve, with_current_options
 from fastsam.lab.experiment import Experiment
-from fastsam.lab.keys import DATA_KEYS, RunConfig, short_name
+from fastsam.lab.plots.curves import value_text
 from fastsam.lab.report import FinishedRun
-from fastsam.lab.report.finished import panel_name, value_text
+from fastsam.lab.report.finished import panel_name
+from fastsam.lab.run_config import DATA_KEYS, RunConfig, short_name
 from fastsam.lab.sweep import Axis, check_taken, combinations, parse_axis, with_values
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from fastsam.fed.common.checks import nearest
 from fastsam.fed.common.import_paths import import_object, is_import_path
 from fastsam.fed.common.option import kinds
 from fastsam.fed.rundir.manifest import with_current_names
-from fastsam.lab.keys import KEYS, OPTION_TABLES, TABLES, RunConfig, foreign_keys, short_name
+from fastsam.lab.run_config import KEYS, OPTION_TABLES, TABLES, RunConfig, foreign_keys, short_name
 
 if sys.version_info >= (3, 11):
     import tomllib

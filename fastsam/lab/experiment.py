@@ -24,7 +24,7 @@ from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.result import Result
 from fastsam.lab.config import ConfigError, algorithm_class
-from fastsam.lab.keys import RunConfig, is_pattern, set_options, set_parameters
+from fastsam.lab.run_config import RunConfig, is_pattern, set_options, set_parameters
 
 _IMPORTED = ("loss", "lr", "server_lr", "sampler", "available", "weighting", "optimizer")  # may be functions
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.common.atomic_files import make_directory, read_bytes, read_json
 from fastsam.lab import report
-from fastsam.lab.keys import short_name
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.report.document import Figure
+from fastsam.lab.run_config import short_name
 
 if TYPE_CHECKING:
     import pandas

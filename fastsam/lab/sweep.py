@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fastsam.fed.algorithms import registry
 from fastsam.fed.common.checks import nearest
 from fastsam.lab.config import ConfigError, Source, algorithm_options, takers_of
-from fastsam.lab.keys import KEYS, short_name
+from fastsam.lab.run_config import KEYS, short_name
 
 
 @dataclass(frozen=True)

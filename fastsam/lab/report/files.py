@@ -13,7 +13,7 @@ import numpy as np
 from fastsam.fed.common.atomic_files import write_json
 from fastsam.fed.measures.surface import RADIUS
 from fastsam.lab import plots
-from fastsam.lab.plots.curves import NAMES
+from fastsam.lab.plots.curves import NAMES, deviation
 from fastsam.lab.report.document import Document, Figure
 from fastsam.lab.report.finished import (
     FinishedRun,
@@ -27,7 +27,6 @@ from fastsam.lab.report.finished import (
     values,
 )
 from fastsam.lab.report.tables import all_tables
-from fastsam.lab.seeds import deviation
 
 # Files of a comparison's directory in addition to one sub-directory per run. There may be more figures.
 COMPARISON_FILES = {

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastsam.lab.plots.curves import value_text
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -66,11 +68,6 @@ def metrics_of(runs: Iterable[FinishedRun]) -> list[str]:
 def target_of(runs: Iterable[FinishedRun]) -> float | None:
     """Return the target accuracy of the first run that has one."""
     return next((run.summary["target"] for run in runs if run.summary.get("target") is not None), None)
-
-
-def value_text(value: Any) -> str:
-    """Return a swept value as it is shown in a label."""
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def shared_keys(runs: Iterable[FinishedRun]) -> tuple[str, ...]:

@@ -9,10 +9,10 @@ import numpy as np
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.rundir.result import to_target
+from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import Column, Part
-from fastsam.lab.seeds import deviation
 
 NONE = "–"
 Number = Callable[[FinishedRun, float | None], float | None]

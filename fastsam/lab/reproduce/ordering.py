@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from fastsam.fed.algorithms import registry
+from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import Part, Section, Table
-from fastsam.lab.seeds import deviation
 
 OWN = {
     "fedsam": ("fedsam", "mofedsam"),

@@ -17,9 +17,9 @@ from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare, experiment
 from fastsam.lab.compare import Plan
 from fastsam.lab.config import Source, parse_flags, resolve
-from fastsam.lab.keys import RunConfig, short_name
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.reproduce.table import Part, Table, source
+from fastsam.lab.run_config import RunConfig, short_name
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastsam.fed.common.checks import nearest
 from fastsam.lab.config import ConfigError, Source, tomllib
-from fastsam.lab.keys import TABLES
+from fastsam.lab.run_config import TABLES
 
 SCALES = ("digits",)
 

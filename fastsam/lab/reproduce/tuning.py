@@ -22,10 +22,10 @@ from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare
 from fastsam.lab.compare import Plan
 from fastsam.lab.config import ConfigError, Source, parse_flags
-from fastsam.lab.keys import short_name
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.table import Part
+from fastsam.lab.run_config import short_name
 from fastsam.lab.sweep import Axis, parse_axis
 
 if TYPE_CHECKING:
