@@ -107,8 +107,7 @@ def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Exp
 def _load_weights(model: nn.Module, path: Path) -> None:
     """Load weights into the model.
 
-    Raises:
-        ConfigError: the file is missing, is not a .safetensors file, or does not fit the model.
+    Raises ConfigError if the file is missing, is not a .safetensors file, or does not fit the model.
     """
     file = path / "model.safetensors" if path.is_dir() else path
     try:

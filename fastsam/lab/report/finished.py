@@ -12,27 +12,16 @@ from fastsam.lab.plots.curves import value_text
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run.
+    """A finished run."""
 
-    Args:
-        label: name of its line in the report: the algorithm, and the values of a sweep.
-        seed: random seed.
-        summary: content of its summary.json.
-        history: its records.
-        run_dir: its directory.
-        algorithm: short name of the algorithm.
-        point: swept keys that it took, with their values.
-        lr: local learning rate; None if it is not a number.
-    """
-
-    label: str
+    label: str  # name of its line in the report: the algorithm, and the values of a sweep
     seed: int
-    summary: Mapping[str, Any]
-    history: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]  # content of its summary.json
+    history: Sequence[Mapping[str, Any]]  # its records
     run_dir: Path
-    algorithm: str = ""
-    point: Mapping[str, Any] = field(default_factory=dict)
-    lr: float | None = None
+    algorithm: str = ""  # short name of the algorithm
+    point: Mapping[str, Any] = field(default_factory=dict)  # swept keys that it took, with their values
+    lr: float | None = None  # local learning rate; None if it is not a number
 
 
 Group = Sequence[FinishedRun]
