@@ -167,8 +167,8 @@ def perturb_(
             continue
         base = o_.to(w_.dtype)
         places = torch.arange(offset, offset + base.shape[1], device=base.device)
-        moved = stochastic(base.to(dtype) + scale * direction, random_bits(seed, places), w_.dtype)
-        w_.copy_(torch.where(moves, moved, base))
+        rounded = stochastic(base.to(dtype) + scale * direction, random_bits(seed, places), w_.dtype)
+        w_.copy_(torch.where(moves, rounded, base))
 
 
 @torch.no_grad()
@@ -286,9 +286,9 @@ def accumulate_(
     value = d.double() * (factor * 2.0**HIGH_BITS)
     value = torch.where(value.abs() <= LIMIT * 2.0**HIGH_BITS, value, 0.0)
     for row in value:  # one by one, because a sum of their low limbs may exceed 64 bits
-        whole = row.trunc()
-        low = low_ + ((row - whole) * 2.0**LOW_BITS).to(torch.int64)
-        high_.add_(whole.to(torch.int64)).add_(low >> LOW_BITS)
+        integer = row.trunc()
+        low = low_ + ((row - integer) * 2.0**LOW_BITS).to(torch.int64)
+        high_.add_(integer.to(torch.int64)).add_(low >> LOW_BITS)
         low_.copy_(low & ((1 << LOW_BITS) - 1))
     if largest_ is not None:
         flat = d.double().reshape(len(rows), high_.numel())
@@ -377,12 +377,12 @@ def update_(
         found_inf: one-element float32 tensor of a GradScaler. If it is not 0, the weights are restored, nothing else is
             written, and no step is counted.
     """
-    found = rules.find(rule)
+    update_rule = rules.find(rule)
     dtype = compute_dtype(params[0].dtype) if params else torch.float32
     stop = None if found_inf is None else found_inf.reshape(()) != 0
-    kept = [*state, *[None] * (len(found.state) - len(state))]
-    shared = params, _field(backup), grads, g1, _field(q), _field(shift)
-    operands = _each(table, hparams, dtype, *shared, *map(_field, kept))
+    padded = [*state, *[None] * (len(update_rule.state) - len(state))]
+    vectors = params, _field(backup), grads, g1, _field(q), _field(shift)
+    operands = _each(table, hparams, dtype, *vectors, *map(_field, padded))
     for slot, (h, (w_, o_, g, g1_, q_, shift_, *fields)) in zip(table[:, 3].tolist(), operands, strict=True):
         t = torch.ones(hparams.shape[0], 1, dtype=torch.float64, device=hparams.device)
         if steps is not None:
@@ -395,7 +395,7 @@ def update_(
         inside = torch.where(decoupled, 0.0, decay) + torch.where(full, 0.0, h[HParam.PROX_MU])
         d = _clip_factor(h, sumsq_v, dtype) * inner + inside * (w if shift_ is None else w - shift_)
         shrunk = torch.where(decoupled, w * (1 - h[HParam.LR] * decay), w)
-        new, *states = found.reference_update(h, shrunk, d, fields, t, init_state)
+        new, *states = update_rule.reference_update(h, shrunk, d, fields, t, init_state)
         for field, value in zip(fields, states, strict=False):
             if field is not None:
                 field.copy_(value if stop is None else torch.where(stop, field, value))

@@ -69,10 +69,10 @@ class UpdateRule:
         t       float64 `[rows, 1]`, the number of this step, from 1
         init_state True if the fields are not set yet
 
-    `scalar_args(lr, own, count, COMPUTE)` returns a tuple of scalars, computed in float64 from the rule's own columns
-    (a tuple). `triton_update(w, d, fields, numbers, GIVEN, INIT_STATE)` returns a tuple of the new weights and the new
-    fields. Bit i of GIVEN is set if field i is given. `tl`, and `divide`, `root` and `power` of `triton_common`, are
-    globals of both.
+    `scalar_args(lr, rule_hparams, count, COMPUTE)` returns a tuple of scalars, computed in float64 from the rule's own
+    columns (a tuple). `triton_update(w, d, fields, numbers, STATE_MASK, INIT_STATE)` returns a tuple of the new weights
+    and the new fields. Bit i of STATE_MASK is set if field i is given. `tl`, and `divide`, `root` and `power` of
+    `triton_common`, are globals of both.
 
     `foreach_update(h, w_, d, decay, fields_, t, init_state)` updates lists of tensors on the CPU in place. `h` has the
     columns as numbers; if they have a decoupled decay, `foreach_update` shrinks the weights. `d` is the gradient

@@ -123,10 +123,10 @@ class Step(NamedTuple):
 
     form: Any
     full: Any  # true if phi*w is clipped
-    own: Any  # numbers of the rule
+    rule_scalars: Any  # numbers of the rule
     run: Any
     ELEMENT: tl.constexpr
-    GIVEN: tl.constexpr
+    STATE_MASK: tl.constexpr
     INIT_STATE: tl.constexpr
     WRITE_MASTER: tl.constexpr
 
@@ -141,7 +141,7 @@ def _update(operands, by, at):
     decaying = w if shift is None else w - load(shift, at)
     d = sig * tl.where(by.full, v + phi * w, v) + decay * decaying
     fields = [_field(x, at, by.INIT_STATE) for x in state]
-    new = by.ELEMENT(w * shrink, d, fields, by.own, by.GIVEN, by.INIT_STATE)
+    new = by.ELEMENT(w * shrink, d, fields, by.rule_scalars, by.STATE_MASK, by.INIT_STATE)
     for i in tl.static_range(FIELDS):
         if state[i] is not None:
             store_if(by.run, state[i], at, new[i + 1])
@@ -168,7 +168,7 @@ def _count_row(counters, chunk, table, run):
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _update_kernel(
     weights, backup, grads, g1, q, shift, state0, state1, state2, counters, sumsq_v, grad_scale, found_inf,
-    plan, hparams, n_chunks, segments, NUMBERS: tl.constexpr, ELEMENT: tl.constexpr, GIVEN: tl.constexpr,
+    plan, hparams, n_chunks, segments, NUMBERS: tl.constexpr, ELEMENT: tl.constexpr, STATE_MASK: tl.constexpr,
     INIT_STATE: tl.constexpr, WRITE_MASTER: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
@@ -177,11 +177,11 @@ def _update_kernel(
     if counters is not None:
         count = tl.load(counters[0] + chunk.row * counters[1] + chunk.slot * counters[2]) + 1
     form = _form(h, sumsq_v, grad_scale, chunk, COMPUTE)
-    own = NUMBERS(h.lr, h.own, count, COMPUTE)
+    rule_scalars = NUMBERS(h.lr, h.rule_hparams, count, COMPUTE)
     run = _running(found_inf)
     each_block(
         _update, (weights, grads, g1, q, shift, backup, state0, state1, state2),
-        Step(form, h.clip_includes_prox != 0, own, run, ELEMENT, GIVEN, INIT_STATE, WRITE_MASTER),
+        Step(form, h.clip_includes_prox != 0, rule_scalars, run, ELEMENT, STATE_MASK, INIT_STATE, WRITE_MASTER),
         chunk, COMPUTE, ALIGNED,
     )  # fmt: skip
     if counters is not None:
@@ -224,7 +224,7 @@ def _update_(
         found_inf=found_inf,
         NUMBERS=numbers,
         ELEMENT=element,
-        GIVEN=sum(1 << i for i, field in enumerate(state) if field is not None),
+        STATE_MASK=sum(1 << i for i, field in enumerate(state) if field is not None),
         INIT_STATE=init_state,
         WRITE_MASTER=write_master,
         COMPUTE=compute_type(params),

@@ -61,12 +61,12 @@ class Workload:
         """Return per client float32 inputs and int64 labels: a prototype per class, and noise."""
         random = np.random.default_rng(0)
         prototypes = random.normal(size=(CLASSES, *self.shape))
-        made = []
+        clients = []
         for _ in range(self.clients):
             y = random.integers(CLASSES, size=SAMPLES)
             x = 0.5 * prototypes[y] + random.normal(size=(SAMPLES, *self.shape))
-            made.append((x.astype(np.float32), y))
-        return made
+            clients.append((x.astype(np.float32), y))
+        return clients
 
     def tensors(self) -> list[tuple[Tensor, Tensor]]:
         return [(torch.from_numpy(x).to(self.device), torch.from_numpy(y).to(self.device)) for x, y in self.data()]

@@ -37,12 +37,12 @@ def reference_update(
     return w - lr * (d / (total.sqrt() + h[EPS])), total
 
 
-def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
-    lr_decay, eps, _ = own
+def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
+    lr_decay, eps, _ = rule_hparams
     return (lr / (1.0 + (count - 1).to(tl.float64) * lr_decay)).to(COMPUTE), eps.to(COMPUTE)
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, INIT_STATE: tl.constexpr):
+def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
     lr, eps = numbers
     total = fields[0] + d * d
     return w - lr * divide(d, root(total) + eps), total

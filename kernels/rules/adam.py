@@ -40,8 +40,8 @@ def reference_update(
     return w - h[HParam.LR] / correction1 * m / (v.sqrt() / correction2.sqrt() + h[EPS]), m, v
 
 
-def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
-    b1, b2, eps = own
+def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
+    b1, b2, eps = rule_hparams
     side = tl.arange(0, 2)  # both powers side by side, so that a thread computes one of them
     powers = power(tl.where(side == 0, b1, b2), count)
     correction1 = 1.0 - tl.sum(tl.where(side == 0, powers, 0.0))
@@ -51,7 +51,7 @@ def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
     return b1.to(COMPUTE), rest1, b2.to(COMPUTE), rest2, step_size, root_correction, eps.to(COMPUTE)
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, INIT_STATE: tl.constexpr):
+def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
     b1, rest1, b2, rest2, step_size, root_correction, eps = numbers
     m = b1 * fields[0] + rest1 * d
     v = b2 * fields[1] + rest2 * d * d

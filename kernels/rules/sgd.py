@@ -37,15 +37,15 @@ def reference_update(
     return w - h[HParam.LR] * d, m
 
 
-def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
-    mu, dampening, nesterov = own
+def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
+    mu, dampening, nesterov = rule_hparams
     return lr.to(COMPUTE), mu.to(COMPUTE), (1.0 - dampening).to(COMPUTE), nesterov != 0
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, INIT_STATE: tl.constexpr):
+def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
     lr, mu, undamped, nesterov = numbers
     m = fields[0]
-    if GIVEN == 1:
+    if STATE_MASK == 1:
         m = d if INIT_STATE else mu * m + undamped * d
         d = tl.where(nesterov, d + mu * m, m)
     return w - lr * d, m

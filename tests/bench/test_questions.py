@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench import __main__ as command
 from bench import case as cases
-from bench import correctness, memory, ops, steps
+from bench import correctness, memory, ops, steps, whole_steps
 from bench import record as records
 from bench.contenders import (
     VARIANTS,
@@ -24,6 +24,7 @@ from bench.contenders import (
     OptimizerStepper,
     Stepper,
     contenders,
+    ours,
     variant_contenders,
 )
 from bench.kernel_cases import OPS, STEP, KernelCase, kernel_cases
@@ -48,7 +49,7 @@ def one_thread() -> Iterator[None]:
 # ---- the command
 
 QUICK = {
-    "step": ["--cases", "small_cnn-1", "--rows", "flat", "copied", "fastsam_foreach"],
+    "step": ["--cases", "small_cnn-1", "whole/mlp", "--rows", "flat", "copied", "fastsam_foreach"],
     "variants": ["--cases", "small_cnn"],
     "kernels": ["--cases", "steps/50k", "norm-50k-*"],
     "accuracy": ["--cases", "cancer", "--rows", "SAM"],
@@ -142,6 +143,14 @@ class Raising(FlatStepper):
 def _sam(**changed: float) -> Callable[[Sequence[Tensor]], OptimizerStepper]:
     options = {"rho": RHO, "lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, **changed}
     return lambda weights: OptimizerStepper(weights, lambda p: CopiedSAM(p, torch.optim.SGD, **options))
+
+
+def test_a_wrong_contender_is_not_timed_in_whole_steps() -> None:
+    selected = [Contender("ours", "ours", ours(), backend="auto"), Contender("wrong", "wrong", _sam(rho=10 * RHO))]
+    training = whole_steps.TRAININGS["mlp"]._replace(steps=1)
+    case = whole_steps.measure(selected, training, Small(CPU), rounds=2)
+    assert "eager" in case["rows"][0] and "eager" not in case["rows"][1]
+    assert "the loss after a step is" in case["rows"][1]["problem"]
 
 
 WRONG = {
