@@ -12,8 +12,8 @@ import torch
 
 from fastsam.fed.clients.batched import BatchedClients, check_kind
 from fastsam.fed.clients.prefetcher import Prefetcher
-from fastsam.fed.clients.reading import LARGEST_READ, as_samples, read, source
-from fastsam.fed.clients.samples import ClientDataset, Collate, generators, hashed, seeded
+from fastsam.fed.clients.reading import LARGEST_READ, read, source
+from fastsam.fed.clients.samples import ClientDataset, Collate, as_samples, generators, hashed, seeded
 from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer
 

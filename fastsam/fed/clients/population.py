@@ -13,10 +13,11 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.batched import BatchedClients
 from fastsam.fed.clients.packed_samples import PackedSamples
 from fastsam.fed.clients.pairs import Pair
-from fastsam.fed.clients.samples import IGNORED, ClientDataset
+from fastsam.fed.clients.samples import IGNORED, ClientDataset, as_samples
 
 _TOGETHER = 4096  # clients whose samples are copied to be hashed in one piece
 Loss = Callable[[Tensor, Tensor], Tensor]  # loss of outputs and labels
@@ -118,6 +119,24 @@ class Population:
                 "batch by batch"
             )
         )
+
+    def largest_client(self) -> int:
+        """Return the client with most samples, the first one of several."""
+        sizes = self.known_sizes
+        return max(sizes, key=lambda i: (sizes[i], -i)) if sizes else 0
+
+    def data_of(self, client: int) -> ClientDataset:
+        """Return the samples of a client."""
+        return as_samples(self.clients[client]) if self.samples is None else self.samples[client]
+
+    @property
+    def test_data(self) -> ClientDataset | None:
+        """The test set as samples, or None."""
+        return as_samples(self.test) if self.test is not None else self.test_samples
+
+    def loss_of(self, loss: Loss | BatchLoss) -> Loss | BatchLoss:
+        """Return the loss as steps take it: of a batch if samples come in batches."""
+        return PairLoss(loss) if self.samples is not None and not isinstance(loss, BatchLoss) else loss
 
     @property
     def reads_draw(self) -> bool:

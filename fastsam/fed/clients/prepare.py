@@ -17,8 +17,8 @@ from fastsam.fed.clients.lazy import LazyClientData, LazyClients
 from fastsam.fed.clients.packed_samples import LARGEST, PackedSamples, StoredPairs, store_of, stored
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
-from fastsam.fed.clients.reading import LARGEST_READ, Source, as_samples, read, source
-from fastsam.fed.clients.samples import ClientDataset, Collate
+from fastsam.fed.clients.reading import LARGEST_READ, Source, read, source
+from fastsam.fed.clients.samples import ClientDataset, Collate, as_samples
 
 Watched = Callable[[Sequence[Any]], Iterable[Any]]
 

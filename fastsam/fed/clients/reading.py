@@ -164,11 +164,6 @@ def read(
         return made
 
 
-def as_samples(own: Pair | ClientDataset) -> ClientDataset:
-    """A pair as samples, too."""
-    return own if isinstance(own, ClientDataset) else TensorSamples(list(own), len(own[1]))
-
-
 def _of_columns(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset:
     """Return columns (tensors or arrays of all samples) as a pair, or as a tree of columns."""
     if isinstance(given, tuple) and not isinstance(given[0], (Mapping, tuple)):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.pairs import check_unmasked
+from fastsam.fed.clients.pairs import Pair, check_unmasked
 
 IGNORED = -100  # the label that torch's losses ignore by default
 Collate = Callable[[list[Any]], Any]  # samples -> batch
@@ -170,6 +170,11 @@ class TensorSamples(ClientDataset):
             return ""
         count = int((own[0] == IGNORED).sum())
         return f" ({count} of its {own[0].numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
+
+
+def as_samples(own: Pair | ClientDataset) -> ClientDataset:
+    """Return samples, of a pair too."""
+    return own if isinstance(own, ClientDataset) else TensorSamples(list(own), len(own[1]))
 
 
 class DatasetSamples(ClientDataset):

@@ -20,9 +20,8 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
-from fastsam.fed.loop.algorithm_calls import Contract
 from fastsam.fed.loop.client_state import ClientStateStorage
-from fastsam.fed.loop.contract import check_finite
+from fastsam.fed.loop.contract import Contract, check_finite
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
@@ -150,11 +149,7 @@ class Loop:
 
     def _rounds_of(self, t: int, cohort_size: int) -> tuple[Round, Round]:
         """Return round t, and the same as the algorithm may see it."""
-        settings = self.settings
-        round = visible = Round(
-            t, settings.lr_of(t), settings.local_epochs, len(self.population.sizes), cohort_size,
-            settings.server_lr_of(t), settings.lr_of(0), self.layout, settings.momentum, settings.seed,
-        )  # fmt: skip
+        round = visible = self.settings.round(t, len(self.population.sizes), cohort_size, self.layout)
         for stage in self.stages:
             visible = stage.visible_round(visible)
         return round, visible

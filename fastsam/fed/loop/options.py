@@ -14,6 +14,7 @@ from fastsam.fed import executors
 from fastsam.fed.aggregation import Aggregation, Rule, rule_of
 from fastsam.fed.aggregation import names as aggregations
 from fastsam.fed.aggregation.function import FunctionRule
+from fastsam.fed.algorithms.base import Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
@@ -32,6 +33,7 @@ from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
 from fastsam.fed.step.memory_format import FORMATS
+from fastsam.fed.step.parameter_layout import ParameterLayout
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 
@@ -149,7 +151,7 @@ class Settings:
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
         object.__setattr__(self, "compression", compression_of(self.compression))
-        named(self.measures)
+        object.__setattr__(self, "measures", named(self.measures) or self.measures)
         resolve(self.metrics)
         requirements.check(requirements.Facts(self))
         self._check_rates()
@@ -199,6 +201,13 @@ class Settings:
             return self.server_lr
         known = {"lr": self.lr_of(index), "first_lr": self.lr_of(0)}
         return rate_at("server_lr", self.server_lr, index, known, at_least=0)
+
+    def round(self, index: int, num_clients: int, cohort_size: int, layout: ParameterLayout) -> Round:
+        """Return round `index` (from 0) as algorithms see it."""
+        return Round(
+            index, self.lr_of(index), self.local_epochs, num_clients, cohort_size, self.server_lr_of(index),
+            self.lr_of(0), layout, self.momentum, self.seed,
+        )  # fmt: skip
 
     def _check_rates(self) -> None:
         """Raise ValueError for a rate without a value in some round, or out of range."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.executors.client import Client
@@ -175,22 +175,20 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
     return replace(settings, buffers="local")
 
 
-def own_parameters_of(algorithm: object, model: nn.Module) -> list[str]:
-    """Return the names or patterns of the parameters that the algorithm keeps with the clients."""
-    return list(getattr(algorithm, "own_parameters", lambda model: ())(model))
-
-
 def client_models_of(
-    algorithm: Algorithm, settings: Settings, layout: ParameterLayout, buffers: Sequence[Tensor]
+    algorithm: Algorithm,
+    settings: Settings,
+    layout: ParameterLayout,
+    own_parameters: Sequence[str],
+    buffers: Sequence[Tensor],
 ) -> ClientModels | None:
     """Return the source of the clients' own models, or None if the clients have none.
 
     A `PersonalizedAlgorithm` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and
-    the algorithm name. `buffers` are the initial buffers if training changes them, else empty.
+    the algorithm (`own_parameters`) name. `buffers` are the initial buffers if training changes them, else empty.
     """
     names = settings.local_parameters
-    patterns = [] if names is None else [names] if isinstance(names, str) else [*names]
-    patterns += own_parameters_of(algorithm, layout.template)
+    patterns = [*([names] if isinstance(names, str) else names or ()), *own_parameters]
     local = settings.buffers == "local"
     if getattr(algorithm, "own_models", False):
         return AlgorithmModels(algorithm)

@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
 from fastsam.fed.executors.task import ClientLoop
-from fastsam.fed.loop.algorithm_calls import Constants, Contract
 from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
-from fastsam.fed.loop.contract import not_finite
+from fastsam.fed.loop.contract import Constants, Contract, not_finite
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.rundir.checkpoint import RunState
@@ -34,23 +33,6 @@ _NAMED = 3  # excluded clients that the log names, a round
 _DRAWN = 8  # clients that train one by one and have the orders of their samples drawn together
 _COUNTS = 3  # numbers of excluded clients, steps and backward passes, which ranks add up
 _NOTHING: frozenset[int] = frozenset()
-
-
-class Run(Protocol):
-    """The parts of a run that its cohorts need (see `Loop`)."""
-
-    @property
-    def contract(self) -> Contract: ...
-    @property
-    def population(self) -> Population: ...
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def stages(self) -> Sequence[Stage]: ...
-    @property
-    def states(self) -> ClientStateStorage: ...
-    @property
-    def weights(self) -> Sequence[int] | None: ...
 
 
 def work_of(round: Round, settings: Settings, population: Population) -> Work:
@@ -70,7 +52,7 @@ class Cohort:
     Nothing of an excluded client enters the sums, and its state stays as it was.
 
     Args:
-        run: the run.
+        run: the run (`fastsam.fed.loop.loop.Loop`).
         before: the state before the round.
         round: the round.
         visible: the round as the algorithm may see it.
@@ -79,9 +61,15 @@ class Cohort:
         exchange: sums of the ranks at the end of the round.
     """
 
+    contract: Contract
+    population: Population
+    settings: Settings
+    stages: Sequence[Stage]
+    states: ClientStateStorage
+
     def __init__(
         self,
-        run: Run,
+        run: Any,
         before: RunState,
         round: Round,
         visible: Round,

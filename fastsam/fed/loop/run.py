@@ -27,7 +27,6 @@ from fastsam.fed.clients.weights import Weighting
 from fastsam.fed.common.checks import choice, integer
 from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
 from fastsam.fed.common.option import suggesting, table, with_help
-from fastsam.fed.loop import trial_batch, trial_step
 from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.concurrent_runs import registered, trials
 from fastsam.fed.loop.contract import check_algorithm
@@ -38,7 +37,8 @@ from fastsam.fed.loop.options import Optimizer, Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
-from fastsam.fed.measures import Measures, NamedMeasures, named
+from fastsam.fed.loop.trial import check_buffers, try_model
+from fastsam.fed.measures import Measures, NamedMeasures
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
@@ -158,7 +158,7 @@ def run(
     population = prepare(clients, test, dtype, place, isinstance(given, BatchLoss), collate, listeners.reading)
     if not population.test_size:
         log.warning("there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)")
-    loss = cast(Loss, trial_batch.batch_loss(given, population))
+    loss = cast(Loss, population.loss_of(given))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,
         "hyperparameters": hyperparameters(algorithm),
@@ -168,25 +168,10 @@ def run(
     keep_freed(place)
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
         with trials:
-            tried = (
-                trial_batch.try_batches(trained, population, loss, batch_size)
-                if isinstance(loss, BatchLoss)
-                else trial_step.try_pairs(trained, population, loss, batch_size)
-            )
+            tried = try_model(trained, population, loss, batch_size)
         registration.update(tried.draws is not None or population.reads_draw)
-        trial_step.check_buffers(tried, settings.buffers)
-        loop, state = assemble(
-            model,
-            trained,
-            population,
-            algorithm,
-            settings,
-            loss,
-            tried,
-            backend,
-            named(measures) or cast(Measures, measures),
-            ranks,
-        )
+        check_buffers(tried, settings.buffers)
+        loop, state = assemble(model, trained, population, algorithm, settings, loss, tried, backend, ranks)
         run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))
         directory, identity = None, dict[str, Any]()
         if run_dir is not None or ranks.size > 1:

@@ -1,7 +1,7 @@
 """One look at a training pass before round 1: the tensors that it reads, and its side effects.
 
-`trial_step.try_pairs` and `trial_batch.try_batches` call `look` with a copy of the model and one batch. The checks of
-models and losses in training are here.
+`trial.try_model` calls `look` with a copy of the model and one batch. The checks of models and losses in training are
+here.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class RoundMeasures:
         return weights, perturbed
 
 
-def make(measures: NamedMeasures | Measures, buffers: str | None, **parts: Any) -> Measures | None:
+def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:
     """Return the measures of a run, or None.
 
     Args:

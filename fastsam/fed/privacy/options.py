@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastsam.fed.common.checks import nearest
 from fastsam.fed.common.option import check, option, table
@@ -59,20 +59,6 @@ def privacy_of(value: Privacy | Mapping[str, Any] | None) -> Privacy:
         if name not in known:
             raise ValueError(f"privacy has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}")
     return Privacy(**options)
-
-
-class RunOptions(Protocol):
-    """The options of a run that noise depends on."""
-
-    @property
-    def privacy(self) -> Any: ...  # a Privacy
-    @property
-    def sampler(self) -> Any: ...
-    @property
-    def available(self) -> Any: ...
-    def share_of(self, clients: int) -> float: ...
-    @property
-    def seed(self) -> int: ...
 
 
 def delta_of(privacy: Privacy, clients: int) -> float:

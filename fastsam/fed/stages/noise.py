@@ -13,7 +13,7 @@ from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients import sampling
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
 from fastsam.fed.privacy.noise import normals
-from fastsam.fed.privacy.options import RunOptions, delta_of
+from fastsam.fed.privacy.options import delta_of
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.step.parameter_layout import ParameterLayout
@@ -26,16 +26,16 @@ class Noise(Stage):
     """Common parts of both kinds of noise.
 
     Args:
-        options: the run's options.
+        settings: the options of the run (`fastsam.fed.loop.options.Settings`).
         mask: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`.
         accountant: computes epsilon, or None.
     """
 
-    def __init__(self, options: RunOptions, mask: Tensor, accountant: Accountant | None) -> None:
-        self.options, self.mask, self.accountant = options, mask, accountant
+    def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None) -> None:
+        self.settings, self.mask, self.accountant = settings, mask, accountant
         self.record_keys = () if accountant is None else ("epsilon", "delta")
-        assert options.privacy.clip is not None
-        self.std = options.privacy.noise_multiplier * options.privacy.clip  # standard deviation of the noise
+        assert settings.privacy.clip is not None
+        self.std = settings.privacy.noise_multiplier * settings.privacy.clip  # standard deviation of the noise
 
     def record(self, round: Round) -> dict[str, Any]:
         """Return epsilon and delta of all rounds up to this one, or nothing without an accountant."""
@@ -55,7 +55,7 @@ class LocalNoise(Noise):
 
     def process_results(self, results: ClientResults, round: Round) -> None:
         """Add noise to the deltas, in float64, rounded once."""
-        rows, seed = results.delta, self.options.seed
+        rows, seed = results.delta, self.settings.seed
         noise = torch.stack([normals(rows.shape[1], seed, "local noise", round.index, i) for i in results.client_ids])
         rows.copy_(torch.addcmul(rows.double(), noise.to(rows.device), self.mask, value=self.std))
 
@@ -67,11 +67,11 @@ class CentralNoise(Noise):
         cohort: expected number of clients in a round, or None if the true number is used.
     """
 
-    def __init__(self, options: RunOptions, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
-        super().__init__(options, mask, accountant)
+    def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
+        super().__init__(settings, mask, accountant)
         self.cohort = cohort
         # A round in which Poisson sampling chose no client is a round: drawing again would change the law.
-        self.keeps_empty_rounds = options.sampler == "bernoulli" and options.available is None
+        self.keeps_empty_rounds = settings.sampler == "bernoulli" and settings.available is None
         self._sums: FixedPointAggregate | None = None
 
     def visible_round(self, round: Round) -> Round:
@@ -87,7 +87,7 @@ class CentralNoise(Noise):
 
     def process_aggregate(self, aggregate: Aggregate | None, server: State, round: Round) -> Aggregate:
         """Return the noisy mean, of noise only if no client was sampled."""
-        noise = normals(len(self.mask), self.options.seed, "noise", round.index).to(server["w"].device)
+        noise = normals(len(self.mask), self.settings.seed, "noise", round.index).to(server["w"].device)
         sums, self._sums = self._sums, None
         cohort = self.cohort or round.cohort_size
         return PrivateAggregate(None if aggregate is None else sums, noise, self.mask, self.std, cohort)
@@ -144,27 +144,27 @@ def _expected_size(cohort: float) -> int:
     return max(1, round(cohort))
 
 
-def noise_of(options: RunOptions, layout: ParameterLayout, num_clients: int, device: torch.device) -> Noise | None:
+def noise_of(settings: Any, layout: ParameterLayout, num_clients: int, device: torch.device) -> Noise | None:
     """Return the stage of a run with noise, None for a run without.
 
     Raises:
         ValueError: delta is too large, or the package that computes epsilon is missing.
     """
-    if options.privacy.noise_multiplier == 0:
+    if settings.privacy.noise_multiplier == 0:
         return None
     mask = torch.zeros(layout.row_size, dtype=torch.float64, device=device)
     for s in layout.segments:
         mask[s.offset : s.offset + s.length] = 1
-    accountant = _accountant(options, num_clients)
-    if options.privacy.noise == "local":
-        return LocalNoise(options, mask, accountant)
-    sampled = options.available is None
-    cohort = sampling.expected(options.sampler, options.share_of(num_clients), num_clients) if sampled else None
-    return CentralNoise(options, mask, accountant, cohort)
+    accountant = _accountant(settings, num_clients)
+    if settings.privacy.noise == "local":
+        return LocalNoise(settings, mask, accountant)
+    sampled = settings.available is None
+    cohort = sampling.expected(settings.sampler, settings.share_of(num_clients), num_clients) if sampled else None
+    return CentralNoise(settings, mask, accountant, cohort)
 
 
-def _accountant(options: RunOptions, num_clients: int) -> Accountant | None:
-    privacy = options.privacy
+def _accountant(settings: Any, num_clients: int) -> Accountant | None:
+    privacy = settings.privacy
     if privacy.accountant is None:
         return None
     delta = delta_of(privacy, num_clients)
@@ -175,10 +175,10 @@ def _accountant(options: RunOptions, num_clients: int) -> Accountant | None:
             f"epsilon is computed by the package dp-accounting, which is not installed: {install_command('privacy')}, "
             "or fed.Privacy(accountant=None): noise, and no guarantee"
         ) from error
-    share = options.share_of(num_clients)
-    draws = sampling.make(options.sampler, num_clients, share)
-    taken = Participations(lambda t: sampling.draw(draws, t, num_clients, options.seed))
+    share = settings.share_of(num_clients)
+    draws = sampling.make(settings.sampler, num_clients, share)
+    taken = Participations(lambda t: sampling.draw(draws, t, num_clients, settings.seed))
     return Accountant(
-        law(privacy.noise, options.sampler, share, num_clients, privacy.noise_multiplier, taken.most),
+        law(privacy.noise, settings.sampler, share, num_clients, privacy.noise_multiplier, taken.most),
         delta,
     )
