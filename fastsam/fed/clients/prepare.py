@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -11,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.batched import InMemoryClients, check_kind
+from fastsam.fed.clients.all_clients import InMemoryClients, PairClients, check_kind
 from fastsam.fed.clients.client_test_sets import ClientTestSets
 from fastsam.fed.clients.lazy import LazyClientData, LazyClients
 from fastsam.fed.clients.packed_samples import LARGEST, PackedSamples, StoredPairs, store_of, stored
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, Source, read, source
-from fastsam.fed.clients.samples import ClientDataset, Collate, as_samples
+from fastsam.fed.clients.samples import ClientDataset, Collate, PairSamples, as_samples
 
 Watched = Callable[[Sequence[Any]], Iterable[Any]]
 
@@ -54,7 +53,9 @@ def prepare(
     if isinstance(test, ClientTestSets):
         test, test_sizes = test.joined(len(clients), dtype, device)
     if isinstance(clients, LazyClients):
-        return replace(_lazy(clients, test, collate, dtype, device, whole), test_sizes=test_sizes)
+        lazy = LazyClientData(clients, whole, collate, dtype, device)
+        found_test = _test_samples(_read([], test, collate, dtype, device)[1], whole)
+        return Population(lazy, device, found_test, test_sizes=test_sizes)
     if (
         isinstance(clients, (str, bytes, Tensor, dict))
         or not hasattr(clients, "__len__")
@@ -76,12 +77,12 @@ def prepare(
     }
     made = None if whole or collate is not None else _together(given, dtype, device)
     if made is not None and (test is None or _is_pair(test)):
-        checked = None if test is None else checked_pair(test, "the test set", dtype, device)
-        return Population(StoredPairs(made), checked, store=made, **about)
+        checked = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
+        return Population(PairClients(StoredPairs(made), made), device, checked, **about)
     found, tested = _read(given, test, collate, dtype, device, watched)
     if not whole and not any(isinstance(own, ClientDataset) for own in (*found, tested)):
         pairs, store = stored(cast(list[Pair], found)) if made is None else (StoredPairs(made), made)
-        return Population(pairs, cast("Pair | None", tested), store=store, **about)
+        return Population(PairClients(pairs, store), device, tested and PairSamples(cast(Pair, tested)), **about)
     if about["augment"] is not None:
         raise ValueError(
             "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the "
@@ -90,17 +91,7 @@ def prepare(
     samples = [as_samples(own) for own in found]
     for i, own in enumerate(samples):
         check_kind(own, f"client {i}", samples[0].kinds if i else None, whole)
-    return Population(
-        [], None, samples=InMemoryClients(samples), test_samples=_test_samples(tested, whole), place=device, **about
-    )
-
-
-def _lazy(
-    clients: LazyClients, test: Any, collate: Collate | None, dtype: torch.dtype, device: torch.device, whole: bool
-) -> Population:
-    tested = _read([], test, collate, dtype, device)[1]
-    samples = LazyClientData(clients, whole, collate, dtype, device)
-    return Population([], None, None, None, samples=samples, test_samples=_test_samples(tested, whole), place=device)
+    return Population(InMemoryClients(samples), device, _test_samples(tested, whole), **about)
 
 
 def _test_samples(tested: Pair | ClientDataset | None, whole: bool) -> ClientDataset | None:

@@ -165,11 +165,23 @@ class TensorSamples(ClientDataset):
         return hashed(self.samples, self.tree)
 
     def ignored(self) -> str:
-        own = [t for _, t in leaves(self.tree) if t.dtype == torch.int64 and bool((t == IGNORED).any())]
+        parts = [t for _, t in leaves(self.tree)] if self.labels is None else [self.labels]
+        own = [t for t in parts if t.dtype == torch.int64 and bool((t == IGNORED).any())]
         if not own:
             return ""
         count = int((own[0] == IGNORED).sum())
         return f" ({count} of its {own[0].numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
+
+
+class PairSamples(TensorSamples):
+    """A pair (x, y) of tensors, whose batches in stored order are views."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(list(pair), len(pair[1]))
+
+    def batches(self, size: int) -> Iterator[tuple[Any, int]]:
+        x, y = self.tree
+        yield from (((a, b), len(b)) for a, b in zip(x.split(size), y.split(size), strict=True))
 
 
 def as_samples(own: Pair | ClientDataset) -> ClientDataset:

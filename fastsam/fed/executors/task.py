@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.batched import BatchedClients
+from fastsam.fed.clients.all_clients import Clients
 from fastsam.fed.clients.mapped_rows import one_ahead
 from fastsam.fed.clients.packed_samples import PackedSamples
 from fastsam.fed.clients.pairs import Pair
@@ -54,7 +54,7 @@ class Work:
     store: PackedSamples | None = None
     steps: int | None = None
     drop_last: bool = False
-    samples: BatchedClients | None = None
+    samples: Clients | None = None
 
     def seed_of(self, client: int) -> int:
         """Return the seed of all random numbers of a client's work."""

@@ -52,7 +52,7 @@ def assemble(
         own: the user's model.
         model: the model that is trained, perhaps in another memory format.
     """
-    device, clients, layout = population.device, len(population.sizes), Layout.of(trainable(model))
+    device, clients, layout = population.device, len(population.clients), Layout.of(trainable(model))
     parameter_layout = ParameterLayout.of(own, layout)
     view = Replica(model, layout, Arena(layout, device=device).field("w", trainable(model)[0].dtype)[0])
     metrics = resolve(settings.metrics)
@@ -63,7 +63,7 @@ def assemble(
     names = settings.measures.names if isinstance(settings.measures, NamedMeasures) else None
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     facts = Facts(
-        settings, algorithm, ranks.size, clients, cohort, tried.changed_buffers, (), population.sized,
+        settings, algorithm, ranks.size, clients, cohort, tried.changed_buffers, (), population.clients.sized,
         names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())),
     )  # fmt: skip
     check(facts)
@@ -81,12 +81,12 @@ def assemble(
     if getattr(algorithm, "pools_data", False):
         weights = None
         population = pooled(population, settings.share_of(clients), seed)
-        clients, cohort = len(population.sizes), len(population.sizes)
+        clients, cohort = len(population.clients), len(population.clients)
         settings = replace(settings, sampler=in_turn(clients), available=None)
     setup = executors.Setup(
         model, layout, loss, settings.local, device, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
-        tried.example, cohort, tuple(population.sizes) if population.sized else (),
-        settings.on_client_error == "exclude", population.batched, population.reads_draw,
+        tried.example, cohort, tuple(population.clients.sizes) if population.clients.sized else (),
+        settings.on_client_error == "exclude", population.batched, population.clients.draws,
         facts.name if contract.has_loop else "",
     )  # fmt: skip
     first = settings.round(0, clients, 1, parameter_layout)

@@ -114,7 +114,7 @@ class Loop:
     def sampler(self) -> sampling.Sampler:
         """The sampler of the clients of a round."""
         settings = self.settings
-        clients = len(self.population.sizes)
+        clients = len(self.population.clients)
         return sampling.make(settings.sampler, clients, settings.share_of(clients), not self._may_empty)
 
     @cached_property
@@ -149,7 +149,7 @@ class Loop:
 
     def _rounds_of(self, t: int, cohort_size: int) -> tuple[Round, Round]:
         """Return round t, and the same as the algorithm may see it."""
-        round = visible = self.settings.round(t, len(self.population.sizes), cohort_size, self.layout)
+        round = visible = self.settings.round(t, len(self.population.clients), cohort_size, self.layout)
         for stage in self.stages:
             visible = stage.visible_round(visible)
         return round, visible
@@ -159,7 +159,7 @@ class Loop:
         clients of this rank."""
         if self.ranks.size == 1:
             return state, client_ids
-        dealt = self.ranks.deal(client_ids, {i: self.population.sizes[i] for i in client_ids}, state.homes)
+        dealt = self.ranks.deal(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
         state = replace(state, clients=self.ranks.move_states(state.clients, dealt, state.homes, self.states.adopt))
         return state, [i for i in client_ids if dealt[i] == self.ranks.rank]
 
@@ -180,7 +180,7 @@ class Loop:
 
     def _sample(self, t: int, state: RunState) -> list[int]:
         """Return the clients of round t, the same on all ranks."""
-        settings, num_clients = self.settings, len(self.population.sizes)
+        settings, num_clients = self.settings, len(self.population.clients)
         if settings.available is None:
             client_ids = sampling.draw(self.sampler, t, num_clients, settings.seed, self._may_empty)
         else:
@@ -234,10 +234,10 @@ class Loop:
         known
         because a callable is called once a round."""
         settings = self.settings
-        looks = self.states.prefetches or self.population.prefetches
+        looks = self.states.prefetches or self.population.clients.prefetches
         if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
-        return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed, self._may_empty)
+        return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed, self._may_empty)
 
     def _evaluate(self, state: RunState, completed: int) -> dict[str, Any]:
         if not self._evaluates(completed):
@@ -248,7 +248,7 @@ class Loop:
 
     def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:
         """The model of every client, one after the other in the same module."""
-        for i in range(len(self.population.sizes)):
+        for i in range(len(self.population.clients)):
             own = state.clients.get(i)
             self.view.load(personal.row(state.server, own), personal.buffers(state.buffers, own))
             yield self.view.module
@@ -260,9 +260,7 @@ class Loop:
     def _traffic(self, cohort_size: int) -> dict[str, float]:
         """Return the megabytes (1e6 bytes) that all clients of a round receive and send: the vectors that the algorithm
         declares, and the additions of stages."""
-        added = [stage.traffic(self.view) for stage in self.stages]
-        ways = {"down": self.algorithm.download_vectors, "up": self.algorithm.upload_vectors}
-        return {
-            f"megabytes_{way}": cohort_size * (vectors * self.view.nbytes + sum(more[i] for more in added)) / 1e6
-            for i, (way, vectors) in enumerate(ways.items())
-        }
+        added, nbytes = [stage.traffic(self.view) for stage in self.stages], self.view.nbytes
+        down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in added)
+        up = self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in added)
+        return {"megabytes_down": cohort_size * down / 1e6, "megabytes_up": cohort_size * up / 1e6}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round, State
+from fastsam.fed.clients.all_clients import Clients
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
 from fastsam.fed.executors.task import ClientLoop
@@ -37,10 +38,11 @@ _NOTHING: frozenset[int] = frozenset()
 
 def work_of(round: Round, settings: Settings, population: Population) -> Work:
     """Return the facts that all tasks of a round share."""
+    clients = population.clients
     return Work(
         round.index, round.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
-        population.clients, population.sizes, population.augment, population.store, settings.local_steps,
-        settings.drop_last, population.samples,
+        clients.pairs, clients.sizes, population.augment, clients.store, settings.local_steps,
+        settings.drop_last, None if clients.pairs else clients,
     )  # fmt: skip
 
 
@@ -62,6 +64,7 @@ class Cohort:
     """
 
     contract: Contract
+    data: Clients
     population: Population
     settings: Settings
     stages: Sequence[Stage]
@@ -77,10 +80,11 @@ class Cohort:
         mine: Sequence[int],
         exchange: Exchange,
     ) -> None:
-        self.contract, self.population, self.settings = run.contract, run.population, run.settings
+        self.contract, self.settings, self.population = run.contract, run.settings, run.population
+        self.data = run.population.clients
         self.stages, self.states = run.stages, run.states
         self.before, self.round, self.visible, self.client_ids, self.mine = before, round, visible, client_ids, mine
-        sizes = self.population.sizes
+        sizes = self.data.sizes
         # Weights are fixed when the clients are sampled. Otherwise the sums would depend on the order in which clients
         # finish.
         if run.weights is None:
@@ -108,20 +112,20 @@ class Cohort:
             executor: the executor.
             later: clients that are likely in the next round, for prefetching of states and data.
         """
-        longest_first, together = executor.longest_first, executor.slots if executor.stacks else 1
-        settings, population = self.settings, self.population
-        work = work_of(self.round, settings, population)
-        order, later = self._order(self.mine, longest_first), self._order(later, longest_first)
+        settings, data, together = self.settings, self.data, executor.slots if executor.stacks else 1
+        work = work_of(self.round, settings, self.population)
+        order = self.mine
+        if executor.longest_first and data.sized:
+            order, later = (sorted(some, key=data.sizes.__getitem__, reverse=True) for some in (order, later))
         self.states.begin(self.before.clients, order, later)
-        if population.prefetches:
-            assert population.samples is not None
+        if data.prefetches:
             now = set(order)  # a client in both cohorts is loaded again after its data were released
             others = [i for i in later if i not in now] if self.exchange.ranks.size == 1 else []
-            population.samples.prefetch([*order, *others], executor.slots)
+            data.prefetch([*order, *others], executor.slots)
         orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), together):
             clients = order[at : at + together]
-            if together == 1 and settings.shuffle and at % _DRAWN == 0 and population.sized:
+            if together == 1 and settings.shuffle and at % _DRAWN == 0 and data.sized:
                 orders = work.draw_orders(order[at : at + _DRAWN])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
                 kept = self._snapshots(i) if self.stages else _NOTHING
@@ -162,15 +166,9 @@ class Cohort:
         """Return the constants of clients whose states are alike."""
         return self.contract.local_updates(self.before.server, rows(states), len(states), self.visible, clients)
 
-    def _order(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:
-        sizes = self.population.sizes
-        return (
-            sorted(clients, key=sizes.__getitem__, reverse=True) if longest_first and self.population.sized else clients
-        )
-
     def _snapshots(self, client: int) -> frozenset[int]:
         """Return the local steps of a client before which its row is copied for the stages."""
-        num_steps = self.settings.steps_of(self.population.sizes[client])
+        num_steps = self.settings.steps_of(self.data.sizes[client])
         return frozenset(k for stage in self.stages for k in stage.snapshots(self.round, num_steps))
 
     def finish(self, results: Ends) -> None:
@@ -226,23 +224,16 @@ class Cohort:
                 return x
             return x[place] if len(states) == 1 else x[place].clone()
 
-        kept = [{name: own(name, x, place) for name, x in state.items()} for place in range(len(states))]
-        self._keep(dict(zip(results.client_ids, kept, strict=True)), results.client_ids, problems)
-
-    def _keep(self, states: Mapping[int, State], clients: Sequence[int], problems: Problems) -> None:
-        """Store the new states of clients, and exclude the clients that have a problem."""
-        for place, problem in problems.items():
-            self._exclude(clients[place], problem)
-        for client, state in states.items():
-            if client in self.excluded:
-                continue
-            if state:
-                self.clients[client] = self.states.put(client, state)
+        for place, one in enumerate(results.client_ids):
+            if place in problems:
+                self._exclude(one, problems[place])
+            elif state:
+                self.clients[one] = self.states.put(one, {name: own(name, x, place) for name, x in state.items()})
             else:
-                self.clients.pop(client, None)
+                self.clients.pop(one, None)
 
     def _exclude(self, client: int, problem: str) -> None:
-        problem += self.population.about_ignored(client)
+        problem += self.data.about_ignored(client)
         self.excluded[client] = problem
         self.norms.pop(client, None)
         if len(self.excluded) <= _NAMED:  # the round's record names all of them
@@ -293,18 +284,17 @@ class Cohort:
     def record(self) -> dict[str, Any]:
         """Return what the round's record says of the clients. train_loss is the mean over the samples of the clients
         that were not excluded."""
-        sizes, samples = self.population.sizes, self.sums.scalar("samples")
-        sized, known = self.population.sized, self.population.known_sizes
+        samples = self.sums.scalar("samples")
         return {
             "clients": len(self.client_ids),
-            "samples": sum(sizes[i] for i in self.client_ids if sized or i in known),
+            "samples": sum(map(self.data.known_size, self.client_ids)),
             "steps": self.steps,
             "train_loss": self.sums.scalar("loss") / samples if samples else None,  # a loop may record none
         }
 
     def outlier_list(self) -> list[dict[str, Any]]:
         """Return the clients whose delta is far beyond the cohort's, with the multiple of the median norm."""
-        sizes, settings = self.population.sizes, self.settings
+        sizes, settings = self.data.sizes, self.settings
         steps = {i: settings.steps_of(sizes[i]) for i in self.norms}
         return [{"client": i, "factor": factor} for i, factor in outliers(self.norms, steps).items()]
 

@@ -169,7 +169,7 @@ def run(
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
         with trials:
             tried = try_model(trained, population, loss, batch_size)
-        registration.update(tried.draws is not None or population.reads_draw)
+        registration.update(tried.draws is not None or population.clients.draws)
         check_buffers(tried, settings.buffers)
         loop, state = assemble(model, trained, population, algorithm, settings, loss, tried, backend, ranks)
         run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))
@@ -200,7 +200,7 @@ def run(
         theirs = (
             None
             if loop.personal is None
-            else partial(_client_model, model, loop.view.layout, loop.personal, state, len(population.sizes))
+            else partial(_client_model, model, loop.view.layout, loop.personal, state, len(population.clients))
         )
         result = Result(final, state.history, facts, None if directory is None else directory.path, settings, theirs)
         if directory is not None and ranks.first:

@@ -55,7 +55,7 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
     _check_function(loss.of_outputs if isinstance(loss, PairLoss) else loss)
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
     client = population.largest_client()
-    batch = _first(population.data_of(client), f"client {client}", batch_size)
+    batch = _first(population.clients[client], f"client {client}", batch_size)
     trained, evaluated = (copied(model).to(population.device) for _ in range(2))
     failed = f"a trial step on client {client} ({_about(batch, of_batch)}) failed"
     with random_state_kept(population.device):
@@ -65,7 +65,7 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
         tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         draws, changed = look(model, trained.train(), loss, tensors, lambda: of_batch(trained, batch), failed)
         _try_others(evaluated, population, client, of_batch, batch_size)
-    return Trial(classifies, changed, draws, tuple(batch) if population.samples is None else None)
+    return Trial(classifies, changed, draws, tuple(batch) if population.clients.pairs else None)
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch
             )
         check_labels(population, outputs.shape[1], getattr(function, "ignore_index", IGNORED))
         return labels.dim() == 1
-    own, test = population.labels_together(), population.test_labels
+    own, test = population.clients.labels_together(), population.test_labels
     every = [labels, *([] if own is None else [own[0]]), *([] if test is None else [test])]
     return labels.dim() == 1 and _is_one_per_class(outputs, every, function)
 
@@ -121,16 +121,17 @@ def _is_one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> b
 @torch.no_grad()
 def _try_others(trial: nn.Module, population: Population, client: int, loss: BatchLoss, batch_size: int) -> None:
     """Evaluate samples of other kinds than the client's, and the test set. They would end the run in a later round."""
-    known = set() if population.samples is not None else {_kind(population.clients[client])}
-    for i, pair in enumerate(population.clients if population.store is None else ()):  # in a store all are alike
+    pairs = population.clients.pairs if population.clients.store is None else ()  # in a store all are alike
+    known = {_kind(pairs[client])} if pairs else set()
+    for i, pair in enumerate(pairs):
         if len(known) < _KINDS and _kind(pair) not in known:
             known.add(_kind(pair))
             with explain(
                 f"the model and the loss work on client {client}, but not on client {i} ({_about(pair, loss)})"
             ):
                 loss(trial, [part[:1] for part in pair])
-    if (test := population.test_data) is not None:
-        first = _first(test, "the test set", batch_size)
+    if population.test is not None:
+        first = _first(population.test, "the test set", batch_size)
         with explain(
             f"the model and the loss work on the clients' data, but not on the test set ({_about(first, loss)})"
         ):
@@ -184,7 +185,7 @@ def check_smallest(
 ) -> None:
     """Raises ValueError for a model with BatchNorm that cannot train on the smallest of all batches: one sample may
     have no variance."""
-    sizes = population.known_sizes
+    sizes = population.clients.known_sizes
     if not sizes or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
     # The last batch of an epoch.
@@ -198,7 +199,7 @@ def check_smallest(
     )
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
     with random_state_kept(population.device), torch.no_grad(), explain(what):
-        of_batch(trial, _first(population.data_of(client), f"client {client}", rest[client]))
+        of_batch(trial, _first(population.clients[client], f"client {client}", rest[client]))
 
 
 def check_buffers(trial: Trial, buffers: str | None) -> None:

@@ -74,7 +74,7 @@ class RoundMeasures:
             )
         device = population.device
         self.replica = Replica(model, layout, Arena(layout, device=device).field("w", first.dtype)[0])
-        self.pairs = subset(population.clients, options.samples, seed)
+        self.pairs = subset(population.clients.pairs, options.samples, seed)
         self.pooled = Objective.pooled(self.replica, loss, self.pairs)
         self.fair = Objective.mean_of(self.replica, loss, self.pairs)
         self._round = -1

@@ -156,9 +156,9 @@ def test_the_blocks_are_the_data_dealt_out_evenly(participation, seed, sizes):
 
 
 def test_blocks_mix_the_clients():
-    blocks = [x[:, 0] for x, _ in pooled(population((50, 50)), 0.5, 0).clients]
+    blocks = [x[:, 0] for x, _ in pooled(population((50, 50)), 0.5, 0).clients.pairs]
     assert all(15 < (x < 50).sum() < 35 for x in blocks)
-    other = pooled(population((50, 50)), 0.5, 1).clients[0][0][:, 0]
+    other = pooled(population((50, 50)), 0.5, 1).clients.pairs[0][0][:, 0]
     assert not torch.equal(blocks[0], other)
 
 
