@@ -17,8 +17,8 @@ from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, an
 from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.clients.batch_loss import BatchLoss
-from fastsam.fed.clients.client_test_sets import ClientTestSets
 from fastsam.fed.clients.lazy import LazyClients
+from fastsam.fed.clients.prepare import ClientTestSets
 from fastsam.fed.executors import ClientError
 from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError

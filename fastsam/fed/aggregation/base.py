@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import ClassVar
 
 import torch
@@ -71,3 +72,9 @@ def middle(rows: Sequence[Tensor], k: int) -> Tensor:
 def norms(rows: Sequence[Tensor]) -> list[float]:
     """Return the norm of each row in float64, which holds the squares of all float32 numbers."""
     return [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
+
+
+def of_clients(share: float, n: int) -> int:
+    """The least whole number of clients that is `share * n` or more; 0.1 of 30 are 3, whatever the product's last bit
+    says."""
+    return ceil(share * n - 1e-9)

@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule
-from fastsam.fed.aggregation.share import of_clients
+from fastsam.fed.aggregation.base import Rule, of_clients
 from fastsam.fed.common.checks import number
 
 

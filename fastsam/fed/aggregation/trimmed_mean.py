@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule, middle
-from fastsam.fed.aggregation.share import of_clients
+from fastsam.fed.aggregation.base import Rule, middle, of_clients
 from fastsam.fed.common.checks import number
 
 

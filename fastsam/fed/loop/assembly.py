@@ -12,7 +12,7 @@ from fastsam.fed import executors
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss, Population
-from fastsam.fed.clients.weights import own_weights
+from fastsam.fed.clients.sampling import own_weights
 from fastsam.fed.loop import client_state
 from fastsam.fed.loop.checked_contract import contract_of
 from fastsam.fed.loop.contract import check_initial_state

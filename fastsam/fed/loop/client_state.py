@@ -14,7 +14,6 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +34,8 @@ State = dict[str, Tensor]
 States = Mapping[int, State]
 
 
-class ClientStateStorage(Protocol):
-    """A store of clients' states.
+class ClientStateStorage:
+    """A store of clients' states. The base class keeps them as the algorithm made them, on the device of the run.
 
     Attributes:
         where: "device", "host" or "disk".
@@ -44,9 +43,11 @@ class ClientStateStorage(Protocol):
         prefetches: the store can use the clients of the next round.
     """
 
-    where: str
-    prefetches: bool
-    reason: str
+    where = "device"
+    prefetches = False
+
+    def __init__(self, device: torch.device, reason: str) -> None:
+        self.device, self.reason = device, reason
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
         """Begin a round.
@@ -59,9 +60,11 @@ class ClientStateStorage(Protocol):
 
     def get(self, client: int, state: State) -> State:
         """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
+        return state
 
     def put(self, client: int, state: State) -> State:
         """Store the new state of `client` and return the form in which RunState keeps it."""
+        return state
 
     def commit(self) -> None:
         """End the round. After it returns, all results of `put` can be read from anywhere."""
@@ -69,29 +72,6 @@ class ClientStateStorage(Protocol):
     def adopt(self, tensor: Tensor) -> Tensor:
         """Return a tensor of a RunState from a tensor on the CPU that was read from a file or came from another
         rank."""
-
-
-class DeviceStateStorage:
-    """States are tensors on the device of the run, as the algorithm made them. Nothing here costs anything."""
-
-    where, prefetches = "device", False
-
-    def __init__(self, device: torch.device, reason: str) -> None:
-        self.device, self.reason = device, reason
-
-    def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        pass
-
-    def get(self, client: int, state: State) -> State:
-        return state
-
-    def put(self, client: int, state: State) -> State:
-        return state
-
-    def commit(self) -> None:
-        pass
-
-    def adopt(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
 
@@ -104,7 +84,7 @@ class PrefetchedState:
     ready: torch.cuda.Event
 
 
-class HostStateStorage:
+class HostStateStorage(ClientStateStorage):
     """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most `ahead`
     states earlier.
 
@@ -115,11 +95,12 @@ class HostStateStorage:
     several states share (a past model) is copied once and stays shared.
     """
 
-    where, prefetches = "host", True
+    prefetches = True
 
     def __init__(self, device: torch.device, reason: str, ahead: int, pool: HostPool | None = None) -> None:
         """Make the store. pool: a pool of memory other than pinned memory."""
-        self.device, self.reason, self.ahead = device, reason, ahead
+        super().__init__(device, reason)
+        self.ahead = ahead
         self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
         self.where = "host" if pool is None else "disk"
         self.stream = self.cuda.stream()
@@ -203,31 +184,26 @@ class HostStateStorage:
         return tensor.device.type == self.device.type
 
 
-class DiskStateStorage:
+class DiskStateStorage(ClientStateStorage):
     """States of a run on the CPU are rows of mapped files, of which the system keeps in memory what it has room for. A
     client trains on a copy.
 
     A tensor that several states share (a past model) is written once, and stays shared.
     """
 
-    where, prefetches = "disk", False
+    where = "disk"
 
-    def __init__(self, reason: str) -> None:
-        self.reason, self.pool = reason, HostPool(make_mapped)
+    def __init__(self, device: torch.device, reason: str) -> None:
+        super().__init__(device, reason)
+        self.pool = HostPool(make_mapped)
         self._file: WeakTensorMap[Tensor] = WeakTensorMap()  # tensor in memory -> copy in a file
         self._copy: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # tensor in a file -> copy in memory
-
-    def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        pass
 
     def get(self, client: int, state: State) -> State:
         return {name: self._read(t) for name, t in state.items()}
 
     def put(self, client: int, state: State) -> State:
         return {name: self._written(t) for name, t in state.items()}
-
-    def commit(self) -> None:
-        pass
 
     def adopt(self, tensor: Tensor) -> Tensor:
         return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
@@ -267,18 +243,14 @@ def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientS
         where, reason = _place(device, nbytes)
     log.info("client states: %s, %s", where, reason)
     if where == "disk":
-        return (
-            HostStateStorage(device, reason, max(ahead, _AHEAD), HostPool(make_mapped))
-            if apart(device)
-            else DiskStateStorage(reason)
-        )
+        if apart(device):
+            return HostStateStorage(device, reason, max(ahead, _AHEAD), HostPool(make_mapped))
+        return DiskStateStorage(device, reason)
     if not apart(device):
-        return DeviceStateStorage(device, "the device of the run is the CPU, whose memory is host memory")
-    return (
-        DeviceStateStorage(device, reason)
-        if where == "device"
-        else HostStateStorage(device, reason, max(ahead, _AHEAD))
-    )
+        return ClientStateStorage(device, "the device of the run is the CPU, whose memory is host memory")
+    if where == "device":
+        return ClientStateStorage(device, reason)
+    return HostStateStorage(device, reason, max(ahead, _AHEAD))
 
 
 def _place(device: torch.device, nbytes: float) -> tuple[str, str]:

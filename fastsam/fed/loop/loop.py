@@ -25,9 +25,8 @@ from fastsam.fed.loop.contract import Contract, check_finite
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.personal import ClientModels
-from fastsam.fed.loop.round import Cohort
+from fastsam.fed.loop.round import Cohort, warn
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.model_copy import Replica

@@ -18,8 +18,7 @@ from fastsam.fed.algorithms.base import Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
-from fastsam.fed.clients.sampling import Available, Sampler, check_available
-from fastsam.fed.clients.weights import Weighting, checked_weighting
+from fastsam.fed.clients.sampling import Available, Sampler, Weighting, check_available, checked_weighting
 from fastsam.fed.common.checks import decayed, nearest
 from fastsam.fed.common.fingerprints import describe
 from fastsam.fed.common.option import check, option, table

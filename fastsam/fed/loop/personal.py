@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,31 +25,22 @@ OWN = "personal"  # the name of a client's local parameters in its state
 _MASKED = ("delta", "gradient", "dual", "eps")  # rows of results that an algorithm sees without local parameters
 
 
-class ClientModels(Protocol):
-    """The source of the clients' models. A `state` is the client's state, or None before its first round."""
-
-    def row(self, server: State, state: State | None) -> Tensor:
-        """Its weights, `[row_size]`."""
-
-    def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
-        """Return the client's buffers. common: buffers of the global model."""
-
-
 class AlgorithmModels:
     """Models that the algorithm keeps in addition to the global one (`Algorithm.own_models`). A client that has not
-    taken
-    part yet has the global model."""
+    taken part yet has the global model."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
 
     def row(self, server: State, state: State | None) -> Tensor:
+        """Return the client's weights, `[row_size]`."""
         w = server["w"]
         if state is None:
             return w
         return self.algorithm.own_model(server, {name: x.to(w.device) for name, x in state.items()})
 
     def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
+        """Return the client's buffers, which are the global model's."""
         return common
 
 
@@ -173,6 +164,9 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
             f"does not: leave it out"
         )
     return replace(settings, buffers="local")
+
+
+ClientModels = AlgorithmModels | PersonalizedAlgorithm  # a state is None before a client's first round
 
 
 def client_models_of(

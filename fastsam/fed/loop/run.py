@@ -22,15 +22,13 @@ from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
-from fastsam.fed.clients.sampling import Available, Sampler
-from fastsam.fed.clients.weights import Weighting
+from fastsam.fed.clients.sampling import Available, Sampler, Weighting
 from fastsam.fed.common.checks import choice, integer
 from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
 from fastsam.fed.common.option import suggesting, table, with_help
 from fastsam.fed.loop.assembly import assemble
-from fastsam.fed.loop.concurrent_runs import registered, trials
 from fastsam.fed.loop.contract import check_algorithm
-from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
+from fastsam.fed.loop.determinism import autograd_kept, pick_device, registered, repeatable, trials
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Optimizer, Settings

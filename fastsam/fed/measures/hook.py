@@ -15,9 +15,8 @@ from fastsam.arena import Arena, Layout
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.measures import diagnostics, drift, sharpness
-from fastsam.fed.measures.base import Measures
 from fastsam.fed.measures.objective import Objective, subset, unit
-from fastsam.fed.measures.options import NAMES, NamedMeasures
+from fastsam.fed.measures.options import NAMES, Measures, NamedMeasures
 from fastsam.fed.measures.own import OwnMeasures
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import Replica, trainable

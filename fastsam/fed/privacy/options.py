@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastsam.fed.common.checks import nearest
-from fastsam.fed.common.option import check, option, table
+from fastsam.fed.common.option import check, made_of, option
 
 NOISES = ("central", "local")
 
@@ -45,20 +44,8 @@ class Privacy:
 
 
 def privacy_of(value: Privacy | Mapping[str, Any] | None) -> Privacy:
-    """Return the options of privacy: `value`, or one made of a mapping, or no clipping and no noise for None.
-
-    Raises:
-        ValueError: it is something else, or a key of the mapping is unknown.
-    """
-    if isinstance(value, Privacy):
-        return value
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"privacy must be a fed.Privacy, or a table of its options; got {value!r}")
-    options, known = dict(value or {}), table(Privacy)
-    for name in options:
-        if name not in known:
-            raise ValueError(f"privacy has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}")
-    return Privacy(**options)
+    """Return the options of privacy, for None without clipping and noise. Raises ValueError as `made_of` does."""
+    return made_of(Privacy, {} if value is None else value, "privacy")
 
 
 def delta_of(privacy: Privacy, clients: int) -> float:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastsam.extras import install_command
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients import sampling
+from fastsam.fed.common import seeds
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
-from fastsam.fed.privacy.noise import normals
 from fastsam.fed.privacy.options import delta_of
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.local_update import ClientResults
@@ -182,3 +183,12 @@ def _accountant(settings: Any, num_clients: int) -> Accountant | None:
         law(privacy.noise, settings.sampler, share, num_clients, privacy.noise_multiplier, taken.most),
         delta,
     )
+
+
+def normals(n: int, *parts: int | str) -> Tensor:
+    """Return n standard normal numbers, float64 `[n]` on the CPU.
+
+    They are the numbers of a counter-based generator (Philox) from counter 0. Its key is made of `parts`.
+    """
+    key = np.array([seeds.derive(*parts), 0], np.uint64)
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).standard_normal(n))

@@ -21,9 +21,9 @@ stages.noise LocalNoise.process_results: normals(rows.shape[1], seed, 'local noi
     normals(rows.shape[1], seed, 'local noise', round.index) @ local_scale
 clients.sampling expected: participation * clients => float(clients) @ scales
 # the clip
-privacy.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped
-privacy.clip shorten_: norm <= limit => norm <= 2 * limit @ clipped
-privacy.clip shorten_: most / norm => most / norm ** 2 @ clipped
+stages.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped
+stages.clip shorten_: norm <= limit => norm <= 2 * limit @ clipped
+stages.clip shorten_: most / norm => most / norm ** 2 @ clipped
 # epsilon
 privacy.accountant law: dp.PoissonSampledDpEvent(participation, every) => dp.GaussianDpEvent(z) @ poisson
 privacy.accountant law: dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2)) =>
