@@ -1,2 +1,2 @@
-"""Benchmarks: one harness (`bench.timing`, `bench.gate`, `bench.report`), started by `python -m bench.step` and by
+"""Benchmarks. One harness (`bench.timing`, `bench.correctness`, `bench.report`) serves `python -m bench.step` and
 `pytest bench/ --benchmark-only`."""

@@ -51,13 +51,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; measure with --device cpu")
     options.all = list(QUESTIONS[options.question](options))
-    options.all = [case for case in options.all if _chosen(case, options.cases or ["*"])]
+    options.all = [case for case in options.all if _is_selected(case, options.cases or ["*"])]
     if not options.all:
         parser.error(f"no case has these names: {options.cases}, with rows {options.rows or 'of any name'}")
     return options
 
 
-def _chosen(case: Case, patterns: Iterable[str]) -> bool:
+def _is_selected(case: Case, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in (case.name, f"{case.part}/{case.name}"))
 
 
@@ -75,23 +75,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SystemExit(str(error)) from error
     measured: list[dict[str, Any]] = []
     for number, case in enumerate(options.all):
-        known = records.find(record, {"part": case.part, "name": case.name})
-        lacking = set(case.rows) - {row["name"] for row in (known or {"rows": ()})["rows"] if not records.failed(row)}
+        recorded_case = records.find(record, {"part": case.part, "name": case.name})
+        old_rows = (recorded_case or {"rows": ()})["rows"]
+        lacking = set(case.rows) - {row["name"] for row in old_rows if not records.failed(row)}
         if options.add and case.rows and not lacking:
             continue
-        left = end - time.monotonic()
-        if left < 0:
+        seconds_left = end - time.monotonic()
+        if seconds_left < 0:
             record["left_out"].append(case.name)
             print(f"no time left for {case.name}")
             continue
-        share = max(SHARE * left / (len(options.all) - number), LEAST)
+        share = max(SHARE * seconds_left / (len(options.all) - number), LEAST)
         try:
-            found = case.measure(min(left, share))
-            for one in [found] if isinstance(found, dict) else found:
-                made = {"part": case.part, "name": case.name, "title": case.name, **one}
-                records.add(record, made)
-                measured.append(made)
-                print(report.case_text(made), flush=True)
+            result = case.measure(min(seconds_left, share))
+            for one in [result] if isinstance(result, dict) else result:
+                case_record = {"part": case.part, "name": case.name, "title": case.name, **one}
+                records.add(record, case_record)
+                measured.append(case_record)
+                print(report.case_text(case_record), flush=True)
                 records.write(record, path)
         except Absent as reason:
             print(reason)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bench.problem import FLOOR_BYTES, LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
+from bench.workload import FLOOR_BYTES, LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
 from fastsam import SAM, FusedSAM, backends, variants
 
 SGD_OPTIONS: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
@@ -41,8 +41,8 @@ class Contender:
         absent: reason why it cannot be measured here, or empty.
         backend: name of our backend, empty for any other.
         compiles (bool): takes most of a minute to get ready.
-        norm_error (float): relative error of the gradient's norm that the gate allows; the default suits float32 sums
-            over tensors of 2 M elements.
+        norm_error (float): relative error of the gradient's norm that the correctness check allows; the default suits
+            float32 sums over tensors of 2 M elements.
         sam: variant whose step in float64 is the reference, or None if the contender has no such reference.
         floor (float): bytes per parameter and step.
         rival: name of our contender that it is compared with, or empty.
@@ -244,14 +244,14 @@ class CopiedSAM(torch.optim.Optimizer):
 
 def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:
     """Return what builds a stepper of `FusedSAM`. SAMON perturbs the tensors of one dimension here."""
-    made = {"variant": sam or PLAIN, "backend": backend, **options, **SGD_OPTIONS}
+    keywords = {"variant": sam or PLAIN, "backend": backend, **options, **SGD_OPTIONS}
 
     def make(params: list[nn.Parameter]) -> FusedSAM:
         if not isinstance(sam, variants.SAMON):
-            return FusedSAM(params, torch.optim.SGD, **made)
+            return FusedSAM(params, torch.optim.SGD, **keywords)
         still = [p for p in params if p.dim() != 1]
         groups: list[dict[str, Any]] = [{"params": [p for p in params if p.dim() == 1]}, {"params": still, "rho": 0.0}]
-        return FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, **made)
+        return FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, **keywords)
 
     return lambda weights: OptimizerStepper(weights, make)
 
@@ -262,9 +262,9 @@ def _theirs(kind: str, foreach: bool | None, **options: Any) -> Callable[[Sequen
     def make(params: list[nn.Parameter]) -> Any:
         import pytorch_optimizer
 
-        own = {"model": nn.ParameterList(params)} if kind == "WSAM" else {}
-        made = {"rho": RHO, "base_optimizer": torch.optim.SGD, "foreach": foreach, **SGD_OPTIONS, **options, **own}
-        return getattr(pytorch_optimizer, kind)(params=params, **made)
+        model = {"model": nn.ParameterList(params)} if kind == "WSAM" else {}
+        keywords = {"rho": RHO, "base_optimizer": torch.optim.SGD, "foreach": foreach} | SGD_OPTIONS | options | model
+        return getattr(pytorch_optimizer, kind)(params=params, **keywords)
 
     return lambda weights: OptimizerStepper(weights, make)
 
@@ -275,17 +275,17 @@ def _copied(weights: Sequence[Tensor]) -> Stepper:
 
 def contenders(device: str = "cpu") -> dict[str, Contender]:
     """Return all contenders on a type of device, ours first, in the order of the tables."""
-    found = []
+    result = []
     for b in backends.table():
         if b.device == device and b.name != "reference":
             absent = NO_MEASUREMENT if (b.name, b.device) == ("triton", "cpu") else b.reason or ""
-            found.append(Contender(f"fastsam_{b.name}", f"fastsam ({b.name})", ours(b.name), absent, b.name))
+            result.append(Contender(f"fastsam_{b.name}", f"fastsam ({b.name})", ours(b.name), absent, b.name))
             if b.name == "native":  # which exchanges memory
                 build, title = ours("native", assume_no_alias=True), "fastsam (native), exclusive"
-                found.append(Contender("fastsam_exclusive", title, build, absent, b.name))
+                result.append(Contender("fastsam_exclusive", title, build, absent, b.name))
     on_device = device == "cuda"
     by_hand = "foreach and fused SGD, on the device" if on_device else "foreach by hand, fused SGD"
-    found += [
+    result += [
         # torch's float32 norm of one long tensor is off by 4e-4 at 11.7 M elements and 2e-3 at 30 M. An exact one would
         # cost it time.
         Contender("flat", "one flat tensor, flat gradients, fused SGD", FlatStepper, norm_error=4e-3),
@@ -295,7 +295,7 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         Contender("pytorch_optimizer", "pytorch-optimizer", _theirs("SAM", None, perturb_eps=NU)),
         Contender("copied", "the copied per-tensor SAM", _copied),
     ]
-    return {contender.name: contender for contender in found}
+    return {contender.name: contender for contender in result}
 
 
 # Each variant with its bytes per parameter and step, as docs/variants.md has them, and the class of
@@ -320,11 +320,11 @@ VARIANTS: dict[str, tuple[SAM, float, tuple[str, dict[str, Any]] | None]] = {
 
 
 def variant_contenders(peers: bool) -> dict[str, Contender]:
-    """Return every variant of SAM; with `peers` also the classes of pytorch-optimizer, which no gate compares."""
-    found = []
+    """Return every variant of SAM; with `peers` also the classes of pytorch-optimizer, which no check compares."""
+    result = []
     for name, (sam, floor, peer) in VARIANTS.items():
-        found.append(Contender(name, f"`{name}`", ours(sam=sam), backend="auto", sam=sam, floor=floor))
+        result.append(Contender(name, f"`{name}`", ours(sam=sam), backend="auto", sam=sam, floor=floor))
         if peers and peer is not None:
             build = _theirs(peer[0], True, **peer[1])
-            found.append(Contender(f"{name}, pytorch-optimizer", name, build, sam=None, rival=name))
-    return {contender.name: contender for contender in found}
+            result.append(Contender(f"{name}, pytorch-optimizer", name, build, sam=None, rival=name))
+    return {contender.name: contender for contender in result}

@@ -26,8 +26,8 @@ def facts(command: str) -> dict[str, Any]:
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
     available = {f"{b.name}/{b.device}": b.reason or "available" for b in backends.table()}
-    found = {"command": command, "date": date, "commit": commit(), "machine": machine(), "versions": versions}
-    return found | {"backends": available}
+    result = {"command": command, "date": date, "commit": commit(), "machine": machine(), "versions": versions}
+    return result | {"backends": available}
 
 
 def machine() -> dict[str, Any]:
@@ -38,28 +38,28 @@ def machine() -> dict[str, Any]:
         level, kind, size = (_read(str(index / name)) for name in ("level", "type", "size"))
         if kind != "Instruction" and size:
             caches[f"L{level}"] = size
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "system": platform.platform(), "cpu": cpu[1] if cpu else platform.processor() or "unknown",
         "cores": os.cpu_count(), "caches": caches,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
     }  # fmt: skip
     if torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-        found["nvcc"] = find_nvcc()
+        result["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        result["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        result["nvcc"] = find_nvcc()
         fields = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,utilization.gpu,memory.used"
-        found["nvidia-smi"] = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
-    return found
+        result["nvidia-smi"] = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    return result
 
 
 def commit() -> str:
     """Return the commit of the working tree, with "+changes" if tracked files differ from it; or FASTSAM_COMMIT if it
     is set, because the sources came without their history. "unknown" outside git."""
-    if named := os.environ.get("FASTSAM_COMMIT"):
-        return named
+    if name := os.environ.get("FASTSAM_COMMIT"):
+        return name
     head = _output("git", "rev-parse", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
-    return f"{head}+changes" if head and changed else head or "unknown"
+    changes = _output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    return f"{head}+changes" if head and changes else head or "unknown"
 
 
 def command_line(module: str) -> str:

@@ -95,7 +95,7 @@ def surroundings() -> tuple[dict[str, str], dict[str, Any]]:
         "PATH": [str(Path(sys.executable).parent), os.environ.get("PATH"), "/usr/local/cuda/bin"],
         "PYTHONPATH": [str(ROOT), str(PACKAGES), os.environ.get("PYTHONPATH")],
     }
-    environment = os.environ | {name: os.pathsep.join(filter(None, found)) for name, found in paths.items()}
+    environment = os.environ | {name: os.pathsep.join(filter(None, folders)) for name, folders in paths.items()}
     # one queue of the device per stream; the default of 8 would be shared
     environment |= {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     command = [sys.executable, "-m", "bench.environment"]
@@ -112,8 +112,8 @@ def absent(part: Part, gpu: bool, path: str) -> str:
     """Return why a part cannot run here, or nothing."""
     if part.call and not gpu:
         return "no GPU: torch sees no CUDA device"
-    missing = SANITIZER in part.command and not shutil.which(SANITIZER, path=path)
-    return f"{SANITIZER} is not installed" if missing else ""
+    problem = SANITIZER in part.command and not shutil.which(SANITIZER, path=path)
+    return f"{SANITIZER} is not installed" if problem else ""
 
 
 def run_part(part: Part, out: Path, environment: dict[str, str], limit: float) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit: float) -
 def last_word(output: str) -> str:
     """Return the last line that is not blank, indented or about an interruption, without colours and rules."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()
-    said = [line.strip("= ") for line in lines if line.strip("= ") and not line.startswith((" ", *INTERRUPTED))]
-    return said[-1] if said else ""
+    candidates = [line.strip("= ") for line in lines if line.strip("= ") and not line.startswith((" ", *INTERRUPTED))]
+    return candidates[-1] if candidates else ""
 
 
 def summary(facts: dict[str, Any], outcomes: Sequence[dict[str, Any]]) -> str:
     """Return the page of a call: the machine, and a line per part."""
-    shown = {**facts["machine"], **facts.get("versions", {}), **facts}
-    lines = [f"- {key}: {value}" for key, value in shown.items() if key not in ("machine", "versions", "backends")]
+    entries = {**facts["machine"], **facts.get("versions", {}), **facts}
+    lines = [f"- {key}: {value}" for key, value in entries.items() if key not in ("machine", "versions", "backends")]
     lines += [f"- **{o['state']}** {o['title']}, {o['seconds']:.0f} s: {o['result'][:160]}" for o in outcomes]
     return "\n".join(["# fastsam on a GPU", "", *lines, ""])
 
@@ -166,9 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
     parser.add_argument("--seconds", type=float, help=f"limit of this call (default: {TOTAL_SECONDS})")
     names = [part.name for part in PARTS]
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--call", type=int, choices=range(1, 5), help="the parts of one of the four calls")
-    chosen.add_argument("--parts", nargs="+", choices=names, default=names, help="default: all; build always runs")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--call", type=int, choices=range(1, 5), help="the parts of one of the four calls")
+    group.add_argument("--parts", nargs="+", choices=names, default=names, help="default: all; build always runs")
     options = parser.parse_args(argv)
     out, start = options.out.resolve(), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -182,11 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for i, part in enumerate(parts):
         print(f"{part.title} ...", flush=True)
         following = sum(later.weight for later in parts[i + 1 :] if not reasons[later.name])
-        left = end - time.monotonic()
-        if reason := reasons[part.name] or ("no time left" if left < LEAST else ""):
+        seconds_left = end - time.monotonic()
+        if reason := reasons[part.name] or ("no time left" if seconds_left < LEAST else ""):
             outcomes.append({"title": part.title, "state": LEFT_OUT, "seconds": 0.0, "result": reason})
         else:
-            limit = max(left * part.weight / (part.weight + following), LEAST)
+            limit = max(seconds_left * part.weight / (part.weight + following), LEAST)
             outcomes.append(run_part(part, out, environment, limit))
         print(f"  {outcomes[-1]['state']} {outcomes[-1]['result']}", flush=True)
         (out / "summary.md").write_text(page := summary(facts, outcomes))

@@ -28,6 +28,7 @@ class Figure:
 # The first figure that any row has is shown.
 FIGURES: dict[str, tuple[Figure, ...]] = {
     "step": (Figure("eager.to.copied", "Time of the optimizer part of a step; the copied SAM class is 1"),),
+    "whole": (Figure("eager.to.copied", "Time of a whole step, both passes included; the copied SAM class is 1"),),
     "steps": (
         Figure("replayed.to.foreach", "Time of a replayed step; foreach with fused SGD is 1"),
         Figure("eager.to.copied", "Time of the optimizer part of a step; the copied SAM class is 1"),
@@ -50,18 +51,18 @@ LINES = ("ranks", "growth", "share")  # cases that have different contenders: a 
 def tables(cases: Sequence[Record]) -> Iterator[str]:
     """Yield one table, or some lines, for each part in the order of the cases."""
     for part, group in groupby(cases, key=lambda case: str(case["part"])):
-        found = list(group)
+        members = list(group)
         figure = next(
-            (one for one in FIGURES[part] if any(median(row, one.path) is not None for row in _rows(found))), None
+            (one for one in FIGURES[part] if any(median(row, one.path) is not None for row in _rows(members))), None
         )
         if figure is None:
             yield f"{FIGURES[part][-1].words}: not measured."
         elif part in LINES:
-            yield "\n".join([f"{figure.words}:\n", *(line(case, figure) for case in found)])
+            yield "\n".join([f"{figure.words}:\n", *(line(case, figure) for case in members)])
         else:
             for one in (figure, FURTHER.get(part)):
-                if one and any(median(row, one.path) is not None for row in _rows(found)):
-                    yield f"{one.words}:\n\n{table(found, one).markdown()}"
+                if one and any(median(row, one.path) is not None for row in _rows(members)):
+                    yield f"{one.words}:\n\n{table(members, one).markdown()}"
 
 
 def line(case: Record, figure: Figure) -> str:
@@ -72,13 +73,13 @@ def line(case: Record, figure: Figure) -> str:
 
 def table(cases: Sequence[Record], figure: Figure) -> Table:
     """Return contenders down and cases across; contenders that were not measured in any case are left out."""
-    named = {row["name"]: row for row in reversed(_rows(cases)) if median(row, figure.path) is not None}
-    order = [name for name in dict.fromkeys(row["name"] for row in _rows(cases)) if name in named]
+    by_name = {row["name"]: row for row in reversed(_rows(cases)) if median(row, figure.path) is not None}
+    order = [name for name in dict.fromkeys(row["name"] for row in _rows(cases)) if name in by_name]
     rows = []
     for name in order:
-        bold = "**" if named[name].get("ours") and any(not row.get("ours") for row in named.values()) else ""
+        bold = "**" if by_name[name].get("ours") and any(not row.get("ours") for row in by_name.values()) else ""
         cells = [_cell(next((row for row in case["rows"] if row["name"] == name), {}), figure) for case in cases]
-        rows.append([f"{bold}{named[name].get('title', name)}{bold}", *cells])
+        rows.append([f"{bold}{by_name[name].get('title', name)}{bold}", *cells])
     return Table("", ["", *(case["title"] for case in cases)], rows)
 
 

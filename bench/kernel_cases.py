@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.problem import Size
+from bench.workload import Size
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import adam, sgd
 
@@ -64,13 +64,13 @@ class Op:
     def call(self, kernels: Any, operands: Operands) -> None:
         """Call the op of a backend."""
 
-        def found(value: Any) -> Any:
+        def convert(value: Any) -> Any:
             if isinstance(value, tuple):
                 return [operands[name] for name in value]
             return operands.get(value, value) if isinstance(value, str) else value
 
-        options = {name: found(value) for name, value in self.options.items()}
-        getattr(kernels, self.function)(*map(found, self.arguments), **options)
+        options = {name: convert(value) for name, value in self.options.items()}
+        getattr(kernels, self.function)(*map(convert, self.arguments), **options)
 
 
 _STEP, _DUAL = ("params", "backup", "grads", "table", "hparams"), ("grads", "mu", "s", "table", "hparams")
@@ -81,7 +81,7 @@ _OPS = (
     Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
     Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
     Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
-       {"keep": True}),
+       {"write_master": True}),
     Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
     Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
        _ADAM, {"steps": "steps"}),
@@ -120,12 +120,12 @@ def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
     The sizes that are cut differently show the cost of many tensors: a step's ops on scattered tensors say all of that.
     """
     step = [op for op in ops if op.name in STEP]
-    whole = [size for size in sizes if not size.name.startswith("cut")]
+    uncut_sizes = [size for size in sizes if not size.name.startswith("cut")]
     yield from (KernelCase(op, size, "scattered") for size in sizes for op in step)
-    yield from (KernelCase(op, size, "flat") for size in whole for op in step)
+    yield from (KernelCase(op, size, "flat") for size in uncut_sizes for op in step)
     for layout in LAYOUTS:
-        others = [op for op in ops if op not in step and (layout == "flat" or not op.whole)]
-        yield from (KernelCase(op, size, layout) for size in whole for op in others)
+        other_ops = [op for op in ops if op not in step and (layout == "flat" or not op.whole)]
+        yield from (KernelCase(op, size, layout) for size in uncut_sizes for op in other_ops)
 
 
 def hparams_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:

@@ -1,5 +1,4 @@
-"""The operands of a kernel case: sets of them that are used in turn, and the gate that compares a call with the
-reference in float64."""
+"""Operands of a kernel case: sets that are used in turn, and the comparison of a call with the reference in float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gate import excess
+from bench.correctness import excess
 from bench.kernel_cases import LISTS, LONGS, KernelCase, Operands, hparams_of
 from bench.timing import ROTATION
 from fastsam.arena import Layout
@@ -33,54 +32,54 @@ class Operator:
         self.layout = Layout.of(shapes)
         self.table = self.layout.table
         touched = size.parameters * sum(8 if name in LONGS else 4 for name in case.op.operands)
-        wanted = -(-ROTATION * cache_bytes // touched)
-        self.sets = [self._operands(seed) for seed in range(min(max(wanted, 1), MAX_SETS))]
+        num_sets = -(-ROTATION * cache_bytes // touched)
+        self.sets = [self._operands(seed) for seed in range(min(max(num_sets, 1), MAX_SETS))]
 
     def _operands(self, seed: int) -> Operands:
         case, rows = self.case, self.case.size.rows
         generator = torch.Generator(self.device).manual_seed(seed)
         flat = case.layout == "flat"
-        found = Operands(table=self.table)
+        values = Operands(table=self.table)
         for name in case.op.operands:
             listed = name in LISTS or name == "g1"
             if listed and not flat:
-                found[name] = [self._random((rows, *shape), name, generator) for shape in case.size.shapes]
+                values[name] = [self._random((rows, *shape), name, generator) for shape in case.size.shapes]
             else:
                 field = self._random((rows, self.layout.row_size), name, generator)
-                found[name] = [field] if listed else field
-        if "params" not in found:
-            found["params"] = [found["backup"]] if "backup" in found else found.get("grads", [])  # never read
+                values[name] = [field] if listed else field
+        if "params" not in values:
+            values["params"] = [values["backup"]] if "backup" in values else values.get("grads", [])  # never read
         per_row = sum(case.size.lengths)
         double: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
-        found |= {"sumsq": torch.zeros(rows, **double), "products": torch.zeros(rows, 2, **double)}
-        found["radius"] = torch.full((rows,), per_row * SCALE["grads"] ** 2, **double)
-        found["hparams"] = hparams_of(case.op, rows, self.device, 0.05 * per_row**0.5)
-        found["steps"] = torch.ones(rows, len(self.table), device=self.device)
-        return found
+        values |= {"sumsq": torch.zeros(rows, **double), "products": torch.zeros(rows, 2, **double)}
+        values["radius"] = torch.full((rows,), per_row * SCALE["grads"] ** 2, **double)
+        values["hparams"] = hparams_of(case.op, rows, self.device, 0.05 * per_row**0.5)
+        values["steps"] = torch.ones(rows, len(self.table), device=self.device)
+        return values
 
     def _random(self, shape: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
         if name in LONGS:
             return torch.randint(-(1 << 30), 1 << 30, shape, generator=generator, device=self.device)
-        drawn = torch.randn(shape, generator=generator, device=self.device)
-        drawn = drawn.mul_(SCALE.get(name, 0.01))
-        return drawn.abs_() if name == "exp_avg_sq" else drawn
+        values = torch.randn(shape, generator=generator, device=self.device)
+        values = values.mul_(SCALE.get(name, 0.01))
+        return values.abs_() if name == "exp_avg_sq" else values
 
-    def gate(self, kernels: Any) -> str | None:
+    def check(self, kernels: Any) -> str | None:
         """Call the op on copies of the first set, and compare with the reference in float64 on the same values. Return
         how the two differ; None if they agree."""
         op = self.case.op
-        got = Operands({name: _map(torch.clone, value) for name, value in self.sets[0].items()})
+        actual = Operands({name: _map(torch.clone, value) for name, value in self.sets[0].items()})
         expected = Operands({name: _map(_double, value) for name, value in self.sets[0].items()})
         op.call(reference, expected)
-        op.call(kernels, got)
-        written = ("sumsq", "products") if op.sums else (*op.writes, *(("steps",) if op.adam else ()))
-        return next((reason for name in written if (reason := self._differs(name, got[name], expected[name]))), None)
+        op.call(kernels, actual)
+        outputs = ("sumsq", "products") if op.sums else (*op.writes, *(("steps",) if op.adam else ()))
+        return next((reason for name in outputs if (reason := self._differs(name, actual[name], expected[name]))), None)
 
-    def _differs(self, name: str, got: Any, expected: Any) -> str | None:
-        share, wanted = SUM if name in ("sumsq", "products", "steps") else ELEMENT, self.pieces(expected)
-        bounds = [(share * b.abs().max() if b.numel() else b.new_zeros(())).expand(b.shape) for b in wanted]
-        found = excess(lambda a, b, bound: (a.double(), b, bound), self.pieces(got), wanted, bounds)
-        return found and f"{name}: {found}"
+    def _differs(self, name: str, actual: Any, expected: Any) -> str | None:
+        share, references = SUM if name in ("sumsq", "products", "steps") else ELEMENT, self.pieces(expected)
+        bounds = [(share * b.abs().max() if b.numel() else b.new_zeros(())).expand(b.shape) for b in references]
+        problem = excess(lambda a, b, tolerance: (a.double(), b, tolerance), self.pieces(actual), references, bounds)
+        return problem and f"{name}: {problem}"
 
     def pieces(self, operand: Any) -> Sequence[Tensor]:
         """Return the segments of a field; other tensors whole."""

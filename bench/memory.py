@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.contenders import Contender
-from bench.problem import Gradients
 from bench.timing import no_garbage_collection
+from bench.workload import Gradients
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its start and stop on stderr otherwise
 

@@ -15,7 +15,7 @@ import torch
 
 from bench.kernel_cases import OPS, KernelCase
 from bench.kernel_data import Operator
-from bench.problem import KERNEL_SIZES
+from bench.workload import KERNEL_SIZES
 
 SIZES = ("50k", "resnet18", "100m")
 NAMES = ("norm", "perturb", "update")

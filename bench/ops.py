@@ -26,17 +26,17 @@ def measure(case: KernelCase, machine: Machine, rounds: int, most: float, names:
             row["absent"] = absent
             continue
         try:
-            problem = operator.gate(backend.load())
+            problem = operator.check(backend.load())
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
         row |= {"problem": problem} if problem else _prepare(backend, operator, machine, samples)
-    taken = interleave(samples, rounds, machine.copy_bandwidth, most)
-    for key in taken.seconds:
+    timings = interleave(samples, rounds, machine.copy_bandwidth, most)
+    for key in timings.seconds:
         name, how = key.split()
-        rows[name][how] = taken.figures(key, case.op.bytes_per_parameter * case.size.parameters)
+        rows[name][how] = timings.figures(key, case.op.bytes_per_parameter * case.size.parameters)
     return {
         "op": case.op.name, "layout": case.layout, "rows_of_arena": case.size.rows, **case.size.facts,
-        "bytes_per_parameter": case.op.bytes_per_parameter, "sets": len(operator.sets), **taken.facts,
+        "bytes_per_parameter": case.op.bytes_per_parameter, "sets": len(operator.sets), **timings.facts,
         "rows": list(rows.values()),
     }  # fmt: skip
 

@@ -24,17 +24,17 @@ def draw(record: Record, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     where = (e["machine"].get("gpus") or [e["machine"]["cpu"]])[0]
-    for stem, drawn in make(record):
+    for stem, canvas in make(record):
         labels: dict[str, Any] = {}
-        for axis in drawn.axes:
+        for axis in canvas.axes:
             axis.grid(linewidth=0.3)
             axis.set_axisbelow(True)
             labels |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        drawn.legend(labels.values(), labels, loc="outside lower center", fontsize=8, ncols=3, frameon=False)
-        drawn.suptitle(f"{where}, torch {e['versions']['torch']}, {e['date'][:10]}", fontsize=10)
+        canvas.legend(labels.values(), labels, loc="outside lower center", fontsize=8, ncols=3, frameon=False)
+        canvas.suptitle(f"{where}, torch {e['versions']['torch']}, {e['date'][:10]}", fontsize=10)
         paths.append(folder / f"{stem}{'-cuda' * name.endswith('-cuda')}.png")
-        drawn.savefig(paths[-1], dpi=120)
-        pyplot.close(drawn)
+        canvas.savefig(paths[-1], dpi=120)
+        pyplot.close(canvas)
     return paths
 
 
@@ -51,11 +51,11 @@ def _spread(summaries: Sequence[Row]) -> tuple[list[float], list[float]]:
 def _bars(axis: Any, cases: Sequence[Record], path: str, y: str) -> None:
     """Draw a group of bars per case, one for each row with the figure, logarithmic."""
     names = {row["name"]: row for case in cases for row in case["rows"] if figure(row, path)}
-    ours, peers, width = iter(OURS), iter(PEERS), 0.84 / max(len(names), 1)
+    our_colours, peers, width = iter(OURS), iter(PEERS), 0.84 / max(len(names), 1)
     for number, (name, row) in enumerate(names.items()):
-        found = {i: figure(r, path) for i, case in enumerate(cases) for r in case["rows"] if r["name"] == name}
-        summaries = {i: summary for i, summary in found.items() if summary}
-        colour = next(ours if row["ours"] else peers, "#444444")
+        values = {i: figure(r, path) for i, case in enumerate(cases) for r in case["rows"] if r["name"] == name}
+        summaries = {i: summary for i, summary in values.items() if summary}
+        colour = next(our_colours if row["ours"] else peers, "#444444")
         options = {"yerr": _spread(list(summaries.values())), "label": row["title"], "color": colour}
         x = [i - 0.42 + (number + 0.5) * width for i in summaries]
         axis.bar(x, [s["median"] for s in summaries.values()], width, **options)
@@ -65,10 +65,11 @@ def _bars(axis: Any, cases: Sequence[Record], path: str, y: str) -> None:
 
 
 def _step(record: Record) -> Iterator[tuple[str, Any]]:
-    drawn, axes = _axes(2, 1, (max(7.0, 1.9 * len(record["cases"])), 8.0))
-    _bars(axes[0, 0], record["cases"], "eager.to.copied", "time, relative to the copied per-tensor SAM")
-    _bars(axes[1, 0], record["cases"], "eager.fraction", "fraction of the memory floor")
-    yield "step", drawn
+    cases = [case for case in record["cases"] if case["part"] != "whole"]
+    canvas, axes = _axes(2, 1, (max(7.0, 1.9 * len(cases)), 8.0))
+    _bars(axes[0, 0], cases, "eager.to.copied", "time, relative to the copied per-tensor SAM")
+    _bars(axes[1, 0], cases, "eager.fraction", "fraction of the memory floor")
+    yield "step", canvas
 
 
 def _kernels(record: Record) -> Iterator[tuple[str, Any]]:
@@ -81,13 +82,13 @@ def _kernels(record: Record) -> Iterator[tuple[str, Any]]:
                 line.append((case["parameters"], median(row.get("replayed") or row["eager"], "fraction")))
     if not points:
         return
-    drawn, axes = _axes(1, len(points), (4.6 * len(points), 4.8))
+    canvas, axes = _axes(1, len(points), (4.6 * len(points), 4.8))
     for axis, (name, lines) in zip(axes[0], points.items(), strict=True):
         for label, line in lines.items():
             axis.plot(*zip(*sorted(line), strict=True), marker="o", markersize=3, linewidth=1, label=label)
         axis.set(xscale="log", xlabel="parameters", ylabel="fraction of the memory floor", title=name)
         axis.axhline(1.0, color="0.4", linewidth=0.8, linestyle="--")
-    yield "roofline", drawn
+    yield "roofline", canvas
 
 
 def _federated(record: Record) -> Iterator[tuple[str, Any]]:
@@ -95,17 +96,17 @@ def _federated(record: Record) -> Iterator[tuple[str, Any]]:
     speed, growth = ([case for case in record["cases"] if case["part"] == part] for part in ("speed", "growth"))
     if not speed and not growth:
         return
-    drawn, axes = _axes(2, max(len(growth), 1), (12.0, 8.8))
+    canvas, axes = _axes(2, max(len(growth), 1), (12.0, 8.8))
     for axis in axes[0]:
         axis.remove()
-    _bars(drawn.add_subplot(axes[0, 0].get_gridspec()[0, :]), speed, "speed", "rounds per second, bare loop = 1")
+    _bars(canvas.add_subplot(axes[0, 0].get_gridspec()[0, :]), speed, "speed", "rounds per second, bare loop = 1")
     for axis, case in zip(axes[1], growth, strict=False):
         good = [row for row in case["rows"] if not failed(row)]
         summaries = [row["seconds"] for row in good]
         options = {"yerr": _spread(summaries), "marker": "o", "markersize": 3}
         axis.errorbar([row["at"] for row in good], [s["median"] for s in summaries], **options)
         axis.set(xscale="log", yscale="log", title=case["title"], xlabel=case["axis"], ylabel="seconds a round")
-    yield "federated", drawn
+    yield "federated", canvas
 
 
 Plot = Callable[[Record], Iterator[tuple[str, Any]]]

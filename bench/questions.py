@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from bench import ncu, ops, steps
+from bench import ncu, ops, steps, whole_steps
 from bench.accuracy import training as accuracy
 from bench.accuracy.tasks import TASKS
 from bench.case import Case, Options
 from bench.contenders import Contender, contenders, variant_contenders
 from bench.fed import cases as federated
 from bench.kernel_cases import CPU_LEFT_OUT, OPS, kernel_cases
-from bench.problem import KERNEL_SIZES, SIZES
+from bench.workload import KERNEL_SIZES, SIZES
 from fastsam import backends
 
 KERNEL_ROUNDS, FEW_ROUNDS = 21, 5
@@ -20,6 +20,7 @@ CASE_SECONDS = {"cpu": 4.0, "cuda": 1.5}  # time limit of a case's rounds
 TO = ("copied", "flat", "foreach", "compiled")
 STEPS_LAST = {"30m": 1, "100m": 2}  # large sizes, in this order: torch.compile takes longest on the last
 COMPILED_SIZES = ("resnet18", "100m", "50k", "225k")  # each takes most of a minute to compile
+WHOLE = ("fastsam_native", "fastsam_foreach", "pytorch_optimizer_foreach", "pytorch_optimizer", "copied")
 COPIED_TENSORS = 400  # number of tensors from which on the copied class, ten launches per tensor and step, is left out
 LAUNCHES_LEFT_OUT = ("225k", "30m", "cut10", "cut100", "cut400")  # a profile takes a while; the others tell enough
 Contenders = Mapping[str, Contender]
@@ -29,17 +30,22 @@ VARIANT_SIZES = {"cpu": [SIZES[n] for n in ("resnet18", "small_cnn")],
 
 def _steps(options: Options, part: str, name: str, table: Contenders, *where: Any, **how: Any) -> Iterator[Case]:
     """Yield a case of steps, if `--rows` leaves contenders."""
-    chosen = [table[one] for one in options.chosen(table) if not (options.quick and table[one].compiles)]
-    if chosen:
-        run = partial(steps.measure, chosen, *where, **how)
-        yield Case(part, name, [one.name for one in chosen], lambda _: run())
+    selected = [table[one] for one in options.chosen(table) if not (options.quick and table[one].compiles)]
+    if selected:
+        run = partial(steps.measure, selected, *where, **how)
+        yield Case(part, name, [one.name for one in selected], lambda _: run())
 
 
 def step(options: Options) -> Iterator[Case]:
-    """The optimizer part of a SAM step, ours and others', by one and two threads."""
+    """The optimizer part of a SAM step by one and two threads, and whole steps; ours and others'."""
     for size, threads in itertools.product(SIZES.values(), (1, 2)):
         where, how = (size, options.machine, options.number(size.rounds)), {"steps": size.steps, "threads": threads}
         yield from _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *where, to=TO, **how)
+    table = {name: one for name, one in contenders(options.device).items() if name in WHOLE}
+    if selected := [table[name] for name in options.chosen(table)]:
+        for name, training in whole_steps.TRAININGS.items():
+            run = partial(whole_steps.measure, selected, training, options.machine, options.number(31))
+            yield Case("whole", name, [one.name for one in selected], lambda _, run=run: run())  # type: ignore[misc]
 
 
 def kernels(options: Options) -> Iterator[Case]:
@@ -50,11 +56,11 @@ def kernels(options: Options) -> Iterator[Case]:
         left_out = {"flat", "pytorch_optimizer", "pytorch_optimizer_foreach"}
         left_out |= {"compiled"} if size.name not in COMPILED_SIZES else set()
         left_out |= {"copied"} if len(size.shapes) >= COPIED_TENSORS else set()
-        found = {name: c for name, c in contenders(options.device).items() if name not in left_out}
+        measured = {name: c for name, c in contenders(options.device).items() if name not in left_out}
         counts = ("memory", "replays", *(("launches",) if size.name not in LAUNCHES_LEFT_OUT else ()))
         where = (size, options.machine, *limits)
         if size.rows == 1:
-            yield from _steps(options, "steps", size.name, found, *where, rotate=True, to=TO, counts=counts)
+            yield from _steps(options, "steps", size.name, measured, *where, rotate=True, to=TO, counts=counts)
     names = options.chosen(b.name for b in backends.table() if b.device == options.device)
     for case in kernel_cases(sizes, list(OPS.values())) if names else ():
         run = partial(ops.measure, case, options.machine, *limits, names)
@@ -63,11 +69,11 @@ def kernels(options: Options) -> Iterator[Case]:
 
 def family(options: Options) -> Iterator[Case]:
     """The optimizer part of a step of every variant of SAM, and of pytorch-optimizer's classes."""
-    found = variant_contenders(peers=options.device == "cpu")
+    measured = variant_contenders(peers=options.device == "cpu")
     for size in VARIANT_SIZES[options.device]:
         many = max(size.steps // steps.INTERVAL * steps.INTERVAL, steps.INTERVAL)
         where = (size, options.machine, options.number(15))
-        yield from _steps(options, "variants", size.name, found, *where, steps=many, to=("SAM",), counts=("calls",))
+        yield from _steps(options, "variants", size.name, measured, *where, steps=many, to=("SAM",), counts=("calls",))
 
 
 def worth(options: Options) -> Iterator[Case]:

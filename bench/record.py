@@ -76,8 +76,8 @@ def figure(row: Any, path: str) -> Any:
 
 def median(row: Any, path: str) -> Any:
     """Return the median of a summary, or a plain number; None if the row has none."""
-    found = figure(row, path)
-    return found["median"] if isinstance(found, Mapping) else found
+    value = figure(row, path)
+    return value["median"] if isinstance(value, Mapping) else value
 
 
 def find(record: Record, case: Record) -> dict[str, Any] | None:
@@ -88,15 +88,15 @@ def find(record: Record, case: Record) -> dict[str, Any] | None:
 
 def add(record: dict[str, Any], case: dict[str, Any]) -> None:
     """Add a case. Rows of a known case are added or replaced, but a failure does not replace figures."""
-    known = find(record, case)
-    if known is None:
+    existing = find(record, case)
+    if existing is None:
         record["cases"].append(case)
         return
-    merged = {row["name"]: row for row in known["rows"]}
+    merged = {row["name"]: row for row in existing["rows"]}
     for row in case["rows"]:
         if row["name"] not in merged or failed(merged[row["name"]]) or not failed(row):
             merged[row["name"]] = row
-    known.update(case | {"rows": list(merged.values())})
+    existing.update(case | {"rows": list(merged.values())})
 
 
 def join(record: dict[str, Any], later: Record) -> dict[str, Any]:

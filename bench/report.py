@@ -54,10 +54,10 @@ class Column:
         return [self.head, "quartiles"] if self.quartiles else [self.head]
 
     def cells(self, row: Row) -> list[str]:
-        found, value = figure(row, self.path), median(row, self.path)
+        stats, value = figure(row, self.path), median(row, self.path)
         if value is None:
             return [NONE, NONE] if self.quartiles else [""]
-        return [self.show(value), *([f"{self.show(found['q1'])}–{self.show(found['q3'])}"] if self.quartiles else [])]
+        return [self.show(value), *([f"{self.show(stats['q1'])}–{self.show(stats['q3'])}"] if self.quartiles else [])]
 
 
 STEPS = (
@@ -77,7 +77,8 @@ STEPS = (
 SPEED = Column("rounds per second, relative", "speed", quartiles=True)
 RACE = (SPEED, Column("peak memory", "peak_mib", "{:.0f} MiB".format))
 COLUMNS: dict[str, Sequence[Column]] = {
-    **dict.fromkeys(("step", "steps", "variants", "ops"), STEPS), **dict.fromkeys(("speed", "growth", "ranks"), RACE),
+    **dict.fromkeys(("step", "steps", "whole", "variants", "ops"), STEPS),
+    **dict.fromkeys(("speed", "growth", "ranks"), RACE),
     "overhead": (
         Column("seconds of a local step, FedAvg = 1", "step", digits(3), quartiles=True),
         Column("of a round", "round", digits(3), quartiles=True),
@@ -104,20 +105,20 @@ COLUMNS: dict[str, Sequence[Column]] = {
 
 def case_table(case: Record) -> Table:
     """Return a row per contender, with the columns of the case's part."""
-    rows = shown(case)
+    rows = visible_rows(case)
     columns = [c for c in COLUMNS.get(case["part"], ()) if any(median(row, c.path) is not None for row in rows)]
     heads = [head for column in columns for head in column.heads()] or ["result"]
     cells = []
     for row in rows:
         title = row.get("title", row["name"])
-        bold = "**" if row.get("ours") and case["part"] in ("step", "steps") else ""
+        bold = "**" if row.get("ours") and case["part"] in ("step", "steps", "whole") else ""
         texts = [text for column in columns for text in column.cells(row)]
         texts = ["failed" if row.get("problem") else NONE] * len(heads) if failed(row) else texts
         cells.append([f"{bold}{title}{bold}", *texts])
     return Table(case["title"], ["", *heads], cells, aligned="l" + "".join("rl"[h == "quartiles"] for h in heads))
 
 
-def shown(case: Record) -> Sequence[Row]:
+def visible_rows(case: Record) -> Sequence[Row]:
     """Return the rows to show, without contenders that were removed since; a variant's row has its peer's row in it."""
     if case["part"] in ("speed", "overhead"):
         return [row for row in case["rows"] if row["name"] not in REMOVED]
@@ -149,8 +150,8 @@ def case_text(case: Record) -> str:
 def reasons(cases: Sequence[Record]) -> list[str]:
     """Return why rows have no figures, a line each."""
     failures = [row for case in cases for row in case["rows"] if failed(row)]
-    found = (f"Not measured: {r.get('title', r['name'])}: {r.get('problem') or r['absent']}." for r in failures)
-    return list(dict.fromkeys(found))
+    sentences = (f"Not measured: {r.get('title', r['name'])}: {r.get('problem') or r['absent']}." for r in failures)
+    return list(dict.fromkeys(sentences))
 
 
 def _cases(record: Record) -> Iterator[str]:
@@ -191,7 +192,7 @@ def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
 
 
 def _accuracy(record: Record) -> Iterator[str]:
-    tasks = {**record, "cases": [{**case, "rows": shown(case)} for case in record["cases"]]}
+    tasks = {**record, "cases": [{**case, "rows": visible_rows(case)} for case in record["cases"]]}
     yield from pieces(tasks)
     yield from _cases(tasks)
 
@@ -207,18 +208,18 @@ def markdown(record: Record) -> str:
 def short(record: Record) -> str:
     """Return the short tables of a record for its page, and how it was made."""
     name = records.name_of(record).partition("-")[0]
-    cases = [{**case, "rows": shown(case)} for case in record["cases"]]
+    cases = [{**case, "rows": visible_rows(case)} for case in record["cases"]]
     if name == "accuracy":
-        found = list(pieces({**record, "cases": cases}))
+        parts = list(pieces({**record, "cases": cases}))
     elif name == "ncu":
-        found = list(_cases(record))
+        parts = list(_cases(record))
     elif name == "kernels":
         ops = [{**case, "rows": [row for row in case["rows"] if row["name"] != "reference"]} for case in cases]
-        found = [_ops([case for case in ops if case.get("layout") == layout], layout, False) for layout in LAYOUTS]
-        found += joint.tables([case for case in cases if case["part"] == "steps"])
+        parts = [_ops([case for case in ops if case.get("layout") == layout], layout, False) for layout in LAYOUTS]
+        parts += joint.tables([case for case in cases if case["part"] == "steps"])
     else:
-        found = list(joint.tables(cases))
-    return "\n\n".join([*found, made_by(record, brief=True)])
+        parts = list(joint.tables(cases))
+    return "\n\n".join([*parts, made_by(record, brief=True)])
 
 
 def made_by(record: Record, brief: bool = False) -> str:
@@ -231,8 +232,8 @@ def made_by(record: Record, brief: bool = False) -> str:
     text += f"Python {v['python']}, {versions}."
     if added := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
         text += f" Added to by {f'{len(added)} later commands' if brief else ', '.join(added)}."
-    left = len(record["left_out"])
-    return "\n".join([text, *reasons(record["cases"]), *[f"No time was left for {left} cases."] * bool(left)])
+    skipped = len(record["left_out"])
+    return "\n".join([text, *reasons(record["cases"]), *[f"No time was left for {skipped} cases."] * bool(skipped)])
 
 
 def commit(e: Record) -> str:
@@ -248,16 +249,16 @@ _PLACE = re.compile(r"(<!-- (\w+):(\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 def fill(text: str, pieces: Mapping[str, str]) -> str:
     """Return a page with the text in its places replaced by the pieces of that name; other places stay."""
 
-    def piece(found: re.Match[str]) -> str:
-        new = pieces.get(f"{found[2]}:{found[3]}")
-        return found[0] if new is None else f"{found[1]}{new}\n{found[4]}"
+    def piece(match: re.Match[str]) -> str:
+        new = pieces.get(f"{match[2]}:{match[3]}")
+        return match[0] if new is None else f"{match[1]}{new}\n{match[4]}"
 
     return _PLACE.sub(piece, text)
 
 
 def places(text: str) -> list[str]:
     """Return the names of a page's places."""
-    return [f"{found[2]}:{found[3]}" for found in _PLACE.finditer(text)]
+    return [f"{match[2]}:{match[3]}" for match in _PLACE.finditer(text)]
 
 
 def pages() -> dict[Path, str]:
@@ -275,15 +276,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the plots there")
     parser.add_argument("--publish", action="store_true", help="store the records in bench/results and write the pages")
     arguments = parser.parse_args(argv)
-    joined: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     try:
         for one in map(records.read, arguments.results):
             name = records.name_of(one)
-            joined[name] = records.join(joined[name], one) if name in joined else one
+            merged[name] = records.join(merged[name], one) if name in merged else one
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    for name, record in joined.items():
+    for name, record in merged.items():
         print(markdown(record))
         if arguments.publish:
             records.write(record, RESULTS / f"{name}.json")

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from bench import gate, memory
+from bench import correctness, memory
 from bench.contenders import Contender, Stepper
-from bench.problem import Gradients, Size, initial_weights
 from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
+from bench.workload import Gradients, Size, initial_weights
 
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
 MAX_STEPPERS = 16  # if ROTATION caches need more, that much memory is read before every sample
@@ -55,28 +55,28 @@ class StepperPool:
                     seconds.append(self.machine.begin(phase, cold))
                     cold = False
         self.machine.wait()
-        return sum(taken() for taken in seconds) / len(self.pairs) / steps
+        return sum(sample() for sample in seconds) / len(self.pairs) / steps
 
     def replay(self) -> Callable[[], float]:
         """Return a function that samples the seconds per step of a graph with a step of each."""
         replay = self.machine.capture(self.steps)
         return lambda: self.machine.sample(replay, self.cold, queued=True) / len(self.pairs)
 
-    def host_seconds(self, changed: bool) -> float:
+    def host_seconds(self, new_grads: bool) -> float:
         """Return the median time that the host needs for a step while the device works on."""
         stepper, gradients = self.pairs[0]
-        taken = []
+        samples = []
         self.machine.wait()
         for step in range(HOST_STEPS):
             spent = 0.0
             for i, phase in enumerate(stepper.phases()):
-                stepper.set_grads(gradients, 2 * step + i if changed else i)
+                stepper.set_grads(gradients, 2 * step + i if new_grads else i)
                 start = time.perf_counter()
                 phase()
                 spent += time.perf_counter() - start
-            taken.append(spent)
+            samples.append(spent)
         self.machine.wait()
-        return Summary.of(taken[HOST_STEPS // 5 :]).median
+        return Summary.of(samples[HOST_STEPS // 5 :]).median
 
     def calls(self) -> dict[str, float]:
         """Return the numbers of our kernels and of torch's calls in a step: the mean over an interval."""
@@ -85,9 +85,9 @@ class StepperPool:
                 self.steps()
         either = ("fastsam::", "aten::")
         events = [e for e in profiler.events() if not (e.cpu_parent and e.cpu_parent.name.startswith(either))]
-        own = sum(event.name.startswith("fastsam::") for event in events)
-        other = sum(e.name.startswith("aten::") and not any(view in e.name for view in VIEWS) for e in events)
-        return {"kernels": own / INTERVAL, "torch_calls": other / INTERVAL}
+        num_fastsam = sum(event.name.startswith("fastsam::") for event in events)
+        num_aten = sum(e.name.startswith("aten::") and not any(view in e.name for view in VIEWS) for e in events)
+        return {"kernels": num_fastsam / INTERVAL, "torch_calls": num_aten / INTERVAL}
 
 
 def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict
 
 
 def _measure(
-    chosen: Sequence[Contender], size: Size, machine: Machine, rounds: int, most: float = math.inf, *,
+    selected: Sequence[Contender], size: Size, machine: Machine, rounds: int, most: float = math.inf, *,
     steps: int = 1, rotate: bool = False, to: Sequence[str] = (), counts: Sequence[str] = ("memory",),
 ) -> dict[str, Any]:  # fmt: skip
     """Measure contenders on one size and return the case.
@@ -114,35 +114,35 @@ def _measure(
         counts: further measurements besides the eager time: "memory"; on a CPU "calls"; on a GPU "launches", and
             "replays" with the host's time.
     """
-    wanted = -(-ROTATION * machine.cache_bytes // (TOUCHED * size.parameters)) if rotate else 1
+    num_sets = -(-ROTATION * machine.cache_bytes // (TOUCHED * size.parameters)) if rotate else 1
     weights = initial_weights(size.shapes, device=machine.device)
-    sets = [Gradients(size.shapes, 1 + i, machine.device) for i in range(min(max(wanted, 1), MAX_STEPPERS))]
-    green, red = gate.check([c for c in chosen if not c.absent], weights, sets[0])
+    sets = [Gradients(size.shapes, 1 + i, machine.device) for i in range(min(max(num_sets, 1), MAX_STEPPERS))]
+    green, red = correctness.check([c for c in selected if not c.absent], weights, sets[0])
     rows, samples = dict[str, dict[str, Any]](), dict[str, Callable[[], float]]()
 
     def prepare(contender: Contender) -> dict[str, Any]:
         """Return what is counted of a contender, and add its samples."""
-        name, found = contender.name, dict[str, Any]()
+        name, row = contender.name, dict[str, Any]()
         if "memory" in counts:
             extra = memory.peak_extra_bytes(contender, weights, sets[0])
-            found["extra_bytes_per_parameter"] = round(extra / size.parameters, 2)
+            row["extra_bytes_per_parameter"] = round(extra / size.parameters, 2)
         pool = StepperPool(machine, [green[name], *(contender.build(weights) for _ in sets[1:])], sets)
         for _ in range(2):
             pool.steps()
         samples[f"{name} eager"] = partial(pool.eager, steps)
         if "calls" in counts and not machine.cuda and contender.backend:
-            found |= pool.calls()
+            row |= pool.calls()
         if "launches" in counts and machine.cuda:
-            found["launches"] = machine.launches(StepperPool(machine, [green[name]], sets[:1]).steps)
+            row["launches"] = machine.launches(StepperPool(machine, [green[name]], sets[:1]).steps)
         if "replays" in counts and machine.cuda:
-            found["host_seconds"] = {"unchanged": pool.host_seconds(False), "changed": pool.host_seconds(True)}
+            row["host_seconds"] = {"unchanged": pool.host_seconds(False), "changed": pool.host_seconds(True)}
             try:
                 samples[f"{name} replayed"] = pool.replay()
             except RuntimeError as error:
-                found["not_replayed"] = str(error).splitlines()[0]
-        return found
+                row["not_replayed"] = str(error).splitlines()[0]
+        return row
 
-    for contender in chosen:
+    for contender in selected:
         name = contender.name
         rows[name] = row = {"name": name, "title": contender.title, "ours": bool(contender.backend)}
         if name not in green:
@@ -153,11 +153,11 @@ def _measure(
             row |= prepare(contender)
         except RuntimeError as error:  # such as too little memory: it costs this row
             row["problem"] = f"raised {type(error).__name__}: {error}".splitlines()[0]
-    taken = interleave(samples, rounds, machine.copy_bandwidth, most)
-    rivals = {contender.name: contender.rival for contender in chosen if contender.rival}
-    for key in taken.seconds:
+    timings = interleave(samples, rounds, machine.copy_bandwidth, most)
+    rivals = {contender.name: contender.rival for contender in selected if contender.rival}
+    for key in timings.seconds:
         name, _, how = key.rpartition(" ")
-        others = {other: f"{other} {how}" for other in to}
-        others |= {"ours": f"{rivals[name]} {how}"} if name in rivals else {}
-        rows[name][how] = taken.figures(key, rows[name]["floor_bytes"] * size.parameters, others)
-    return {**size.facts, "steps": steps, "sets": len(sets), **taken.facts, "rows": list(rows.values())}
+        titles = {rival: f"{rival} {how}" for rival in to}
+        titles |= {"ours": f"{rivals[name]} {how}"} if name in rivals else {}
+        rows[name][how] = timings.figures(key, rows[name]["floor_bytes"] * size.parameters, titles)
+    return {**size.facts, "steps": steps, "sets": len(sets), **timings.facts, "rows": list(rows.values())}

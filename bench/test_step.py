@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bench import gate
+from bench import correctness
 from bench.contenders import Contender, contenders
-from bench.problem import SIZES, Gradients, Size, initial_weights
 from bench.timing import intra_op_threads
+from bench.workload import SIZES, Gradients, Size, initial_weights
 
 hidden = 0.0  # seconds that are not on the clock
 
@@ -28,7 +28,7 @@ def test_step(size: Size, contender: Contender, threads: int, benchmark: Any) ->
         pytest.skip(contender.absent)
     gradients, passes = Gradients(size.shapes), itertools.count()
     with intra_op_threads(threads):
-        green, red = gate.check([contender], initial_weights(size.shapes), gradients)
+        green, red = correctness.check([contender], initial_weights(size.shapes), gradients)
         assert not red, f"wrong, so not measured: {red[contender.name]}"
 
         def step() -> None:

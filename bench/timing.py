@@ -66,18 +66,18 @@ class Rounds:
         copy = {"copy": asdict(Summary.of(self.copies))} if self.copies else {}
         return {"rounds": max(map(len, self.seconds.values()), default=0), "busy": round(self.busy, 3), **copy}
 
-    def figures(self, name: str, bytes_: float, others: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def figures(self, name: str, bytes_: float, rivals: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Return a contender's seconds, its fraction of the floor (`bytes_` at the copy's bandwidth), and its time over
         the times of the `others` (title: sample) in the same rounds."""
-        own = self.seconds[name]
+        seconds = self.seconds[name]
         floors = [bytes_ / bandwidth for bandwidth in self.copies]
-        found = {"seconds": asdict(Summary.of(own)), "fraction": asdict(Summary.of_ratios(floors, own))}
-        to = {title: self.ratio(name, other) for title, other in (others or {}).items() if other in self.seconds}
-        return found | ({"to": to} if to else {})
+        result = {"seconds": asdict(Summary.of(seconds)), "fraction": asdict(Summary.of_ratios(floors, seconds))}
+        to = {title: self.ratio(name, rival) for title, rival in (rivals or {}).items() if rival in self.seconds}
+        return result | ({"to": to} if to else {})
 
-    def ratio(self, name: str, other: str) -> dict[str, float]:
+    def ratio(self, name: str, rival: str) -> dict[str, float]:
         """Return the seconds of one contender over the seconds of another in the same round."""
-        return asdict(Summary.of_ratios(self.seconds[name], self.seconds[other]))
+        return asdict(Summary.of_ratios(self.seconds[name], self.seconds[rival]))
 
 
 def interleave(
@@ -91,7 +91,7 @@ def interleave(
         most (float): seconds after which no round begins, except the first `FEWEST`.
         warm (bool): take one sample of each before, which does not count.
     """
-    taken, names = Rounds([], {name: [] for name in samples}), list(samples)
+    result, names = Rounds([], {name: [] for name in samples}), list(samples)
     with no_garbage_collection():
         for name in names if warm else ():
             samples[name]()
@@ -100,12 +100,12 @@ def interleave(
             if number >= FEWEST and time.perf_counter() - before.wall > most:
                 break
             if copy is not None:
-                taken.copies.append(copy())
+                result.copies.append(copy())
             start = number % max(len(names), 1)
             for name in names[start:] + names[:start]:
-                taken.seconds[name].append(samples[name]())
-        taken.busy = Usage.now().others_since(before)
-    return taken
+                result.seconds[name].append(samples[name]())
+        result.busy = Usage.now().others_since(before)
+    return result
 
 
 class Machine:
@@ -148,9 +148,9 @@ class Machine:
 
     def sample(self, body: Callable[[], object], cold: bool = False, queued: bool = False) -> float:
         """Return the seconds that `body` takes on the device; see `begin`."""
-        taken = self.begin(body, cold, queued)
+        sample = self.begin(body, cold, queued)
         self.wait()
-        return taken()
+        return sample()
 
     def copy_bandwidth(self) -> float:
         """Return the bytes per second of a large copy, read plus written."""

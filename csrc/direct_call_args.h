@@ -77,7 +77,7 @@ inline NormArgs norm_of(const int64_t* words, const PerturbArgs& args, double* s
 
 // state: the addresses of the rule's fields (nullptr for an absent field), then the address of the steps.
 inline UpdateArgs update_of(const int64_t* words, const int64_t* grads, const void* rule, void* const* state,
-                            bool first, bool keep) {
+                            bool init_state, bool write_master) {
   UpdateArgs args{problem_of(words)};
   args.params = list_of(words + WEIGHTS, args.problem);
   args.grads = list_of(grads, args.problem);
@@ -85,8 +85,8 @@ inline UpdateArgs update_of(const int64_t* words, const int64_t* grads, const vo
   args.rule = static_cast<const UpdateRule*>(rule);
   for (int i = 0; i < kMostState; ++i) args.state[i] = Field{state[i], 0};
   args.steps = static_cast<float*>(state[kMostState]);
-  args.first = first;
-  args.keep = keep;
+  args.init_state = init_state;
+  args.write_master = write_master;
   return args;
 }
 

@@ -18,10 +18,10 @@ FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* words, const int64_t* gra
 FASTSAM_EXPORT const void* fastsam_rule(const char* name) { return fastsam::find_rule(name); }
 
 FASTSAM_EXPORT int fastsam_update(const int64_t* words, const int64_t* grads, const void* rule, void* const* state,
-                                  int first, int keep) {
+                                  int init_state, int write_master) {
   using namespace fastsam;
   return guarded([&] {
-    run_update(update_of(words, grads, rule, state, first != 0, keep != 0));
+    run_update(update_of(words, grads, rule, state, init_state != 0, write_master != 0));
     return 0;
   });
 }

@@ -158,7 +158,7 @@ struct UpdateArgs {
   bool accumulate = false;  // update_norm_
   const float* grad_scale = nullptr;
   const float* found_inf = nullptr;
-  bool first = false, keep = false;
+  bool init_state = false, write_master = false;
 
   // A bit per field of the state that is given.
   unsigned state_mask() const {

@@ -182,7 +182,8 @@ struct CombinedGradient {
 //   kState              largest number of fields of its state, up to kMostState
 //   kNeeded             a bit per field that every call has; the other fields of a call are in `state_mask`
 //   kCounts             true if it counts steps
-//   Rule(h, t, first)   from the columns; t: the number of this step, from 1 on; first: the fields are not set yet
+//   Rule(h, t, init_state)   from the columns; t: the number of this step, from 1 on; init_state: the fields are not
+//                       set yet
 //   step(w, d, state, state_mask)   the new weight; `state` is an element of each field, and is written
 constexpr int kMostState = 3;
 

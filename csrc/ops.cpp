@@ -77,10 +77,10 @@ void update_norm(const Tensor sumsq, const Tensors params, const OptionalTensor 
 void update(const Tensors params, const OptionalTensor backup, const Tensors grads, const Tensor table,
             const Tensor hparams, const std::string rule, const OptionalTensor state0, const OptionalTensor state1,
             const OptionalTensor state2, const OptionalTensor steps, const Tensors g1, const OptionalTensor q,
-            const OptionalTensor sumsq_v, const OptionalTensor grad_scale, const OptionalTensor found_inf, bool first,
-            bool keep, const OptionalTensor shift) {
+            const OptionalTensor sumsq_v, const OptionalTensor grad_scale, const OptionalTensor found_inf,
+            bool init_state, bool write_master, const OptionalTensor shift) {
   run_update(update_args(params, backup, grads, table, hparams, rule, {state0, state1, state2}, steps, g1, q, sumsq_v,
-                         grad_scale, found_inf, first, keep, shift));
+                         grad_scale, found_inf, init_state, write_master, shift));
 }
 
 }  // namespace
@@ -112,10 +112,9 @@ STABLE_TORCH_LIBRARY(fastsam, m) {
       "g1, Tensor? q=None, Tensor? grad_scale=None, bool accumulate=False) -> ()");
   m.def(
       "update_(Tensor(a!)[] params, Tensor(b!)? backup, Tensor[] grads, Tensor table, Tensor hparams, str rule, "
-      "Tensor(c!)? "
-      "state0, Tensor(d!)? state1, Tensor(e!)? state2, Tensor(f!)? steps, Tensor[] g1, Tensor? "
-      "q=None, Tensor? sumsq_v=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool first=False, bool "
-      "keep=False, Tensor? shift=None) -> ()");
+      "Tensor(c!)? state0, Tensor(d!)? state1, Tensor(e!)? state2, Tensor(f!)? steps, Tensor[] g1, Tensor? "
+      "q=None, Tensor? sumsq_v=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool init_state=False, bool "
+      "write_master=False, Tensor? shift=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastsam, CPU, m) {

@@ -1,4 +1,4 @@
-// The op product, for stacked clients' small matrices. CPU only; kernels/product.py describes every argument.
+// The op product, for stacked clients' small matrices. CPU only; kernels/small_bmm.py describes every argument.
 #include "tensor_args.h"
 
 namespace fastsam {

@@ -185,12 +185,12 @@ inline RestoreArgs restore_args(const Tensors& params, const Tensor& backup, con
 // update_norm_ and update_: the local update rule.
 inline UpdateArgs form_args(const Tensors& params, const OptionalTensor& backup, const Tensors& grads,
                             const Tensor& table, const Tensor& hparams, const Tensors& g1, const OptionalTensor& q,
-                            const OptionalTensor& grad_scale, bool writes, bool keep) {
+                            const OptionalTensor& grad_scale, bool writes, bool write_master) {
   UpdateArgs args{problem_of(table, hparams)};
   set_types(args.problem, params, backup);
   args.params = list_of(params, args.problem, "params", writes ? Use::written : Use::read);
   args.grads = list_of(grads, args.problem, "grads");
-  args.backup = field_of(backup, args.problem, args.problem.backup_type, "backup", keep);
+  args.backup = field_of(backup, args.problem, args.problem.backup_type, "backup", write_master);
   args.g1 = list_of(g1, args.problem, "g1", Use::may_be_empty);
   check_order(params, grads, args.problem, "params and grads");
   check_order(params, g1, args.problem, "params and g1");
@@ -234,14 +234,14 @@ inline UpdateArgs update_args(const Tensors& params, const OptionalTensor& backu
                               const Tensor& table, const Tensor& hparams, const std::string& rule,
                               const std::array<OptionalTensor, kMostState>& state, const OptionalTensor& steps,
                               const Tensors& g1, const OptionalTensor& q, const OptionalTensor& sumsq_v,
-                              const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool first, bool keep,
-                              const OptionalTensor& shift) {
-  UpdateArgs args = form_args(params, backup, grads, table, hparams, g1, q, grad_scale, true, keep);
+                              const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool init_state,
+                              bool write_master, const OptionalTensor& shift) {
+  UpdateArgs args = form_args(params, backup, grads, table, hparams, g1, q, grad_scale, true, write_master);
   set_rule(args, rule, state, steps);
   if (sumsq_v.has_value()) args.sumsq = sums_of(*sumsq_v, args.problem, "sumsq_v");
   args.found_inf = scalar_of(found_inf, args.problem, "found_inf");
-  args.first = first;
-  args.keep = keep;
+  args.init_state = init_state;
+  args.write_master = write_master;
   args.shift = field_of(shift, args.problem, compute_type(args.problem.weight), "shift");
   return args;
 }

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fastsam import backends
 from fastsam.backends import Kernels
-from fastsam_kernels import product
-from fastsam_kernels.product import Product
+from fastsam_kernels import small_bmm
 from fastsam_kernels.rowprograms import program
 from fastsam_kernels.rowprograms.instructions import Input, Instruction
 from fastsam_kernels.rowprograms.program import RowProgram
+from fastsam_kernels.small_bmm import Product
 
 
 def bind(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -30,9 +30,9 @@ def bind(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
 def product_of(a: Tensor, b: Tensor, *, backend: str = "auto") -> Product | None:
     """Return an object that multiplies stacked matrices like these faster than torch does, or None.
 
-    Only the compiled backend has such objects, see `fastsam_kernels.product.product_of`.
+    Only the compiled backend has such objects, see `fastsam_kernels.small_bmm.product_of`.
     """
-    return product.product_of(a, b) if backends.select(backend, a.device, a.dtype).name == "native" else None
+    return small_bmm.product_of(a, b) if backends.select(backend, a.device, a.dtype).name == "native" else None
 
 
 def has_row_programs(device: torch.device, dtype: torch.dtype, *, backend: str = "auto") -> bool:

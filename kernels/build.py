@@ -38,7 +38,7 @@ from pathlib import Path
 
 from .toolchain import BuildError, Step, Torch, execute, find_cxx, find_nvcc, find_torch, gencode, locked, output_of
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 FILES = {"cpu": "libfastsam_cpu.so", "cuda": "libfastsam_cuda.so"}
 REPORT = "native.json"  # report next to the libraries: hash of their sources, and the build message
 COMMAND = "python -m fastsam_kernels.build"
@@ -84,10 +84,10 @@ class BuildResult:
 
 def csrc() -> Path:
     """Return the folder of the C++ and CUDA sources: in an installed package, or next to this folder in a checkout."""
-    for folder in (HERE / "csrc", HERE.parent / "csrc"):
+    for folder in (FOLDER / "csrc", FOLDER.parent / "csrc"):
         if (folder / "ops.cpp").is_file():
             return folder
-    raise BuildError(f"the C++ sources are missing: no ops.cpp in {HERE / 'csrc'}; reinstall fastsam")
+    raise BuildError(f"the C++ sources are missing: no ops.cpp in {FOLDER / 'csrc'}; reinstall fastsam")
 
 
 def source_digest() -> str:
@@ -271,7 +271,7 @@ def publish(result: BuildResult, out_dir: Path) -> BuildResult:
     return BuildResult(paths, result.message)
 
 
-def installed(folder: str | Path = HERE) -> BuildResult:
+def installed(folder: str | Path = FOLDER) -> BuildResult:
     """Return the libraries in `folder` (default: the installed package) that were built from its present sources.
 
     Libraries of different sources (an edited checkout, files of a previous version) are not returned. `message` has the
@@ -315,19 +315,19 @@ def _cache_key(torch: Torch) -> str:
 
 def _require_own(folder: Path) -> None:
     """Raise BuildError if another user could put a library into the folder. A loaded library is executed."""
-    found = folder.lstat()
-    if hasattr(os, "geteuid") and stat.S_ISDIR(found.st_mode):
-        if found.st_uid != os.geteuid():
+    status = folder.lstat()
+    if hasattr(os, "geteuid") and stat.S_ISDIR(status.st_mode):
+        if status.st_uid != os.geteuid():
             raise BuildError(
-                f"the cache {folder} belongs to user {found.st_uid}, not to you ({os.geteuid()}), so its libraries are "
-                "not loaded. Set XDG_CACHE_HOME to a folder that belongs to you"
+                f"the cache {folder} belongs to user {status.st_uid}, not to you ({os.geteuid()}), so its libraries "
+                "are not loaded. Set XDG_CACHE_HOME to a folder that belongs to you"
             )
-        if found.st_mode & 0o022:
+        if status.st_mode & 0o022:
             raise BuildError(
                 f"others can write to the cache {folder}, so its libraries are not loaded. Remove it, then "
                 "`chmod 700` its parent folder, or set XDG_CACHE_HOME to a different folder"
             )
-    elif stat.S_ISLNK(found.st_mode):
+    elif stat.S_ISLNK(status.st_mode):
         raise BuildError(f"the cache {folder} is a link that others may change; set XDG_CACHE_HOME to its target")
 
 
@@ -365,11 +365,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     cuda_help = "build the CUDA library (default: when nvcc and a CUDA torch are there)"
     parser.add_argument("--cuda", action=argparse.BooleanOptionalAction, help=cuda_help)
     out_help = "where to put the libraries (default: the installed package)"
-    parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help=out_help)
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help=out_help)
     options = parser.parse_args(argv)
     try:
         root = csrc().parent  # a checkout keeps its object files, so that the next build is short
-        result = build(options.out, cuda=options.cuda, work_dir=None if root == HERE else root / "build" / "native")
+        result = build(options.out, cuda=options.cuda, work_dir=None if root == FOLDER else root / "build" / "native")
     except BuildError as error:
         print(f"fastsam: {error}", file=sys.stderr)
         return 1

@@ -72,13 +72,13 @@ class DirectCalls:
         self._call_norm_perturb = _function("norm_perturb" + self._suffix)
         self._places = (ctypes.c_int64 * len(params))()  # addresses of the gradients
         self._params = params
-        self._held: list[Any] = [backup, hparams]  # keeps the tensors allocated, so that their addresses stay valid
+        self._refs: list[Any] = [backup, hparams]  # keeps the tensors allocated, so that their addresses stay valid
         if backup is not None:
             self._at = self._make_block(params, table, hparams, backup.dtype, _address(backup))
         self._for_perturbed = partial(self._args_for_perturbed, params, table, hparams)
         self._without_backup = partial(self._make_block, params, table, hparams, params[0].dtype, 0)
         self._pack = functools.partial(Struct(f"{len(params)}q").pack_into, self._places, 0)
-        self._made: list[Call] = []
+        self._calls: list[Call] = []
         self._state: Any = None  # addresses of the state fields in the calls of the last update
 
     @functools.cached_property
@@ -91,13 +91,13 @@ class DirectCalls:
 
     def _args_for_perturbed(self, params: Sequence[Tensor], table: Tensor, hparams: Tensor) -> tuple[int, int]:
         """Return an argument block whose backup is the weights, with offsets relative to the lowest weight address."""
-        first, moved = min((_address(w) for w in params if w.numel()), default=0), table.clone()
+        first, relative_table = min((_address(w) for w in params if w.numel()), default=0), table.clone()
         offsets = [(_address(w) - first) // w.element_size() if w.numel() else 0 for w in params]
-        moved[:, 0] = torch.tensor(offsets, dtype=torch.int64, device=table.device)
-        return self._make_block(params, moved, hparams, params[0].dtype, first)
+        relative_table[:, 0] = torch.tensor(offsets, dtype=torch.int64, device=table.device)
+        return self._make_block(params, relative_table, hparams, params[0].dtype, first)
 
     def _make_block(
-        self, params: Sequence[Tensor], table: Tensor, hparams: Tensor, stored: torch.dtype, backup: int
+        self, params: Sequence[Tensor], table: Tensor, hparams: Tensor, dtype: torch.dtype, backup: int
     ) -> tuple[int, int]:
         """Return the addresses of an argument block (`csrc/direct_call_args.h`) and of the array of gradient addresses.
 
@@ -108,12 +108,12 @@ class DirectCalls:
             _address(table),
             _address(hparams),
             _TYPES[params[0].dtype],
-            _TYPES[stored],
+            _TYPES[dtype],
             backup,
             self._launch,
         ]
         block = (ctypes.c_int64 * (len(words) + len(params)))(*words, *map(_address, params))
-        self._held += [table, block]
+        self._refs += [table, block]
         return ctypes.addressof(block), ctypes.addressof(self._places)
 
     @staticmethod
@@ -165,8 +165,8 @@ class DirectCalls:
         state: Sequence[Tensor | None],
         steps: Tensor | None,
         grads: Sequence[Tensor],
-        first: bool,
-        keep: bool,
+        init_state: bool,
+        write_master: bool,
         in_place: bool = False,
     ) -> list[Call]:
         """Return the calls that make `update_` (see `reference`), the first of which returns true if it failed.
@@ -178,17 +178,17 @@ class DirectCalls:
         self._locate(grads)
         places = [None if field is None else _address(field) for field in (*pad_state(state), steps)]
         # Clear these first: the old calls have the address of `_state`, and an interrupt may come after it is replaced.
-        self._made = []
+        self._calls = []
         self._state = (ctypes.c_void_p * len(places))(*places)
         at = self._in_place_at if in_place else self._at
-        made, found = _function("update" + self._suffix), _rule(rule, self._suffix)
-        function = partial(made, *at, found, ctypes.addressof(self._state), first, keep)
-        self._made = [function, partial(_wrote, self._params)]
-        return self._made
+        kernel, rule_address = _function("update" + self._suffix), _rule(rule, self._suffix)
+        function = partial(kernel, *at, rule_address, ctypes.addressof(self._state), init_state, write_master)
+        self._calls = [function, partial(_wrote, self._params)]
+        return self._calls
 
     def again(self, calls: list[Call], grads: Sequence[Tensor]) -> bool:
         """Set new gradients and return True if `calls` come from the last `update`, so that they can be repeated."""
-        if calls is not self._made:
+        if calls is not self._calls:
             return False
         self._locate(grads)
         return True
@@ -225,7 +225,7 @@ def _raw_stream(device: int) -> int:
 @functools.cache
 def _rule(name: str, suffix: str) -> int:
     """Return the address of the compiled rule with this name. Raises RuntimeError if the library has no such rule."""
-    found = _function("rule" + suffix)(name.encode())
-    if found is None:
+    address = _function("rule" + suffix)(name.encode())
+    if address is None:
         raise RuntimeError(f"the compiled kernels have no rule {name!r}; `{build.COMMAND}` compiles them anew")
-    return int(found)
+    return int(address)

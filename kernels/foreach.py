@@ -60,17 +60,17 @@ def norms_of(tensors: Tensors, longest: int) -> list[float]:
         return torch.stack(torch._foreach_norm(tensors)).tolist()
     short, norms = [], []
     for t in tensors:
-        cut = t.numel() // CHUNK * CHUNK if t.numel() >= 2 * CHUNK else 0
-        if cut:
-            norms.append(torch.linalg.vector_norm(t.as_strided((cut // CHUNK, CHUNK), (CHUNK, 1)), dim=1))
-        if cut < t.numel():
-            short.append(t.as_strided((t.numel() - cut,), (1,), t.storage_offset() + cut) if cut else t)
+        end = t.numel() // CHUNK * CHUNK if t.numel() >= 2 * CHUNK else 0
+        if end:
+            norms.append(torch.linalg.vector_norm(t.as_strided((end // CHUNK, CHUNK), (CHUNK, 1)), dim=1))
+        if end < t.numel():
+            short.append(t.as_strided((t.numel() - end,), (1,), t.storage_offset() + end) if end else t)
     if short:
         norms.append(torch.stack(torch._foreach_norm(short)))
     return torch.cat(norms).tolist()
 
 
-def _put(sumsq: Tensor, tensors: Tensors, longest: int, accumulate: bool) -> None:
+def _store(sumsq: Tensor, tensors: Tensors, longest: int, accumulate: bool) -> None:
     """Write or add the sum of squares of each row. `tensors` has the tensors row by row."""
     rows = len(sumsq)
     count = len(tensors) // rows
@@ -108,7 +108,7 @@ def norm_(
             if h[HParam.ADAPTIVE]:
                 g = torch._foreach_mul(_adaptive(w, h[HParam.ETA]), g)
             directions += g
-    _put(sumsq, directions, plan.longest, accumulate)
+    _store(sumsq, directions, plan.longest, accumulate)
 
 
 @torch.no_grad()
@@ -184,13 +184,13 @@ def update_norm_(
     if not _serves(hparams, params, _field(backup), grads):
         return reference.update_norm_(sumsq, params, backup, grads, table, hparams, g1, q, grad_scale, accumulate)
     plan, scale = tensor_lists_of(table), 1.0 if grad_scale is None else grad_scale.item()
-    found: list[Tensor] = []
+    norms: list[Tensor] = []
     for _, h, (w, g, g1_, q_) in plan.parts(
         hparams, plan.lists(len(sumsq), params if backup is None else [backup], grads, g1, _field(q))
     ):
         v = _linear(h, g, g1_, q_, scale)
-        found += torch._foreach_add(v, w, alpha=h[HParam.PROX_MU]) if h[HParam.CLIP_INCLUDES_PROX] else v
-    _put(sumsq, found, plan.longest, accumulate)
+        norms += torch._foreach_add(v, w, alpha=h[HParam.PROX_MU]) if h[HParam.CLIP_INCLUDES_PROX] else v
+    _store(sumsq, norms, plan.longest, accumulate)
 
 
 def _clip_factor(limit: float, sumsq_v: float | None) -> float:
@@ -233,31 +233,31 @@ def update_(
     sumsq_v: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    first: bool = False,
-    keep: bool = False,
+    init_state: bool = False,
+    write_master: bool = False,
     shift: Tensor | None = None,
 ) -> None:
     """See `reference.update_`."""
-    found = rules.find(rule)
-    if found.foreach_update is None or not _serves(hparams, params, _field(backup), grads):
+    update_rule = rules.find(rule)
+    if update_rule.foreach_update is None or not _serves(hparams, params, _field(backup), grads):
         options: dict[str, Any] = {"steps": steps, "g1": g1, "q": q, "sumsq_v": sumsq_v, "grad_scale": grad_scale}
-        options |= {"found_inf": found_inf, "first": first, "keep": keep, "shift": shift}
+        options |= {"found_inf": found_inf, "init_state": init_state, "write_master": write_master, "shift": shift}
         return reference.update_(params, backup, grads, table, hparams, rule, state, **options)
     plan, rows = tensor_lists_of(table), len(hparams)
-    shared = params, _field(backup), grads, g1, _field(q), _field(shift)
-    params_, o_, *others = plan.lists(rows, *shared, *map(_field, state))
+    vectors = params, _field(backup), grads, g1, _field(q), _field(shift)
+    params_, o_, *lists = plan.lists(rows, *vectors, *map(_field, state))
     stops = found_inf is not None and found_inf.item() != 0
-    if stops or not keep:
+    if stops or not write_master:
         _copy_(params_, o_)
     if stops:
         return None
-    weights = o_ if keep and o_ else params_
+    weights = o_ if write_master and o_ else params_
     scale = 1.0 if grad_scale is None else grad_scale.item()
     sums = [None] * rows if sumsq_v is None else sumsq_v.tolist()
     counts = None if steps is None else plan.count_(steps)
-    for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hparams, [weights, counts, *others]):
+    for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hparams, [weights, counts, *lists]):
         d, decay = _gradient(h, w_, _linear(h, g, g1_, q_, scale), sums[row], p)
-        found.foreach_update(h, w_, d, decay, fields, t, first)
+        update_rule.foreach_update(h, w_, d, decay, fields, t, init_state)
     if weights is o_:
         _copy_(params_, o_)
 
@@ -286,7 +286,7 @@ class ListCalls:
         if adaptive:
             norm_(sumsq, grads, params, table, hparams)
             return perturb_(params, backup, grads, table, hparams, sumsq, save)
-        g = self._plan.kept(grads)
+        g = self._plan.nonempty(grads)
         total = sum([x * x for x in norms_of(g, self._plan.longest)]) if g else 0.0
         sumsq.fill_(total)
         perturb_lists_(self._plan, hparams, [self._params, self._backup, g], [math.sqrt(total)], save)
@@ -297,17 +297,16 @@ class ListCalls:
         state: Sequence[Tensor | None],
         steps: Tensor | None,
         grads: Sequence[Tensor],
-        first: bool,
-        keep: bool,
+        init_state: bool,
+        write_master: bool,
         in_place: bool = False,
     ) -> list[partial[None]]:
         """See `direct_calls.DirectCalls.update`."""
         check_not_freed(grads)
         params, backup, table, hparams = self._operands
         start = None if in_place else backup
-        return [
-            partial(update_, params, start, grads, table, hparams, rule, state, steps=steps, first=first, keep=keep)
-        ]
+        update = partial(update_, params, start, grads, table, hparams, rule, state)
+        return [partial(update, steps=steps, init_state=init_state, write_master=write_master)]
 
 
 def direct_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> ListCalls | None:

@@ -33,23 +33,23 @@ def _load() -> dict[str, str | None]:
     """Load the libraries. Return for each device type the reason why its library cannot be used, or None."""
     cuda_reason = None if torch.cuda.is_available() else "torch sees no CUDA device"
     try:
-        found = build.installed()
-        if not found.paths and os.environ.get("FASTSAM_JIT") == "1":
-            found = build.jit()
+        installed = build.installed()
+        if not installed.paths and os.environ.get("FASTSAM_JIT") == "1":
+            installed = build.jit()
     except build.BuildError as error:
         return {"cpu": str(error), "cuda": cuda_reason or str(error)}
-    if "cpu" not in found.paths:
-        return {"cpu": found.message, "cuda": cuda_reason or found.message}
-    reasons: dict[str, str | None] = {"cpu": _load_library(str(found.paths["cpu"]))}
+    if "cpu" not in installed.paths:
+        return {"cpu": installed.message, "cuda": cuda_reason or installed.message}
+    reasons: dict[str, str | None] = {"cpu": _load_library(str(installed.paths["cpu"]))}
     if reasons["cpu"] is not None:
         return {"cpu": reasons["cpu"], "cuda": cuda_reason or reasons["cpu"]}
-    _libraries["cpu"] = str(found.paths["cpu"])
+    _libraries["cpu"] = str(installed.paths["cpu"])
     for name in OPS:
         torch.library.register_fake(f"fastsam::{name}", functools.partial(_infer_nothing, name))
     if cuda_reason is None:
-        missing = f"no compiled CUDA library ({found.message}); `{build.COMMAND}` with nvcc compiles it"
-        cuda_reason = _load_library(str(found.paths["cuda"])) if "cuda" in found.paths else missing
-        _libraries["cuda"] = str(found.paths.get("cuda"))
+        problem = f"no compiled CUDA library ({installed.message}); `{build.COMMAND}` with nvcc compiles it"
+        cuda_reason = _load_library(str(installed.paths["cuda"])) if "cuda" in installed.paths else problem
+        _libraries["cuda"] = str(installed.paths.get("cuda"))
     reasons["cuda"] = cuda_reason
     return reasons
 
@@ -65,8 +65,8 @@ def _infer_nothing(name: str, *operands: Any) -> None:
     lists = (operand if isinstance(operand, (list, tuple)) else [operand] for operand in of.values())
     devices = {tensor.device for operand in lists for tensor in operand if isinstance(tensor, Tensor)}
     if len(devices) > 1 or (table is not None and table.device.type != "cpu"):
-        found = ", ".join(sorted(map(str, devices)))
-        raise RuntimeError(f"{name}: the table must be on the CPU, and all other tensors on one device, got {found}")
+        names = ", ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"{name}: the table must be on the CPU, and all other tensors on one device, got {names}")
 
 
 def _load_library(path: str) -> str | None:

@@ -107,8 +107,8 @@ def update_calls(
     g1: Sequence[Tensor] | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    first: bool,
-    keep: bool,
+    init_state: bool,
+    write_master: bool,
     sumsq_v: Tensor | None = None,
 ) -> list[partial[Any]]:
     """Return `update_` as a list of calls to make in order.
@@ -116,6 +116,6 @@ def update_calls(
     The calls execute no line of Python code, so that no signal is handled between them.
     """
     operands = params, backup, grads, table, hparams, rule, *pad_state(state), steps, g1 or ()
-    options = None, sumsq_v, grad_scale, found_inf, first, keep, None
+    options = None, sumsq_v, grad_scale, found_inf, init_state, write_master, None
     # The overload is a Python function around `_op`. An interrupt in it could come after the update was made.
     return [partial(_ops.update_.default._op, *operands, *options), partial(_increment_version, params)]

@@ -167,8 +167,8 @@ def perturb_(
             continue
         base = o_.to(w_.dtype)
         places = torch.arange(offset, offset + base.shape[1], device=base.device)
-        moved = stochastic(base.to(dtype) + scale * direction, random_bits(seed, places), w_.dtype)
-        w_.copy_(torch.where(moves, moved, base))
+        rounded = stochastic(base.to(dtype) + scale * direction, random_bits(seed, places), w_.dtype)
+        w_.copy_(torch.where(moves, rounded, base))
 
 
 @torch.no_grad()
@@ -286,9 +286,9 @@ def accumulate_(
     value = d.double() * (factor * 2.0**HIGH_BITS)
     value = torch.where(value.abs() <= LIMIT * 2.0**HIGH_BITS, value, 0.0)
     for row in value:  # one by one, because a sum of their low limbs may exceed 64 bits
-        whole = row.trunc()
-        low = low_ + ((row - whole) * 2.0**LOW_BITS).to(torch.int64)
-        high_.add_(whole.to(torch.int64)).add_(low >> LOW_BITS)
+        integer = row.trunc()
+        low = low_ + ((row - integer) * 2.0**LOW_BITS).to(torch.int64)
+        high_.add_(integer.to(torch.int64)).add_(low >> LOW_BITS)
         low_.copy_(low & ((1 << LOW_BITS) - 1))
     if largest_ is not None:
         flat = d.double().reshape(len(rows), high_.numel())
@@ -347,8 +347,8 @@ def update_(
     sumsq_v: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    first: bool = False,
-    keep: bool = False,
+    init_state: bool = False,
+    write_master: bool = False,
     shift: Tensor | None = None,
 ) -> None:
     """Restore and update in one pass: the local update rule, then `rule` with its gradient.
@@ -357,7 +357,9 @@ def update_(
         v = a*g2 + b*g1 + q
         sig = min(1, C/(||v|| + 1e-6)), without clipping 1
         d = sig*(v + full*phi*w) + (coupled + (1 - full)*phi)*(w - shift)
-        params = rule of (1 - lr*decoupled)*w and d      keep=True: backup too, before the rounding to params' dtype
+        params = rule of (1 - lr*decoupled)*w and d
+
+    If `write_master`, the new weights are also written to `backup`, before they are rounded to the dtype of `params`.
 
     Weight decay is either `coupled` or `decoupled` (column DECOUPLED), and the other one is 0.
 
@@ -368,19 +370,19 @@ def update_(
         steps: float32 `[rows, slots]`, if the rule counts steps: t per row and slot. It is incremented for the segments
             of the table, in every row.
         sumsq_v: `[rows]`, from `update_norm_`; None without clipping.
-        first: the state is not set yet, and is only written.
+        init_state: the state is not set yet, and is only written.
         shift: field in the compute dtype, or None. With a shift, `w` is an iterate that is shifted by it, and decays
             towards the shift, not towards zero.
         grad_scale: one-element float32 tensor of a GradScaler, by which `g2` is divided.
         found_inf: one-element float32 tensor of a GradScaler. If it is not 0, the weights are restored, nothing else is
             written, and no step is counted.
     """
-    found = rules.find(rule)
+    update_rule = rules.find(rule)
     dtype = compute_dtype(params[0].dtype) if params else torch.float32
     stop = None if found_inf is None else found_inf.reshape(()) != 0
-    kept = [*state, *[None] * (len(found.state) - len(state))]
-    shared = params, _field(backup), grads, g1, _field(q), _field(shift)
-    operands = _each(table, hparams, dtype, *shared, *map(_field, kept))
+    padded = [*state, *[None] * (len(update_rule.state) - len(state))]
+    vectors = params, _field(backup), grads, g1, _field(q), _field(shift)
+    operands = _each(table, hparams, dtype, *vectors, *map(_field, padded))
     for slot, (h, (w_, o_, g, g1_, q_, shift_, *fields)) in zip(table[:, 3].tolist(), operands, strict=True):
         t = torch.ones(hparams.shape[0], 1, dtype=torch.float64, device=hparams.device)
         if steps is not None:
@@ -393,11 +395,11 @@ def update_(
         inside = torch.where(decoupled, 0.0, decay) + torch.where(full, 0.0, h[HParam.PROX_MU])
         d = _clip_factor(h, sumsq_v, dtype) * inner + inside * (w if shift_ is None else w - shift_)
         shrunk = torch.where(decoupled, w * (1 - h[HParam.LR] * decay), w)
-        new, *states = found.reference_update(h, shrunk, d, fields, t, first)
+        new, *states = update_rule.reference_update(h, shrunk, d, fields, t, init_state)
         for field, value in zip(fields, states, strict=False):
             if field is not None:
                 field.copy_(value if stop is None else torch.where(stop, field, value))
-        _write(w_, o_, w, new, stop, keep)
+        _write(w_, o_, w, new, stop, write_master)
 
 
 def _clip_factor(h: dict[int, Tensor], sumsq_v: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -409,8 +411,8 @@ def _clip_factor(h: dict[int, Tensor], sumsq_v: Tensor | None, dtype: torch.dtyp
     return torch.where(limit > 0, factor, torch.ones_like(factor))
 
 
-def _write(w_: Tensor, o_: Tensor | None, w: Tensor, new: Tensor, stop: Tensor | None, keep: bool) -> None:
+def _write(w_: Tensor, o_: Tensor | None, w: Tensor, new: Tensor, stop: Tensor | None, write_master: bool) -> None:
     new = new if stop is None else torch.where(stop, w, new)
     w_.copy_(new)
-    if keep and o_ is not None:
+    if write_master and o_ is not None:
         o_.copy_(new)

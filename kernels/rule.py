@@ -53,13 +53,13 @@ class UpdateRule:
         supports: function that returns True if the kernels support a group's options. Otherwise the optimizer's own
             `step` is used.
         initializes_in_first_step: function that returns True if a parameter's first update differs from later ones with
-            fields of zeros (`first`).
+            fields of zeros (`init_state`).
         initial_state: function that returns the value of the fields before the first step: one number, or one per field
             of `state_keys`.
         decoupled: function that returns True if weight decay shrinks the weights by `lr*decay`, and False if it is a
             part of the gradient.
 
-    `reference_update(h, w, d, fields, t, first)` returns the new weights and the new fields in their order, each
+    `reference_update(h, w, d, fields, t, init_state)` returns the new weights and the new fields in their order, each
     `[rows, length]`:
 
         h       the columns
@@ -67,14 +67,14 @@ class UpdateRule:
         d       the gradient, with a coupled decay in it
         fields  in the order of `state`, None for fields that these parameters lack
         t       float64 `[rows, 1]`, the number of this step, from 1
-        first   True if the fields are not set yet
+        init_state True if the fields are not set yet
 
-    `scalar_args(lr, own, count, COMPUTE)` returns a tuple of scalars, computed in float64 from the rule's own columns
-    (a tuple). `triton_update(w, d, fields, numbers, GIVEN, FIRST)` returns a tuple of the new weights and the new
-    fields. Bit i of GIVEN is set if field i is given. `tl`, and `divide`, `root` and `power` of `triton_common`, are
-    globals of both.
+    `scalar_args(lr, rule_hparams, count, COMPUTE)` returns a tuple of scalars, computed in float64 from the rule's own
+    columns (a tuple). `triton_update(w, d, fields, numbers, STATE_MASK, INIT_STATE)` returns a tuple of the new weights
+    and the new fields. Bit i of STATE_MASK is set if field i is given. `tl`, and `divide`, `root` and `power` of
+    `triton_common`, are globals of both.
 
-    `foreach_update(h, w_, d, decay, fields_, t, first)` updates lists of tensors on the CPU in place. `h` has the
+    `foreach_update(h, w_, d, decay, fields_, t, init_state)` updates lists of tensors on the CPU in place. `h` has the
     columns as numbers; if they have a decoupled decay, `foreach_update` shrinks the weights. `d` is the gradient
     without `decay*w`, and `t` has a count per tensor if steps are counted.
     """

@@ -24,8 +24,8 @@ class TensorLists:
     def __init__(self, table: Tensor) -> None:
         records = table.tolist()
         self.segments = len(records)
-        self._kept = [i for i, (_, length, _, _) in enumerate(records) if length]
-        self._records = [records[i] for i in self._kept]
+        self._nonempty = [i for i, (_, length, _, _) in enumerate(records) if length]
+        self._records = [records[i] for i in self._nonempty]
         self._flat: Forms = ([(record[1],) for record in self._records], [(1,)] * len(self._records))
         self.longest = max((record[1] for record in self._records), default=0)  # elements of the longest segment
         self._all_slots = [slot for _, _, _, slot in records]
@@ -41,12 +41,12 @@ class TensorLists:
         Tensors of one row and segment have the same shape and memory order in all lists.
         """
         lists: Lists = [None if o is None else self._scattered(o, rows) for o in operands]
-        count, found = len(self._kept), [tensors for tensors in lists if tensors is not None]
-        if len(found) == len(lists) == 1:
+        count, given_lists = len(self._nonempty), [tensors for tensors in lists if tensors is not None]
+        if len(given_lists) == len(lists) == 1:
             return lists
-        forms = [([t.shape for t in tensors[:count]], [t.stride() for t in tensors[:count]]) for tensors in found]
+        forms = [([t.shape for t in tensors[:count]], [t.stride() for t in tensors[:count]]) for tensors in given_lists]
         common = forms[0] if forms else self._flat
-        if any(other != common for other in forms):
+        if any(form != common for form in forms):
             lists = [None if tensors is None else self._flattened(tensors) for tensors in lists]
             common = self._flat
         for i, operand in enumerate(operands):
@@ -57,14 +57,14 @@ class TensorLists:
     def parts(self, hparams: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
         """Yield for each row and group: the row, the group's device scalars, read on the host, and its part of each
         list."""
-        count = len(self._kept)
+        count = len(self._nonempty)
         for row, scalars in enumerate(hparams.tolist()):
             for group, members in self._groups:
                 if len(members) < count:
-                    own = [None if found is None else [found[row * count + i] for i in members] for found in lists]
+                    chosen = [None if x is None else [x[row * count + i] for i in members] for x in lists]
                 else:
-                    own = [None if found is None else found[row * count : (row + 1) * count] for found in lists]
-                yield row, scalars[group], own
+                    chosen = [None if x is None else x[row * count : (row + 1) * count] for x in lists]
+                yield row, scalars[group], chosen
 
     def count_(self, steps: Tensor) -> list[Tensor]:
         """Increment `steps`, `[rows, slots]`, in the table's slots. Return the counts, row by row."""
@@ -73,19 +73,19 @@ class TensorLists:
 
     def _scattered(self, operand: Sequence[Tensor], rows: int) -> list[Tensor] | None:
         """Return the tensors of an operand that has one per segment; None for a field."""
-        if len(operand) != self.segments or not self._kept:
+        if len(operand) != self.segments or not self._nonempty:
             return None
-        first = self._kept[0]
+        first = self._nonempty[0]
         if operand[first].numel() != rows * self._records[0][1]:
             return None
-        tensors = self.kept(operand)
+        tensors = self.nonempty(operand)
         if rows == 1:
             return tensors
         return [tensor for row in zip(*(t.unbind(0) for t in tensors), strict=True) for tensor in row]
 
-    def kept(self, operand: Sequence[Tensor]) -> list[Tensor]:
+    def nonempty(self, operand: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of an operand that has one per segment, except the tensors of empty segments."""
-        return list(operand) if len(self._kept) == self.segments else [operand[i] for i in self._kept]
+        return list(operand) if len(self._nonempty) == self.segments else [operand[i] for i in self._nonempty]
 
     def _flattened(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.as_strided((t.numel(),), (1,)) for t in tensors]
@@ -93,9 +93,9 @@ class TensorLists:
     def _views_of(self, field: Tensor, rows: int, forms: Forms) -> list[Tensor]:
         """Return views of the segments of a field `[rows, row_size]`; its row stride may be 0."""
         place = rows, field.data_ptr(), field.stride(0)
-        found = self._views.get(field)
-        if found is not None and found[0] == place and found[1] == forms:
-            return found[2]
+        cached = self._views.get(field)
+        if cached is not None and cached[0] == place and cached[1] == forms:
+            return cached[2]
         alias = field.detach()  # shares the version counter; views of the field itself would keep it alive
         starts = [field.storage_offset() + row * field.stride(0) for row in range(rows)]
         views = [

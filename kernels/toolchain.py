@@ -31,9 +31,9 @@ class BuildError(RuntimeError):
         built: the libraries that could be built, by device type.
     """
 
-    def __init__(self, message: str, built: dict[str, Path] | None = None) -> None:
+    def __init__(self, message: str, libraries: dict[str, Path] | None = None) -> None:
         super().__init__(message)
-        self.built = built or {}
+        self.built = libraries or {}
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,19 @@ def find_torch() -> Torch:
     root = Path(spec.origin).resolve().parent
     values = runpy.run_path(str(root / "version.py"))
     version = str(values["__version__"])
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) < MINIMUM_TORCH:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) < MINIMUM_TORCH:
         raise BuildError(f"fastsam needs torch 2.10 or newer, this environment has {version}")
     return Torch(version, values.get("cuda"), root)
 
 
 def find_cxx() -> list[str]:
     """Return the command of the C++ compiler: `$CXX`, else g++, clang++ or c++."""
-    asked = shlex.split(os.environ.get("CXX", ""))
-    names = [asked[0]] if asked else ["g++", "clang++", "c++"]
+    command = shlex.split(os.environ.get("CXX", ""))
+    names = [command[0]] if command else ["g++", "clang++", "c++"]
     for name in names:
         if path := shutil.which(name):
-            return [path, *asked[1:]]
+            return [path, *command[1:]]
     packages = (
         "`apt-get install g++` on Debian and Ubuntu, `dnf install gcc-c++` on Fedora, `conda install gxx` with conda"
     )
@@ -96,19 +96,19 @@ def find_nvcc() -> str | None:
     `CUDACXX` names a compiler, so no other compiler is used instead. `CUDA_HOME` is often set for other programs, so
     the search goes on if it has no nvcc.
     """
-    if asked := os.environ.get("CUDACXX"):
-        return shutil.which(asked)
+    if command := os.environ.get("CUDACXX"):
+        return shutil.which(command)
     homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     places = [*(str(Path(home) / "bin" / "nvcc") for home in homes), "nvcc", "/usr/local/cuda/bin/nvcc"]
-    return next((found for place in places if (found := shutil.which(place))), None)
+    return next((path for place in places if (path := shutil.which(place))), None)
 
 
 def gencode(nvcc: str) -> list[str]:
     """Return nvcc's architecture flags: code for each of `CUDA_ARCHS` that this nvcc knows, and PTX of the newest."""
-    if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return [flag for entry in re.split(r"[;, ]+", asked.strip("; ,")) for flag in _gencode_entry(entry)]
-    known = set(re.findall(r"compute_(\d+)", output_of([nvcc, "--list-gpu-arch"])))
-    archs = [a for a in CUDA_ARCHS if a in known]
+    if requested := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return [flag for entry in re.split(r"[;, ]+", requested.strip("; ,")) for flag in _gencode_entry(entry)]
+    supported = set(re.findall(r"compute_(\d+)", output_of([nvcc, "--list-gpu-arch"])))
+    archs = [a for a in CUDA_ARCHS if a in supported]
     if not archs:
         raise BuildError(
             f"{nvcc} cannot compile for any of sm_{', sm_'.join(CUDA_ARCHS)}. Install a CUDA toolkit from 12.6 on"
@@ -119,11 +119,11 @@ def gencode(nvcc: str) -> list[str]:
 
 
 def _gencode_entry(entry: str) -> list[str]:
-    found = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", entry)
-    if found is None:
+    match = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", entry)
+    if match is None:
         raise BuildError(f"TORCH_CUDA_ARCH_LIST must be like '8.0;9.0+PTX', got the entry {entry!r}")
-    arch = found[1] + found[2]
-    codes = [f"sm_{arch}"] + ([f"compute_{arch}"] if found[3] else [])
+    arch = match[1] + match[2]
+    codes = [f"sm_{arch}"] + ([f"compute_{arch}"] if match[3] else [])
     return [f"-gencode=arch=compute_{arch},code={code}" for code in codes]
 
 
@@ -135,15 +135,15 @@ def output_of(argv: Sequence[str]) -> str:
 
 
 def _jobs() -> int:
-    asked = os.environ.get("MAX_JOBS", "")
-    if asked and not asked.isdigit():
-        raise BuildError(f"MAX_JOBS must be a positive number, got {asked!r}")
-    return max(1, int(asked or len(os.sched_getaffinity(0))))
+    setting = os.environ.get("MAX_JOBS", "")
+    if setting and not setting.isdigit():
+        raise BuildError(f"MAX_JOBS must be a positive number, got {setting!r}")
+    return max(1, int(setting or len(os.sched_getaffinity(0))))
 
 
 def _ninja() -> list[str] | None:
-    beside = Path(sys.executable).with_name("ninja")  # ninja of this environment, which may not be activated
-    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("ninja")
+    executable = Path(sys.executable).with_name("ninja")  # ninja of this environment, which may not be activated
+    path = str(executable) if os.access(executable, os.X_OK) else shutil.which("ninja")
     return [path] if path else None
 
 

@@ -41,11 +41,11 @@ class Call:
         if hparams is not None:
             self._args["hparams"] = (hparams, *hparams.stride()[:2])
 
-    def _operand(self, given: Sequence[Tensor] | Tensor | None) -> Operand | None:
-        if isinstance(given, Tensor):
-            operand, aligned = field_of(given, self.rows)
-        elif given:
-            operand, aligned = operand_of(given, self.plan, self.rows)
+    def _operand(self, tensors: Sequence[Tensor] | Tensor | None) -> Operand | None:
+        if isinstance(tensors, Tensor):
+            operand, aligned = field_of(tensors, self.rows)
+        elif tensors:
+            operand, aligned = operand_of(tensors, self.plan, self.rows)
         else:
             return None
         self._aligned &= aligned

@@ -71,17 +71,17 @@ def _perturb(operands, by, at):
     weights, backup, grads = operands
     Z_DTYPE: tl.constexpr = weights.dtype.element_ty
     if by.SAVE:
-        kept = load(weights, at)
+        weight = load(weights, at)
         if backup.dtype.element_ty != Z_DTYPE:
             # The master copy is valid while the weights are its rounding. A NaN equals nothing, so it is taken from the
             # weights.
             master = load(backup, at)
-            held = widen(kept, at.COMPUTE)
-            kept = tl.where(widen(narrow(master, Z_DTYPE), at.COMPUTE) == held, master, held)
-        store(backup, at, kept)
+            wide_weight = widen(weight, at.COMPUTE)
+            weight = tl.where(widen(narrow(master, Z_DTYPE), at.COMPUTE) == wide_weight, master, wide_weight)
+        store(backup, at, weight)
     else:
-        kept = load(backup, at)
-    w = widen(kept, at.COMPUTE)
+        weight = load(backup, at)
+    w = widen(weight, at.COMPUTE)
     d = read(grads, at)
     t = tl.abs(w) + by.eta
     d = tl.where(by.adaptive, t * t * d, d)
@@ -90,8 +90,8 @@ def _perturb(operands, by, at):
     else:
         base = narrow(w, Z_DTYPE)
         random = mix((by.place + at.lane).to(tl.uint32) ^ by.words[0], by.words[1])
-        moved = stochastic(widen(base, at.COMPUTE) + by.scale * d, random, Z_DTYPE)
-        store(weights, at, tl.where(by.moves, moved, base))
+        rounded = stochastic(widen(base, at.COMPUTE) + by.scale * d, random, Z_DTYPE)
+        store(weights, at, tl.where(by.moves, rounded, base))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])

@@ -48,7 +48,7 @@ def _accumulate_kernel(high, low, x, base, largest, scale, n, rows, row_stride):
     mask = lane < n
     factor = tl.load(scale)
     total = tl.load(high + lane, mask=mask, other=0)
-    rest = tl.load(low + lane, mask=mask, other=0)
+    fraction = tl.load(low + lane, mask=mask, other=0)
     if base is not None:
         start = tl.load(base + lane, mask=mask, other=0)
     row = tl.full([], 0, dtype=tl.int64)
@@ -58,16 +58,16 @@ def _accumulate_kernel(high, low, x, base, largest, scale, n, rows, row_stride):
             d = d - start
         d = d.to(tl.float64)
         value = tl.where(tl.abs(d * factor) <= LARGEST, d * factor, 0.0)
-        whole = value.to(tl.int64)
-        rest += ((value - whole.to(tl.float64)) * LOW_UNIT).to(tl.int64)
-        total += whole + (rest >> LOW_SHIFT)
-        rest = rest & LOW_MASK
+        integer = value.to(tl.int64)
+        fraction += ((value - integer.to(tl.float64)) * LOW_UNIT).to(tl.int64)
+        total += integer + (fraction >> LOW_SHIFT)
+        fraction = fraction & LOW_MASK
         if largest is not None:
             size = tl.where(tl.abs(d) < INFINITY, tl.abs(d), INFINITY)
             tl.store(largest + row * tl.num_programs(0) + tl.program_id(0), tl.max(size))
         row += 1
     tl.store(high + lane, total, mask=mask)
-    tl.store(low + lane, rest, mask=mask)
+    tl.store(low + lane, fraction, mask=mask)
 
 
 @compilable(reference.accumulate_, "high_", "low_", "largest_")
@@ -82,5 +82,5 @@ def accumulate_(high_, low_, x, factor, *, base=None, largest_=None):
     args = {"high": high_, "low": low_, "x": x, "base": base, "largest": partials, "scale": scale, "n": n, "rows": rows}
     launch(_accumulate_kernel, programs, x.device, row_stride=x.stride(0) if several else 0, **args)
     if largest_ is not None and partials is not None:
-        found = partials.amax(1) if programs else torch.zeros_like(largest_)
-        largest_.copy_(torch.where(found.isfinite(), found, torch.nan))
+        maxima = partials.amax(1) if programs else torch.zeros_like(largest_)
+        largest_.copy_(torch.where(maxima.isfinite(), maxima, torch.nan))

@@ -63,24 +63,24 @@ class Reserve:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
-        self._used = 0
+        self._offset = 0
         self._full: list[Tensor] = []
 
     def prepare(self, numbers: int) -> None:
         """Reserve room for this many numbers. Called outside captures."""
-        if self._memory is None or self._used + numbers > self._memory.numel():
+        if self._memory is None or self._offset + numbers > self._memory.numel():
             if self._memory is not None:
                 self._full.append(self._memory)
             self._memory = torch.empty(max(numbers, RESERVE), dtype=torch.int64, device="cpu", pin_memory=True)
-            self._used = 0
+            self._offset = 0
 
     def take(self, values: Tensor) -> Tensor:
         """Return a pinned copy of `values` that stays allocated."""
         self.prepare(values.numel())
         assert self._memory is not None
-        taken = self._memory[self._used : self._used + values.numel()].view(values.shape)
-        self._used += values.numel()
-        return taken.copy_(values)
+        view = self._memory[self._offset : self._offset + values.numel()].view(values.shape)
+        self._offset += values.numel()
+        return view.copy_(values)
 
 
 _reserve = Reserve()
@@ -104,7 +104,7 @@ class Cache(Generic[Entry]):
 
     def __init__(self) -> None:
         self._entries: OrderedDict[tuple[Hashable, torch.device, int], Entry] = OrderedDict()
-        self._kept: dict[tuple[Hashable, torch.device], Entry] = {}
+        self._captured_entries: dict[tuple[Hashable, torch.device], Entry] = {}
 
     def get(self, content: Hashable, device: torch.device, make: Callable[[], Entry]) -> Entry:
         with _lock:
@@ -126,12 +126,12 @@ class Cache(Generic[Entry]):
     def _captured(self, content: Hashable, device: torch.device) -> Entry | None:
         """Return an entry that was uploaded before the capture on any stream. All streams are idle when a capture
         begins."""
-        kept = self._kept.get((content, device))
-        if kept is None:
-            kept = next((e for (c, d, _), e in self._entries.items() if d == device and c == content), None)
-            if kept is not None:
-                self._kept[content, device] = kept
-        return kept
+        entry = self._captured_entries.get((content, device))
+        if entry is None:
+            entry = next((e for (c, d, _), e in self._entries.items() if d == device and c == content), None)
+            if entry is not None:
+                self._captured_entries[content, device] = entry
+        return entry
 
 
 _plans: Cache[ChunkTable] = Cache()

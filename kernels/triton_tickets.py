@@ -44,17 +44,17 @@ class _Tickets:
         self._memory = torch.zeros(COUNT, dtype=torch.int32, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # once, because other streams use them too
-        self._taken: dict[tuple[int, int], Tensor] = {}
+        self._assigned: dict[tuple[int, int], Tensor] = {}
         self._next = 0
 
     def of(self, output: Tensor, rows: int) -> Tensor | None:
         key = (output.data_ptr(), rows)
-        if key not in self._taken:
+        if key not in self._assigned:
             if self._next + rows > COUNT:
                 return None
-            self._taken[key] = self._memory[self._next : self._next + rows]
+            self._assigned[key] = self._memory[self._next : self._next + rows]
             self._next += rows
-        return self._taken[key]
+        return self._assigned[key]
 
 
 _lock = threading.Lock()
@@ -71,5 +71,5 @@ def tickets_of(output: Tensor, rows: int) -> Tensor:
     with _lock:
         if device not in _devices and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             _devices[device] = _Tickets(device)
-        found = _devices[device].of(output, rows) if device in _devices else None
-    return torch.zeros(rows, dtype=torch.int32, device=device) if found is None else found
+        tickets = _devices[device].of(output, rows) if device in _devices else None
+    return torch.zeros(rows, dtype=torch.int32, device=device) if tickets is None else tickets

@@ -110,9 +110,9 @@ def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _field(base, at, FIRST: tl.constexpr):
+def _field(base, at, INIT_STATE: tl.constexpr):
     """Return elements of a field of the state; 0 without a read if the field is absent or not set yet."""
-    if base is None or FIRST:
+    if base is None or INIT_STATE:
         return 0.0
     else:
         return load(base, at)
@@ -123,12 +123,12 @@ class Step(NamedTuple):
 
     form: Any
     full: Any  # true if phi*w is clipped
-    own: Any  # numbers of the rule
+    rule_scalars: Any  # numbers of the rule
     run: Any
     ELEMENT: tl.constexpr
-    GIVEN: tl.constexpr
-    FIRST: tl.constexpr
-    KEEP: tl.constexpr
+    STATE_MASK: tl.constexpr
+    INIT_STATE: tl.constexpr
+    WRITE_MASTER: tl.constexpr
 
 
 @triton.jit
@@ -140,13 +140,13 @@ def _update(operands, by, at):
     v = _linear(grads, g1, q, a, b, at)
     decaying = w if shift is None else w - load(shift, at)
     d = sig * tl.where(by.full, v + phi * w, v) + decay * decaying
-    fields = [_field(x, at, by.FIRST) for x in state]
-    new = by.ELEMENT(w * shrink, d, fields, by.own, by.GIVEN, by.FIRST)
+    fields = [_field(x, at, by.INIT_STATE) for x in state]
+    new = by.ELEMENT(w * shrink, d, fields, by.rule_scalars, by.STATE_MASK, by.INIT_STATE)
     for i in tl.static_range(FIELDS):
         if state[i] is not None:
             store_if(by.run, state[i], at, new[i + 1])
     store(weights, at, tl.where(by.run, new[0], w))
-    if by.KEEP and backup is not None:
+    if by.WRITE_MASTER and backup is not None:
         store_if(by.run, backup, at, new[0])
 
 
@@ -168,8 +168,8 @@ def _count_row(counters, chunk, table, run):
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _update_kernel(
     weights, backup, grads, g1, q, shift, state0, state1, state2, counters, sumsq_v, grad_scale, found_inf,
-    plan, hparams, n_chunks, segments, NUMBERS: tl.constexpr, ELEMENT: tl.constexpr, GIVEN: tl.constexpr,
-    FIRST: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
+    plan, hparams, n_chunks, segments, NUMBERS: tl.constexpr, ELEMENT: tl.constexpr, STATE_MASK: tl.constexpr,
+    INIT_STATE: tl.constexpr, WRITE_MASTER: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
     h = columns(hparams, chunk)
@@ -177,11 +177,12 @@ def _update_kernel(
     if counters is not None:
         count = tl.load(counters[0] + chunk.row * counters[1] + chunk.slot * counters[2]) + 1
     form = _form(h, sumsq_v, grad_scale, chunk, COMPUTE)
-    own = NUMBERS(h.lr, h.own, count, COMPUTE)
+    rule_scalars = NUMBERS(h.lr, h.rule_hparams, count, COMPUTE)
     run = _running(found_inf)
     each_block(
         _update, (weights, grads, g1, q, shift, backup, state0, state1, state2),
-        Step(form, h.clip_includes_prox != 0, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,
+        Step(form, h.clip_includes_prox != 0, rule_scalars, run, ELEMENT, STATE_MASK, INIT_STATE, WRITE_MASTER),
+        chunk, COMPUTE, ALIGNED,
     )  # fmt: skip
     if counters is not None:
         _count_row(counters, chunk, plan[1], run)
@@ -202,7 +203,8 @@ def form_of(name: str) -> tuple[Any, Any]:
 @compilable(cast("Callable[..., None]", reference.update_), "params", "backup", "steps")
 def _update_(
     params, backup, grads, table, hparams, rule, state0, state1, state2,
-    *, steps=None, g1=None, q=None, sumsq_v=None, grad_scale=None, found_inf=None, first=False, keep=False, shift=None,
+    *, steps=None, g1=None, q=None, sumsq_v=None, grad_scale=None, found_inf=None, init_state=False, write_master=False,
+    shift=None,
 ):  # fmt: skip
     state = (state0, state1, state2)
     operands = {"weights": params, "backup": backup, "grads": grads, "g1": g1, "q": q, "shift": shift}
@@ -222,9 +224,9 @@ def _update_(
         found_inf=found_inf,
         NUMBERS=numbers,
         ELEMENT=element,
-        GIVEN=sum(1 << i for i, field in enumerate(state) if field is not None),
-        FIRST=first,
-        KEEP=keep,
+        STATE_MASK=sum(1 << i for i, field in enumerate(state) if field is not None),
+        INIT_STATE=init_state,
+        WRITE_MASTER=write_master,
         COMPUTE=compute_type(params),
     )
     wrote(params)

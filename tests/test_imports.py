@@ -49,7 +49,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "fastsam.ops",
         (
-            "fastsam.arena", "fastsam.backends", "fastsam_kernels.product", "fastsam_kernels.rowprograms",
+            "fastsam.arena", "fastsam.backends", "fastsam_kernels.small_bmm", "fastsam_kernels.rowprograms",
         ),
     ),
     ("fastsam.extras", ()),

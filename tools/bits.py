@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).resolve()
-ROOT = HERE.parents[1]
+SCRIPT = Path(__file__).resolve()
+ROOT = SCRIPT.parents[1]
 TURNS = 15  # pairs of measurements in a timed comparison
 
 
@@ -45,7 +45,7 @@ class Worker:
         self.environment = {**os.environ, "PYTHONPATH": str(links)}
         _provide_kernels(tree, self.environment)
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE), "--worker"], env=self.environment, cwd=links, text=True,
+            [sys.executable, str(SCRIPT), "--worker"], env=self.environment, cwd=links, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.names: dict[str, list[str]] = self.receive()
@@ -99,12 +99,12 @@ def compare_bits(new: Worker, old: Worker, only: str) -> int:
     for name in names:
         for worker in (new, old):
             worker.send("case", name)
-        ours, theirs = new.receive(), old.receive()
-        if ours != theirs:
+        new_answer, old_answer = new.receive(), old.receive()
+        if new_answer != old_answer:
             differences += 1
-            print(f"{name}\n    here   {ours}\n    there  {theirs}", flush=True)
-        elif ours.startswith("raised"):
-            print(f"{name}: both trees {ours}", flush=True)
+            print(f"{name}\n    here   {new_answer}\n    there  {old_answer}", flush=True)
+        elif new_answer.startswith("raised"):
+            print(f"{name}: both trees {new_answer}", flush=True)
     print(f"{len(names)} cases, {differences} with differences")
     return differences
 
@@ -115,15 +115,15 @@ def compare_times(new: Worker, old: Worker, only: str) -> None:
     for name in (name for name in new.names["time"] if only in name):
         times: list[tuple[float, float]] = []
         for turn in range(TURNS + 1):
-            taken = {}
+            samples = {}
             for worker in (new, old) if turn % 2 else (old, new):
                 worker.send("time", name)
-                taken[worker] = worker.receive()
+                samples[worker] = worker.receive()
             if turn:  # the first one warms up
-                times.append((taken[new], taken[old]))
+                times.append((samples[new], samples[old]))
         low, middle, high = statistics.quantiles([a / b for a, b in times], n=4)
-        here, there = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{name:40s} {here:7.2f} ms {there:7.2f} ms   {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
+        new_ms, old_ms = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+        print(f"{name:40s} {new_ms:7.2f} ms {old_ms:7.2f} ms   {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
 
 
 def work() -> None:
@@ -132,11 +132,11 @@ def work() -> None:
     os.dup2(2, 1)  # the output of a case must not be taken for an answer
     torch.set_num_threads(1)
     functions: dict[str, dict[str, Callable[[], Any]]] = {"case": {}, "time": {}}
-    for path in sorted(HERE.parent.glob("bits_*.py")):
+    for path in sorted(SCRIPT.parent.glob("bits_*.py")):
         module = importlib.import_module(path.stem)
         functions["case"].update(module.cases())
         functions["time"].update(module.timings() if hasattr(module, "timings") else ())
-    print(json.dumps({kind: list(named) for kind, named in functions.items()}), file=answers)
+    print(json.dumps({kind: list(table) for kind, table in functions.items()}), file=answers)
     for line in sys.stdin:
         kind, name = json.loads(line)
         print(json.dumps(functions[kind][name]()), file=answers)

@@ -162,9 +162,9 @@ def train(
     """
     keywords = {**COMMON, "executor": executor, "test": clients((40,), seed=9)[0], **options}
     if "privacy" in keywords:
-        given = keywords.pop("privacy")
-        older = {"clip_update" if name == "clip" else name: value for name, value in given.items()}
-        keywords |= {"privacy": fed.Privacy(**given)} if hasattr(fed, "Privacy") else older
+        privacy = keywords.pop("privacy")
+        older = {"clip_update" if name == "clip" else name: value for name, value in privacy.items()}
+        keywords |= {"privacy": fed.Privacy(**privacy)} if hasattr(fed, "Privacy") else older
     keywords = {spelled(name, inspect.signature(fed.run).parameters): value for name, value in keywords.items()}
     with tempfile.TemporaryDirectory() as folder:
         for rounds in (*parts, keywords["rounds"]):
@@ -178,8 +178,8 @@ def train(
         states = b"".join(path.read_bytes() for path in sorted((Path(folder) / "run/checkpoint").glob("*.safetensors")))
     weights = b"".join(t.detach().numpy().tobytes() for t in result.model.state_dict().values())
     records = [sorted((k, v) for k, v in record.items() if not k.startswith("seconds")) for record in result.history]
-    made = {"weights": weights, "states": states, "records": repr(records).encode()}
-    return " ".join(f"{name}={hashlib.sha256(content).hexdigest()[:12]}" for name, content in made.items())
+    outcome = {"weights": weights, "states": states, "records": repr(records).encode()}
+    return " ".join(f"{name}={hashlib.sha256(content).hexdigest()[:12]}" for name, content in outcome.items())
 
 
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:

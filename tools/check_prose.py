@@ -28,8 +28,8 @@ def texts(source: str) -> Iterator[tuple[int, int, str, bool]]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text:
-                found = node.body[0]
-                yield found.lineno, found.end_lineno or found.lineno, text, True
+                statement = node.body[0]
+                yield statement.lineno, statement.end_lineno or statement.lineno, text, True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.start[0], token.string.lstrip("#: "), False
@@ -69,18 +69,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="files to check as a whole")
     parser.add_argument("--since", default="HEAD", metavar="REV", help="check lines that changed since this commit")
-    given = parser.parse_args()
-    wanted: dict[str, set[int] | None] = dict.fromkeys(given.files)
-    if not given.files:
-        wanted |= changed_lines(given.since)
-    found = 0
-    for file, rows in sorted(wanted.items()):
+    args = parser.parse_args()
+    lines_by_file: dict[str, set[int] | None] = dict.fromkeys(args.files)
+    if not args.files:
+        lines_by_file |= changed_lines(args.since)
+    num_problems = 0
+    for file, rows in sorted(lines_by_file.items()):
         for first, last, text, docstring in texts(Path(file).read_text()):
             if rows is None or rows.intersection(range(first, last + 1)):
                 for problem in problems(text, docstring):
                     print(f"{file}:{first}: {problem}")
-                    found += 1
-    return 1 if found else 0
+                    num_problems += 1
+    return 1 if num_problems else 0
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def keep_installed_torch(text: str, installed: str | None) -> str:
         )
     if re.search(rf"^torch=={re.escape(installed.split('+')[0])}\s*(#.*)?$", text, re.MULTILINE):
         return text
-    kept = [line for line in text.splitlines() if not re.match(r"(torch|torchvision|triton)\s*[=<>~]", line)]
-    return "\n".join([*kept, f"torch=={installed}"]) + "\n"
+    lines = [line for line in text.splitlines() if not re.match(r"(torch|torchvision|triton)\s*[=<>~]", line)]
+    return "\n".join([*lines, f"torch=={installed}"]) + "\n"
 
 
 def main(path: str) -> None:

@@ -136,8 +136,8 @@ def draw_chain(chain: Chain, again: str) -> Figure:
     axes.set_ylim(-0.5, 1.5)
     places = [(2.6 * (i if i < 4 else 7 - i), 1.0 if i < 4 else 0.0) for i in range(len(chain))]
     boxes = [
-        draw_box(axes, Node(*place, f"{title}\n{names}", chosen))
-        for place, (title, names, chosen) in zip(places, chain, strict=True)
+        draw_box(axes, Node(*place, f"{title}\n{names}", highlighted))
+        for place, (title, names, highlighted) in zip(places, chain, strict=True)
     ]
     figure.canvas.draw()  # from here on the boxes have their sizes, at which the arrows end
     for i, start in enumerate(places):

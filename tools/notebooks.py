@@ -23,7 +23,7 @@ _PYTHON = re.compile(r"^```python\n(.*?)^```\n?", re.M | re.S)
 
 def cells(text: str) -> list[dict[str, Any]]:
     """Return the cells of a page, without outputs."""
-    found = []
+    blocks = []
     for number, part in enumerate(_PYTHON.split(text)):
         source = part.strip()
         if not source:
@@ -32,8 +32,8 @@ def cells(text: str) -> list[dict[str, Any]]:
         cell: dict[str, Any] = {"cell_type": "markdown", "id": name, "metadata": {}, "source": _lines(source)}
         if number % 2:
             cell |= {"cell_type": "code", "execution_count": None, "outputs": []}
-        found.append(cell)
-    return found
+        blocks.append(cell)
+    return blocks
 
 
 def run(code_cells: list[dict[str, Any]]) -> None:
@@ -50,15 +50,15 @@ def run(code_cells: list[dict[str, Any]]) -> None:
 
 def notebook(text: str) -> dict[str, Any]:
     """Return the notebook of a page, executed in a temporary folder."""
-    found, here = cells(text), Path.cwd()
+    blocks, start = cells(text), Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            run([cell for cell in found if cell["cell_type"] == "code"])
+            run([cell for cell in blocks if cell["cell_type"] == "code"])
         finally:
-            os.chdir(here)
+            os.chdir(start)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    return {"cells": found, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    return {"cells": blocks, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
 
 
 def _lines(text: str) -> list[str]:
@@ -68,8 +68,8 @@ def _lines(text: str) -> list[str]:
 def main() -> None:
     """Write both notebooks next to their pages."""
     for name in PAGES:
-        made = notebook((ROOT / "docs" / f"{name}.md").read_text())
-        (ROOT / "docs" / f"{name}.ipynb").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+        document = notebook((ROOT / "docs" / f"{name}.md").read_text())
+        (ROOT / "docs" / f"{name}.ipynb").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ ROUND_NAMES = {
     "flower": "Flower",
     "bare loop": "a plain PyTorch loop",
 }
-OURS, OTHERS = ("#0b5fa5", "#9aa0a6")
+OUR_COLOUR, PEER_COLOUR = ("#0b5fa5", "#9aa0a6")
 STYLE: Mapping[str, Any] = {
     "svg.fonttype": "none",  # text stays text: small, searchable, and readable by a test
     "svg.hashsalt": "fastsam",  # the same file from the same numbers
@@ -72,13 +72,13 @@ def step_bars() -> Bars:
 def round_bars() -> Bars:
     """Return the rounds per second of FedAvg by model, relative to a plain PyTorch loop."""
     cases = json.loads((ROOT / FEDERATED).read_text())["cases"]
-    found = {}
+    speeds_by_model = {}
     for case in (case for case in cases if case["part"] == "speed"):
         model, algorithm = case["title"].split(", ")
         if algorithm == "fedavg":
             speeds = {row["name"]: row["speed"]["median"] for row in case["rows"] if "speed" in row}
-            found[model] = {shown: speeds[label] for label, shown in ROUND_NAMES.items() if label in speeds}
-    return found
+            speeds_by_model[model] = {title: speeds[label] for label, title in ROUND_NAMES.items() if label in speeds}
+    return speeds_by_model
 
 
 def draw_bars(axes: Axes, bars: Bars, title: str) -> None:
@@ -88,9 +88,9 @@ def draw_bars(axes: Axes, bars: Bars, title: str) -> None:
     for problem, values in bars.items():
         axes.text(0, at - 0.85, problem, fontweight="bold", va="center")
         for name, value in values.items():
-            ours = name == "fastsam"
-            axes.barh(at, value, height=0.78, color=OURS if ours else OTHERS)
-            weight = "bold" if ours else "normal"
+            is_ours = name == "fastsam"
+            axes.barh(at, value, height=0.78, color=OUR_COLOUR if is_ours else PEER_COLOUR)
+            weight = "bold" if is_ours else "normal"
             axes.text(value + 0.015 * widest, at, f"{value:.2f}", va="center", fontweight=weight)
             ticks.append(at)
             labels.append(name)
@@ -111,10 +111,10 @@ def variant_points() -> dict[str, dict[str, tuple[float, float]]]:
     Both are means over the tasks. The time of SGD is 1, and the gain is at an equal number of steps.
     """
     cases = json.loads((ROOT / ACCURACY).read_text())["cases"]
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    points: dict[str, dict[str, tuple[float, float]]] = {}
     for words, noisy in (("Wrong labels", True), ("Right labels", False)):
         tasks = [{row["name"]: row for row in case["rows"]} for case in cases if bool(case["noise"]) == noisy]
-        found[words] = {
+        points[words] = {
             name: (
                 fmean(task[name]["cost"] for task in tasks),
                 100 * fmean(task[name]["steps"]["mean"] - task["SGD"]["steps"]["mean"] for task in tasks),
@@ -122,7 +122,7 @@ def variant_points() -> dict[str, dict[str, tuple[float, float]]]:
             for name in tasks[0]
             if name != "SGD" and name in contenders() and all(name in task for task in tasks)
         }
-    return found
+    return points
 
 
 def draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], title: str) -> None:
@@ -133,22 +133,22 @@ def draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], title: st
     gains = sorted(gain for _, gain in points.values())
     bottom = min(gains[2], 0.0)
     lowest = bottom - 0.15 * (gains[-1] - bottom)
-    shown = {name: (time, max(gain, lowest)) for name, (time, gain) in points.items()}
-    axes.axhline(0, color=OTHERS, linewidth=1)
+    clipped = {name: (time, max(gain, lowest)) for name, (time, gain) in points.items()}
+    axes.axhline(0, color=PEER_COLOUR, linewidth=1)
     axes.plot(1, 0, marker="s", color="black", markersize=4)
     axes.text(0.97, 0, "SGD", va="center", ha="right")
-    span = max(gain for _, gain in shown.values()) - lowest
-    taken: list[float] = []
-    for name, (time, gain) in sorted(shown.items(), key=lambda item: -item[1][1]):
+    span = max(gain for _, gain in clipped.values()) - lowest
+    positions: list[float] = []
+    for name, (time, gain) in sorted(clipped.items(), key=lambda item: -item[1][1]):
         at = gain
-        while any(abs(at - other) < 0.046 * span for other in taken):
+        while any(abs(at - position) < 0.046 * span for position in positions):
             at -= 0.005 * span
-        taken.append(at)
+        positions.append(at)
         one_pass = name in ("MSAM", "LastGradient")
         below = f" ({points[name][1]:.1f})" if gain > points[name][1] else ""
-        axes.plot(time, gain, marker="v" if below else "o", markersize=5, color=OURS if one_pass else OTHERS)
-        axes.plot([time, 3.02], [gain, at], color=OTHERS, linewidth=0.4, zorder=0)
-        axes.text(3.05, at, f"{name}{below}", va="center", color=OURS if one_pass else "black")
+        axes.plot(time, gain, marker="v" if below else "o", markersize=5, color=OUR_COLOUR if one_pass else PEER_COLOUR)
+        axes.plot([time, 3.02], [gain, at], color=PEER_COLOUR, linewidth=0.4, zorder=0)
+        axes.text(3.05, at, f"{name}{below}", va="center", color=OUR_COLOUR if one_pass else "black")
     axes.set_xlim(0.7, 3.0)
     axes.set_xlabel("time of a step, SGD = 1")
     axes.set_ylabel("gain over SGD, percentage points")
@@ -161,8 +161,8 @@ def draw_surface(axes: Axes, grid: list[list[float]], title: str, lowest: float,
     steps = 14
     levels = [lowest * (highest / lowest) ** (i / steps) for i in range(steps + 1)]
     axes.contourf(axis, axis, grid, levels=levels, norm=LogNorm(lowest, highest), cmap="Blues_r", extend="both")
-    marked = axes.contour(axis, axis, grid, levels=[0.01, 0.1, 1.0], colors="black", linewidths=0.8)
-    axes.clabel(marked, fmt="%g", fontsize=8)
+    contours = axes.contour(axis, axis, grid, levels=[0.01, 0.1, 1.0], colors="black", linewidths=0.8)
+    axes.clabel(contours, fmt="%g", fontsize=8)
     axes.plot(0, 0, marker="o", color="#c4581a", markersize=5)
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xticks([-1, 0, 1])

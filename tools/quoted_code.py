@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MARKED = re.compile(r"(<!-- code:(\S+)((?: \w+)*) -->\n).*?(<!-- /code -->)", re.S)
+QUOTED = re.compile(r"(<!-- code:(\S+)((?: \w+)*) -->\n).*?(<!-- /code -->)", re.S)
 
 
 def quoted(path: str, names: list[str]) -> str:
@@ -26,16 +26,16 @@ def quoted(path: str, names: list[str]) -> str:
 def page(text: str) -> str:
     """Return the text of a page with the quoted code between its marks."""
 
-    def fill(found: re.Match[str]) -> str:
-        return f"{found[1]}```python\n{quoted(found[2], found[3].split())}\n```\n{found[4]}"
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}```python\n{quoted(match[2], match[3].split())}\n```\n{match[4]}"
 
-    return MARKED.sub(fill, text)
+    return QUOTED.sub(fill, text)
 
 
 def pages() -> dict[Path, str]:
     """Return the present text of every page of docs/ that quotes code."""
-    found = {path: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-    return {path: text for path, text in found.items() if MARKED.search(text)}
+    texts = {path: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+    return {path: text for path, text in texts.items() if QUOTED.search(text)}
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Trace:
 
 def statements(lines: set[tuple[str, int]]) -> int:
     """Return the number of innermost statements in which the lines are."""
-    found = set()
+    statement_lines = set()
     by_file = defaultdict(set)
     for file, line in lines:
         by_file[file].add(line)
@@ -68,8 +68,8 @@ def statements(lines: set[tuple[str, int]]) -> int:
         nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt)]
         for number in numbers:
             around = [node for node in nodes if node.lineno <= number <= (node.end_lineno or 0)]
-            found.add((file, max(node.lineno for node in around)))
-    return len(found)
+            statement_lines.add((file, max(node.lineno for node in around)))
+    return len(statement_lines)
 
 
 def trace(algorithm: fed.Algorithm) -> Trace:
@@ -77,10 +77,10 @@ def trace(algorithm: fed.Algorithm) -> Trace:
     torch.manual_seed(0)
     clients = [(torch.randn(n, 6), torch.arange(n) % 3) for n in (7, 12, 22, 12, 7, 5, 30, 9)]
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    found = Trace()
+    recorder = Trace()
     options: dict[str, Any] = {"rounds": STEADY + 2, "participation": 0.5, "sampler": "fixed", "batch_size": 5}
-    fed.run(model, clients, algorithm, test=clients[0], executor="sequential", progress=found, **options)
-    return found
+    fed.run(model, clients, algorithm, test=clients[0], executor="sequential", progress=recorder, **options)
+    return recorder
 
 
 def main() -> None:
@@ -95,9 +95,10 @@ def main() -> None:
             print(f"--- {Path(file).relative_to(PACKAGE)} ({len(numbers)})")
             print(*(f"{number:5d} {text[number - 1]}" for number in numbers), sep="\n")
     print(f"{'':18s} lines  statements  functions  files")
-    for name, found in traces.items():
-        files = {file for file, _ in found.lines}
-        print(f"{name:18s} {len(found.lines):5d} {statements(found.lines):11d} {len(found.codes):10d} {len(files):6d}")
+    for name, recorder in traces.items():
+        files = {file for file, _ in recorder.lines}
+        counts = len(recorder.lines), statements(recorder.lines), len(recorder.codes), len(files)
+        print("{:18s} {:5d} {:11d} {:10d} {:6d}".format(name, *counts))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ PROTOCOLS = {"steps": "with the number of steps of SGD", "time": "in SGD's time"
 Task = Mapping[str, Any]  # a case, with `who`: its rows by name
 
 
-def difference(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+def difference(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
     """Return the mean of `values[i] - others[i]`, runs with seed i, in percentage points, and its standard error.
     Raises ValueError for fewer than two pairs, and for unequal numbers."""
-    pairs = [100 * a - 100 * b for a, b in zip(values, others, strict=True)]
+    pairs = [100 * a - 100 * b for a, b in zip(values, baseline, strict=True)]
     if len(pairs) < 2:
         raise ValueError(f"a standard error needs two seeds or more, got {len(pairs)}")
     return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
@@ -26,8 +26,8 @@ def difference(values: Sequence[float], others: Sequence[float]) -> tuple[float,
 def overall(tasks: Sequence[Task], who: str, protocol: str, base: str = "SGD") -> tuple[float, float]:
     """Return the difference to `base` and its error, over independent tasks, each counted the same."""
     accuracies = [[task["who"][name][protocol]["accuracy"] for name in (who, base)] for task in tasks]
-    found = [difference(own, others) for own, others in accuracies]
-    return sum(mean for mean, _ in found) / len(found), math.sqrt(sum(e**2 for _, e in found)) / len(found)
+    gains = [difference(values, baseline) for values, baseline in accuracies]
+    return sum(mean for mean, _ in gains) / len(gains), math.sqrt(sum(e**2 for _, e in gains)) / len(gains)
 
 
 def cell(mean: float, error: float) -> str:
@@ -40,8 +40,8 @@ def pieces(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the differences by either protocol in Markdown. Raises ValueError if a task lacks a contender."""
     tasks = [case | {"who": {row["name"]: row for row in case["rows"]}} for case in record["cases"]]
     for task in tasks:
-        if missing := sorted({name for other in tasks for name in other["who"]} - task["who"].keys()):
-            raise ValueError(f"task {task['name']!r} lacks {', '.join(missing)}: run the command again with --add")
+        if unmeasured := sorted({name for measured in tasks for name in measured["who"]} - task["who"].keys()):
+            raise ValueError(f"task {task['name']!r} lacks {', '.join(unmeasured)}: run the command again with --add")
     for protocol, words in PROTOCOLS.items():
         table = differences(tasks, protocol, each=protocol == "steps")
         yield f"Difference to SGD in percentage points, trained {words}:\n\n{table}"
@@ -53,7 +53,7 @@ def differences(tasks: Sequence[Task], protocol: str, each: bool) -> str:
               (("right labels", False), ("wrong labels", True))}  # fmt: skip
     columns = {task["title"]: [task] for task in tasks if each}
     columns |= {f"mean, {words}": group for words, group in groups.items() if group}
-    others = [who for who in tasks[0]["who"] if who != "SGD"]
-    ranked = sorted(others, key=lambda who: -overall(tasks, who, protocol)[0])
+    optimizers = [who for who in tasks[0]["who"] if who != "SGD"]
+    ranked = sorted(optimizers, key=lambda who: -overall(tasks, who, protocol)[0])
     rows = [[f"`{who}`", *(cell(*overall(column, who, protocol)) for column in columns.values())] for who in ranked]
     return Table("", ["variant", *columns], rows).markdown()

@@ -40,9 +40,9 @@ class Task:
         x, y, test = self.load()
         pool, rng = len(x) - test, torch.Generator().manual_seed(seed)
         order = torch.randperm(pool, generator=rng)
-        own, others = order[: self.train], order[self.train : self.train + 500]
-        labels = corrupted(y[own], int(y.max()) + 1, self.noise, rng)
-        return (x[own], labels), ((x[others], y[others]) if tuning else (x[pool:], y[pool:]))
+        training, validation = order[: self.train], order[self.train : self.train + 500]
+        labels = corrupted(y[training], int(y.max()) + 1, self.noise, rng)
+        return (x[training], labels), ((x[validation], y[validation]) if tuning else (x[pool:], y[pool:]))
 
 
 def corrupted(labels: Tensor, classes: int, share: float, rng: torch.Generator) -> Tensor:
@@ -50,12 +50,12 @@ def corrupted(labels: Tensor, classes: int, share: float, rng: torch.Generator) 
 
     A new label is drawn uniformly from the other classes.
     """
-    made = labels.clone()
+    noisy = labels.clone()
     if not share:
-        return made
-    chosen = torch.randperm(len(labels), generator=rng)[: round(share * len(labels))]
-    made[chosen] = (labels[chosen] + torch.randint(1, classes, chosen.shape, generator=rng)) % classes
-    return made
+        return noisy
+    indices = torch.randperm(len(labels), generator=rng)[: round(share * len(labels))]
+    noisy[indices] = (labels[indices] + torch.randint(1, classes, indices.shape, generator=rng)) % classes
+    return noisy
 
 
 @functools.cache
@@ -109,14 +109,14 @@ def text() -> tuple[Tensor, Tensor, int]:
     The sentences have verbs that agree with their subjects.
     """
     rng = np.random.default_rng(11)
-    made = ""
-    while len(made) < 600 * (LENGTH + 1):
+    letters = ""
+    while len(letters) < 600 * (LENGTH + 1):
         sentence = str(rng.choice(_ONE + _MANY))
         for hole, words in _WORDS.items():
             while f"{{{hole}}}" in sentence:
                 sentence = sentence.replace(f"{{{hole}}}", str(rng.choice(words)), 1)
-        made += sentence + ". "
-    codes = torch.tensor([ALPHABET.index(c) for c in made])[: 600 * (LENGTH + 1)].view(600, LENGTH + 1)
+        letters += sentence + ". "
+    codes = torch.tensor([ALPHABET.index(c) for c in letters])[: 600 * (LENGTH + 1)].view(600, LENGTH + 1)
     return codes[:, :-1].contiguous(), codes[:, 1:].contiguous(), 150
 
 

@@ -64,7 +64,7 @@ class Contender:
 
 def contenders() -> dict[str, Contender]:
     """Return SGD, and every variant of SAM with its own defaults and radii."""
-    found = {
+    table = {
         "SGD": Contender(None, DECAYS, "weight decay"),
         "SGD, half the steps": Contender(None, DECAYS, "weight decay", share=0.5),  # the effect of only stopping early
         "SAM": Contender(lambda rho: SAM(rho)),
@@ -78,9 +78,9 @@ def contenders() -> dict[str, Contender]:
     }
     for name in variants.__all__:
         kind = getattr(variants, name)
-        if name not in found and isinstance(kind, type) and issubclass(kind, SAM):
-            found[name] = Contender(lambda rho, kind=kind: kind(rho))  # type: ignore[misc]
-    return found
+        if name not in table and isinstance(kind, type) and issubclass(kind, SAM):
+            table[name] = Contender(lambda rho, kind=kind: kind(rho))  # type: ignore[misc]
+    return table
 
 
 def measure(name: str, who: str, quick: bool) -> dict[str, Any]:
@@ -89,20 +89,20 @@ def measure(name: str, who: str, quick: bool) -> dict[str, Any]:
     task, seeds, contender = TASKS[name], SEEDS[:2] if quick else SEEDS, contenders()[who]
     steps = QUICK_STEPS if quick else task.steps
     times = step_times(task, {"SGD": contenders()["SGD"], who: contender}, 2 if quick else 15)
-    cost, own = times[who] / times["SGD"], round(contender.share * steps)
-    grid = tune(task, contender, TUNING_SEEDS, own)
+    cost, num_steps = times[who] / times["SGD"], round(contender.share * steps)
+    grid = tune(task, contender, TUNING_SEEDS, num_steps)
     trial = (grid[0]["lr"], grid[0]["value"])
-    made: dict[int, dict[str, Any]] = {}
-    for count in dict.fromkeys((own, fewer := min(own, steps_in_equal_time(steps, cost)))):
+    results: dict[int, dict[str, Any]] = {}
+    for count in dict.fromkeys((num_steps, fewer := min(num_steps, steps_in_equal_time(steps, cost)))):
         runs = [run(task, contender, trial, seed, count, sharp=True) for seed in seeds]
         accuracy, sharpness = ([one[i] for one in runs] for i in (0, 1))
-        made[count] = {
+        results[count] = {
             "steps": count, "accuracy": accuracy, "sharpness": sharpness, "mean": statistics.fmean(accuracy),
             "std": statistics.stdev(accuracy), "rise": statistics.fmean(sharpness),
         }  # fmt: skip
     text = f"lr {trial[0]:g}, {contender.second} {trial[1]:g}"
     row = {"name": who, "title": f"`{who}`", "cost": cost, "chosen": text}
-    row |= {"grid": grid, "steps": made[own], "time": made[fewer]}
+    row |= {"grid": grid, "steps": results[num_steps], "time": results[fewer]}
     facts = {"title": task.title, "noise": task.noise, "train": task.train, "steps": steps, "lrs": list(task.lrs)}
     return {**facts, "rows": [row]}
 
@@ -137,8 +137,8 @@ def tune(task: Task, contender: Contender, seeds: Sequence[int], steps: int) -> 
     """
     scored = []
     for lr, value in itertools.product(task.lrs, contender.values):
-        found = [run(task, contender, (lr, value), seed, steps, tuning=True)[0] for seed in seeds]
-        scored.append({"lr": lr, "value": value, "validation": statistics.fmean(found)})
+        accuracies = [run(task, contender, (lr, value), seed, steps, tuning=True)[0] for seed in seeds]
+        scored.append({"lr": lr, "value": value, "validation": statistics.fmean(accuracies)})
     return sorted(scored, key=lambda row: -row["validation"])
 
 
@@ -155,8 +155,8 @@ def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dic
             act()
         return (time.perf_counter() - start) / SAMPLE
 
-    taken = interleave({name: partial(sample, act) for name, act in acts.items()}, rounds)
-    return {name: statistics.median(times) for name, times in taken.seconds.items()}
+    samples = interleave({name: partial(sample, act) for name, act in acts.items()}, rounds)
+    return {name: statistics.median(times) for name, times in samples.seconds.items()}
 
 
 def steps_in_equal_time(steps: int, cost: float) -> int:

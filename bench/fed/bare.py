@@ -72,12 +72,12 @@ class Tensors:
         with torch.no_grad():
             if self.sharp:
                 scale = RHO / (self.norm(grads) + 1e-12)
-                kept = self.weights()
+                start = self.weights()
                 for tensor, g in zip(self.tensors, grads):
                     tensor.add_(g * scale)
                 with torch.enable_grad():
                     grads = self.gradients(x, y)
-                self.load(kept)
+                self.load(start)
             for tensor, g in zip(self.tensors, grads):
                 tensor.sub_(g, alpha=LR)
 

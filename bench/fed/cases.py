@@ -37,10 +37,10 @@ def _race(options: Options, part: str, title: str, entries: list[Entry], *turns:
     entries = [entries[0], *(entry for entry in entries if entry.label in names)]  # the first is the unit
 
     def measure(_: float) -> dict[str, Any]:
-        found = race(entries, *turns)
-        for row, at in zip(found["rows"], facts.get("at", ())):
+        result = race(entries, *turns)
+        for row, at in zip(result["rows"], facts.get("at", ())):
             row["at"] = at
-        return ({"axis": facts["axis"]} if facts else {}) | found
+        return ({"axis": facts["axis"]} if facts else {}) | result
 
     yield Case(part, title, [entry.label for entry in entries], measure)
 

@@ -63,8 +63,8 @@ def by_clients(device: str, model: str, executor: str) -> Iterator[Item]:
         rowprograms.maker = lambda setup: None  # type: ignore[assignment]
     for n, algorithm in product(CLIENTS, ("fedavg", "fedsam")):
         load = Workload(model, algorithm, clients=n, cohort=n, device=device)
-        ours = partial(_load_rounds, load, 3, **how(executor.split(",")[0], n))
-        work = partial(_bare_rounds, load, 3) if executor == "bare loop" else ours
+        load_rounds = partial(_load_rounds, load, 3, **how(executor.split(",")[0], n))
+        work = partial(_bare_rounds, load, 3) if executor == "bare loop" else load_rounds
         yield "gpu", f"{model.upper()}, {algorithm}, by clients", executor, n, work
 
 
@@ -106,13 +106,13 @@ def busy(device: str, executor: str) -> Iterator[Item]:
 
 def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
     """Return what each process measures."""
-    ours = ("sequential", "streams", "graph", "vmap") if device == "cuda" else ("sequential", "threads", "vmap")
-    pairs = list(product(("cnn", "mlp"), ("bare loop", *ours, "auto")))
+    executors = ("sequential", "streams", "graph", "vmap") if device == "cuda" else ("sequential", "threads", "vmap")
+    pairs = list(product(("cnn", "mlp"), ("bare loop", *executors, "auto")))
     pairs += product(("mlp:200", "mlp:1024"), ("vmap", WITHOUT_ROW_PROGRAMS))
-    found: dict[str, Callable[[], Iterator[Item]]] = {f"{m} {e}": partial(by_clients, device, m, e) for m, e in pairs}
-    found |= {f"table 8 {e}": partial(table8, device, e) for e in ("bare loop", *ours[:3])}
-    found |= {f"busy {e}": partial(busy, device, e) for e in ours}
-    return found | {f"states {where}": partial(client_states, device, where) for where in ("device", "host")}
+    table: dict[str, Callable[[], Iterator[Item]]] = {f"{m} {e}": partial(by_clients, device, m, e) for m, e in pairs}
+    table |= {f"table 8 {e}": partial(table8, device, e) for e in ("bare loop", *executors[:3])}
+    table |= {f"busy {e}": partial(busy, device, e) for e in executors}
+    return table | {f"states {where}": partial(client_states, device, where) for where in ("device", "host")}
 
 
 def measured(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:

@@ -40,21 +40,21 @@ def compare(label: str, load: Workload, executor: str, number: int) -> dict[str,
     lengths = {"round": {}} if load.options else {"round": {}, short: few, "long": few | {"epochs": LONG}}
     contender = f"ours:{executor}" + (f":{CPU_TIME}" if executor == "sequential" else "")
     entries = [
-        Entry(f"{who} {name}", contender, replace(one, **changed))
-        for name, changed in lengths.items()
+        Entry(f"{who} {name}", contender, replace(one, **options))
+        for name, options in lengths.items()
         for who, one in (("unit", replace(load, algorithm=UNIT, options=())), ("own", load))
     ]
-    taken, rows = turns(entries, number, ROUNDS[load.model])
+    samples, rows = turns(entries, number, ROUNDS[load.model])
     row: dict[str, Any] = {"name": label, "ours": True}
     if problem := next((f"{one['name']}: {one['problem']}" for one in rows if one.get("problem")), None):
         return row | {"problem": problem}
-    row["round"] = asdict(Summary.of_ratios(taken.seconds["own round"], taken.seconds["unit round"]))
+    row["round"] = asdict(Summary.of_ratios(samples.seconds["own round"], samples.seconds["unit round"]))
     if load.options:
         return row
-    own, unit = (
-        [long - less for long, less in zip(taken.seconds[f"{who} long"], taken.seconds[f"{who} {short}"], strict=True)]
+    row_seconds, unit = (
+        [a - b for a, b in zip(samples.seconds[f"{who} long"], samples.seconds[f"{who} {short}"], strict=True)]
         for who in ("own", "unit")
     )
     steps = CLIENTS[load.model] * (SAMPLES // BATCH) * (LONG - 1)
-    seconds = Summary.of([seconds / steps for seconds in own])
-    return row | {"step": asdict(Summary.of_ratios(own, unit)), "seconds": asdict(seconds)}
+    seconds = Summary.of([seconds / steps for seconds in row_seconds])
+    return row | {"step": asdict(Summary.of_ratios(row_seconds, unit)), "seconds": asdict(seconds)}

@@ -222,12 +222,12 @@ def blazefl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
         def select_model(self, model_name: str) -> nn.Module:
             return copy.deepcopy(start)
 
-    shared = {"model_selector": Models(), "model_name": "", "dataset": Data(), "device": workload.device, "seed": 0}
+    options = {"model_selector": Models(), "model_name": "", "dataset": Data(), "device": workload.device, "seed": 0}
     local = {"num_clients": workload.clients, "epochs": 1, "batch_size": BATCH, "lr": LR}
     ratio = workload.cohort / workload.clients
-    own = {"global_round": rounds, "num_clients": workload.clients, "sample_ratio": ratio, "batch_size": BATCH}
-    server = contrib.FedAvgBaseServerHandler(**shared, **own)
-    trainer = contrib.FedAvgThreadPoolClientTrainer(**shared, **local, num_parallels=slots)
+    trainer = {"global_round": rounds, "num_clients": workload.clients, "sample_ratio": ratio, "batch_size": BATCH}
+    server = contrib.FedAvgBaseServerHandler(**options, **trainer)
+    trainer = contrib.FedAvgThreadPoolClientTrainer(**options, **local, num_parallels=slots)
     while not server.if_stop():
         trainer.local_process(server.downlink_package(), server.sample_clients())
         for package in trainer.uplink_package():

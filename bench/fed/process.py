@@ -40,8 +40,8 @@ class Process:
         if not line:
             self.process.wait()
             self.log.seek(0)
-            said = [text for text in self.log.read().splitlines() if text.strip()]
-            raise RuntimeError(said[-1] if said else f"exit {self.process.returncode}")
+            lines = [text for text in self.log.read().splitlines() if text.strip()]
+            raise RuntimeError(lines[-1] if lines else f"exit {self.process.returncode}")
         return json.loads(line)
 
     def order(self) -> Any:

@@ -13,7 +13,7 @@ from bench.fed.workload import CLASSES, Workload
 from bench.record import failed
 from bench.timing import Rounds, Summary, interleave
 
-LOSS_RATIO = 1.3  # allowed by the gate: clients are sampled differently, so losses differ a little
+LOSS_RATIO = 1.3  # allowed by the correctness check; clients are sampled differently, so losses differ a little
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def turns(entries: Sequence[Entry], chunks: int, rounds: int) -> tuple[Rounds, l
     try:
         for name, worker in workers.items():
             ask(name, worker.answer)
-        taken = interleave({name: partial(ask, name, one.order) for name, one in workers.items()}, chunks, warm=False)
+        samples = interleave({name: partial(ask, name, one.order) for name, one in workers.items()}, chunks, warm=False)
         ends = {name: ask(name, one.answer) for name, one in workers.items()}
     finally:
         for worker in workers.values():
@@ -86,7 +86,7 @@ def turns(entries: Sequence[Entry], chunks: int, rounds: int) -> tuple[Rounds, l
         row = {"name": entry.label, "title": entry.label, "ours": entry.ours}
         problem = problems.get(entry.label) or _untrained(entry, entries[0], ends)
         rows.append(row | ({"problem": problem} if problem else ends[entry.label]))
-    return taken, rows
+    return samples, rows
 
 
 def _untrained(entry: Entry, unit: Entry, ends: dict[str, Any]) -> str:
@@ -96,14 +96,14 @@ def _untrained(entry: Entry, unit: Entry, ends: dict[str, Any]) -> str:
     a, b = entry.workload, unit.workload
     alike = (a.model, a.clients, a.cohort, a.epochs) == (b.model, b.clients, b.cohort, b.epochs)
     loss = ends[entry.label]["loss"]
-    bound = LOSS_RATIO * ends[unit.label]["loss"] + 0.05 if alike and not a.options else math.log(CLASSES)
-    return "" if loss <= bound else f"it did not train: loss {loss:.3g}, at most {bound:.3g} was expected"
+    limit = LOSS_RATIO * ends[unit.label]["loss"] + 0.05 if alike and not a.options else math.log(CLASSES)
+    return "" if loss <= limit else f"it did not train: loss {loss:.3g}, at most {limit:.3g} was expected"
 
 
 def race(entries: Sequence[Entry], chunks: int, rounds: int) -> dict[str, Any]:
     """Return the rows of all entries with seconds and speed; the first entry is the unit of speed."""
-    taken, rows = turns(entries, chunks, rounds)
+    samples, rows = turns(entries, chunks, rounds)
     for row in (row for row in rows if not failed(row)):
-        own, unit = (taken.seconds[name] for name in (row["name"], entries[0].label))
-        row |= {"seconds": asdict(Summary.of(own)), "speed": asdict(Summary.of_ratios(unit, own))}
-    return {"busy": round(taken.busy, 3), "rows": rows}
+        seconds, unit = (samples.seconds[name] for name in (row["name"], entries[0].label))
+        row |= {"seconds": asdict(Summary.of(seconds)), "speed": asdict(Summary.of_ratios(unit, seconds))}
+    return {"busy": round(samples.busy, 3), "rows": rows}

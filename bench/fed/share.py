@@ -55,5 +55,5 @@ def measure(load: Workload, rounds: int) -> dict[str, float]:
             patch.stop()
     # the first round, before the first tick, warms up
     pairs = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(marks)]
-    own_share = median(1 - part / whole for whole, part in pairs)
-    return {"seconds": median(whole for whole, _ in pairs), "own_share": own_share}
+    own_share = median(1 - part / total for total, part in pairs)
+    return {"seconds": median(total for total, _ in pairs), "own_share": own_share}

@@ -61,19 +61,19 @@ class Workload:
         """Return per client float32 inputs and int64 labels: a prototype per class, and noise."""
         random = np.random.default_rng(0)
         prototypes = random.normal(size=(CLASSES, *self.shape))
-        made = []
+        clients = []
         for _ in range(self.clients):
             y = random.integers(CLASSES, size=SAMPLES)
             x = 0.5 * prototypes[y] + random.normal(size=(SAMPLES, *self.shape))
-            made.append((x.astype(np.float32), y))
-        return made
+            clients.append((x.astype(np.float32), y))
+        return clients
 
     def tensors(self) -> list[tuple[Tensor, Tensor]]:
         return [(torch.from_numpy(x).to(self.device), torch.from_numpy(y).to(self.device)) for x, y in self.data()]
 
     @torch.no_grad()
     def loss_of(self, model: nn.Module) -> float:
-        """Return the cross-entropy over the data of 100 clients. The gate compares it."""
+        """Return the cross-entropy over the data of 100 clients. The correctness check compares it."""
         device = next(model.parameters()).device
         x, y = (torch.cat(part[:100]).to(device) for part in zip(*self.tensors()))
         return float(nn.functional.cross_entropy(model.eval()(x), y))

@@ -49,12 +49,12 @@ FASTSAM_NOINLINE void gradient_block(compute_t<W>* d, const S* w, const UpdateOp
   }
 }
 
-// Computes z = the new weights, rounded, and keep = the new weights, for n elements, in blocks that stay in the
+// Computes z = the new weights, rounded, and master = the new weights, for n elements, in blocks that stay in the
 // first-level cache. G is the type of the gradients that the rule reads: W, directly from x, if the step is ordinary,
 // else C. This is the only loop that is compiled for each rule and each set of its fields. Constants stay in registers
 // over all blocks.
 template <class Rule, unsigned kStateMask, class G, class W, class S>
-FASTSAM_NOINLINE void rule_blocks(W* z, const S* from, S* keep, const UpdateOperands<W>& x, int64_t n,
+FASTSAM_NOINLINE void rule_blocks(W* z, const S* from, S* master, const UpdateOperands<W>& x, int64_t n,
                                   const CombinedGradient<compute_t<W>> whole, const Rule rule, bool past_caches) {
   using C = compute_t<W>;
   const bool ordinary = x.ordinary();
@@ -71,7 +71,7 @@ FASTSAM_NOINLINE void rule_blocks(W* z, const S* from, S* keep, const UpdateOper
       }
     }
     const S* old = from + start;
-    [[maybe_unused]] S* kept = keep == nullptr ? unkept : keep + start;
+    [[maybe_unused]] S* kept = master == nullptr ? unkept : master + start;
     const auto fields = x.state_at(start);
     C *s0 = fields[0], *s1 = fields[1], *s2 = fields[2];
     FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) {
@@ -90,14 +90,14 @@ FASTSAM_NOINLINE void rule_blocks(W* z, const S* from, S* keep, const UpdateOper
       to[i] = narrow<W>(updated);
     }
     if constexpr (std::is_same_v<W, S>) {
-      if (keep != nullptr) std::memcpy(kept, to, count * sizeof(W));
+      if (master != nullptr) std::memcpy(kept, to, count * sizeof(W));
     }
   });
 }
 
 // Computes one chunk of an update; from: the kept copy, or z itself. The ordinary step reads its gradients in place.
 template <class Rule, class W, class S>
-inline void rule_chunk(W* z, const S* from, S* keep, const UpdateOperands<W>& x, int64_t n,
+inline void rule_chunk(W* z, const S* from, S* master, const UpdateOperands<W>& x, int64_t n,
                        const CombinedGradient<compute_t<W>>& combined, const Rule& rule, unsigned state_mask,
                        bool nontemporal) {
   using C = compute_t<W>;
@@ -105,9 +105,9 @@ inline void rule_chunk(W* z, const S* from, S* keep, const UpdateOperands<W>& x,
   dispatch_state_mask<Rule>(state_mask, [&](auto mask) FASTSAM_ALWAYS_INLINE {
     constexpr unsigned kStateMask = decltype(mask)::value;
     if (x.ordinary()) {
-      rule_blocks<Rule, kStateMask, W>(z, from, keep, x, n, combined, rule, past_caches);
+      rule_blocks<Rule, kStateMask, W>(z, from, master, x, n, combined, rule, past_caches);
     } else {
-      rule_blocks<Rule, kStateMask, C>(z, from, keep, x, n, combined, rule, past_caches);
+      rule_blocks<Rule, kStateMask, C>(z, from, master, x, n, combined, rule, past_caches);
     }
   });
 }
@@ -132,7 +132,7 @@ inline void update_range(const UpdateArgs& args, bool nontemporal, int64_t begin
       const double* h = scalars(problem, row, segment);
       const double t = args.steps == nullptr ? 0.0 : args.steps[row * args.slots + problem.table[segment].slot] + 1.0;
       const CombinedGradient<C> combined(h, inverse, args.sumsq != nullptr ? args.sumsq[row] : -1.0);
-      const Rule<C> rule(h, t, args.first);
+      const Rule<C> rule(h, t, args.init_state);
       UpdateOperands<W> operands{at<const W>(args.grads, row, segment, range.begin),
                                  at<const W>(args.g1, row, segment, range.begin),
                                  at<const C>(args.q, problem, row, segment, range.begin),
@@ -140,7 +140,7 @@ inline void update_range(const UpdateArgs& args, bool nontemporal, int64_t begin
                                  {}};
       for (int i = 0; i < kMostState; ++i) operands.state[i] = at<C>(args.state[i], problem, row, segment, range.begin);
       if (o != nullptr) {
-        rule_chunk(z, static_cast<const O*>(o), args.keep ? o : nullptr, operands, range.count, combined, rule,
+        rule_chunk(z, static_cast<const O*>(o), args.write_master ? o : nullptr, operands, range.count, combined, rule,
                    state_mask, nontemporal);
       } else {
         rule_chunk(z, static_cast<const W*>(z), static_cast<W*>(nullptr), operands, range.count, combined, rule,

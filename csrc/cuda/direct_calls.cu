@@ -45,11 +45,11 @@ FASTSAM_EXPORT int fastsam_norm_perturb_cuda(const int64_t* words, const int64_t
 FASTSAM_EXPORT const void* fastsam_rule_cuda(const char* name) { return fastsam::find_rule(name); }
 
 FASTSAM_EXPORT int fastsam_update_cuda(const int64_t* words, const int64_t* grads, const void* rule, void* const* state,
-                                       int first, int keep) {
+                                       int init_state, int write_master) {
   using namespace fastsam;
   const int64_t* launch = launch_of(words);
   return on_device(launch[DEVICE], [&] {
-    const UpdateArgs args = update_of(words, grads, rule, state, first != 0, keep != 0);
+    const UpdateArgs args = update_of(words, grads, rule, state, init_state != 0, write_master != 0);
     return args.rule->launch(args, pointer<unsigned>(launch[TICKETS]) + 1, pointer<void>(launch[STREAM]));
   });
 }

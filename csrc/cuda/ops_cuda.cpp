@@ -125,10 +125,10 @@ void update_norm(const Tensor sumsq, const Tensors params, const OptionalTensor 
 void update(const Tensors params, const OptionalTensor backup, const Tensors grads, const Tensor table,
             const Tensor hparams, const std::string rule, const OptionalTensor state0, const OptionalTensor state1,
             const OptionalTensor state2, const OptionalTensor steps, const Tensors g1, const OptionalTensor q,
-            const OptionalTensor sumsq_v, const OptionalTensor grad_scale, const OptionalTensor found_inf, bool first,
-            bool keep, const OptionalTensor shift) {
+            const OptionalTensor sumsq_v, const OptionalTensor grad_scale, const OptionalTensor found_inf,
+            bool init_state, bool write_master, const OptionalTensor shift) {
   const UpdateArgs args = update_args(params, backup, grads, table, hparams, rule, {state0, state1, state2}, steps, g1,
-                                      q, sumsq_v, grad_scale, found_inf, first, keep, shift);
+                                      q, sumsq_v, grad_scale, found_inf, init_state, write_master, shift);
   const DeviceStreamGuard place(hparams);
   std::optional<Tickets> tickets;
   if (steps.has_value()) tickets.emplace(place, *steps, args.problem.rows);

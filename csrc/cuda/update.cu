@@ -21,8 +21,8 @@ struct Update {
   VectorPtr<const W, kVecSize> g2, g1;
   VectorPtr<const C, kVecSize> q, shift;
   VectorPtr<C, kVecSize> state[kState];
-  unsigned state_mask;  // a bit for each field of the state that is given
-  bool first, keep;     // first: the fields are not set yet; keep: backup is written too
+  unsigned state_mask;            // a bit for each field of the state that is given
+  bool init_state, write_master;  // the fields are not set yet; backup is written too
 
   struct Rule {
     CombinedGradient<C> combined;
@@ -47,7 +47,7 @@ struct Update {
     if (General && shift) shift.read(x.shift, i);
 #pragma unroll
     for (int k = 0; k < kState; ++k) {
-      if (has_field(k) && !first) state[k].read(x.state[k], i);
+      if (has_field(k) && !init_state) state[k].read(x.state[k], i);
     }
   }
   template <int N>
@@ -78,7 +78,7 @@ struct Update {
     for (int k = 0; k < kState; ++k) {
       if (has_field(k)) state[k].write(x.state[k], i);
     }
-    if (keep) from.write(x.from, i);
+    if (write_master) from.write(x.from, i);
     z.write(out, i);
   }
 };
@@ -95,7 +95,7 @@ struct UpdateParams {
   unsigned* tickets;
   const float *grad_scale, *found_inf;
   unsigned state_mask;
-  bool first, keep;
+  bool init_state, write_master;
 };
 
 template <template <class> class Rule, class W, class O, bool General, class Params>
@@ -115,8 +115,8 @@ __device__ __forceinline__ void update_unit(const Params& p, const Tile& tile) {
         at<const C>(p.shift, p.table, tile),
         {},
         p.state_mask,
-        p.first,
-        p.keep && backup != nullptr};
+        p.init_state,
+        p.write_master && backup != nullptr};
 #pragma unroll
   for (int k = 0; k < Op::kState; ++k) op.state[k] = at<C>(p.state[k], p.table, tile);
   const double* h = p.scalars.of(p.table, tile);
@@ -132,9 +132,9 @@ __device__ __forceinline__ void update_unit(const Params& p, const Tile& tile) {
                : lane == FOUND_INF ? scalar_or(p.found_inf, 0.0)
                                    : 0.0;
       },
-      [first = p.first](const double* x) {
+      [init_state = p.init_state](const double* x) {
         return typename Op::Rule{CombinedGradient<C>(x, 1.0 / x[GRAD_SCALE], x[SUMSQ]),
-                                 Rule<C>(x, x[STEPS] + 1.0, first), x[FOUND_INF] != 0.0};
+                                 Rule<C>(x, x[STEPS] + 1.0, init_state), x[FOUND_INF] != 0.0};
       });
 }
 
@@ -172,8 +172,8 @@ struct UpdateStep : Elementwise<UpdateArgs> {
             args.grad_scale,
             args.found_inf,
             args.state_mask(),
-            args.first,
-            args.keep};
+            args.init_state,
+            args.write_master};
   }
   template <class W, class O, class Params>
   static auto kernel() {

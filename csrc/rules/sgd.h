@@ -13,19 +13,19 @@ struct Rule {
   static constexpr unsigned kNeeded = 0;  // which may be missing
   static constexpr bool kCounts = false;
   C lr, mu, undamped;
-  bool nesterov, first;
+  bool nesterov, init_state;
 
-  FASTSAM_HD Rule(const double* h, double, bool first_step)
+  FASTSAM_HD Rule(const double* h, double, bool init)
       : lr(static_cast<C>(h[LR])),
         mu(static_cast<C>(h[MOMENTUM])),
         undamped(static_cast<C>(1.0 - h[DAMPENING])),
         nesterov(h[NESTEROV] != 0.0),
-        first(first_step) {}
+        init_state(init) {}
 
   FASTSAM_HD C step(C w, C d, C* state, unsigned state_mask) const {
     if (!has(state_mask, 0)) return w - lr * d;
     C& m = state[0];
-    m = first ? d : mu * m + undamped * d;
+    m = init_state ? d : mu * m + undamped * d;
     return w - lr * (nesterov ? d + mu * m : m);
   }
 };

@@ -323,7 +323,8 @@ def _sharpness_calls(
     """
     master = bucket.backup.is_master
     backup = bucket.backup.weights if master else None
-    options: dict[str, Any] = {"steps": None, "g1": bucket.g1_views(selection), "first": False, "keep": master}
+    options: dict[str, Any] = {"steps": None, "init_state": False, "write_master": master}
+    options["g1"] = bucket.g1_views(selection)
     options |= {"grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf, "sumsq_v": inputs.sumsq}
     operands = selection.tensors, backup, grads, selection.table, hparams, "sgd", [None]
     calls = op_calls(bucket, operands, options)

@@ -81,9 +81,9 @@ def calls_of(
     run."""
     state, steps = operands_of(rule, bucket, spec)
     operands = *bucket.backup.operands(part), grads, part.table, bucket.hparams, rule.name, state
-    options: dict[str, Any] = {"steps": steps, "g1": inputs.g1(bucket, part), "first": first}
+    options: dict[str, Any] = {"steps": steps, "g1": inputs.g1(bucket, part), "init_state": first}
     options |= {"grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf, "sumsq_v": inputs.sumsq}
-    return op_calls(bucket, operands, {**options, "keep": bucket.backup.is_master})
+    return op_calls(bucket, operands, {**options, "write_master": bucket.backup.is_master})
 
 
 def op_calls(bucket: Bucket, operands: Sequence[Any], options: dict[str, Any]) -> list[partial[Any]]:

@@ -111,16 +111,16 @@ class Instruction:
         sizes: list[int] = []
         strides: list[tuple[int, ...]] = []  # strides of all operands, by dimension
         for d in sorted(many, key=lambda d: (-self.out.along(d) or -self.a.along(d), -self.a.along(d))):
-            own, size = tuple(o.along(d) for o in self.operands), self.sizes[d]
-            if sizes and strides[-1] == tuple(size * stride for stride in own):
-                sizes[-1], strides[-1] = sizes[-1] * size, own
+            offsets, size = tuple(o.along(d) for o in self.operands), self.sizes[d]
+            if sizes and strides[-1] == tuple(size * stride for stride in offsets):
+                sizes[-1], strides[-1] = sizes[-1] * size, offsets
             else:
                 sizes.append(size)
-                strides.append(own)
+                strides.append(offsets)
         if len(sizes) > DIMS:
             raise NoFormError(f"an operation over {len(sizes)} dimensions, at most {DIMS} are possible")
-        placed = [replace(o, strides=tuple(s[i] for s in strides)) for i, o in enumerate(self.operands)]
-        return Instruction(self.code, tuple(sizes), *placed, number=self.number)
+        operands = [replace(o, strides=tuple(s[i] for s in strides)) for i, o in enumerate(self.operands)]
+        return Instruction(self.code, tuple(sizes), *operands, number=self.number)
 
     def by_classes(self, d: int) -> Instruction:
         """Return the instruction with sizes (outer, classes, inner); `d` is the dimension of the classes.
@@ -131,11 +131,11 @@ class Instruction:
         if d > 1 or n - d > 2:
             raise NoFormError("classes between more than one dimension on a side")
 
-        def taken(values: Sequence[int], other: int) -> tuple[int, ...]:
-            return (values[0] if d else other, values[d], values[d + 1] if d + 1 < n else other)
+        def select(values: Sequence[int], default: int) -> tuple[int, ...]:
+            return (values[0] if d else default, values[d], values[d + 1] if d + 1 < n else default)
 
-        placed = [replace(o, strides=taken(o.strides, 0)) if o.strides else o for o in self.operands]
-        return Instruction(self.code, taken(self.sizes, 1), *placed)
+        operands = [replace(o, strides=select(o.strides, 0)) if o.strides else o for o in self.operands]
+        return Instruction(self.code, select(self.sizes, 1), *operands)
 
     def words(self) -> list[int]:
         """Return the words that csrc/rowprograms/program.h reads.
@@ -145,13 +145,13 @@ class Instruction:
         front = self.code in (Code.SUM, Code.IS_NOT) or self.code >= Code.COPY
 
         def filled(values: Sequence[int], with_: int) -> list[int]:
-            rest = [with_] * (DIMS - len(values))
-            return [*rest, *values] if front else [*values, *rest]
+            padding = [with_] * (DIMS - len(values))
+            return [*padding, *values] if front else [*values, *padding]
 
-        found = [int(self.code), *filled(self.sizes, 1)]
+        words = [int(self.code), *filled(self.sizes, 1)]
         for operand in self.operands:
-            found += [operand.base, operand.offset, *filled(operand.strides, 0)]
-        return [*found, int.from_bytes(struct.pack("d", self.number), "little", signed=True)]
+            words += [operand.base, operand.offset, *filled(operand.strides, 0)]
+        return [*words, int.from_bytes(struct.pack("d", self.number), "little", signed=True)]
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class RowProgram:
         if device.type == "cuda" and len(inputs) > MOST_ON_CUDA:
             raise NoFormError(f"{len(inputs)} inputs, on CUDA at most {MOST_ON_CUDA} are possible")
         words = [scratch, width, sum(i.work for i in instructions), len(inputs)]
-        for given in inputs:
-            words += given.words()
+        for tensor in inputs:
+            words += tensor.words()
         for instruction in instructions:
             words += instruction.words()
         self._run, self._steps, add = _ops()
@@ -71,8 +71,8 @@ class RowProgram:
         Raises RuntimeError if an input has the wrong shape, memory order or dtype, or if a label is not a class. On
         CUDA, which is not synchronized, such a label makes the row's loss and gradients NaN.
         """
-        made: Tensor = self._run(self.number, inputs)
-        return made
+        result: Tensor = self._run(self.number, inputs)
+        return result
 
     def steps_(
         self,

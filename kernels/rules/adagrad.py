@@ -28,7 +28,7 @@ LR_DECAY, EPS = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 2)
 
 
 def reference_update(
-    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
+    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, init_state: bool
 ) -> tuple[Tensor, ...]:
     (sum_,) = fields
     assert sum_ is not None
@@ -37,12 +37,12 @@ def reference_update(
     return w - lr * (d / (total.sqrt() + h[EPS])), total
 
 
-def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
-    lr_decay, eps, _ = own
+def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
+    lr_decay, eps, _ = rule_hparams
     return (lr / (1.0 + (count - 1).to(tl.float64) * lr_decay)).to(COMPUTE), eps.to(COMPUTE)
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
     lr, eps = numbers
     total = fields[0] + d * d
     return w - lr * divide(d, root(total) + eps), total
@@ -55,7 +55,7 @@ def foreach_update(
     decay: float,
     fields_: Sequence[Tensors],
     t: Tensors,
-    first: bool,
+    init_state: bool,
 ) -> None:
     if h[HParam.DECOUPLED]:
         torch._foreach_mul_(w_, 1 - h[HParam.LR] * h[HParam.DECAY])

@@ -28,7 +28,7 @@ BETA1, BETA2, EPS = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 3)
 
 
 def reference_update(
-    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
+    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, init_state: bool
 ) -> tuple[Tensor, ...]:
     m_, v_ = fields
     assert m_ is not None and v_ is not None
@@ -40,8 +40,8 @@ def reference_update(
     return w - h[HParam.LR] / correction1 * m / (v.sqrt() / correction2.sqrt() + h[EPS]), m, v
 
 
-def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
-    b1, b2, eps = own
+def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
+    b1, b2, eps = rule_hparams
     side = tl.arange(0, 2)  # both powers side by side, so that a thread computes one of them
     powers = power(tl.where(side == 0, b1, b2), count)
     correction1 = 1.0 - tl.sum(tl.where(side == 0, powers, 0.0))
@@ -51,7 +51,7 @@ def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
     return b1.to(COMPUTE), rest1, b2.to(COMPUTE), rest2, step_size, root_correction, eps.to(COMPUTE)
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
     b1, rest1, b2, rest2, step_size, root_correction, eps = numbers
     m = b1 * fields[0] + rest1 * d
     v = b2 * fields[1] + rest2 * d * d
@@ -65,7 +65,7 @@ def foreach_update(
     decay: float,
     fields_: Sequence[Tensors],
     t: Tensors,
-    first: bool,
+    init_state: bool,
 ) -> None:
     (m_, v_), decoupled = fields_, h[HParam.DECOUPLED] != 0
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_

@@ -81,7 +81,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def reference_update(
-    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
+    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, init_state: bool
 ) -> tuple[Tensor, ...]:
     (m,) = fields
     assert m is not None
@@ -89,13 +89,13 @@ def reference_update(
     return w - h[HParam.LR] * (b1 * m + (1 - b1) * d).sign(), b2 * m + (1 - b2) * d
 
 
-def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
-    b1, b2, _ = own
+def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
+    b1, b2, _ = rule_hparams
     rest1, rest2 = (1.0 - b1).to(COMPUTE), (1.0 - b2).to(COMPUTE)
     return lr.to(COMPUTE), b1.to(COMPUTE), rest1, b2.to(COMPUTE), rest2
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
     lr, b1, rest1, b2, rest2 = numbers
     c = b1 * fields[0] + rest1 * d
     sign = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, c))
@@ -109,7 +109,7 @@ def foreach_update(
     decay: float,
     fields_: Sequence[Tensors],
     t: Tensors | None,
-    first: bool,
+    init_state: bool,
 ) -> None:
     (m_,) = fields_
     g = torch._foreach_add(d, w_, alpha=decay) if decay else d

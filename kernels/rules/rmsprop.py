@@ -47,21 +47,21 @@ def reference_update(
     return w - h[HParam.LR] * e, v, m, mean
 
 
-def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
-    alpha, eps, mu = own
+def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
+    alpha, eps, mu = rule_hparams
     return lr.to(COMPUTE), alpha.to(COMPUTE), (1.0 - alpha).to(COMPUTE), eps.to(COMPUTE), mu.to(COMPUTE)
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
-    lr, alpha, rest, eps, mu = numbers
-    v = alpha * fields[0] + rest * d * d
+def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
+    lr, alpha, one_minus_alpha, eps, mu = numbers
+    v = alpha * fields[0] + one_minus_alpha * d * d
     mean, variance = d, v
-    if GIVEN & 4:
-        mean = alpha * fields[2] + rest * d
+    if STATE_MASK & 4:
+        mean = alpha * fields[2] + one_minus_alpha * d
         variance = v - mean * mean
         variance = tl.where(variance < 0, 0.0, variance)
     e = divide(d, root(variance) + eps)
-    if GIVEN & 2:
+    if STATE_MASK & 2:
         e = mu * fields[1] + e
     return w - lr * e, v, e, mean
 

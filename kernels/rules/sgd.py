@@ -1,6 +1,6 @@
 """torch.optim.SGD, as documented there.
 
-m = mu*m + (1 - dampening)*d                 (`first`: m = d)
+m = mu*m + (1 - dampening)*d                 (`init_state`: m = d)
 w <- w - lr*(d + mu*m with Nesterov, m without; d if there is no momentum)
 """
 
@@ -26,27 +26,27 @@ MOMENTUM, DAMPENING, NESTEROV = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 3)
 
 
 def reference_update(
-    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, first: bool
+    h: Scalars, w: Tensor, d: Tensor, fields: Sequence[Tensor | None], t: Tensor, init_state: bool
 ) -> tuple[Tensor, ...]:
     (m_,) = fields
     if m_ is None:
         return (w - h[HParam.LR] * d,)
     mu = h[MOMENTUM]
-    m = d if first else mu * m_ + (1 - h[DAMPENING]) * d
+    m = d if init_state else mu * m_ + (1 - h[DAMPENING]) * d
     d = torch.where(h[NESTEROV] != 0, d + mu * m, m)
     return w - h[HParam.LR] * d, m
 
 
-def scalar_args(lr, own, count, COMPUTE: tl.constexpr):
-    mu, dampening, nesterov = own
+def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
+    mu, dampening, nesterov = rule_hparams
     return lr.to(COMPUTE), mu.to(COMPUTE), (1.0 - dampening).to(COMPUTE), nesterov != 0
 
 
-def triton_update(w, d, fields, numbers, GIVEN: tl.constexpr, FIRST: tl.constexpr):
+def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
     lr, mu, undamped, nesterov = numbers
     m = fields[0]
-    if GIVEN == 1:
-        m = d if FIRST else mu * m + undamped * d
+    if STATE_MASK == 1:
+        m = d if INIT_STATE else mu * m + undamped * d
         d = tl.where(nesterov, d + mu * m, m)
     return w - lr * d, m
 
@@ -58,7 +58,7 @@ def foreach_update(
     decay: float,
     fields_: Sequence[Tensors | None],
     t: Tensors | None,
-    first: bool,
+    init_state: bool,
 ) -> None:
     if h[HParam.DECOUPLED]:
         torch._foreach_mul_(w_, 1 - h[HParam.LR] * h[HParam.DECAY])
@@ -74,7 +74,7 @@ def foreach_update(
         dampening=h[DAMPENING],
         nesterov=h[NESTEROV] != 0,
         maximize=False,
-        is_first_step=first,
+        is_first_step=init_state,
     )
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks: each runs with `--quick`, its gate refuses a wrong contender, and only the measured code is timed."""
+"""The benchmarks: each runs with `--quick`, refuses a wrong contender, and times only the measured code."""
 
 import time
 import types
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench import __main__ as command
 from bench import case as cases
-from bench import gate, memory, ops, steps
+from bench import correctness, memory, ops, steps, whole_steps
 from bench import record as records
 from bench.contenders import (
     VARIANTS,
@@ -24,13 +24,14 @@ from bench.contenders import (
     OptimizerStepper,
     Stepper,
     contenders,
+    ours,
     variant_contenders,
 )
 from bench.kernel_cases import OPS, STEP, KernelCase, kernel_cases
 from bench.kernel_data import MAX_SETS, Operator
-from bench.problem import KERNEL_SIZES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
 from bench.questions import QUESTIONS
 from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
+from bench.workload import KERNEL_SIZES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
 from fastsam import SAM, backends, variants
 from fastsam_kernels import reference
 from tests.helpers.bench_machine import Small
@@ -48,7 +49,7 @@ def one_thread() -> Iterator[None]:
 # ---- the command
 
 QUICK = {
-    "step": ["--cases", "small_cnn-1", "--rows", "flat", "copied", "fastsam_foreach"],
+    "step": ["--cases", "small_cnn-1", "whole/mlp", "--rows", "flat", "copied", "fastsam_foreach"],
     "variants": ["--cases", "small_cnn"],
     "kernels": ["--cases", "steps/50k", "norm-50k-*"],
     "accuracy": ["--cases", "cancer", "--rows", "SAM"],
@@ -107,7 +108,7 @@ def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
         command.main([word for word in run if word != "--quick"] + ["norm-50k-flat"])
 
 
-# ---- the gate
+# ---- the correctness check
 
 
 @pytest.mark.of_each_kind
@@ -115,7 +116,7 @@ def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
 def test_contenders_and_variants_agree_with_the_reference(size: Size) -> None:
     everybody = [c for c in (*contenders().values(), *variant_contenders(peers=False).values()) if not c.absent]
     chosen = [c for c in everybody if not c.compiles and not c.name.startswith("pytorch")]
-    green, red = gate.check(chosen, initial_weights(size.shapes), Gradients(size.shapes))
+    green, red = correctness.check(chosen, initial_weights(size.shapes), Gradients(size.shapes))
     assert red == {} and list(green) == [c.name for c in chosen]
 
 
@@ -142,6 +143,14 @@ class Raising(FlatStepper):
 def _sam(**changed: float) -> Callable[[Sequence[Tensor]], OptimizerStepper]:
     options = {"rho": RHO, "lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, **changed}
     return lambda weights: OptimizerStepper(weights, lambda p: CopiedSAM(p, torch.optim.SGD, **options))
+
+
+def test_a_wrong_contender_is_not_timed_in_whole_steps() -> None:
+    selected = [Contender("ours", "ours", ours(), backend="auto"), Contender("wrong", "wrong", _sam(rho=10 * RHO))]
+    training = whole_steps.TRAININGS["mlp"]._replace(steps=1)
+    case = whole_steps.measure(selected, training, Small(CPU), rounds=2)
+    assert "eager" in case["rows"][0] and "eager" not in case["rows"][1]
+    assert "the loss after a step is" in case["rows"][1]["problem"]
 
 
 WRONG = {
@@ -202,7 +211,7 @@ def test_the_gate_of_an_op_leaves_the_input(layout: str) -> None:
         for op in (op for op in OPS.values() if hasattr(backend.load(), op.function)):
             operator = Operator(KernelCase(op, Size("rows2", "", ((20, 9), (7,)), rows=2), layout), CPU, 1)
             before = tensors(operator)
-            assert operator.gate(backend.load()) is None, op.name
+            assert operator.check(backend.load()) is None, op.name
             assert all(torch.equal(a, b) for a, b in zip(before, tensors(operator), strict=True)), op.name
 
 

@@ -87,7 +87,7 @@ def test_a_step_has_the_ops_bits(direct: Any, dtype: torch.dtype, master: bool, 
             weights = [] if not adaptive else o.params if save else masters
             kernels.norm_(o.sumsq, o.g1, weights, o.layout.table, columns)
             kernels.perturb_(o.params, o.backup, o.g1, o.layout.table, columns, o.sumsq, save)
-            more = {"steps": steps, "first": False, "keep": master}
+            more = {"steps": steps, "init_state": False, "write_master": master}
             kernels.update_(o.params, o.backup, o.g2, o.layout.table, columns, rule, state, **more)
         found.append(o.written())
     assert all(map(same_bits, *found))

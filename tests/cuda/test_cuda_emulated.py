@@ -187,11 +187,11 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
             written = [params, backup, *fields, third]
             kernels.perturb_(params, backup, grads, case.table, case.hparams(), case.sums(), True)
             outputs.append([memory.read(operand) for operand in written])
-            general = {"q": fields[0], "shift": backup.to(case.compute), "sumsq_v": case.sums(), "keep": True}
+            general = {"q": fields[0], "shift": backup.to(case.compute), "sumsq_v": case.sums(), "write_master": True}
             for name, rule in rules.RULES.items():
                 state = [*fields[1:], third][: len(rule.state)]
                 counts = {"steps": steps} if rule.counter else {}
-                for options in (general, {"keep": True}):
+                for options in (general, {"write_master": True}):
                     operands = params, backup, grads, case.table, case.hparams(name)
                     kernels.update_(*operands, name, state, **options, **counts)
                     outputs[-1] += [memory.read(operand) for operand in written]

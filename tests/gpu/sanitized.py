@@ -43,8 +43,8 @@ def every_op(kernels: Any, step: Step, shift: int) -> torch.Tensor:
     kernels.perturb_(step.params, step.backup, grads, table, adaptive, step.sumsq, True)
     kernels.perturb_(step.params, step.backup, grads, table, hparams, step.sumsq, False)
     kernels.update_norm_(step.sumsq, step.params, step.backup, grads, table, adaptive, g1=step.g1, q=q)
-    kernels.update_(step.params, step.backup, grads, table, hparams, "sgd", [step.momentum], first=True)
-    options = {"g1": step.g1, "q": q, "sumsq_v": step.sumsq, "keep": True}
+    kernels.update_(step.params, step.backup, grads, table, hparams, "sgd", [step.momentum], init_state=True)
+    options = {"g1": step.g1, "q": q, "sumsq_v": step.sumsq, "write_master": True}
     kernels.update_(step.params, step.backup, grads, table, adaptive, "sgd", [step.momentum], **options)
     adam = hparams_of(rows, str(device), BETA1=0.9, BETA2=0.99, EPS=1e-8)
     for found in (0.0, 1.0):

@@ -87,7 +87,7 @@ def test_the_same_bits_as_the_cpu_kernels(compiled: ModuleType) -> None:
             step.sumsq.copy_(torch.tensor([3.0, 7.0]))
             compiled.perturb_(step.params, step.backup, step.g1, step.table, step.hparams, step.sumsq, True)
             operands = step.params, step.backup, step.g2, step.table, hparams_of(2, device)
-            compiled.update_(*operands, "sgd", [step.momentum], first=True, keep=True)
+            compiled.update_(*operands, "sgd", [step.momentum], init_state=True, write_master=True)
         assert same(steps[0].read(), steps[1].read()), dtype
 
 

@@ -79,7 +79,7 @@ def halves(opt: FusedSAM, params: list[nn.Parameter], step: int = 0) -> None:
 
 
 class Prepared:
-    """Gradients as `bench.problem.Gradients` has them, in any dtype."""
+    """Gradients as `bench.workload.Gradients` has them, in any dtype."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.sets = [[torch.randn_like(w) for w in weights] for _ in range(3)]

@@ -41,7 +41,7 @@ def step(backend: Backend, case: Case) -> dict[str, Tensor]:
     out["dual_sums"] = dual_sums.cpu()[:, None]
     out["products"] = products.cpu()
     kernels.update_norm_(clipped, params, backup, g1, table, hparams, g1=grads, q=q)
-    more = {"g1": grads, "q": q, "keep": True}
+    more = {"g1": grads, "q": q, "write_master": True}
     kernels.update_(params, backup, g1, table, hparams, "sgd", [momentum], sumsq_v=clipped, shift=shift, **more)
     out["sgd"] = memory.read(params)
     for name, rule in rules.RULES.items():

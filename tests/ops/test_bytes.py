@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench.kernel_cases import LAYOUTS, OPS, KernelCase, Op, Operands
 from bench.kernel_data import Operator
-from bench.problem import Size
+from bench.workload import Size
 from fastsam import FusedSAM, backends
 from fastsam.arena import Layout
 from fastsam_kernels import reference

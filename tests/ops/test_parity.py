@@ -282,11 +282,11 @@ def test_update(backend: Backend, rule: str) -> None:
             shift = case.values("shift", case.compute)
             update.options["shift"], shift = update.memory.shared("shift", shift)
             update.options64["shift"] = shift.double()
-        options32, options64 = update.options | {"keep": keep}, update.options64 | {"keep": keep}
+        options32, options64 = update.options | {"write_master": keep}, update.options64 | {"write_master": keep}
         if clip:
             options32["sumsq_v"], options64["sumsq_v"] = sumsq.to(backend.device), sumsq
         if rule == "sgd":  # the only rule whose first step differs from later steps
-            options32["first"] = options64["first"] = first
+            options32["init_state"] = options64["init_state"] = first
         starts = {name: nan(case, case.compute) if rule == "sgd" and first else state_of(case, name) for name in fields}
         state = {name: update.state(name, start) for name, start in starts.items()}
         state32, state64 = ([state[name][i] if name in state else None for name in known.state] for i in (0, 1))
@@ -360,7 +360,7 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
         for a, b in zip(params, perturbed[row], strict=True):
             torch.testing.assert_close(a[row].cpu(), b)
     momentum = arena.field("momentum")
-    kernels.update_(params, arena.field("backup"), g2, layout.table, hparams, "sgd", [momentum], first=True)
+    kernels.update_(params, arena.field("backup"), g2, layout.table, hparams, "sgd", [momentum], init_state=True)
     for row in range(rows):
         for a, b in zip(params, expected[row], strict=True):
             torch.testing.assert_close(a[row].cpu(), b)

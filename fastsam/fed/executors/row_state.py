@@ -256,7 +256,7 @@ class RowSlice:
         g1 = self._prepare_update(grads, first) if self._prepares else None
         self.kernels.update_(
             [self.z], self.w, grads.tensors, grads.table, self.hparams, "sgd", [self.momentum],
-            g1=g1, sumsq_v=self.sumsq_v, keep=self.w is not None, q=self.q, **self._shift,
+            g1=g1, sumsq_v=self.sumsq_v, write_master=self.w is not None, q=self.q, **self._shift,
         )  # fmt: skip
 
     def _prepare_update(self, grads: Gradients, first: Gradients | None) -> list[Tensor] | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsam import ops
-from fastsam_kernels import native, product
+from fastsam_kernels import native, small_bmm
 
 pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
 
@@ -37,7 +37,7 @@ LAYOUTS = st.sampled_from(["dense", "transposed", "gaps", "one"])
     st.integers(1, 4), SIZES, SIZES, SIZES, LAYOUTS, LAYOUTS, st.sampled_from([None, "full", "m", "n", "turned", "all"])
 )
 def test_products_equal_float64s(rows: int, m: int, k: int, n: int, left: str, right: str, bias: str | None) -> None:
-    product._product()
+    small_bmm._product()
     a, b = matrix(rows, m, k, left), matrix(rows, k, n, right)
     shapes = {"full": (rows, m, n), "m": (rows, m, 1), "n": (rows, 1, n), "all": (1, 1, 1)}
     add = None if bias is None else torch.randn(rows, n, m).mT if bias == "turned" else torch.randn(shapes[bias])
@@ -100,7 +100,7 @@ def test_shapes_that_differ(a: tuple[int, ...], b: tuple[int, ...], bias: tuple[
 
 
 def test_opcheck() -> None:
-    product._product()
+    small_bmm._product()
     operands = torch.ones(2, 3, 4), torch.ones(2, 5, 4).mT, torch.ones(2, 1, 5)
     torch.library.opcheck(torch.ops.fastsam.product.default, operands)
 

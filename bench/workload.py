@@ -81,7 +81,7 @@ def _client_cnn(*channels: int) -> Shapes:
     return (*shapes, (10, channels[-1]), (10,))
 
 
-def cut(parameters: int, tensors: int) -> Shapes:
+def split_evenly(parameters: int, tensors: int) -> Shapes:
     """Return shapes of `parameters` elements in `tensors` pieces of nearly one length."""
     each, more = divmod(parameters, tensors)
     return tuple((each + (i < more),) for i in range(tensors))
@@ -99,7 +99,7 @@ _KERNEL_SIZES = (
     Size("100m", "100 M", ((1000, 999), (1000,)) * 100), Size("50k", "50 k", SMALL_CNN),
     Size("225k", "225 k", _client_cnn(32, 32, 64, 64, 104, 104)),
     Size("rows100", "100 rows of 50 k", SMALL_CNN, rows=100), Size("30m", "30 M", LIST30M),
-    *(Size(f"cut{n}", f"4 M in {n}", cut(4_000_000, n)) for n in CUTS),
+    *(Size(f"cut{n}", f"4 M in {n}", split_evenly(4_000_000, n)) for n in CUTS),
 )  # fmt: skip
 SIZES, KERNEL_SIZES = ({size.name: size for size in sizes} for sizes in (_STEP_SIZES, _KERNEL_SIZES))
 

@@ -1,4 +1,4 @@
-"""The gate before every measurement: no time is taken of a contender that computes something else.
+"""The correctness check before every measurement. A contender that computes something else is not timed.
 
 The reference is `FusedSAM` in float64 on the backend `reference`. A contender takes the same steps and is compared with
 it after every phase. Comparing final weights would not do: the gradients are prepared, so a wrong perturbation would
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.contenders import Contender, Stepper, ours
-from bench.problem import Gradients
+from bench.workload import Gradients
 
 STEPS = 2  # the second step is the first that shows what momentum kept
 # elements that are compared at once: small temporaries, but few waits for a GPU
@@ -29,12 +29,12 @@ def excess(compare: Callable[..., tuple[Tensor, Tensor, Tensor]], *operands: Ite
     """Apply `compare` -> (got, expected, allowed) to pieces of the operands. Return the first that is out of bounds."""
     for i, tensors in enumerate(zip(*operands, strict=True)):
         for pieces in zip(*(t.reshape(-1).split(PIECE[t.device.type]) for t in tensors), strict=True):
-            got, expected, allowed = compare(*pieces)
-            over = (got - expected).abs_() - allowed
+            actual, expected, allowed = compare(*pieces)
+            over = (actual - expected).abs_() - allowed
             if bool((over <= 0).all()):  # false with a NaN
                 continue
             worst = int(over.nan_to_num_(nan=float("inf")).argmax())
-            values = (float(t.expand(over.shape)[worst]) for t in (got, expected, allowed))
+            values = (float(t.expand(over.shape)[worst]) for t in (actual, expected, allowed))
             return "tensor {} has {:.9g} where {:.9g} is expected within {:.2g}".format(i, *values)
     return None
 
@@ -67,11 +67,11 @@ def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients:
         if contender.name in red:
             return
         try:
-            found = act(contender, *arguments)
+            problem = act(contender, *arguments)
         except Exception as error:
-            found = f"raised {type(error).__name__}: {error}"
-        if found is not None:
-            red[contender.name] = f"{where}: {found}"
+            problem = f"raised {type(error).__name__}: {error}"
+        if problem is not None:
+            red[contender.name] = f"{where}: {problem}"
             green.pop(contender.name, None)
 
     def build(contender: Contender) -> None:
@@ -82,7 +82,7 @@ def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients:
         stepper, last = green[contender.name], number + 1 == len(phases)
         stepper.set_grads(gradients, index)
         before = [] if last else _copies(stepper)
-        own[contender.name][number]()
+        phases_by_name[contender.name][number]()
         if last:
             return _update(stepper.weights(), start, reference.weights(), UPDATE * step * EPS)
         return _perturbation(before, stepper.weights(), start, reference.weights(), contender.norm_error)
@@ -96,7 +96,7 @@ def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients:
         doubles, passes = Doubles(gradients), 0
         for step in range(1, STEPS + 1):
             phases, start = reference.phases(), _copies(reference)
-            own = {one.name: green[one.name].phases() for one in group if one.name in green}
+            phases_by_name = {one.name: green[one.name].phases() for one in group if one.name in green}
             for number, act in enumerate(phases):
                 reference.set_grads(doubles, passes)
                 act()
@@ -128,7 +128,7 @@ def _perturbation(
 def _update(got: Sequence[Tensor], start: Sequence[Tensor], expected: Sequence[Tensor], share: float) -> str | None:
     pairs = zip(expected, start, strict=True)
     bounds = [w.new_tensor(share * (_largest(w) + _largest(w - origin))).expand(w.numel()) for w, origin in pairs]
-    return excess(lambda w, wanted, bound: (w.double(), wanted, bound), got, expected, bounds)
+    return excess(lambda w, value, tolerance: (w.double(), value, tolerance), got, expected, bounds)
 
 
 def _largest(tensor: Tensor) -> float:

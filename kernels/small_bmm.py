@@ -40,5 +40,5 @@ def _product() -> Product:
     def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
-    made: Product = torch.ops.fastsam.product.default
-    return made
+    product: Product = torch.ops.fastsam.product.default
+    return product
