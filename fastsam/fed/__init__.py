@@ -2,9 +2,8 @@
 
 from fastsam import fed
 
-data = fed.digits(clients=50, alpha=0.3)
-result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50)
-result.model, result.history, result.summary()
+data = fed.digits(clients=50, alpha=0.3) result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50) result.model,
+result.history, result.summary()
 """
 
 from __future__ import annotations

@@ -25,13 +25,11 @@ class Rule(ABC):
 
     Attributes:
         supports_weights: the rule takes the run's weights, and so `weighting="samples"`.
-        chooses: the rule leaves whole clients out.
         only_deltas: the rule is for deltas. Other uploads have their weighted mean.
     """
 
     name: ClassVar[str]
     supports_weights: ClassVar[bool] = False
-    chooses: ClassVar[bool] = False
     only_deltas: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -44,12 +42,8 @@ class Rule(ABC):
         return list(range(len(displacements)))
 
     def mean(self, rows: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-        """Return what replaces the mean of one upload, float64.
-
-        Args:
-            rows: the rows `[...]` of the chosen clients.
-            weights: their weights.
-        """
+        """Return what replaces the mean of one upload, float64, from the rows `[...]` of the chosen clients and their
+        weights."""
         total = torch.zeros_like(rows[0], dtype=torch.float64)
         for row, weight in zip(rows, weights, strict=True):
             total.add_(row, alpha=weight)

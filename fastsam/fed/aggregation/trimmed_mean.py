@@ -21,8 +21,7 @@ class TrimmedMean(Rule):
 
     share: beta of the paper, of the clients that may send anything; at most 1/2. The paper takes share*n to be whole;
     we round up, and leave one value or two where more would be cut. share = 0 is the mean. One client counts like
-    another, so there are no weights.
-    Memory: the rows of the round. Time: a sort of n numbers per element.
+    another, so there are no weights. Memory: the rows of the round. Time: a sort of n numbers per element.
     """
 
     name: ClassVar[str] = "trimmed_mean"

@@ -173,15 +173,8 @@ def _raw(tensor: Tensor) -> memoryview:
 
 
 def check_kind(own: ClientDataset, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
-    """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from client
-    0's samples.
-
-    Args:
-        own: samples of a client.
-        who: name of the client, for messages.
-        first: the `kinds` of client 0, or None.
-        whole: the loss takes any batch.
-    """
+    """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from client 0's
+    samples, whose `kinds` are `first`. `whole`: the loss takes any batch."""
     if not whole:
         try:
             parted(own.take(torch.zeros(1, dtype=torch.int64), 0))

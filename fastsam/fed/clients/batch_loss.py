@@ -90,8 +90,7 @@ def parted(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
             f"loss(outputs, y) takes batches (x, y), got {_brief(batch)}; say loss=fed.BatchLoss(f) with f(model, "
-            f"batch) -> scalar, "
-            "or hand over samples (x, y)"
+            "batch) -> scalar, or hand over samples (x, y)"
         )
     return batch[0], batch[1]
 

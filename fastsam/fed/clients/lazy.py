@@ -142,8 +142,7 @@ class LazyClientData(Clients):
 
     def _early(self, client: int) -> ClientDataset | RawClientData:
         """Return what can be prepared before the client trains: everything on the CPU. The memory of a GPU belongs to
-        the
-        stream that requests it."""
+        the stream that requests it."""
         return self._loaded(client) if self.device.type == "cpu" else RawClientData(self._given(client, False))
 
     def _loaded(self, client: int, early: RawClientData | None = None) -> ClientDataset:

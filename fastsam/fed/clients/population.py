@@ -35,10 +35,6 @@ class Population:
     """All clients and the test set, on one device.
 
     Attributes:
-        clients: the clients.
-        device: the device of training.
-        test: the test set, or None.
-        classes: number of classes, if the data set has it.
         priors: class distribution `[clients, classes]` of each client, if the split has it.
         augment: makes training inputs from stored ones, or None.
         test_sizes: number of test samples of each client, in order, if clients have separate test sets.

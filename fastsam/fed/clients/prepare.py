@@ -36,12 +36,7 @@ def prepare(
     int64.
 
     Args:
-        clients: a sequence of clients' data, a `LazyClients`, or a FederatedData.
-        test: a client's data, a `ClientTestSets`, or None for the test set of the FederatedData.
-        dtype: dtype of the model.
-        device: device of training.
         whole: the loss takes batches, also of pairs.
-        collate: makes batches of lists of samples.
         watched: wraps the iteration over the clients, to show progress.
 
     Raises:
@@ -178,8 +173,7 @@ class ClientTestSets:
 
     def joined(self, clients: int, dtype: torch.dtype, device: torch.device) -> tuple[Pair, list[int]]:
         """Return all test sets in one pair, and the number of samples of each client. Raises ValueError, with the
-        client,
-        for a bad test set."""
+        client, for a bad test set."""
         if len(self.tests) != clients:
             raise ValueError(
                 f"ClientTestSets needs a test set, or None, for each of the {clients} clients; got {len(self.tests)}"

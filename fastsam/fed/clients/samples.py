@@ -207,8 +207,7 @@ class DatasetSamples(ClientDataset):
         if not any(isinstance(leaf, Tensor) for _, leaf in leaves(made)):
             raise ValueError(
                 f"the collate of {self.who} must make a batch of tensors (a tensor, or a tuple, list or dict of them) "
-                f"of a list of "
-                f"{len(items)} samples, got {type(batch).__name__}"
+                f"of a list of {len(items)} samples, got {type(batch).__name__}"
             )
         return made
 

@@ -213,8 +213,7 @@ def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
         return list(listed)
     raise ValueError(
         "weighting must be 'uniform', 'samples', a list with a whole number for each client, or a function of a "
-        "client's id "
-        f"(in a config its import path), got {weighting!r}"
+        f"client's id (in a config its import path), got {weighting!r}"
     )
 
 

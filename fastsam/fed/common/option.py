@@ -128,10 +128,7 @@ def made_of(made: type[Options], value: Any, what: str) -> Options:
 
 def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:
     """Return a decorator that raises TypeError for a keyword that the function does not have, with the right one.
-
-    Args:
-        replaced: for keywords that became part of another one, the new spelling.
-    """
+    `replaced` has the new spelling of keywords that became part of another one."""
 
     def decorate(function: Function) -> Function:
         known = inspect.signature(function).parameters

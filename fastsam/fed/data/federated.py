@@ -150,8 +150,7 @@ def split_data(
     x: [n, ...]; y: [n] int64. test: the common test set. split: a name of `fastsam.fed.data.partition.SPLITS`;
     `options` are that split's own (`alpha`, `exhausted` for "dirichlet"; `balanced` for "iid"; ...). clients may be
     None for the split "own", which knows them. classes: default, one more than the largest label in training and test
-    set.
-    augment: for the `FederatedData`.
+    set. augment: for the `FederatedData`.
     """
     if classes is None:
         classes = 1 + max(int(y.max()), int(test[1].max()))

@@ -65,13 +65,9 @@ def pathological(
     """Give each client samples of `classes_per_client` classes, chosen uniformly, with equal client sizes
     (FL-Simulator's procedure).
 
-    Each chosen class has the prior ``1 / classes_per_client``, from which samples are drawn. So the classes of a
-    client are nearly balanced. The shards of McMahan et al. (2017) are a different split.
-
-    Args:
-        labels, clients, seed, exhausted, classes: as in `dirichlet`. With ``exhausted="redraw"`` a client cannot be
-            filled if other clients have used up its classes.
-        classes_per_client: number of classes of a client.
+    Each chosen class has the prior ``1 / classes_per_client``, from which samples are drawn. So the classes of a client
+    are nearly balanced. The shards of McMahan et al. (2017) are a different split. With ``exhausted="redraw"`` a client
+    cannot be filled if other clients have used up its classes.
 
     Raises:
         ValueError: there are too few classes or samples, or a client would need classes that were not chosen for it.
@@ -114,22 +110,15 @@ def _check_own_classes(labels: np.ndarray, made: Partition, exhausted: str) -> N
         if (prior[labels[indices]] == 0).any():
             raise ValueError(
                 f"exhausted={exhausted!r}: the classes {np.flatnonzero(prior).tolist()} of client {client} were used "
-                f"up; "
-                "use exhausted='reset', more classes per client, or another split_seed"
+                "up; use exhausted='reset', more classes per client, or another split_seed"
             )
 
 
 def iid(labels: Any, clients: int, seed: int = 20, balanced: bool = False, classes: int | None = None) -> Partition:
     """Shuffle and cut into consecutive blocks of equal size (the remainder goes to client 0, the first block).
 
-    Every client's prior is the class distribution of the whole training set.
-
-    Args:
-        labels: class of each sample.
-        clients: number of clients.
-        seed: random seed.
-        balanced: every client gets the same number of samples of each class (the simulators' CIFAR-100 case).
-        classes: number of classes.
+    Every client's prior is the class distribution of the whole training set. `balanced`: every client gets the same
+    number of samples of each class (the simulators' CIFAR-100 case).
 
     Raises:
         ValueError: an argument is invalid, or `balanced` needs a class that cannot be divided.
@@ -161,14 +150,10 @@ def dirichlet_per_class(
     """Return the unbalanced Dirichlet split of other libraries: each class is divided among the clients in proportions
     ``Dir(alpha * 1)``.
 
-    Every sample is used once and client sizes differ. The procedure and its random numbers agree with NIID-Bench (Li
-    et al., ICDE 2022; ``noniid-labeldir``), which FedLab follows: a client that has its equal share gets nothing of
-    later classes, and the whole is repeated until each client has `min_samples`. `priors` are the class frequencies
-    that came out.
-
-    Args:
-        labels, clients, alpha, seed, classes: as in `dirichlet`.
-        min_samples: least number of samples of a client.
+    Every sample is used once and client sizes differ. The procedure and its random numbers agree with NIID-Bench (Li et
+    al., ICDE 2022; ``noniid-labeldir``), which FedLab follows: a client that has its equal share gets nothing of later
+    classes, and the whole is repeated until each client has `min_samples`. `priors` are the class frequencies that came
+    out.
 
     Raises:
         ValueError: there are fewer than `clients * min_samples` samples, or 1000 attempts left a client with fewer.
@@ -228,12 +213,10 @@ def own(
     Samples that no client names are left out. `priors` are the clients' class frequencies.
 
     Args:
-        labels: labels of the training set.
         clients: expected number of lists, or None for any number.
         seed: has no effect, because nothing is drawn.
         indices: a list of integer lists, or a JSON file with one.
         duplicates: a sample may be named more than once.
-        classes: number of classes.
 
     Raises:
         ValueError: it is not a list, a list is empty, an index is not an integer or outside the training set, or a

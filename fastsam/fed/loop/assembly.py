@@ -46,12 +46,8 @@ def assemble(
     backend: str,
     ranks: Ranks,
 ) -> tuple[Loop, RunState]:
-    """Return a run, and its state before the first round.
-
-    Args:
-        own: the user's model.
-        model: the model that is trained, perhaps in another memory format.
-    """
+    """Return a run, and its state before the first round. `own` is the user's model, `model` perhaps a copy in another
+    memory format."""
     device, clients, layout = population.device, len(population.clients), Layout.of(trainable(model))
     parameter_layout = ParameterLayout.of(own, layout)
     view = Replica(model, layout, Arena(layout, device=device).field("w", trainable(model)[0].dtype)[0])

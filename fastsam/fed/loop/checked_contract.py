@@ -285,17 +285,10 @@ def _attributes(algorithm: object) -> dict[str, object]:
 
 
 def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Sequence[Any]], n: int) -> None:
-    """Compare the result of a method for n clients together with its results for each client separately.
+    """Raise AlgorithmError if a method gives n clients `together` other numbers, beyond rounding, than each client
+    separately.
 
-    Args:
-        algorithm: a copy of the user's algorithm.
-        method: name of the method.
-        together: its result for all n clients.
-        alone: its arguments for each client separately.
-        n: number of clients.
-
-    Raises:
-        AlgorithmError: they differ by more than rounding.
+    `algorithm` is a copy of the user's algorithm, and `alone` has the arguments for single clients.
     """
     with torch.random.fork_rng([]):
         for place, arguments in enumerate(alone):

@@ -1,6 +1,5 @@
 """Storage of clients' states between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the run's device, in host
-memory,
-or in files.
+memory, or in files.
 
 `RunState.clients` maps a client to its state. The store determines what kind of tensors these are. A cohort reads a
 state with `get` and stores the new one with `put`. Nothing in a RunState is written again, so a round that is
@@ -35,12 +34,10 @@ States = Mapping[int, State]
 
 
 class ClientStateStorage:
-    """A store of clients' states. The base class keeps them as the algorithm made them, on the device of the run.
+    """A store of clients' states, which keeps them as the algorithm made them, on the device of the run.
 
-    Attributes:
-        where: "device", "host" or "disk".
-        reason: why, for the record.
-        prefetches: the store can use the clients of the next round.
+    `reason` says for the record why the states are `where` they are. A store that prefetches can use the clients of the
+    next round.
     """
 
     where = "device"
@@ -50,13 +47,8 @@ class ClientStateStorage:
         self.device, self.reason = device, reason
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        """Begin a round.
-
-        Args:
-            states: states of all clients.
-            order: clients whose states will be read.
-            later: clients that are likely to be in the next round.
-        """
+        """Begin a round: the states of the clients in `order` will be read, and the clients in `later` are likely to be
+        in the next round."""
 
     def get(self, client: int, state: State) -> State:
         """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
@@ -226,17 +218,11 @@ class DiskStateStorage(ClientStateStorage):
 
 
 def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStateStorage:
-    """Return the store for `where` (one of `CHOICES`).
+    """Return the store for `where` (one of `CHOICES`). The bits of a run do not depend on it.
 
-    "auto" is a rule on sizes and not on free memory: the device, if all states take at most `SHARE` of its memory; the
-    host, if they take at most `HOST_SHARE` of its memory; else files. On the CPU device and host are the same. The bits
-    of a run do not depend on the store.
-
-    Args:
-        where: name of the store.
-        device: device of the run.
-        nbytes: bytes of the states of all clients.
-        ahead: see `HostStateStorage`.
+    "auto" is a rule on the size of all clients' states (`nbytes`) and not on free memory: the device, if they take at
+    most `SHARE` of its memory; the host, if they take at most `HOST_SHARE` of its memory; else files. On the CPU device
+    and host are the same.
     """
     reason = "it was asked for"
     if where == "auto":

@@ -35,13 +35,8 @@ class Contract:
         self.has_loop = has_loop(algorithm)
 
     def call(self, method: str, arguments: Sequence[Any], round: int | None = None, clients: Sequence[int] = ()) -> Any:
-        """Call a method of the algorithm and return its result.
-
-        Args:
-            method: name of the method.
-            arguments: its arguments.
-            round: index of the round, None before the first round.
-            clients: ids of the clients whose rows it gets.
+        """Call a method of the algorithm and return its result. `round` is None before the first round, `clients` are
+        the clients whose rows it gets.
 
         Raises:
             AlgorithmError: the method raised an exception.

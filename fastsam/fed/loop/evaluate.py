@@ -117,11 +117,8 @@ class Evaluator:
     """One pass over the test set per call, in eval mode.
 
     Args:
-        loss: the run's loss.
-        population: the clients and the test set.
         classifies: outputs are one per class, so there is an accuracy.
         mode: value of `client_test_split`.
-        seed: random seed of the run.
         metrics: functions by name, over all test samples and over each client's.
         batch_size: batch size of a test set whose samples come in batches.
 
@@ -148,8 +145,7 @@ class Evaluator:
         if self.metrics and not self.loss.predicts:
             raise ValueError(
                 f"metrics ({', '.join(self.metrics)}) are of outputs and labels, which a loss of a whole batch does "
-                f"not give; say "
-                "fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
+                "not give; say fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
             )
         self.classifies, self.batch_size = classifies and self.count > 0, batch_size if population.batched else _BATCH
         # Class distributions need labels that are classes. Equal parts of the test set need nothing. The same holds for
@@ -214,11 +210,8 @@ class Evaluator:
         return right / len(own)
 
     def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
-        """Return the accuracies over the clients, each with the client's model on the client's test samples.
-
-        Args:
-            models: models of all clients, in their order. Each is used before the next one is made.
-        """
+        """Return the accuracies over the clients, each with the client's own model on the client's test samples. Each
+        of `models` is used before the next one is made."""
         if not self.classifies:
             return {}
         found = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}

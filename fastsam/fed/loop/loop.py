@@ -45,10 +45,7 @@ class Loop:
     """The parts of a run, and its rounds. It does not depend on the algorithm or the executor.
 
     Args:
-        contract: calls the algorithm.
         view: the replica on which the global model is evaluated.
-        states: the store of the clients' states.
-        layout: the parameters of a row.
         stages: the chain between the clients' local work and the server's step.
         weights: the weights of all clients if the user gives them.
         personal: makes the clients' own models, or None.
@@ -230,8 +227,7 @@ class Loop:
 
     def _next(self, t: int) -> list[int]:
         """Return the clients of the round after round t, for prefetching. It is empty if they are not needed, or not
-        known
-        because a callable is called once a round."""
+        known because a callable is called once a round."""
         settings = self.settings
         looks = self.states.prefetches or self.population.clients.prefetches
         if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:

@@ -254,7 +254,6 @@ def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:
     if loss not in known:
         raise ValueError(
             "loss must be the name of a function of torch.nn.functional (e.g. 'cross_entropy') or a function "
-            "loss(model(x), y) "
-            f"(in a config its import path), got {loss!r}{nearest(loss, known)}"
+            f"loss(model(x), y) (in a config its import path), got {loss!r}{nearest(loss, known)}"
         )
     return known[loss]

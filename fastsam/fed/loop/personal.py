@@ -49,13 +49,7 @@ class PersonalizedAlgorithm:
     algorithm sees zeros.
 
     So the global model keeps their initial values, sums and control variates are zero there, and a proximal term pulls
-    to the client's own start.
-
-    Args:
-        inner: the algorithm.
-        layout: the parameters of a row.
-        patterns: names or patterns of the parameters that stay.
-        buffers: the initial buffers if each client keeps its own, else empty.
+    to the client's own start. `buffers` are the initial buffers if each client keeps its own, else empty.
 
     Raises:
         ValueError: a pattern matches no parameter (see `ParameterLayout.mask`), or all.

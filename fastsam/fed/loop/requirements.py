@@ -24,15 +24,11 @@ class Facts:
     """A run, as far as it is known.
 
     Args:
-        settings: the options (`fastsam.fed.loop.options.Settings`).
         algorithm: the algorithm of the user, not yet wrapped.
-        ranks: number of processes.
-        num_clients: number of clients.
         cohort_size: the largest likely number of clients in a round.
         changed_buffers: buffers that training changes.
         own_parameters: patterns of parameters that the algorithm keeps with the clients.
         sized: the numbers of samples of all clients are known.
-        measured: the run has measures.
         path_measures: names of the measures that follow a client's local steps.
         update: constants of a first client.
         has_phases: the algorithm's loop is more than one path of steps over the run's batches.

@@ -56,12 +56,9 @@ class Cohort:
 
     Args:
         run: the run (`fastsam.fed.loop.loop.Loop`).
-        before: the state before the round.
-        round: the round.
         visible: the round as the algorithm may see it.
         client_ids: the clients of all ranks.
         mine: the clients of this rank.
-        exchange: sums of the ranks at the end of the round.
     """
 
     contract: Contract
@@ -106,13 +103,8 @@ class Cohort:
             stage.begin_round(self.sums)
 
     def tasks(self, executor: Executor, later: Sequence[int] = ()) -> Iterator[Task]:
-        """Yield one task per client of this rank. Tasks are made on request, for the clients that the executor stacks
-        together.
-
-        Args:
-            executor: the executor.
-            later: clients that are likely in the next round, for prefetching of states and data.
-        """
+        """Yield one task per client of this rank, on request. States and data of the clients in `later`, which are
+        likely in the next round, may be prefetched."""
         settings, data, together = self.settings, self.data, executor.slots if executor.stacks else 1
         work = work_of(self.round, settings, self.population)
         order = self.mine
@@ -360,9 +352,8 @@ def warn(found: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]
         if any(client == before["client"] for record in history for before in record.get("outliers", ())):
             continue
         help = (
-            "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' and "
-            "'krum' outvote it, "
-            "privacy=fed.Privacy(clip=...) shortens it"
+            "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' "
+            "and 'krum' outvote it, privacy=fed.Privacy(clip=...) shortens it"
             if aggregation == MEAN
             else f"against which aggregation={aggregation!r} stands"
         )

@@ -24,7 +24,7 @@ from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
 from fastsam.fed.clients.sampling import Available, Sampler, Weighting
 from fastsam.fed.common.checks import choice, integer
-from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
+from fastsam.fed.common.fingerprints import digest, hyperparameters
 from fastsam.fed.common.option import suggesting, table, with_help
 from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.contract import check_algorithm
@@ -42,7 +42,7 @@ from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.stages.compression import TopK
-from fastsam.fed.step.memory_format import keep_freed, order, reorder
+from fastsam.fed.step.memory_format import keep_freed, reorder
 from fastsam.fed.step.model_copy import check_model, export, trainable
 from fastsam.fed.sums.ranks import join_ranks
 
@@ -173,19 +173,13 @@ def run(
         run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))
         directory, identity = None, dict[str, Any]()
         if run_dir is not None or ranks.size > 1:
-            numbers = loop.chosen.executor.numbers
-            if numbers != "exact" and ranks.size > 1:  # the ranks decide which clients are stacked together
-                numbers += f", {ranks.size} ranks"
-            own = {"numbers": numbers, "memory_format": order(trained)}
-            own |= {} if collate is None else {"collate": describe(collate)}
-            identity = identity_of(facts, settings, model, population, place) | own
+            identity = identity_of(facts, settings, loop, (model, trained), population, collate)
         if ranks.size > 1:
             here = {"weights": digest(model), "callbacks": listeners.names()}
             ranks.agree(identity | settings.of_this_call() | here)
         if run_dir is not None:
-            directory, state = open_directory(
-                run_dir, resume, loop, state, identity, config, place, lock, behaviours_of(model, settings, collate)
-            )
+            behaviours = behaviours_of(model, settings, collate)
+            directory, state = open_directory(run_dir, resume, loop, state, identity, config, lock, behaviours)
         exported = partial(_export, model, loop)
         listeners.start(
             ranks, state, directory, lambda: config or settings_of(facts, settings), exported, loop.record_keys()

@@ -23,11 +23,8 @@ def try_algorithm(
 ) -> tuple[LocalUpdate, bool]:
     """Call the algorithm for a first client, so that its errors come before anything is written.
 
-    Returns:
-        the client's constants, and whether the algorithm has a loop with phases, or with further models.
-
-    Raises:
-        ValueError: a method returned a wrong value; or the model, the loss or the loop failed.
+    Return the client's constants, and whether the algorithm has a loop with phases, or with further models. Raises
+    ValueError if a method returns a wrong value, or if the model, the loss or the loop fails.
     """
     server = before.server
     state = contract.init_client(server)

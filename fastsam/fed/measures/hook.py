@@ -68,8 +68,7 @@ class RoundMeasures:
         if population.batched:
             raise ValueError(
                 f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}; "
-                f"metrics and measures of your "
-                "own (an object) serve here"
+                "metrics and measures of your own (an object) serve here"
             )
         device = population.device
         self.replica = Replica(model, layout, Arena(layout, device=device).field("w", first.dtype)[0])
@@ -233,12 +232,7 @@ class RoundMeasures:
 
 
 def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:
-    """Return the measures of a run, or None.
-
-    Args:
-        measures: names and settings, or a user's object.
-        buffers: the run's option.
-        **parts: keywords of `RoundMeasures`.
+    """Return the measures of a run, or None. `parts` are keywords of `RoundMeasures`.
 
     Raises:
         ValueError: the object lacks a method, or the run averages buffers, which the measures would not see.
@@ -248,8 +242,7 @@ def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:
         if missing:
             raise ValueError(
                 f"measures must be a list of names ({', '.join(NAMES)}) or an object with the methods of "
-                f"fastsam.fed.measures.Measures, "
-                f"got {type(measures).__name__} without {', '.join(missing)}"
+                f"fastsam.fed.measures.Measures, got {type(measures).__name__} without {', '.join(missing)}"
             )
         return OwnMeasures(measures)
     if measures.names and buffers in ("average", "local"):

@@ -15,15 +15,9 @@ NOISES = ("central", "local")
 class Privacy:
     """Clipping of the clients' deltas, and noise on them: differential privacy of whole clients.
 
-    Without noise it is clipping only.
-
-    Args:
-        clip: largest norm of a client's delta. A longer delta is scaled down before any use of it. None: no limit.
-        noise_multiplier: standard deviation of the noise in units of `clip`. 0: no noise.
-        noise: "central", if the server adds noise to the sum of the deltas, or "local", if each client adds noise to
-            its own delta.
-        delta: delta of the guarantee (epsilon, delta) in the records. None: num_clients**-1.1.
-        accountant: "rdp" computes epsilon; None: noise without a guarantee.
+    Without noise it is clipping only. A delta longer than `clip` is scaled down before any use of it. `noise` is
+    "central", if the server adds noise to the sum of the deltas, or "local", if each client adds noise to its own
+    delta.
 
     Raises:
         ValueError: a value is out of range.
@@ -54,8 +48,7 @@ def delta_of(privacy: Privacy, clients: int) -> float:
         return float(clients**-1.1) if clients > 1 else 1e-5
     if privacy.delta >= 1 / clients:
         raise ValueError(
-            f"delta must be in (0, 1/clients): publishing the data of one random client of {clients} "
-            f"keeps delta = "
+            f"delta must be in (0, 1/clients): publishing the data of one random client of {clients} keeps delta = "
             f"{1 / clients:.3g}; got {privacy.delta!r}. Use 1e-5, say, or leave it out for clients**-1.1 = "
             f"{clients**-1.1:.3g}"
         )

@@ -24,13 +24,8 @@ DELTA = "delta"  # the upload of `Algorithm.finish_client`
 
 
 class Noise(Stage):
-    """Common parts of both kinds of noise.
-
-    Args:
-        settings: the options of the run (`fastsam.fed.loop.options.Settings`).
-        mask: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`.
-        accountant: computes epsilon, or None.
-    """
+    """Common parts of both kinds of noise. `mask` is 1 where a row has a parameter and 0 in its padding, float64
+    `[row_size]`."""
 
     def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None) -> None:
         self.settings, self.mask, self.accountant = settings, mask, accountant
@@ -62,11 +57,8 @@ class LocalNoise(Noise):
 
 
 class CentralNoise(Noise):
-    """Noise that the server adds to the sum of the clipped deltas. The server must not learn the cohort's size.
-
-    Args:
-        cohort: expected number of clients in a round, or None if the true number is used.
-    """
+    """Noise that the server adds to the sum of the clipped deltas. The server must not learn the cohort's size, so it
+    reads the expected number `cohort`; None: the true number."""
 
     def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
         super().__init__(settings, mask, accountant)
@@ -95,15 +87,8 @@ class CentralNoise(Noise):
 
 
 class PrivateAggregate:
-    """The noisy mean `(sum of the clipped deltas + noise) / cohort`, and nothing else.
-
-    Args:
-        sums: the sums of the round, or None if no client was sampled.
-        normals: standard normal numbers, float64 `[row_size]`.
-        mask: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`.
-        std: standard deviation of the noise on the sum.
-        cohort: expected number of clients in a round.
-    """
+    """The noisy mean `(sum of the clipped deltas + noise) / cohort`, and nothing else. `sums` is None if no client was
+    sampled; `normals` are standard normal numbers, float64 `[row_size]`."""
 
     def __init__(
         self, sums: FixedPointAggregate | None, normals: Tensor, mask: Tensor, std: float, cohort: float

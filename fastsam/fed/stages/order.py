@@ -20,14 +20,7 @@ from fastsam.fed.stages.robust import Robust
 def chain(
     algorithm: Algorithm, settings: Any, measures: Measures | None, noise: Noise | None, numel: int
 ) -> Sequence[Stage]:
-    """Return the stages of a run.
-
-    Args:
-        algorithm: the algorithm.
-        settings: the options of the run (`fastsam.fed.loop.options.Settings`).
-        measures: the measures, or None.
-        noise: the stage of noise, or None.
-        numel: number of parameters.
+    """Return the stages of a run with the options `settings` (`fastsam.fed.loop.options.Settings`).
 
     Deltas are clipped first. Local noise follows, so it is on all that leaves a client. Measures come before central
     noise, so they read the true means. A run with noise has no buffers that training changes, so none are averaged.
