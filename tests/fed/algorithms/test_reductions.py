@@ -148,11 +148,11 @@ def test_the_blocks_are_the_data_dealt_out_evenly(participation, seed, sizes):
     made = pooled(population(sizes), participation, seed)
     total = sum(sizes)
     assert len(made.clients) == min(max(1, round(1 / participation)), total)
-    assert max(made.sizes) - min(made.sizes) <= 1
-    assert sorted(torch.cat([x for x, _ in made.clients])[:, 0].tolist()) == list(range(total))
-    assert all(torch.equal(y, x[:, 0].long() % 2) for x, y in made.clients)
+    assert max(made.clients.sizes) - min(made.clients.sizes) <= 1
+    assert sorted(torch.cat([x for x, _ in made.clients.pairs])[:, 0].tolist()) == list(range(total))
+    assert all(torch.equal(y, x[:, 0].long() % 2) for x, y in made.clients.pairs)
     again = pooled(population(sizes), participation, seed)
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(made.clients, again.clients))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(made.clients.pairs, again.clients.pairs))
 
 
 def test_blocks_mix_the_clients():
