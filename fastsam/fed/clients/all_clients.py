@@ -28,6 +28,7 @@ class Clients(Sequence[ClientDataset]):
         sizes: number of samples of each client.
         draws: reading a batch draws random numbers.
         prefetches: clients can be loaded before they are needed.
+        is_batched: samples come in batches.
         pairs: the clients as pairs of tensors, empty if samples come in batches.
         store: memory with the samples of all clients, or None.
     """
@@ -35,6 +36,7 @@ class Clients(Sequence[ClientDataset]):
     sizes: Sequence[int]
     draws: bool = False
     prefetches: bool = False
+    is_batched: bool = True
     pairs: Sequence[Pair] = ()
     store: PackedSamples | None = None
 
@@ -85,7 +87,9 @@ class Clients(Sequence[ClientDataset]):
 
 
 class PairClients(Clients):
-    """Clients whose samples are pairs of tensors (x, y), as views of a store if there is one."""
+    """Clients whose samples are pairs of tensors (x, y), views of a store if there is one."""
+
+    is_batched = False
 
     def __init__(self, pairs: Sequence[Pair], store: PackedSamples | None = None) -> None:
         self.pairs, self.store = pairs, store

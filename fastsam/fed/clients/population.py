@@ -62,7 +62,7 @@ class Population:
     def batched(self) -> str:
         """The reason why samples come in batches and not as pairs of tensors, or "" if they are pairs."""
         why = "clients' samples are no pairs of tensors of one shape with a loss of outputs and labels"
-        return "" if self.clients.pairs else f"{why}: they come batch by batch"
+        return f"{why}: they come batch by batch" if self.clients.is_batched else ""
 
     def largest_client(self) -> int:
         """Return the client with most samples, the first one of several."""
@@ -71,7 +71,7 @@ class Population:
 
     def loss_of(self, loss: Loss | BatchLoss) -> Loss | BatchLoss:
         """Return the loss as steps take it: of a batch if samples come in batches."""
-        return loss if self.clients.pairs or isinstance(loss, BatchLoss) else PairLoss(loss)
+        return PairLoss(loss) if self.clients.is_batched and not isinstance(loss, BatchLoss) else loss
 
     def fingerprint(self) -> str:
         """Return a hash by which the same data are recognized: of all samples in memory, or of the number of samples

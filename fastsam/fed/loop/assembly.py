@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import nn
 
-from fastsam.arena import Arena, Layout
+from fastsam.arena import Layout
 from fastsam.fed import executors
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.clients import sampling
@@ -50,7 +50,7 @@ def assemble(
     memory format."""
     device, clients, layout = population.device, len(population.clients), Layout.of(trainable(model))
     parameter_layout = ParameterLayout.of(own, layout)
-    view = Replica(model, layout, Arena(layout, device=device).field("w", trainable(model)[0].dtype)[0])
+    view = Replica.new(model, layout, device)
     metrics = resolve(settings.metrics)
     mode, seed, batch_size = settings.client_test_split, settings.seed, settings.batch_size
     evaluator = Evaluator(loss, population, tried.classifies, mode, seed, metrics, batch_size)
@@ -80,13 +80,11 @@ def assemble(
         clients, cohort = len(population.clients), len(population.clients)
         settings = replace(settings, sampler=in_turn(clients), available=None)
     setup = executors.Setup(
-        model, layout, loss, settings.local, device, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
-        tried.example, cohort, tuple(population.clients.sizes) if population.clients.sized else (),
-        settings.on_client_error == "exclude", population.batched, population.clients.draws,
-        facts.name if contract.has_loop else "",
+        model, layout, loss, settings.local, population, backend, tried.draws, bool(tried.changed_buffers),
+        tried.example, cohort, facts.name if contract.has_loop else "",
     )  # fmt: skip
     first = settings.round(0, clients, 1, parameter_layout)
-    update, has_phases = try_algorithm(contract, setup, population, settings, state, first)
+    update, has_phases = try_algorithm(contract, setup, state, first)
     check(replace(facts, update=update, has_phases=has_phases))
     check_smallest(model, population, loss, batch_size, settings.drop_last)
     chosen = executors.choose(settings.executor, setup)

@@ -16,8 +16,7 @@ from torch import Tensor
 from fastsam.fed.aggregation import MEAN
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.all_clients import Clients
-from fastsam.fed.clients.population import Population
-from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
+from fastsam.fed.executors import ClientError, Ends, Executor, Task
 from fastsam.fed.executors.task import ClientLoop
 from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
 from fastsam.fed.loop.contract import Constants, Contract, not_finite
@@ -37,16 +36,6 @@ _COUNTS = 3  # numbers of excluded clients, steps and backward passes, which ran
 _NOTHING: frozenset[int] = frozenset()
 
 
-def work_of(round: Round, settings: Settings, population: Population) -> Work:
-    """Return the facts that all tasks of a round share."""
-    clients = population.clients
-    return Work(
-        round.index, round.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
-        clients.pairs, clients.sizes, population.augment, clients.store, settings.local_steps,
-        settings.drop_last, None if clients.pairs else clients,
-    )  # fmt: skip
-
-
 class Cohort:
     """The clients of one round, between the algorithm and the executor.
 
@@ -63,7 +52,6 @@ class Cohort:
 
     contract: Contract
     data: Clients
-    population: Population
     settings: Settings
     stages: Sequence[Stage]
     states: ClientStateStorage
@@ -78,8 +66,7 @@ class Cohort:
         mine: Sequence[int],
         exchange: Exchange,
     ) -> None:
-        self.contract, self.settings, self.population = run.contract, run.settings, run.population
-        self.data = run.population.clients
+        self.contract, self.settings, self.data = run.contract, run.settings, run.population.clients
         self.stages, self.states = run.stages, run.states
         self.before, self.round, self.visible, self.client_ids, self.mine = before, round, visible, client_ids, mine
         sizes = self.data.sizes
@@ -106,7 +93,7 @@ class Cohort:
         """Yield one task per client of this rank, on request. States and data of the clients in `later`, which are
         likely in the next round, may be prefetched."""
         settings, data, together = self.settings, self.data, executor.slots if executor.stacks else 1
-        work = work_of(self.round, settings, self.population)
+        setup, index, lr = executor.setup, self.round.index, self.round.lr
         order = self.mine
         if executor.longest_first and data.sized:
             order, later = (sorted(some, key=data.sizes.__getitem__, reverse=True) for some in (order, later))
@@ -119,11 +106,11 @@ class Cohort:
         for at in range(0, len(order), together):
             clients = order[at : at + together]
             if together == 1 and settings.shuffle and at % _DRAWN == 0 and data.sized:
-                orders = work.draw_orders(order[at : at + _DRAWN])
+                orders = setup.draw_orders(index, order[at : at + _DRAWN])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
                 kept = self._snapshots(i) if self.stages else _NOTHING
                 loop = self._loop(i) if self.contract.has_loop else None
-                yield Task(i, work, step, row, kept, orders.pop(i, None), loop=loop)
+                yield Task(i, setup, index, lr, step, row, kept, orders.pop(i, None), loop)
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""

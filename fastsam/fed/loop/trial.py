@@ -65,7 +65,7 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
         tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         draws, changed = look(model, trained.train(), loss, tensors, lambda: of_batch(trained, batch), failed)
         _try_others(evaluated, population, client, of_batch, batch_size)
-    return Trial(classifies, changed, draws, tuple(batch) if population.clients.pairs else None)
+    return Trial(classifies, changed, draws, None if population.clients.is_batched else tuple(batch))
 
 
 @torch.no_grad()

@@ -5,22 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import LocalUpdate, Round, State
-from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Setup, Task
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.loop.checked_contract import check_padding
 from fastsam.fed.loop.client_state import rows
 from fastsam.fed.loop.contract import Constants, Contract
-from fastsam.fed.loop.options import Settings
-from fastsam.fed.loop.round import work_of
 from fastsam.fed.loop.trial_pass import random_state_kept
 from fastsam.fed.rundir.checkpoint import RunState
 
 
-def try_algorithm(
-    contract: Contract, setup: Setup, population: Population, settings: Settings, before: RunState, round: Round
-) -> tuple[LocalUpdate, bool]:
+def try_algorithm(contract: Contract, setup: Setup, before: RunState, round: Round) -> tuple[LocalUpdate, bool]:
     """Call the algorithm for a first client, so that its errors come before anything is written.
 
     Return the client's constants, and whether the algorithm has a loop with phases, or with further models. Raises
@@ -35,7 +30,7 @@ def try_algorithm(
     check_padding(vectors, round.layout, "the LocalUpdate of local_update")
     if not contract.has_loop:
         return update, False
-    return update, _try_loop(contract, setup, population, settings, before, state, (update, row), round)
+    return update, _try_loop(contract, setup, before, state, (update, row), round)
 
 
 def _check_own_model(own: object, w: Tensor) -> None:
@@ -48,22 +43,15 @@ def _check_own_model(own: object, w: Tensor) -> None:
 
 
 def _try_loop(
-    contract: Contract,
-    setup: Setup,
-    population: Population,
-    settings: Settings,
-    before: RunState,
-    state: State,
-    constants: Constants,
-    round: Round,
+    contract: Contract, setup: Setup, before: RunState, state: State, constants: Constants, round: Round
 ) -> bool:
     """Run the loop of the client with most samples on a copy of the model, with one batch in each of its passes over
     the data. Return True if the loop has phases, or further models."""
-    client = population.largest_client()
+    client = setup.population.largest_client()
     with random_state_kept(setup.device):
         trainer = ClientTrainer(setup)
         try:
-            task = Task(client, work_of(round, settings, population), *constants)
+            task = Task(client, setup, round.index, round.lr, *constants)
             trainer.open(task, before.server["w"], before.buffers)
             handle = Client(trainer, limit=1)
             handle.results(contract.train_client(before.server, state, round, handle, is_trial=True))
