@@ -63,7 +63,7 @@ class Table:
     def show(self, console: Console) -> None:
         """Print title, table and note on a terminal. Numbers are never cut: long lines run over its edge."""
         parts = ["", self.title, "", self.text(console.width), self.note]
-        console.print("\n".join(parts), soft_wrap=True, highlight=False, markup=False)
+        console.print("\n".join(parts), soft_wrap=True)
 
     def lines(self) -> list[Sequence[str]]:
         """Return head and rows, each cell in one line."""

@@ -80,7 +80,7 @@ def reproduce(
     found = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
     found |= {"tuning": tuning.record(tuned, grid)} if grid else {}
     write_json(directory / "summary.json", {**asked, "title": made.title, **found})
-    console.print(made.title, markup=False, highlight=False, soft_wrap=True)
+    console.print(made.title, soft_wrap=True)
     for part in made.tables:
         part.show(console)
     return 1 if any(outcome.failed for outcome in outcomes.values()) else 0

@@ -104,12 +104,7 @@ def tune(
         found[part] = Found({})
         if axes and any(axis.applies_to(name) for axis in axes for name in part.algorithms):
             trial = _trial(part, source, grid, axes)
-            console.print(
-                f"tuning [{number}/{len(sources)}] {part.title}: {len(trial.runs)} runs",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            console.print(f"tuning [{number}/{len(sources)}] {part.title}: {len(trial.runs)} runs", soft_wrap=True)
             found[part] = _run(trial, {axis.key for axis in axes}, directory / FOLDER / part.slug, resume)
         tables = {short_name(name): dict(found[part].taken(short_name(name))) for name in part.algorithms}
         merged = {name: {**source.flag_tables.get(name, {}), **own} for name, own in tables.items()}
@@ -178,21 +173,14 @@ def text_tables(found: Mapping[Part, Found], grid: Grid, name: Callable[[str], s
     tables = []
     for part, one in found.items():
         rows = [[name(algorithm), *_row(one, short_name(algorithm), grid)] for algorithm in part.algorithms]
-        head = [
-            "algorithm",
-            *(axis.key for axis in grid.axes),
-            "held-out accuracy",
-            "worst of its grid",
-            "at the edge",
-        ]
+        keys = [axis.key for axis in grid.axes]
+        head = ["algorithm", *keys, "held-out accuracy", "worst of its grid", "at the edge"]
         note = (
             f"Grid: {'; '.join(grid.texts)}, the same for every method. Seed {grid.seed}, which the table does not "
-            f"use; on "
-            f"{100 * (1 - HELD_OUT):g} % of each client's training samples, judged on the other {100 * HELD_OUT:g} %, "
-            f"by the mean of the last ten "
-            "evaluated rounds. The test set was not looked at. At the edge: the best value is the grid's first or "
-            "last, and a better one may lie "
-            "beyond it. All points: summary.json."
+            f"use; on {100 * (1 - HELD_OUT):g} % of each client's training samples, judged on the other "
+            f"{100 * HELD_OUT:g} %, by the mean of the last ten evaluated rounds. The test set was not looked at. At "
+            "the edge: the best value is the grid's first or last, and a better one may lie beyond it. All points: "
+            "summary.json."
         )
         tables.append(TextTable(f"Tuned: {part.title}", head, rows, note))
     return tables
