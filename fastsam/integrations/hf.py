@@ -60,8 +60,7 @@ class SAMTrainerMixin(Base):
             name = getattr(args.optim, "value", args.optim)
             raise ValueError(
                 f"optim={name!r} chooses its parameters itself, so it cannot be the base of a FusedSAM. Take another "
-                f"one, such as 'adamw_torch', or "
-                "make the FusedSAM yourself: optimizers=(FusedSAM(...), None)"
+                "one, such as 'adamw_torch', or make the FusedSAM yourself: optimizers=(FusedSAM(...), None)"
             )
         return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "variant": self._variant}
 

@@ -133,10 +133,9 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
     batches = trainer.accumulate_grad_batches
     if scheduler or batches != 1:
         raise ValueError(
-            f"{scheduler or f'accumulate_grad_batches={batches}'} with FusedSAM: step(closure) would see only "
-            "the last batch. Make the batches larger, or accumulate "
-            "in manual optimization: backward for all, first_step(zero_grad=True), backward for all again, "
-            "second_step(zero_grad=True)"
+            f"{scheduler or f'accumulate_grad_batches={batches}'} with FusedSAM: step(closure) would see only the last "
+            "batch. Make the batches larger, or accumulate in manual optimization: backward for all, "
+            "first_step(zero_grad=True), backward for all again, second_step(zero_grad=True)"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(

@@ -69,8 +69,10 @@ def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Pl
 
 def check_data(plans: Mapping[Part, Plan]) -> None:
     """Open each data set once, so that a missing archive raises FileNotFoundError before anything runs."""
-    configs = [plan.configs[0] for plan in plans.values()]
-    for config in {(config.data, config.data_dir): config for config in reversed(configs)}.values():
+    firsts: dict[Any, RunConfig] = {}
+    for config in (plan.configs[0] for plan in plans.values()):
+        firsts.setdefault((config.data, config.data_dir), config)
+    for config in firsts.values():
         experiment.load_data(config)
 
 
