@@ -53,7 +53,7 @@ class Reordered(executors.Executor):
     """The plain executor with a different order of clients every time, for its place in the registry."""
 
     def __init__(self, setup: executors.Setup) -> None:
-        self.inner = Sequential(setup)
+        self.setup, self.inner = setup, Sequential(setup)
 
     def train(self, start: Any, buffers: Any, tasks: Any) -> Iterator[Any]:
         tasks = list(tasks)

@@ -16,6 +16,7 @@ from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from fastsam.fed.sums.ranks import Ranks, join_ranks
 from tests.helpers import oracle
 from tests.helpers.fed_ranks import SIZES, digest
+from tests.helpers.sums import add_client_
 
 
 class Sometimes(fed.FedAvg):
@@ -204,7 +205,7 @@ def exchanged(rank: int) -> list[dict[str, Any]]:
             x = torch.tensor([0.1, -3.0, 1e-7]) * (i + 1 + t)
             late = t in (3, 4) and i == 7
             total, number = ({"late": x[:2]}, {"late": 0.1}) if late else ({}, {})
-            assert aggregate.add_(i % 3 + 1, {"a": x}, total, {"loss": 0.1 * i, **number}) is None
+            assert add_client_(aggregate, i % 3 + 1, {"a": x}, total, {"loss": 0.1 * i, **number}) is None
         counts = [len(mine), sum(mine)]
         with Counted() as calls:
             if ranks.size > 1:
@@ -224,7 +225,7 @@ def of_other_shape(rank: int) -> Any:
     exchange = Exchange(ranks)
     for length in (3, 3 + rank):
         aggregate = FixedPointAggregate(2, 1, exchange.open(0, W))
-        aggregate.add_(1, {"a": torch.ones(length)}, {}, {})
+        add_client_(aggregate, 1, {"a": torch.ones(length)}, {}, {})
         exchange.close_(aggregate, [])
 
 

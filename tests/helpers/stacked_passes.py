@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
-from fastsam.fed.executors import Setup
-from fastsam.fed.executors.base import LocalOptions
 from fastsam.fed.executors.replay import Found
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.stacked import StackedPasses
 from fastsam.fed.step.model_copy import Replica, trainable
+from tests.helpers.setups import setup_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}
 
@@ -22,7 +21,7 @@ def stacked(
 ) -> tuple[StackedPasses, RowSlice]:
     """Passes of `rows` rows, each with other weights, and their form."""
     layout = Layout.of(trainable(model))
-    setup = Setup(model, layout, loss, LocalOptions(), torch.device("cpu"), "auto")
+    setup = setup_of(model, loss=loss, backend="auto")
     replica = Replica(model, layout, Arena(layout).field("w", setup.dtype)[0])
     row_slice = RowSlice(RowState(setup, rows), slice(0, rows))
     row_slice.z.copy_(torch.stack([(1 - 0.1 * i) * replica.row for i in range(rows)]))

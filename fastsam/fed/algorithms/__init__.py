@@ -1,5 +1,5 @@
-"""Federated algorithms, one file per paper. `registry` holds the built-in ones by lower-case name, in the order of
-their files.
+"""Federated algorithms, one file per paper. `registry` holds the built-in ones by lower-case name, in alphabetical
+order.
 
 Every module of this folder is imported: a dataclass derived from `Algorithm` in one of them is a built-in algorithm by
 being defined, and a name of `fastsam.fed`.
@@ -28,7 +28,7 @@ from fastsam.fed.algorithms.base import (
 
 
 def _built_in() -> Iterator[type[Algorithm]]:
-    """Yield the algorithms of this folder's modules, in alphabetical order, without their common base classes."""
+    """Yield the algorithms of this folder's modules, without their common base classes."""
     for found in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{found.name}")
         for made in vars(module).values():
@@ -37,7 +37,10 @@ def _built_in() -> Iterator[type[Algorithm]]:
                 yield made
 
 
-registry: dict[str, type[Algorithm]] = {made.__name__.lower().replace("_", "-"): made for made in _built_in()}
+registry: dict[str, type[Algorithm]] = {
+    made.__name__.lower().replace("_", "-"): made
+    for made in sorted(_built_in(), key=lambda made: made.__name__.lower())
+}
 globals().update({made.__name__: made for made in registry.values()})
 
 if TYPE_CHECKING:

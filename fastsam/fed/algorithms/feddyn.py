@@ -4,9 +4,74 @@ ICLR 2021 (Algorithm 1)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from fastsam.fed.algorithms.base import LocalUpdate, Round, State
-from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
+import torch
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    LocalUpdate,
+    Round,
+    State,
+    Upload,
+    apply_update,
+    no_server_lr,
+)
+from fastsam.fed.common.checks import decayed, number
+
+
+class DynamicRegularizer(Algorithm):
+    """A client keeps h_i, the sum of its displacements, the server H, the mean of all h_i. Steps add
+    `phi*(h_i + w - w^t)`.
+
+    In the paper's terms `lambda_i = -phi*h_i`. The server's step is `w^{t+1} = w^t + mean_i(w_i - w^t) + H` with the
+    new H: it has no learning rate, so a run's server_lr must be 1. phi_decay: factor on phi after each round.
+    Per round and client 1 P down and 1 P up.
+    """
+
+    server_vectors: ClassVar[float] = 2
+    client_vectors: ClassVar[float] = 1
+    working_vectors: ClassVar[float] = 1
+    uses_sums: ClassVar[bool] = True
+
+    phi: float
+    phi_decay: float
+
+    def init_server(self, w0: Tensor) -> State:
+        return {**super().init_server(w0), "H": torch.zeros_like(w0)}
+
+    def init_client(self, server: State) -> State:
+        return {**super().init_client(server), "h_i": torch.zeros_like(server["w"])}
+
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish_client(server, client, results, round)
+        mine = {**state, "h_i": client["h_i"] + results.delta}
+        return mine, Upload(upload.mean, {**upload.sum, "dh": results.delta})
+
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        after = super().step_server(server, aggregate, round)
+        # Divided by all N clients, not by the active ones: H stays the mean of all h_i.
+        H = apply_update(server["H"], aggregate.sum("dh") / round.num_clients)
+        return {**after, "H": H, "w": apply_update(server["w"], aggregate.mean("delta") + H.double())}
+
+    def phi_of(self, round: Round) -> float:
+        """The proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""
+        no_server_lr(self, round)
+        return decayed("phi", self.phi, "phi_decay", self.phi_decay, round.index)
+
+
+def attraction(phi: float, server: State, client: State) -> Tensor:
+    """`phi*(h_i - w^t)`, the constant half of `phi*(h_i + w - w^t)`."""
+    return phi * (client["h_i"] - server["w"])
+
+
+def check_phi(phi: float, phi_decay: float = 1.0) -> None:
+    """Raises ValueError for values outside their range."""
+    number("phi", phi, at_least=0)
+    number("phi_decay", phi_decay, above=0)
 
 
 @dataclass(frozen=True)

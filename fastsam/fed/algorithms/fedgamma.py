@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State
-from fastsam.fed.algorithms.control import ControlVariates
+from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 
 
 @dataclass(frozen=True)
-class FedGAMMA(ControlVariates):
+class FedGAMMA(SCAFFOLD):
     """SCAFFOLD on SAM gradients.
 
         w <- w - lr * (g2 + c - c_i + weight_decay*w),    g2 as in FedSAM

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Client, LocalUpdate, Round, State
 from fastsam.fed.algorithms.distillation import divergence
-from fastsam.fed.algorithms.dynamic import DynamicRegularizer, check_phi
+from fastsam.fed.algorithms.feddyn import DynamicRegularizer, check_phi
 from fastsam.fed.common.checks import number
 
 

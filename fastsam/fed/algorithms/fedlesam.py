@@ -1,14 +1,81 @@
-"""FedLESAM: Fan, Hu, Yao, Niu, Zhang, Sugiyama and Wang, "Locally Estimated Global Perturbations are Better than Local
-Perturbations for Federated Sharpness-aware Minimization", ICML 2024 (Algorithm 1)."""
+"""FedLESAM, FedLESAM-S and FedLESAM-D: Fan, Hu, Yao, Niu, Zhang, Sugiyama and Wang, "Locally Estimated Global
+Perturbations are Better than Local Perturbations for Federated Sharpness-aware Minimization", ICML 2024 (Algorithms 1,
+3 and 4)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fastsam.fed.algorithms.base import LocalUpdate, Round, State
-from fastsam.fed.algorithms.estimate import LocalEstimate
-from fastsam.fed.algorithms.schedule import Scheduled
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    Direction,
+    LocalUpdate,
+    Round,
+    State,
+    Upload,
+)
+from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction, check_phi
+from fastsam.fed.algorithms.scaffold import SCAFFOLD
+from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
+from fastsam.fed.common.checks import choice, number
+
+
+class LocalEstimate(Algorithm):
+    """`eps = rho * (w_old - w^t)/||w_old - w^t||` in all steps of the round: known before any gradient.
+
+    Args:
+        initial_perturbation: for a client without w_old, "origin" takes the paper's w_old = 0, so eps points from w^t
+            to the origin; "none" does not perturb, as the authors' code in round 0.
+        reference: "client" takes the model that this client received last as w_old (the paper); "last_round" takes
+            w^{t-1} for all clients (the authors' code), and the server sends it too, 1 P more down.
+    """
+
+    rho: Scheduled
+    initial_perturbation: str
+    reference: str
+
+    @property
+    def download_vectors(self) -> float:  # type: ignore[override]
+        """Number of vectors to a client: the vectors of the method without perturbation, and w^{t-1} if the server
+        sends it."""
+        return super().download_vectors + (self.reference == "last_round")
+
+    @property
+    def server_vectors(self) -> float:  # type: ignore[override]
+        """Vectors that the server keeps."""
+        return super().server_vectors + (self.reference == "last_round")
+
+    @property
+    def client_vectors(self) -> float:  # type: ignore[override]
+        """Vectors that a client keeps."""
+        return super().client_vectors + (self.reference == "client")
+
+    def check_estimate(self) -> None:
+        """Raises ValueError for options outside their range."""
+        check_scheduled("rho", self.rho)
+        choice("initial_perturbation", self.initial_perturbation, ("origin", "none"))
+        choice("reference", self.reference, ("client", "last_round"))
+
+    def estimate_step(self, server: State, client: State, round: Round, **constants: Any) -> LocalUpdate:
+        """The local step with this perturbation and the other constants given."""
+        old = client.get("w_old_i") if self.reference == "client" else server.get("w_old")
+        rho = value_at("rho", self.rho, round)
+        if old is None and self.initial_perturbation == "none":
+            return LocalUpdate(**constants)
+        e = -server["w"] if old is None else old - server["w"]
+        return LocalUpdate(Direction.CONSTANT, rho=rho, direction_vector=e, **constants)
+
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish_client(server, client, results, round)
+        # The model itself, not a copy: clients of one round share it.
+        return ({**state, "w_old_i": server["w"]} if self.reference == "client" else state), upload
+
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        after = super().step_server(server, aggregate, round)
+        return {**after, "w_old": server["w"]} if self.reference == "last_round" else after
 
 
 @dataclass(frozen=True)
@@ -42,3 +109,65 @@ class FedLESAM(LocalEstimate):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return self.estimate_step(server, client, round)
+
+
+@dataclass(frozen=True)
+class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
+    """FedLESAM's perturbation in FedDyn.
+
+        w <- w - lr * (g + phi*(h_i + w - w^t) + weight_decay*w),  g the batch gradient at w + eps, eps as in FedLESAM
+        h_i, H and w^{t+1}: as in FedDyn;  w_old_i <- w^t
+
+    rho = 0 is FedDyn. phi is the paper's 1/beta, and phi_decay a factor on it after each round. FedDyn and the
+    paper's code have these equations. The paper's listing has the opposite sign of the dual, leaves it out of
+    the server's step, and divides by the active clients.
+    rho, initial_perturbation, reference: see FedLESAM. The run's server_lr must be 1, as in FedDyn.
+    Per round and client 1 P down and 1 P up; state: w, H, and h_i, w_old_i on every client. One backward pass a
+    step.
+    """
+
+    rho: Scheduled = 0.1
+    phi: float = 0.1
+    initial_perturbation: str = "origin"
+    reference: str = "client"
+    phi_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.check_estimate()
+        check_phi(self.phi, self.phi_decay)
+
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        phi = self.phi_of(round)
+        return self.estimate_step(
+            server, client, round, gradient_offset=attraction(phi, server, client), proximal_coefficient=phi
+        )
+
+
+@dataclass(frozen=True)
+class FedLESAM_S(LocalEstimate, SCAFFOLD):  # type: ignore[override]
+    """FedLESAM's perturbation in SCAFFOLD.
+
+        w <- w - lr * (g + control_scale*(c - c_i) + weight_decay*w),  g the batch gradient at w + eps, eps as in
+        FedLESAM
+        c_i, c: as in SCAFFOLD;  w_old_i <- w^t
+
+    rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over
+    the active clients in place of the sum of their changes over N. Its code and SCAFFOLD have the equations above.
+    control_scale is 1 in the paper and 0.1 in its code. rho, initial_perturbation, reference: see FedLESAM.
+    Per round and client 2 P down and 2 P up; state: w, c, and c_i, w_old_i on every client. One backward pass a
+    step.
+    """
+
+    rho: Scheduled = 0.1
+    initial_perturbation: str = "origin"
+    reference: str = "client"
+    control_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.check_estimate()
+        number("control_scale", self.control_scale, at_least=0)
+
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return self.estimate_step(
+            server, client, round, gradient_offset=self.control_scale * self.correction(server, client)
+        )

@@ -19,7 +19,7 @@ from fastsam.fed.algorithms.base import (
     State,
     Upload,
 )
-from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
+from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
 from fastsam.fed.step.local_update import NU

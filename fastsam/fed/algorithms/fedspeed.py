@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Upload
-from fastsam.fed.algorithms.dynamic import attraction, check_phi
+from fastsam.fed.algorithms.feddyn import attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 

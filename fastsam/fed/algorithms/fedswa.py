@@ -1,13 +1,24 @@
-"""FedSWA: Liu, Liu, Shang, Liu, Liu and Feng, "Improving Generalization in Federated Learning with Highly Heterogeneous
-Data via Momentum-Based Stochastic Controlled Weight Averaging", ICML 2025 (arXiv 2507.20016);
+"""FedSWA and FedMoSWA: Liu, Liu, Shang, Liu, Liu and Feng, "Improving Generalization in Federated Learning with Highly
+Heterogeneous Data via Momentum-Based Stochastic Controlled Weight Averaging", ICML 2025 (arXiv 2507.20016);
 https://github.com/junkangLiu0/FedSWA."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, LocalUpdate, Round, State, apply_update
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    LocalUpdate,
+    Round,
+    State,
+    Upload,
+    apply_update,
+)
+from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.common.checks import number
+from fastsam.fed.step.local_update import lr_sum
 
 
 @dataclass(frozen=True)
@@ -35,3 +46,40 @@ class FedSWA(Algorithm):
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         return {**server, "w": apply_update(server["w"], self.alpha * round.server_lr * aggregate.mean("delta"))}
+
+
+@dataclass(frozen=True)
+class FedMoSWA(SCAFFOLD):
+    """FedSWA with control variates. The server's variate is a moving average of the active clients' variates.
+
+        lr_k = lr * (1 - (1 - rho)*k/K),   k = 0 .. K-1
+        w <- w - lr_k * (g + c - c_i + weight_decay*w)
+        c_i <- c_i - c - (w_i - w^t)/sum_k lr_k;   c <- c + gamma * mean_i (c_i - c)      over the active clients
+        w^{t+1} = w^t + alpha * server_lr * mean_i (w_i - w^t)
+
+    rho and alpha are as in `FedSWA`, and the mean has the new c_i. gamma = 0.4 is from the authors' code. It divides
+    by K times the mean of the first and the last rate in place of the sum of rates, and each client begins with the
+    last rate of the previous client. The mean of the c_i has equal weights for all weightings of the run. Per round
+    and client 2 P down and 2 P up; state: w, c, and c_i on every client. One backward pass a step.
+    """
+
+    rho: float = 0.1
+    alpha: float = 1.5
+    gamma: float = 0.4
+
+    def __post_init__(self) -> None:
+        number("rho", self.rho, at_least=0)
+        number("alpha", self.alpha, above=0)
+        number("gamma", self.gamma, at_least=0, at_most=1)
+
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(gradient_offset=self.correction(server, client), lr_end_factor=self.rho)
+
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        rates = results.column(-round.lr * lr_sum(self.rho, K) for K in results.num_steps)
+        c_i = client["c_i"] - server["c"] + results.delta / rates
+        return {"c_i": c_i}, Upload({"delta": results.delta}, {"dc": c_i - server["c"]})
+
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        w = apply_update(server["w"], self.alpha * round.server_lr * aggregate.mean("delta"))
+        return {"w": w, "c": apply_update(server["c"], self.gamma * aggregate.sum("dc") / aggregate.num_clients)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State
-from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
+from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload
-from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.algorithms.cosines import cosines
+from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 
@@ -19,7 +19,7 @@ LEAST, MOST = 0.1, 0.9  # bounds of the value that alpha moves towards
 
 
 @dataclass(frozen=True)
-class FedWMSAM(ControlVariates):
+class FedWMSAM(SCAFFOLD):
     """SAM steps at the price of SGD, perturbed away from where the server's momentum leads, which every client corrects
     by control variates.
 

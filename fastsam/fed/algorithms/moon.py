@@ -3,7 +3,7 @@ https://github.com/QinbinLi/MOON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -55,7 +55,7 @@ class MOON(Algorithm):
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
         received, previous = client.teacher(server["w"]), client.teacher(state["w_i"], index=1)
-        with self.recorded(client.model) as z, self.recorded(received) as z_t, self.recorded(previous) as z_i:
+        with self.recorded([client.model, received, previous]) as (z, z_t, z_i):
             for x, y in client.batches():
                 with torch.no_grad():
                     received(x), previous(x)
@@ -67,29 +67,37 @@ class MOON(Algorithm):
         return self.mu * F.softplus((s_old - s) / self.tau).mean()
 
     @contextmanager
-    def recorded(self, model: nn.Module) -> Iterator[_Features]:
-        """Record the representation of each pass of a model inside.
+    def recorded(self, models: Sequence[nn.Module]) -> Iterator[list[_Features]]:
+        """Record the representation of each pass of some copies of a model inside.
 
         Raises:
             ValueError: the model has no module `features`.
         """
-        modules = dict(model.named_modules())
-        name = self.features or last_layer(model)
-        if name not in modules:
-            raise ValueError(
-                f"features={name!r} is not a module of the model{nearest(name, modules)}; its modules are "
-                f"{', '.join(filter(None, modules))}"
-            )
-        features, module = _Features(name), modules[name]
-        register = module.register_forward_hook if self.features else module.register_forward_pre_hook
-        handle = register(features.record)
+        name = self.features or last_layer(models[0])
+        found, handles = [_Features(name) for _ in models], []
         try:
-            yield features
+            for model, features in zip(models, found, strict=True):
+                module = _module(model, name)
+                register = module.register_forward_hook if self.features else module.register_forward_pre_hook
+                handles.append(register(features.record))
+            yield found
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         return {"w_i": server["w"] + results.delta}, Upload(mean={"delta": results.delta})
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    """Return a module of a model by name. Raises ValueError for an unknown name."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        names = [name for name, _ in model.named_modules() if name]
+        raise ValueError(
+            f"features={name!r} is not a module of the model{nearest(name, names)}; its modules are {', '.join(names)}"
+        ) from None
 
 
 class _Features:

@@ -9,8 +9,8 @@ import importlib
 import pkgutil
 
 from fastsam.fed.executors.auto import AUTO, Choice, choose
-from fastsam.fed.executors.base import ClientError, Ends, Executor, LocalOptions, Setup, registry
-from fastsam.fed.executors.task import Task, Work, split_epoch
+from fastsam.fed.executors.base import ClientError, Ends, Executor, registry
+from fastsam.fed.executors.task import LocalOptions, Setup, Task, split_epoch
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -36,7 +36,6 @@ __all__ = [
     "LocalOptions",
     "Setup",
     "Task",
-    "Work",
     "choose",
     "names",
     "registry",

@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from fastsam.fed.executors import graph, stacked, streams, threads
-from fastsam.fed.executors.base import Executor, Setup, registry
+from fastsam.fed.executors.base import Executor, registry
 from fastsam.fed.executors.capturable import changes_python
+from fastsam.fed.executors.task import Setup
 
 log = logging.getLogger("fastsam.fed")
 
@@ -61,7 +62,7 @@ def rule(setup: Setup) -> tuple[str, str]:
         if uncaptured is None:
             return "graph", f"one captured graph for a step of several clients, because {against}"
         return "streams", f"one stream per client, because {against}; and steps are not captured: {uncaptured}"
-    if setup.device.type == "cpu" and threads.why_not(setup) is None and (setup.slots or threads.cpus()) > 1:
+    if setup.device.type == "cpu" and threads.why_not(setup) is None and (setup.options.slots or threads.cpus()) > 1:
         return "threads", f"one client per CPU, because {against}"
     return "sequential", f"clients one after the other, because {against}"
 
@@ -75,7 +76,7 @@ def _not_stacked(setup: Setup) -> str | None:
     widest = _WIDEST.get(setup.device.type, _WIDEST["cuda"])
     if setup.layout.numel > max(widest, _WIDEST_ROWWISE):
         return f"the model has more than {max(widest, _WIDEST_ROWWISE)} parameters: one client keeps a processor busy"
-    if (setup.slots or stacked.slots_of(setup)) == 1:
+    if (setup.options.slots or stacked.slots_of(setup)) == 1:
         return "clients train one at a time: there is nothing to stack"
     if _hooked(setup.model):
         return "the model has hooks: stacked clients would call them only while a pass is recorded"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.task import BLOCK, Task, split_epoch, to_device
+from fastsam.fed.executors.task import BLOCK, Task, to_device
 
 Batch = tuple[Tensor, Tensor]
 
@@ -37,12 +37,9 @@ class BatchGatherer:
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks, self.size = tasks, tasks[0].batch_size
-        whole, rest = split_epoch(tasks[0].samples, self.size, tasks[0].work.drop_last)
-        self.epoch, self.samples = (
-            whole + (rest > 0),
-            whole * self.size + rest,
-        )  # numbers of batches and of samples in an epoch
+        self.tasks, self.setup, self.size = tasks, tasks[0].setup, tasks[0].setup.options.batch_size
+        sizes = tasks[0].epoch_sizes()
+        self.epoch, self.samples = len(sizes), sum(sizes)  # numbers of batches and of samples in an epoch
         self._orders: tuple[int, Tensor] | None = None  # an epoch, and its orders
         self._block: tuple[tuple[int, int], list[Batch]] | None = None  # epoch and number, and their batches
 
@@ -59,7 +56,7 @@ class BatchGatherer:
     def sample_indices(self, k: int, count: int) -> SampleIndices:
         """The samples of batches k to k + count - 1, which are of one epoch."""
         orders = self.orders(k, count)
-        store = self.tasks[0].work.store
+        store = self.setup.population.store
         if store is None:
             x, y = self._gather(orders)
             return SampleIndices(
@@ -77,13 +74,13 @@ class BatchGatherer:
         store, or in the client's own data."""
         if self._orders is None or self._orders[0] != epoch:
             first, n = self.tasks[0], self.samples
-            if first.shuffle:
-                orders = first.work.orders([task.client for task in self.tasks], epoch)
+            if self.setup.options.shuffle:
+                orders = self.setup.orders(first.round, [task.client for task in self.tasks], epoch)
                 if n < first.samples:
                     orders = orders[:, :n]
             else:
                 orders = torch.arange(n).expand(len(self.tasks), n)
-            if (store := first.work.store) is not None:
+            if (store := self.setup.population.store) is not None:
                 # `tensor` of a list takes its time
                 offsets = array("q", [store.offsets[task.client] for task in self.tasks])
                 orders = orders + torch.frombuffer(offsets, dtype=torch.int64).unsqueeze(1)
@@ -92,7 +89,7 @@ class BatchGatherer:
 
     def _batches(self, orders: Tensor) -> list[Batch]:
         """The batches of a block."""
-        if self.tasks[0].work.store is None:
+        if self.setup.population.store is None:
             return list(zip(*(part.split(self.size, 1) for part in self._gather(orders)), strict=True))
         return self._side_by_side(orders)
 
@@ -109,7 +106,7 @@ class BatchGatherer:
     def _gather(self, orders: Tensor) -> Batch:
         """The samples of each row at `orders`, `[rows, samples]`; in a store, where this is one gather, also
         `[batches, rows, samples]`."""
-        tasks, store = self.tasks, self.tasks[0].work.store
+        tasks, store = self.tasks, self.setup.population.store
         wanted = to_device(orders.contiguous(), tasks[0].y.device)
         if store is not None:
             x, y = (part.index_select(0, wanted.flatten()).unflatten(0, orders.shape) for part in (store.x, store.y))
@@ -123,9 +120,9 @@ class BatchGatherer:
 
 def gather_keys(tasks: Sequence[Task]) -> Sequence[object]:
     """For each of some tasks of one round a key; neighbours of one key can share a `BatchGatherer`."""
-    work = tasks[0].work
-    if work.augment is not None:  # one batch by itself
+    population = tasks[0].setup.population
+    if population.augment is not None:  # one batch by itself
         return range(len(tasks))
-    if work.store is not None:  # in it all samples are alike
-        return [work.sizes[task.client] for task in tasks]
+    if population.store is not None:  # in it all samples are alike
+        return [population.sizes[task.client] for task in tasks]
     return [(task.x.shape, task.y.shape) for task in tasks]

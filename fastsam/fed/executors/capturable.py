@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastsam.arena import Arena
-from fastsam.fed.executors.base import Setup
 from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.gradient_passes import Passes
 from fastsam.fed.executors.recording import difference, python_state
+from fastsam.fed.executors.task import Setup
 from fastsam.fed.step.model_copy import Replica
 
 
@@ -52,7 +51,7 @@ def _trial(setup: Setup) -> tuple[Replica, Callable[[], object]] | None:
     if setup.example is None:
         return None
     x, y = setup.example
-    replica = Replica(setup.model, setup.layout, Arena(setup.layout, device=setup.device).field("w", setup.dtype)[0])
+    replica = Replica.new(setup.model, setup.layout, setup.device)
     replica.module.train()
     passes = Passes(replica, setup.layout, setup.loss)
     passes.run(x, y)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.extra_models import SecondModel
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
@@ -124,7 +123,7 @@ class Client:
 
     def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches until the executor stops the loop. An error in reading is an error of the client."""
-        with self._row.client_errors():
+        with self._row.client_errors:
             for batch in islice(batches, self._limit):
                 if self._stopped is not None and self._stopped():
                     raise Stopped
@@ -135,8 +134,9 @@ class Client:
     def loss(self, x: Any, y: Any) -> Tensor:
         """Return the loss of the model as it is, for autograd."""
         row = self._row
-        row.seed_pass(row.k)
-        with row.client_errors():
+        if row.random.draws:
+            row.random.seed(row.task.pass_seed(row.k))
+        with row.client_errors:
             return row.passes.loss_of(x, y)
 
     def step(
@@ -156,17 +156,12 @@ class Client:
         row = self._row
         if first_objective is not None and not row.row_slice.variant.two_passes:
             raise ValueError("first_objective needs a LocalUpdate whose direction is found by a gradient")
-        row.set_objectives(penalty, first_objective)
-        self.has_phases |= not self._is_new_batch
+        row.penalty, row.first_objective = penalty, first_objective
+        if not self._is_new_batch:
+            self.has_phases = True
         self._is_new_batch = False
-        try:
-            row.set_schedule()
-            row.take(row.k, x, y)
-        except ClientError:
-            raise
-        except Exception as error:
-            raise row.failure(error) from error
-        row.k += 1
+        with row.client_errors:
+            row.next_step(x, y)
         self.backward_passes += row.task.step.backward_passes
         self._sizes.append(self._size_of(y))
         self._gradient_loss = None
@@ -183,10 +178,10 @@ class Client:
         """
         row = self._row
         self.has_phases = True
-        row.set_objectives(penalty, None)
+        row.penalty = penalty
         self.backward_passes += 1
-        with row.client_errors():
-            loss, gradients = row.gradient_at(x, y)
+        with row.client_errors:
+            loss, gradients = row.pass_without_buffers(row.k, x, y)
         if self._first is None:
             self._gradient_loss = loss, self._size_of(y)
         return gradients
@@ -221,12 +216,14 @@ class Client:
         row_slice = self._row.row_slice
         if not row_slice.variant.two_passes:
             raise ValueError("perturb() needs local_update to return LocalUpdate(Direction.GRADIENT, rho=...)")
-        radius = row_slice.hparams[0, 0, HParam.RHO]
-        usual = radius.clone()
-        if rho is not None:
+        if rho is None:
+            row_slice.perturb(gradients)
+        else:
+            radius = row_slice.hparams[0, 0, HParam.RHO]
+            usual = radius.clone()
             radius.fill_(rho)
-        row_slice.perturb(gradients)
-        radius.copy_(usual)  # other steps, and the row's next clients, have the local update's radius
+            row_slice.perturb(gradients)
+            radius.copy_(usual)  # other steps, and the row's next clients, have the local update's radius
         self._first = gradients
 
     def restore(self) -> None:
@@ -241,7 +238,8 @@ class Client:
         if isinstance(gradients, Tensor):
             layout = row.setup.layout
             gradients = Gradients(layout.views(gradients), tuple(range(len(layout.segments))), layout.table)
-        row.set_schedule()
+        if row.row_slice.variant.has_schedule:
+            row.set_schedule()
         row.row_slice.update(gradients, self._first)
         self._first = None
         row.k += 1
@@ -257,7 +255,7 @@ class Client:
     def backward(self, x: Any, y: Any) -> Tensor:
         """Fill the gradients of `model`'s parameters, for an optimizer of torch, and return the loss of the data."""
         loss = check_scalar(self.loss(x, y))
-        with self._row.client_errors():
+        with self._row.client_errors:
             loss.backward()
         self.backward_passes += 1
         self._row.k += 1
@@ -297,7 +295,7 @@ class Client:
             update: constants of its steps; None for the constants of `local_update`.
         """
         if self._results is None:
-            self._results = self._close()
+            self._results = self._close(None)
         self.has_phases, self._epochs, self._sizes, self._losses = True, 0, [], None
         self._row.begin_again(self._task.step if update is None else update, start)
 
@@ -311,9 +309,11 @@ class Client:
         """Return a second model that is trained in lock step, from the weights `start`. It has the learning rate that
         the client has now."""
         self.has_phases = True
-        second = self._row.extra_models.second_model(start)
-        second.set_lr(self._row.row_slice.hparams[0, 0, HParam.LR])
-        return second
+        row = self._row
+        if row.second_model is None:
+            row.second_model = SecondModel(row.setup)
+        row.second_model.begin(start, row.row_slice.hparams[0, 0, HParam.LR])
+        return row.second_model
 
     def teacher(self, weights: Tensor, index: int = 0) -> nn.Module:
         """Return a model with these weights and the client's first buffers, in evaluation mode.
@@ -332,32 +332,37 @@ class Client:
                 "a teacher needs clients that share all parameters, because it would have the initial values of local "
                 "parameters. Use another algorithm, or leave local_parameters out"
             )
-        return self._row.extra_models.teacher(weights, self._row.buffers, index)
+        return self._row.teachers.get(index, weights, self._row.buffers)
 
     # --- results ---
 
     def _sum_losses(self) -> None:
         """Add up the losses of the steps since the last call, weighted by samples."""
         row = self._row
-        sizes = to_device(torch.tensor(self._sizes, dtype=torch.float64), row.z.device)
-        total = (torch.stack(row.losses) * sizes).sum(0, keepdim=True) if self._sizes else sizes.sum(0, keepdim=True)
+        if self._sizes == row.batch_sizes:  # those of the run's local work
+            total = row.sum_of_losses(row.sizes)
+        elif self._sizes:
+            total = row.sum_of_losses(to_device(torch.tensor(self._sizes, dtype=torch.float64), row.z.device))
+        else:
+            total = torch.zeros(1, dtype=torch.float64, device=row.z.device)
         self._losses = total if self._losses is None else self._losses + total
         self._num_samples += sum(self._sizes)
         row.losses, self._sizes = [], []
 
-    def _close(self) -> ClientResults:
+    def _close(self, extra: Mapping[str, Tensor] | None) -> ClientResults:
         """Return the results of the model that was trained so far. Raises ValueError at perturbed weights."""
         if self._first is not None:
             raise ValueError("the loop ended at perturbed weights. Call update() or restore() after perturb()")
         self._sum_losses()
         assert self._losses is not None
-        return replace(self._row.results(self._losses), num_samples=(self._num_samples,))
+        return self._row.results(self._losses, self._num_samples, self.backward_passes, extra)
 
     def results(self, extra: Mapping[str, Tensor] | None) -> ClientResults:
         """Return the results of the client, with the tensors that the loop returned."""
-        results = self._results or self._close()
-        rows = {name: x[None] for name, x in (extra or {}).items()}
-        return replace(results, backward_passes=(self.backward_passes,), extra=rows)
+        rows = None if extra is None else {name: x[None] for name, x in extra.items()}
+        if self._results is None:
+            return self._close(rows)
+        return replace(self._results, backward_passes=(self.backward_passes,), extra=rows or {})
 
 
 def train(
@@ -389,7 +394,9 @@ def train(
             return client.results(task.loop.run(client))
         except Stopped:
             return None
-    while stopped is None or not stopped():
-        if not row.step():
-            return row.close()
-    return None
+    with row.client_errors:
+        for batch in row.batches:
+            if stopped is not None and stopped():
+                return None
+            row.next_step(*batch)
+    return row.close()

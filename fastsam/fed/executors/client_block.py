@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.batch_gatherer import Batch, BatchGatherer
 from fastsam.fed.executors.row_state import RowSlice
-from fastsam.fed.executors.task import Task, split_epoch
+from fastsam.fed.executors.task import Task
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import buffer_displacement
 from fastsam.fed.step.pilot import Pilot
@@ -28,7 +28,7 @@ class ClientBlock:
 
     Attributes:
         slot, end: the first slot, and the slot after the last.
-        epoch: number of steps of an epoch.
+        sizes: number of samples of each batch of an epoch.
         shapes: properties that blocks must share to step together: for a whole batch, and for the last batch of an
             epoch.
         steps, seen: number of local steps of a client, and of the samples in all its batches.
@@ -46,7 +46,7 @@ class ClientBlock:
     slot: int
     end: int
     variant: StepVariant
-    epoch: int
+    sizes: Sequence[int]
     shapes: tuple[object, object]
     steps: int
     seen: int
@@ -62,19 +62,22 @@ class ClientBlock:
     @property
     def samples(self) -> Batch:
         """Return the memory of the samples, `[n, ...]`, of all clients, or of the first client."""
-        task, store = self.tasks[0], self.tasks[0].work.store
+        task, store = self.tasks[0], self.tasks[0].setup.population.store
         return (task.x, task.y) if store is None else (store.x, store.y)
+
+    @property
+    def epoch(self) -> int:
+        """Number of steps of an epoch."""
+        return len(self.sizes)
 
     @property
     def alike_steps(self) -> tuple[int, int]:
         """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
         each."""
-        first = self.tasks[0]
-        whole, rest = split_epoch(first.samples, first.batch_size, first.work.drop_last)
         at = self.k % self.epoch
-        if at >= whole:
-            return 1, rest
-        return 1 if self.variant.has_schedule else min(whole - at, self.steps - self.k), first.batch_size
+        whole = self.epoch - (self.sizes[-1] != self.sizes[0])
+        alone = at >= whole or self.variant.has_schedule
+        return 1 if alone else min(whole - at, self.steps - self.k), self.sizes[at]
 
     @property
     def done(self) -> bool:
@@ -117,15 +120,13 @@ def block_of(
 ) -> ClientBlock:
     """Tasks of one key (see `gather_keys`), from this slot on. shapes: a number for each shape of a step that was seen
     so far; new ones are added."""
-    first = tasks[0]
-    whole, rest = split_epoch(first.samples, first.batch_size, first.work.drop_last)
-    sizes = (first.batch_size if whole else rest, rest or first.batch_size)
-    keys = [(variant, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
+    first, sizes, every = tasks[0], tasks[0].epoch_sizes(), tasks[0].batch_sizes()
+    keys = [(variant, size, first.x.shape[1:], first.y.shape[1:]) for size in (sizes[0], sizes[-1])]
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
-    epoch = whole + (rest > 0)
+    gatherer = BatchGatherer(tasks) if first.setup.population.augment is None else None
     return ClientBlock(
-        tasks, slot, slot + len(tasks), variant, epoch, (full, last), first.work.steps or epoch * first.epochs,
-        first.seen, BatchGatherer(tasks) if first.augment is None else None, first.batches(), [{} for _ in tasks],
+        tasks, slot, slot + len(tasks), variant, sizes, (full, last), len(every), sum(every), gatherer,
+        first.batches(), [{} for _ in tasks],
     )  # fmt: skip
 
 
@@ -171,23 +172,16 @@ def row_ends(
     """Return the results of clients whose rows are in `row_slice`. All have the same fields, and no buffer was
     changed."""
     step, clients = blocks[0].tasks[0].step, [task.client for task in tasks_of(blocks)]
-    steps: list[int] = []
-    backward_passes: list[int] = []
-    samples: list[int] = []
-    for block in blocks:
-        n = len(block.tasks)
-        steps += [block.k] * n
-        backward_passes += [block.k * step.backward_passes + block.extra_backward_passes] * n
-        samples += [block.seen] * n
+    of_client = [block for block in blocks for _ in block.tasks]
     moved = buffer_displacement(buffers, buffers) if buffers else None
     return ClientResults(
         client_ids=clients,
         delta=row_slice.z
         - (row_slice.field("begin") if row_slice.variant.constant or step.start is not None else start),
-        num_steps=steps,
-        backward_passes=backward_passes,
+        num_steps=[block.k for block in of_client],
+        backward_passes=[block.k * step.backward_passes + block.extra_backward_passes for block in of_client],
         losses=row_slice.losses.clone(),
-        num_samples=samples,
+        num_samples=[block.seen for block in of_client],
         buffers=None if moved is None else moved.expand(len(clients), -1),
         dual=None if step.dual is None else row_slice.field("dual").clone(),
         eps=None if step.dual is None else row_slice.field("eps").clone(),

@@ -3,26 +3,36 @@ steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Setup
-from fastsam.fed.executors.extra_models import ExtraModels
+from fastsam.fed.executors.base import ClientError
+from fastsam.fed.executors.extra_models import SecondModel, Teachers
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.row_state import RowSlice, RowState
-from fastsam.fed.executors.step_vectors import check_vectors
-from fastsam.fed.executors.task import Task, to_device
+from fastsam.fed.executors.task import Setup, Task, to_device
 from fastsam.fed.executors.torch_updates import TorchUpdates
-from fastsam.fed.step.constants import Constants
-from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot
+from fastsam.fed.step.local_update import ClientResults, Constants, Direction, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
+
+
+class ClientErrors:
+    """A context in which an error of the model or the loss becomes a ClientError with its place."""
+
+    def __init__(self, row: ClientTrainer) -> None:
+        self._row = row
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ClientError):
+            task = self._row.task
+            raise ClientError.of([task.client], task.round, self._row.k, error) from error
 
 
 class ClientTrainer:
@@ -36,8 +46,8 @@ class ClientTrainer:
     `shift`). Gradients are read where autograd left them; a parameter without a gradient in a pass is left out of the
     calls that use it. Nothing in a step waits for the device.
 
-    Use: `open(task, ...)`, then `step()` until it returns False, then `close()`. A loop of the algorithm uses a row
-    through `fastsam.fed.executors.client.Client`.
+    Use: `open(task, ...)`, `next_step` for each of `batches` in the context `client_errors`, then `close()`. A loop
+    of the algorithm uses a row through `fastsam.fed.executors.client.Client`.
     """
 
     task: Task
@@ -58,39 +68,36 @@ class ClientTrainer:
             updates.parameters = self.replica.parameters
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
-        self._run = self._run_perturbed = self.passes.run
-        self.extra_models = ExtraModels(setup, self.row_slice)
+        self.client_errors = ClientErrors(self)
+        self.penalty: Objective | None = None  # what the passes of the next steps back-propagate (see `Client.step`)
+        self.first_objective: Objective | None = None
+        self.teachers = Teachers(setup, self.row_slice)
+        self.second_model: SecondModel | None = None
         self._filled: tuple[float, ...] = ()
         self._known: tuple[Constants | None, float] = None, 0.0
-        self._checked: LocalUpdate | None = None
         self._kind = self.row_slice.variant
         self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
-        self._sized: tuple[int | None, ...] = ()
+        self._num_samples: int | None = None
         self.replica.module.train()
 
     # --- a client's round ---
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Begins a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`.
-
-        Raises ValueError for vectors that do not fit."""
+        """Begin a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`."""
         step = task.step
-        if step is not self._checked:
-            check_vectors(step, start)
-            self._checked = step
         own, buffers = None if step.start is None else task.vector("start"), task.buffers(buffers)
         self.task = task
         self.start, self.buffers = start if own is None else own, buffers
         self.k, self.extra_backward_passes, self.losses, self.snapshots = 0, 0, [], {}
         self.eps = self.gradient = self.norms = None
-        if task.work.samples is not None:
-            with self.client_errors():
+        if task.setup.population.samples is not None:
+            with self.client_errors:
                 task.open()
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self._begin(step)
         if step.constants.has_first_gradient:
-            with self.client_errors():
+            with self.client_errors:
                 self._first_gradient()
             if step.pilot is not None:
                 assert self.norms is not None and self.gradient is not None
@@ -101,60 +108,56 @@ class ClientTrainer:
         self.batches = task.batches()
         self.random.begin(task.pass_seed(0))
 
-    def step(self) -> bool:
-        """One local step. False when there was none left. Raises ClientError when the model or the loss raises."""
-        try:  # not `client_errors`: a context manager costs as much as a kernel call
-            batch = next(self.batches, None)
-            if batch is None:
-                return False
+    def next_step(self, x: Any, y: Any) -> None:
+        """Take the next local step on a batch."""
+        if self._kind.has_schedule:
             self.set_schedule()
-            self.take(self.k, *batch)
-        except ClientError:
-            raise
-        except Exception as error:
-            raise self.failure(error) from error
+        self.take(self.k, x, y)
         self.k += 1
-        return True
-
-    @contextmanager
-    def client_errors(self) -> Iterator[None]:
-        """Raise an error of the model or the loss as a ClientError with its place."""
-        try:
-            yield
-        except ClientError:
-            raise
-        except Exception as error:
-            raise self.failure(error) from error
-
-    def failure(self, error: Exception) -> ClientError:
-        """Return the error of a client whose model or loss raised `error`."""
-        return ClientError.of([self.task.client], self.task.round, self.k, error)
 
     def close(self) -> ClientResults:
         """Return the results of the client in new memory."""
-        return self.results((torch.stack(self.losses) * self.sizes).sum(0, keepdim=True))  # float64, as the sizes are
+        backward_passes = self.k * self.task.step.backward_passes + self.extra_backward_passes
+        return self.results(self.sum_of_losses(self.sizes), self.seen, backward_passes)
 
-    def results(self, losses: Tensor) -> ClientResults:
-        """Return the results, with this sum of losses, float64 `[1]`."""
-        task, step = self.task, self.task.step
-        results = ClientResults(
-            client_ids=(task.client,),
+    def sum_of_losses(self, sizes: Tensor) -> Tensor:
+        """Return the sum of the losses, each times its number of samples (float64), float64 `[1]`."""
+        return (torch.stack(self.losses) * sizes).sum(0, keepdim=True)
+
+    def results(
+        self, losses: Tensor, num_samples: int, backward_passes: int, extra: Mapping[str, Tensor] | None = None
+    ) -> ClientResults:
+        """Return the results of the client, with these sums and tensors of a loop."""
+        step, has_dual, buffers = self.task.step, self.task.step.dual is not None, self.replica.buffers
+        return ClientResults(
+            client_ids=(self.task.client,),
             delta=self.z - (self.row_slice.field("begin") if step.direction is Direction.CONSTANT else self.start),
             num_steps=(self.k,),
-            backward_passes=(self.k * step.backward_passes + self.extra_backward_passes,),
+            backward_passes=(backward_passes,),
             losses=losses,
-            num_samples=(task.seen,),
-            buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
+            num_samples=(num_samples,),
+            buffers=buffer_displacement(buffers, self.buffers)[None] if buffers else None,
+            dual=self.row_slice.field("dual").clone() if has_dual else None,
+            eps=self.eps.clone() if has_dual and self.eps is not None else None,
+            gradient=self.gradient,
+            norms=self.norms,
             snapshots=(self.snapshots,),
+            extra=extra or {},
         )
-        if step.dual is not None:
-            eps = None if self.eps is None else self.eps.clone()
-            results = replace(results, dual=self.row_slice.field("dual").clone(), eps=eps)
-        return replace(results, gradient=self.gradient, norms=self.norms) if self.gradient is not None else results
 
     def begin_again(self, step: LocalUpdate, start: Tensor) -> None:
-        """Begin with another model of the same client, from the weights `start` and the client's first buffers."""
-        check_vectors(step, start)
+        """Begin with another model of the same client, from the weights `start` and the client's first buffers.
+
+        Raises:
+            ValueError: a vector of the step is not like the weights.
+        """
+        for name in step.constants.vectors:
+            v = getattr(step, name)
+            if v.dim() > 2 or v.shape[-1:] != start.shape or v.dtype != start.dtype or v.device != start.device:
+                raise ValueError(
+                    f"LocalUpdate.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
+                    f"got {v.dtype} {list(v.shape)} on {v.device}"
+                )
         self.task, self.start = replace(self.task, step=step, snapshots=frozenset()), start
         self.k, self.losses = 0, []
         for own, first in zip(self.replica.buffers, self.buffers, strict=True):
@@ -165,8 +168,8 @@ class ClientTrainer:
 
     def _begin(self, step: LocalUpdate) -> None:
         """Write the numbers of the step, and let its kernels read its vectors."""
-        if self._known[0] is not step.constants or self._known[1] != self.task.work.lr or self._kind.rewrites:
-            self._fill(step, self.task.work.lr)
+        if self._known[0] is not step.constants or self._known[1] != self.task.lr or self._kind.rewrites:
+            self._fill(step, self.task.lr)
         self.row_slice.set_variant(self._kind)
         self.row_slice.begin(self.start)
         if step.constants.vectors:
@@ -201,12 +204,10 @@ class ClientTrainer:
 
     def _measure(self, task: Task) -> None:
         """Compute the number of steps, and of samples in each."""
-        work = task.work
-        # All other constants are equal for all clients of a run.
-        shape = (task.samples, work.batch_size, task.epochs, work.steps)
-        if self._sized != shape:
-            self._sized, sizes = shape, task.batch_sizes()
-            self.last, self.sizes = len(sizes) - 1, to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)
+        if self._num_samples != task.samples:  # the other options are equal for all clients of a run
+            self._num_samples, self.batch_sizes = task.samples, task.batch_sizes()
+            self.last, self.seen = len(self.batch_sizes) - 1, sum(self.batch_sizes)
+            self.sizes = to_device(torch.tensor(self.batch_sizes, dtype=torch.float64), self.z.device)
 
     def _first_gradient(self) -> None:
         """The gradient at the start, over all samples or a pilot's batches."""
@@ -221,73 +222,52 @@ class ClientTrainer:
     # --- a step ---
 
     def set_schedule(self) -> None:
-        """The learning rate and the radius of the next step, where it has its own."""
-        if self._kind.has_schedule:
-            self.row_slice.set_schedule([self.task.pace(min(self.k, self.last), self.last + 1)])
-
-    def set_objectives(self, penalty: Objective | None, first_objective: Objective | None) -> None:
-        """Set what the passes of the next steps back-propagate (see `Client.step`)."""
-        passes = self.passes
-        perturbed = passes.run if penalty is None else partial(passes.run_objective, penalty=penalty)
-        self._run_perturbed = self._run = perturbed
-        if first_objective is not None:
-            self._run = partial(passes.run_objective, objective=first_objective)
+        """Set the learning rate and the radius of the next step, for constants with a schedule."""
+        self.row_slice.set_schedule([self.task.pace(min(self.k, self.last), self.last + 1)])
 
     def take(self, k: int, x: Any, y: Any) -> None:
         """Take step k on a batch."""
         if k in self.task.snapshots:
-            self._keep(k)
+            self.snapshots[k] = self.row_slice.snapshot(0)
         self.losses.append(self._step(k, x, y))
 
     def _plain_step(self, k: int, x: Any, y: Any) -> Tensor:
-        loss, gradients = self._pass(k, x, y)
+        loss, gradients = self.run_pass(k, x, y)
         self.row_slice.update(gradients, None)
         return loss
 
     def _path_step(self, k: int, x: Any, y: Any) -> Tensor:
         self.row_slice.perturb_along_path()
         if k in self.task.snapshots:
-            w = self.snapshots[k].w
-            self.snapshots[k] = Snapshot(w, self.z[0] - w)
+            self.snapshots[k] = self.snapshots[k].perturbed(self.z[0])
         return self._plain_step(k, x, y)
 
-    def _pass(self, k: int, x: Any, y: Any, perturbed: bool = False) -> tuple[Tensor, Gradients]:
-        """Run a forward and backward pass. `perturbed` means the second pass of a step."""
-        self.seed_pass(k)
-        return self._run_perturbed(x, y) if perturbed else self._run(x, y)
-
-    def seed_pass(self, k: int) -> None:
-        """Seed the random numbers of a pass of step k, if the model draws any."""
+    def run_pass(self, k: int, x: Any, y: Any, objective: Objective | None = None) -> tuple[Tensor, Gradients]:
+        """Run a forward and backward pass. objective: what takes the place of the loss in the backward pass."""
         if self.random.draws:
             self.random.seed(self.task.pass_seed(k))
+        if self.penalty is None and objective is None:
+            return self.passes.run(x, y)
+        return self.passes.run_objective(x, y, self.penalty, objective)
 
-    def gradient_at(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
-        """Return the loss and the gradients at the present weights. The buffers keep their values."""
+    def pass_without_buffers(self, k: int, x: Any, y: Any) -> tuple[Tensor, Gradients]:
+        """Run a pass after which the buffers have their values again."""
+        if not self.replica.buffers:
+            return self.run_pass(k, x, y)
         kept = self.replica.copy_of_buffers()
-        loss, gradients = self._pass(self.k, x, y)
+        found = self.run_pass(k, x, y)
         for buffer, value in zip(self.replica.buffers, kept, strict=True):
             buffer.copy_(value)
-        return loss, gradients
+        return found
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
-        loss, first = self._pass(k, x, y)
+        loss, first = self.run_pass(k, x, y, self.first_objective)
         if self.task.step.dual is not None and (k == self.last or self.task.loop is not None):
             self.eps = self.row_slice.field("eps").zero_()
         self.row_slice.perturb(first, self.eps)
         if k in self.task.snapshots:
-            w = self.snapshots[k].w
-            self.snapshots[k] = Snapshot(w, self.z[0] - w)
+            self.snapshots[k] = self.snapshots[k].perturbed(self.z[0])
         # BatchNorm statistics are updated only in passes at the unperturbed weights.
-        kept = self.replica.copy_of_buffers()
-        _, second = self._pass(k, x, y, perturbed=True)
-        for buffer, value in zip(self.replica.buffers, kept, strict=True):
-            buffer.copy_(value)
+        _, second = self.pass_without_buffers(k, x, y)
         self.row_slice.update(second, first)
         return loss
-
-    def _keep(self, k: int) -> None:
-        """Copy the row before step k, for measures along the path."""
-        p = self.row_slice.field("p")[0] if self.row_slice.variant.constant else None
-        self.snapshots[k] = Snapshot(
-            (self.z[0] if p is None else self.z[0] - p).clone(), None if p is None else p.clone()
-        )

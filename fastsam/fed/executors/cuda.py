@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Setup
+from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.task import Task
-from fastsam.fed.step.constants import VECTORS
-from fastsam.fed.step.local_update import ClientResults
+from fastsam.fed.executors.task import Setup, Task
+from fastsam.fed.step.local_update import VECTORS, ClientResults
 
 
 class CaptureError(RuntimeError):
@@ -97,8 +96,8 @@ def why_not(setup: Setup) -> str | None:
     """Why streams cannot train this; None when they can."""
     if setup.device.type != "cuda":
         return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
-    if setup.batched:
-        return setup.batched
+    if setup.population.batched:
+        return setup.population.batched
     return None if setup.draws is None else NoRandomness.REASON
 
 
@@ -110,18 +109,9 @@ def vectors(task: Task) -> tuple[Tensor | None, ...]:
 
 def tensors(results: ClientResults) -> list[Tensor]:
     """The tensors of a ClientResults."""
-    found = [
-        results.delta,
-        results.losses,
-        results.buffers,
-        results.dual,
-        results.eps,
-        results.gradient,
-        results.norms,
-        *results.extra.values(),
-    ]
+    found = [getattr(results, f.name) for f in fields(results)] + list(results.extra.values())
     found += [t for own in results.snapshots or () for s in own.values() for t in (s.w, s.eps)]
-    return [t for t in found if t is not None and t.device.type != "cpu"]
+    return [t for t in found if isinstance(t, Tensor) and t.device.type != "cpu"]
 
 
 def join_results(parts: Sequence[ClientResults]) -> ClientResults:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import Setup
 from fastsam.fed.executors.client_block import ClientBlock
 from fastsam.fed.executors.cuda import Cuda, Replay
 from fastsam.fed.executors.replay import Function, Replays
 from fastsam.fed.executors.row_state import RowSlice
+from fastsam.fed.executors.task import Setup
 
 KEPT = 16  # graphs, each with its own memory; later sorts train step by step
 _EAGER_EPOCHS = 2  # epochs before a capture, because libraries set up on first use and that cannot be captured
@@ -42,7 +42,7 @@ class EpochGraphs:
     def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
         """The block's next epoch, in the rows of `row_slice`, whose variant is set; False where its steps have to be
         taken one by one."""
-        if block.k % block.epoch or block.gatherer is None or block.tasks[0].work.store is None:
+        if block.k % block.epoch or block.gatherer is None or block.tasks[0].setup.population.store is None:
             return False
         if any(task.snapshots for task in block.tasks) or block.k + block.epoch > block.steps:
             return False
@@ -66,8 +66,7 @@ class EpochGraphs:
     def _functions(self, key: Hashable, block: ClientBlock, replays: Replays) -> tuple[Function, ...] | None:
         """Return the recorded passes of an epoch that is captured now, or None."""
         self._seen[key] = self._seen.get(key, 0) + 1
-        sizes = block.tasks[0].epoch_sizes()
-        found = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(sizes))]
+        found = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(block.sizes))]
         functions = tuple(function for function in found if function is not None)
         early = self._seen[key] <= _EAGER_EPOCHS
         return None if early or len(self._made) == KEPT or len(functions) < len(found) else functions
@@ -76,7 +75,7 @@ class EpochGraphs:
         self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: Step
     ) -> CapturedEpoch:
         x, y = block.samples
-        sizes, ends = block.tasks[0].epoch_sizes(), block.k + block.epoch == block.steps
+        sizes, ends = block.sizes, block.k + block.epoch == block.steps
 
         def work() -> None:
             at = 0

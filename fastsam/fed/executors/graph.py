@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import streams
-from fastsam.fed.executors.base import Setup, refusal
+from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.capturable import looks_at_values
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Replay
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.streams import Lane, Streams
-from fastsam.fed.executors.task import Task
+from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
@@ -38,7 +38,8 @@ class CapturableTrainer(ClientTrainer):
         self.places = torch.zeros(0, dtype=torch.int64, device=setup.device)  # 0, 1, ...: one for each of them
         self.grown = False  # since the owner looked: graphs that know the old buffer are of no use
         self.inputs: dict[Hashable, Batch] = {}
-        self.longest = max(setup.sizes, default=0)
+        population = setup.population
+        self.longest = max(population.sizes if population.sized else (), default=0)
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         super().open(task, start, buffers)
@@ -61,7 +62,7 @@ class CapturableTrainer(ClientTrainer):
     def _make_room(self, dtype: torch.dtype) -> None:
         """A buffer for the losses of this client, and of any that has no more samples than the largest of the run."""
         task = self.task
-        steps = task.work.steps or task.epochs * -(-max(self.longest, len(task.y)) // task.batch_size)
+        steps = task.local_steps or task.epochs * -(-max(self.longest, len(task.y)) // task.setup.options.batch_size)
         self.grown = self.kept is not None
         self.kept = torch.zeros(steps, dtype=dtype, device=self.z.device)
         self.places = torch.arange(steps, device=self.z.device)
@@ -160,7 +161,7 @@ class Graph(Streams):
         against = refusal(setup)
         if against is not None:
             return against
-        if setup.excludes_errors:
+        if setup.options.on_client_error == "exclude":
             return (
                 "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; "
                 "'streams' can"
@@ -173,9 +174,9 @@ class Graph(Streams):
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
         ready, finished = [], []
         for lane in busy:
-            with self.cuda.on(lane.stream), lane.row.client_errors():
+            with self.cuda.on(lane.stream), lane.row.client_errors:
                 batch = next(lane.row.batches, None)
-                if batch is not None:
+                if batch is not None and lane.row.row_slice.variant.has_schedule:
                     lane.row.set_schedule()
             if batch is None:
                 finished.append(lane)
@@ -208,7 +209,7 @@ class Graph(Streams):
     def _own_step(self, lane: Lane, batch: Batch) -> None:
         row, sort = lane.row, self._sort(lane, batch)
         assert isinstance(row, CapturableTrainer)
-        with self.cuda.on(lane.stream), row.client_errors():
+        with self.cuda.on(lane.stream), row.client_errors:
             if sort is None:
                 row.take(row.k, *batch)
                 return
@@ -248,7 +249,7 @@ class Graph(Streams):
             row = lane.row
             assert isinstance(row, CapturableTrainer)
             lane.stream.wait_stream(self.joint)
-            with self.cuda.on(lane.stream), row.client_errors():
+            with self.cuda.on(lane.stream), row.client_errors:
                 row.take(-1, *row.static(batch))
             self.joint.wait_stream(lane.stream)
 

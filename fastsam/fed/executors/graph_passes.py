@@ -2,8 +2,7 @@
 rounding.
 
 A graph is functional: nothing writes in place. Each node has its value of the evaluation in `meta["val"]`. A pass
-proves its change from these values, and returns whether it made one. (`drop_ones` needs only dtypes, which `make_fx`
-records.)
+proves its change from these values. (`drop_ones` needs only dtypes, which `make_fx` records.)
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def simplify(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     module.graph.eliminate_dead_code()
 
 
-def fold_constants(graph: Graph) -> bool:
+def fold_constants(graph: Graph) -> None:
     """Keep values that depend only on shapes (the seed of the backward pass): a node "get_attr" with
     `meta["constant"]`."""
     count, module = 0, graph.owning_module
@@ -98,12 +97,10 @@ def fold_constants(graph: Graph) -> bool:
         kept.meta |= {"val": value, "constant": True}
         _replace(node, kept)
         count += 1
-    return count > 0
 
 
-def drop_ones(graph: Graph) -> bool:
-    """No multiplication by one."""
-    changed = False
+def drop_ones(graph: Graph) -> None:
+    """Leave out multiplications by one."""
     for node in _calls(graph):
         if node.target not in _SCALINGS or type(arguments(node)[1]) not in (int, float) or arguments(node)[1] != 1:
             continue
@@ -111,15 +108,11 @@ def drop_ones(graph: Graph) -> bool:
             for user in node.users:
                 user.target = aten.reshape.default if user.target in _RESHAPES else user.target
             _replace(node, arguments(node)[0])
-            changed = True
-    return changed
 
 
-def shorten_views(graph: Graph) -> bool:
-    """No operation where an earlier tensor is the same (`detach`, `expand` to the same shape, transposed and back, a
-    copy in the same order), and one view of contiguous memory for a chain of them.
-    """
-    changed = False
+def shorten_views(graph: Graph) -> None:
+    """Leave out operations whose result is an earlier tensor (`detach`, `expand` to the same shape, transposed and
+    back, a copy in the same order). Make one view of contiguous memory of a chain of views."""
     for node in _calls(graph):
         if not isinstance(node.meta["val"], Tensor):
             continue
@@ -133,10 +126,8 @@ def shorten_views(graph: Graph) -> bool:
             same = _one_view(graph, node, sources)
         if same is not None:
             _replace(node, same)
-            changed = True
         elif node.target is aten.reshape.default and sources:
-            node.target, changed = aten.view.default, True
-    return changed
+            node.target = aten.view.default
 
 
 def turn_products(graph: Graph) -> bool:
@@ -177,10 +168,9 @@ def fuse_biases(graph: Graph) -> bool:
     return changed
 
 
-def use_products(graph: Graph, product_of: ProductOf) -> bool:
+def use_products(graph: Graph, product_of: ProductOf) -> None:
     """Replace products of matrices, with or without a bias, by the functions of `product_of` (`f(a, b, bias)`; None for
     torch's)."""
-    changed = False
     for node in _calls(graph):
         if node.target not in (aten.bmm.default, aten.baddbmm.default) or node.kwargs:
             continue
@@ -188,33 +178,28 @@ def use_products(graph: Graph, product_of: ProductOf) -> bool:
         product = product_of(a.meta["val"], b.meta["val"])
         if product is not None:
             node.target, node.args = product, (a, b, *(bias or [None]))
-            changed = True
-    return changed
 
 
-def place_outputs(graph: Graph, strides: Sequence[tuple[int, ...]]) -> bool:
-    """Outputs with these strides, which share no memory with inputs or anything that the model holds: others write
+def place_outputs(graph: Graph, strides: Sequence[tuple[int, ...]]) -> None:
+    """Give the outputs these strides, and memory that neither inputs nor the model share, because others write
     there."""
-    output, before = graph.output_node(), outputs(graph)
+    output = graph.output_node()
     held = {memory(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     placed = []
     with graph.inserting_before(output):
-        for node, wanted in zip(before, strides, strict=True):
+        for node, wanted in zip(outputs(graph), strides, strict=True):
             fits = node.meta["val"].stride() == wanted and memory(node) not in held
             placed.append(node if fits else call(graph, strided, node, wanted))
     output.args = (tuple(placed),)
-    return placed != before
 
 
-def bind_functions(graph: Graph) -> bool:
-    """torch's functions and methods of tensors instead of its operations, for a graph that is run as it is."""
-    bound = [n for n in _calls(graph) if n.target in _BOUND or n.target in _METHODS]
-    for node in bound:
+def bind_functions(graph: Graph) -> None:
+    """Call torch's functions and methods of tensors instead of its operations, for a graph that is run as it is."""
+    for node in _calls(graph):
         if node.target in _BOUND:
             node.target = _BOUND[node.target]
-        else:
+        elif node.target in _METHODS:
             node.op, node.target = "call_method", _METHODS[node.target]
-    return bool(bound)
 
 
 def strided(t: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -272,12 +257,8 @@ def _one_view(graph: Graph, node: Node, sources: Sequence[Node]) -> Node | None:
     """Return a view of the farthest contiguous source with the same elements."""
     value = node.meta["val"]
     for source in sources if value.is_contiguous() else ():
-        t = source.meta["val"]
-        if (
-            t.is_contiguous()
-            and t.numel() == value.numel()
-            and not (source is arguments(node)[0] and node.target is aten.view.default)
-        ):
+        t, is_one_view = source.meta["val"], source is arguments(node)[0] and node.target is aten.view.default
+        if t.is_contiguous() and t.numel() == value.numel() and not is_one_view:
             with graph.inserting_before(node):
                 return call(graph, aten.view.default, source, list(value.shape))
     return None

@@ -39,20 +39,6 @@ ROWS = 2  # rows of a recording for a row program, whose rows must not depend on
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
 
 
-@dataclass(frozen=True)
-class Ways:
-    """The ways to run recorded graphs.
-
-    Attributes:
-        row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an operation
-            has no form.
-        product_of: see `graph_passes.use_products`.
-    """
-
-    row_pass: Callable[[GraphModule, Sequence[int]], Function | None] | None = None
-    product_of: ProductOf = lambda a, b: None
-
-
 @dataclass
 class Pass:
     """The way to run passes of one shape. function: None for the plain way. uses: number of compared passes."""
@@ -65,15 +51,27 @@ class Pass:
 class Replays:
     """Replayed passes of one model and one loss.
 
-    plain: losses `[rows]` and gradients `[rows, *shape]` (None for parameters that the loss does not use) of weights,
-    inputs and labels.
-    kept: shapes that are remembered, the least recently used one goes first.
+    Args:
+        plain: losses `[rows]` and gradients `[rows, *shape]` (None for parameters that the loss does not use) of
+            weights, inputs and labels.
+        module, layout: the model and the layout of its parameters.
+        make_row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an
+            operation has no form. None if there are no row programs.
+        product_of: see `graph_passes.use_products`.
+        kept: number of shapes that are remembered. The least recently used one goes first.
     """
 
     def __init__(
-        self, plain: Plain, module: nn.Module, layout: Layout, ways: Ways | None = None, kept: int = KEPT
+        self,
+        plain: Plain,
+        module: nn.Module,
+        layout: Layout,
+        make_row_pass: Callable[[GraphModule, Sequence[int]], Function | None] | None = None,
+        product_of: ProductOf = lambda a, b: None,
+        kept: int = KEPT,
     ) -> None:
-        self.plain, self.module, self.layout, self.ways, self.kept = plain, module, layout, ways or Ways(), kept
+        self.plain, self.module, self.layout, self.kept = plain, module, layout, kept
+        self.make_row_pass, self.product_of = make_row_pass, product_of
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
@@ -96,22 +94,23 @@ class Replays:
     def row_pass(self, batch: int, x: Tensor, y: Tensor) -> Function | None:
         """Return the row program of passes with a batch of samples like x and y (`[n, ...]`) in each row. It is None
         unless a row program exists and was compared, and every parameter has a gradient."""
-        found = self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y))
-        if self.reason is not None or found is None or found.uses < 2 or len(found.slots) < len(self.strides):
-            return None
-        return found.function
+        found = self._compared_pass(self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)))
+        return found.function if found is not None and len(found.slots) == len(self.strides) else None
 
     def settled(self, batch: int, rows: int, x: Tensor, y: Tensor) -> Function | None:
         """Return the function of passes of `rows` rows with a batch of samples like x and y (`[n, ...]`), or None if it
         has not been compared yet."""
         rowwise = self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)
-        found = self._passes.get((*rowwise, rows), self._passes.get(rowwise))
-        return None if self.reason is not None or found is None or found.uses < 2 else found.function
+        found = self._compared_pass(self._passes.get((*rowwise, rows), self._passes.get(rowwise)))
+        return None if found is None else found.function
 
     def has_row_pass(self, x: Tensor, y: Tensor) -> bool:
-        """Return True if passes of this shape, which ran before, are run by a row program."""
+        """Return True if passes over `[rows, batch, ...]`, which ran before, are run by a row program."""
         found = self._passes.get(self._key(x.shape[1:], y.shape[1:], x, y))
         return self.reason is None and found is not None and found.function is not None
+
+    def _compared_pass(self, found: Pass | None) -> Pass | None:
+        return None if self.reason is not None or found is None or found.uses < 2 else found
 
     # --- what is known of a shape ---
 
@@ -125,7 +124,7 @@ class Replays:
         of its shape."""
         rowwise = self._key(x.shape[1:], y.shape[1:], x, y)
         key = (*rowwise, len(x))
-        if self.ways.row_pass is not None:
+        if self.make_row_pass is not None:
             found = self._passes.get(rowwise) or self._recorded(rowwise, *self._two_rows(weights, x, y), rowwise=True)
             self._passes.move_to_end(rowwise)
             if found.function is not None:
@@ -176,9 +175,9 @@ class Replays:
     def _function(self, recording: Recording, rowwise: bool) -> Function | None:
         module = recording.module
         if rowwise:
-            assert self.ways.row_pass is not None
-            return self.ways.row_pass(module, recording.slots)
-        graph_passes.use_products(module.graph, self.ways.product_of)
+            assert self.make_row_pass is not None
+            return self.make_row_pass(module, recording.slots)
+        graph_passes.use_products(module.graph, self.product_of)
         losses = recording.outputs[0]
         graph_passes.place_outputs(module.graph, [losses.stride(), *(self.strides[i] for i in recording.slots)])
         graph_passes.bind_functions(module.graph)

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from fastsam import ops
 from fastsam.arena import Arena
-from fastsam.fed.executors.base import LocalOptions, Setup
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.task import to_device
-from fastsam.fed.step.local_update import NU, Direction, LocalUpdate
+from fastsam.fed.executors.task import LocalOptions, Setup, to_device
+from fastsam.fed.step.local_update import NU, Direction, LocalUpdate, Snapshot
 from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.step.variant import StepVariant
 from fastsam.step import perturbation, set_gsam_coefficients_
@@ -156,6 +155,13 @@ class RowSlice:
         """The radii that the pilot makes of the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of the
         rows."""
         self.hparams[:, 0, HParam.RHO].copy_(pilot.radii(norms, gradients))
+
+    def snapshot(self, row: int) -> Snapshot:
+        """Return a copy of a row before a step, for measures along the path."""
+        if not self.variant.constant:
+            return Snapshot(self.z[row].clone())
+        p = self.field("p")[row].clone()
+        return Snapshot(self.z[row] - p, p)
 
     # --- a step ---
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
+from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
 from fastsam.fed.executors.client import train
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.executors.task import Task
+from fastsam.fed.executors.task import Setup, Task
 
 
 class Sequential(Executor):
@@ -32,7 +32,7 @@ class Sequential(Executor):
                         # The first client whose model draws is trained again, with the seeds of its passes.
                         results = train(row, task, start, buffers)
                 except ClientError as error:
-                    if not self.setup.excludes(error):
+                    if not excludes(self.setup, error):
                         raise
                     results = error
                 assert results is not None  # no client is stopped

@@ -15,14 +15,15 @@ from torch._C import _functorch
 from torch.func import vmap
 
 from fastsam import ops
-from fastsam.arena import Arena, Layout, Segment
+from fastsam.arena import Layout, Segment
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.executors import rowprograms
-from fastsam.fed.executors.base import Setup, refusal
+from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import strided
-from fastsam.fed.executors.replay import Replays, Ways
+from fastsam.fed.executors.replay import Replays
 from fastsam.fed.executors.row_state import RowSlice, RowState
+from fastsam.fed.executors.task import Setup
 from fastsam.fed.step.model_copy import Replica
 
 _CACHE = 4 * 2**20  # bytes of weights
@@ -80,11 +81,8 @@ class StackedPasses:
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
         self.loss = setup.loss
-        ways = Ways(
-            rowprograms.maker(setup),
-            partial(ops.product_of, backend=setup.backend),
-        )
-        self.replays = Replays(self.gradients, replica.module, layout, ways)
+        product_of = partial(ops.product_of, backend=setup.backend)
+        self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
     def run(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of
@@ -196,8 +194,8 @@ def _memory(device: torch.device) -> int:
 def why_not(setup: Setup) -> str | None:
     """Return the reason why the model cannot be trained in stacked rows, or None. It compares a step of two rows with
     single rows."""
-    if setup.batched:
-        return setup.batched
+    if setup.population.batched:
+        return setup.population.batched
     if setup.draws is not None:
         return (
             "a training pass of the model draws random numbers (dropout?), and stacked clients would share what is "
@@ -222,7 +220,7 @@ def why_not(setup: Setup) -> str | None:
 
 def _trial_rows(setup: Setup) -> tuple[Replica, RowSlice]:
     """A copy of the model in training mode, and two rows of other weights."""
-    replica = Replica(setup.model, setup.layout, Arena(setup.layout, device=setup.device).field("w", setup.dtype)[0])
+    replica = Replica.new(setup.model, setup.layout, setup.device)
     replica.module.train()
     row_slice = RowSlice(RowState(setup, 2), slice(0, 2))
     row_slice.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))

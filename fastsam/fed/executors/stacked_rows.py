@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import Setup
 from fastsam.fed.executors.client_block import ClientBlock, neighbours, slots_of, tasks_of
 from fastsam.fed.executors.row_state import RowSlice, RowState
-from fastsam.fed.executors.step_vectors import vectors_of
-from fastsam.fed.executors.task import to_device
+from fastsam.fed.executors.task import Setup, Task, to_device
 
 _INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
 _WRITTEN = ("z", "w", "momentum", "dual", "eps", "path", "last")  # fields that a step writes; the others are only read
@@ -102,3 +100,13 @@ class StackedRows:
                 self._indices.clear()
             self._indices[slots] = to_device(torch.tensor(slots), self.setup.device)
         return self._indices[slots]
+
+
+def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
+    """A vector of the steps of tasks in their order, all of one kind: `[row_size]` where it is one for all, else
+    `[tasks, row_size]`."""
+    first, last = tasks[0], tasks[-1]
+    v: Tensor | None = getattr(first.step, name)
+    if v is None or all(task.step is first.step for task in tasks):
+        return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
+    return torch.stack([own for task in tasks if (own := task.vector(name)) is not None])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
+from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors, why_not
 from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.task import Task
+from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")
@@ -29,9 +29,8 @@ class Lane:
         error: error of a client that is excluded.
     """
 
-    def __init__(self, row: ClientTrainer, cuda: Cuda, excludes: Callable[[ClientError], bool]) -> None:
+    def __init__(self, row: ClientTrainer, cuda: Cuda) -> None:
         self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
-        self.excludes = excludes
         self.error: ClientError | None = None
         self.results: ClientResults | None = None  # results of a loop of the algorithm
 
@@ -52,17 +51,21 @@ class Lane:
             return False
         with self.cuda.on(self.stream):
             try:
-                if self.row.task.loop is None:
-                    return self.row.step()
-                client = Client(self.row)
-                self.results = client.results(self.row.task.loop.run(client))
-                return False
+                if self.row.task.loop is not None:
+                    client = Client(self.row)
+                    self.results = client.results(self.row.task.loop.run(client))
+                    return False
+                with self.row.client_errors:
+                    batch = next(self.row.batches, None)
+                    if batch is not None:
+                        self.row.next_step(*batch)
+                return batch is not None
             except ClientError as error:
                 self._leave_out(error)
                 return False
 
     def _leave_out(self, error: ClientError) -> None:
-        if not self.excludes(error):
+        if not excludes(self.row.setup, error):
             raise error
         self.error = error
 
@@ -92,7 +95,7 @@ class Streams(Executor):
         reason = self.why_not(setup)
         if reason is not None:
             raise ValueError(f"executor {self.name!r} cannot serve here: {reason}. Use executor='sequential'")
-        self.setup, self.slots = setup, setup.slots or SLOTS
+        self.setup, self.slots = setup, setup.options.slots or SLOTS
         self.cuda, self.random = Cuda(setup.device), NoRandomness(setup.device)
         self.lanes: list[Lane] = []
 
@@ -157,7 +160,7 @@ class Streams(Executor):
     def _lane(self, slot: int) -> Lane:
         """Rows are made when they are needed."""
         if slot == len(self.lanes):
-            self.lanes.append(Lane(self.make_row(), self.cuda, self.setup.excludes))
+            self.lanes.append(Lane(self.make_row(), self.cuda))
         return self.lanes[slot]
 
     def make_row(self) -> ClientTrainer:

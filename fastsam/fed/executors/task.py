@@ -1,21 +1,19 @@
-"""The work of a client in one round: a task with the client's data, batches, orders and seeds."""
+"""The facts of a run that executors need, and the work of a client in one round, with its batches, orders and seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastsam.fed.clients.batched import BatchedClients
+from fastsam.arena import Layout
 from fastsam.fed.clients.mapped_rows import one_ahead
-from fastsam.fed.clients.packed_samples import PackedSamples
-from fastsam.fed.clients.pairs import Pair
-from fastsam.fed.clients.population import Augment, augmented
+from fastsam.fed.clients.population import Loss, Population, augmented
 from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
 from fastsam.fed.step.local_update import LocalUpdate
@@ -24,54 +22,96 @@ BLOCK = 32  # batches gathered by one index_select: bounded memory, and one laun
 
 
 @dataclass(frozen=True)
-class Work:
-    """The common facts of all tasks of a round.
+class LocalOptions:
+    """The options of a run for the clients' local work, by the names that `fed.run` has for them. The defaults of the
+    first five are a plain step.
 
     Attributes:
-        round: index of the round.
-        lr: learning rate of the round.
-        epochs, batch_size: epochs and batch size of the local work. The last batch of an epoch has the rest, at its
-            exact shape.
+        momentum: heavy-ball momentum, zero at the start of each round.
+        weight_decay: weight decay at the unperturbed weights, not clipped.
+        clip_norm: largest norm of v, None for no clipping.
+        clip_scope: "full" (the proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside,
+            like the weight decay).
+        optimizer: function of parameters that makes an optimizer of torch for the updates, None for the kernels' SGD.
+        local_steps: number of local steps of every client, in place of epochs.
+        drop_last: an epoch ends with its last whole batch, unless it has only a partial batch. Otherwise the last batch
+            has the rest, at its exact shape.
         shuffle: use a new order in every epoch; otherwise the stored one.
-        seed: seed of the run.
-        clients: data (x, y) of all clients, on the device of the executor; `sizes` their numbers of samples.
-        augment: makes training inputs of the same shape from stored ones.
-        store: memory with the samples of all clients, or None.
-        steps: number of local steps of every client, in place of epochs.
-        drop_last: an epoch ends with its last whole batch, unless it has only a partial batch.
-        samples: the clients if they are not pairs of tensors; `clients` is then empty.
+        slots: number of clients that may train at once, None for the executor's choice.
+        on_client_error: "exclude" excludes a client whose model or loss raises from the round.
     """
 
-    round: int
-    lr: float
-    epochs: int
-    batch_size: int
-    shuffle: bool
-    seed: int
-    clients: Sequence[Pair]
-    sizes: Sequence[int]
-    augment: Augment | None = None
-    store: PackedSamples | None = None
-    steps: int | None = None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    clip_scope: str = "full"
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    local_epochs: int = 1
+    local_steps: int | None = None
+    batch_size: int = 16
     drop_last: bool = False
-    samples: BatchedClients | None = None
+    shuffle: bool = True
+    seed: int = 0
+    slots: int | None = None
+    on_client_error: str = "raise"
 
-    def seed_of(self, client: int) -> int:
-        """Return the seed of all random numbers of a client's work."""
-        return seeds.derive(self.seed, "client", self.round, client)
 
-    def orders(self, clients: Sequence[int], epoch: int) -> Tensor:
+STEP_OPTIONS = frozenset({"momentum", "weight_decay", "clip_norm", "clip_scope", "optimizer"})  # options of a step
+SGD_OPTIONS = STEP_OPTIONS - {"optimizer"}  # options of the kernels' SGD
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The facts from which an executor is made, once per run.
+
+    Attributes:
+        model: the user's model, which is copied.
+        layout: layout of its trainable parameters.
+        loss, options, population, backend: parts of the run.
+        draws: functions of torch that draw random numbers in a training pass (dropout), empty if something else draws
+            them, None if the model draws nothing.
+        changes_buffers: a pass changes the model's buffers (BatchNorm).
+        example: a batch, to try the model with.
+        cohort: largest likely number of clients of a round, None for unknown.
+        loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
+    """
+
+    model: nn.Module
+    layout: Layout
+    loss: Loss
+    options: LocalOptions
+    population: Population
+    backend: str = "auto"
+    draws: frozenset[Callable[..., Any]] | None = None
+    changes_buffers: bool = False
+    example: tuple[Tensor, Tensor] | None = None
+    cohort: int | None = None
+    loop: str = ""
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the trainable parameters."""
+        return next(p.dtype for p in self.model.parameters() if p.requires_grad)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of training."""
+        return self.population.device
+
+    def orders(self, round: int, clients: Sequence[int], epoch: int) -> Tensor:
         """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. The
         first elements of a row are valid, one for each sample of the client."""
-        return seeds.permutations(clients, [self.sizes[i] for i in clients], self.seed, "shuffle", self.round, epoch)
+        sizes = self.population.sizes
+        return seeds.permutations(clients, [sizes[i] for i in clients], self.options.seed, "shuffle", round, epoch)
 
-    def draw_orders(self, clients: Sequence[int]) -> dict[int, list[Tensor]]:
-        """The orders of the samples of some clients, one an epoch; none where the clients may have other numbers of
+    def draw_orders(self, round: int, clients: Sequence[int]) -> dict[int, list[Tensor]]:
+        """Return the orders of the samples of some clients, one an epoch; none if the clients may have other numbers of
         epochs."""
-        if self.steps is not None:
+        if self.options.local_steps is not None:
             return {}
-        epochs = [self.orders(clients, epoch).unbind() for epoch in range(self.epochs)]
-        return {i: [order[: self.sizes[i]] for order in own] for i, *own in zip(clients, *epochs, strict=True)}
+        sizes = self.population.sizes
+        epochs = [self.orders(round, clients, epoch).unbind() for epoch in range(self.options.local_epochs)]
+        return {i: [order[: sizes[i]] for order in own] for i, *own in zip(clients, *epochs, strict=True)}
 
 
 class ClientLoop(NamedTuple):
@@ -92,45 +132,49 @@ class Task:
 
     Attributes:
         client: id of the client.
-        work: common facts of the round.
+        setup: facts of the run.
+        round, lr: index and learning rate of the round.
         step: constants of the local update.
         row: index of the client's row in vectors `[n, row_size]`.
         snapshots: local steps before which the row is copied.
-        orders: orders of its samples, one per epoch, if they have been drawn (see `draw_orders`).
+        orders: orders of its samples, one per epoch, if they have been drawn (see `Setup.draw_orders`).
+        loop: the algorithm's own loop, or None for the run's epochs of local steps.
         own: its samples if they come in batches, from `open` on.
         begun: number of epochs that the client has already begun in this round.
-        loop: the algorithm's own loop, or None for the run's epochs of local steps.
+        given_epochs: number of epochs in place of the run's local work, or None.
     """
 
     client: int
-    work: Work
+    setup: Setup
+    round: int
+    lr: float
     step: LocalUpdate
     row: int = 0
     snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
+    loop: ClientLoop | None = None
     own: ClientDataset | None = None
     begun: int = 0
-    loop: ClientLoop | None = None
+    given_epochs: int | None = None
 
     def following(self, begun: int, epochs: int | None = None) -> Task:
         """Return the task of further epochs, after `begun` ones. `epochs` is their number, None for the run's work."""
-        work = self.work if epochs is None else replace(self.work, epochs=epochs, steps=None)
         orders = self.orders if epochs is None and not begun else None
-        return replace(self, work=work, orders=orders, begun=begun)
+        return replace(self, orders=orders, begun=begun, given_epochs=epochs)
 
     def open(self) -> None:
-        """Has its samples at hand, where they come in batches: of some clients they are loaded here."""
-        if self.work.samples is not None:
-            self.own = self.work.samples[self.client]
+        """Load the client's samples if they come in batches."""
+        if self.setup.population.samples is not None:
+            self.own = self.setup.population.samples[self.client]
 
     @property
     def x(self) -> Tensor:
-        """The inputs of the client. With a store they are in it from `store.begins[client]` on."""
-        return self.work.clients[self.client][0]
+        """The inputs of the client. With a store they are in it from `store.offsets[client]` on."""
+        return self.setup.population.clients[self.client][0]
 
     @property
     def y(self) -> Tensor:
-        return self.work.clients[self.client][1]
+        return self.setup.population.clients[self.client][1]
 
     def vector(self, name: str) -> Tensor | None:
         """Its own vector of the step, `[row_size]`."""
@@ -145,77 +189,62 @@ class Task:
     @property
     def seed(self) -> int:
         """The seed of all random numbers of this work."""
-        return self.work.seed_of(self.client)
+        return seeds.derive(self.setup.options.seed, "client", self.round, self.client)
 
-    @property
-    def round(self) -> int:
-        return self.work.round
-
-    @property
-    def lr(self) -> float:
-        return self.work.lr
+    def pass_seed(self, step: int) -> int:
+        """Return the seed of the model's random numbers (dropout) in both passes of a step."""
+        return seeds.derive(self.seed, "pass", step)
 
     def pace(self, k: int, steps: int) -> tuple[float, float]:
-        """The learning rate and the radius of local step k of `steps`."""
+        """Return the learning rate and the radius of local step k of `steps`."""
         return self.lr * self.step.pace(k, steps), self.step.radius(k, steps)
 
-    @property
-    def epochs(self) -> int:
-        """The number of epochs that it begins."""
-        steps = self.work.steps
-        return self.work.epochs if steps is None else -(-steps // len(self.epoch_sizes()))
-
-    @property
-    def batch_size(self) -> int:
-        return self.work.batch_size
-
-    @property
-    def shuffle(self) -> bool:
-        return self.work.shuffle
-
-    @property
-    def augment(self) -> Augment | None:
-        return self.work.augment
+    # --- its batches ---
 
     @property
     def samples(self) -> int:
         """The number of samples of the client."""
-        return self.work.sizes[self.client]
+        return self.setup.population.sizes[self.client]
+
+    @property
+    def local_steps(self) -> int | None:
+        """The number of steps that takes the place of epochs, or None."""
+        return self.setup.options.local_steps if self.given_epochs is None else None
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs that it begins."""
+        steps = self.local_steps
+        if steps is not None:
+            return -(-steps // len(self.epoch_sizes()))
+        return self.setup.options.local_epochs if self.given_epochs is None else self.given_epochs
 
     def batch_sizes(self) -> list[int]:
         """Samples of each of its batches, in order."""
-        return (self.epoch_sizes() * self.epochs)[: self.work.steps]
+        return (self.epoch_sizes() * self.epochs)[: self.local_steps]
 
     def epoch_sizes(self) -> list[int]:
         """Samples of each batch of an epoch."""
         return self._sizes(self.samples)
 
     def _sizes(self, samples: int) -> list[int]:
-        whole, rest = split_epoch(samples, self.work.batch_size, self.work.drop_last)
-        return [self.work.batch_size] * whole + [rest] * (rest > 0)
-
-    @property
-    def seen(self) -> int:
-        """Samples of all its batches."""
-        plain = self.work.steps is None and not self.work.drop_last
-        return self.samples * self.epochs if plain else sum(self.batch_sizes())
+        options = self.setup.options
+        whole, rest = split_epoch(samples, options.batch_size, options.drop_last)
+        return [options.batch_size] * whole + [rest] * (rest > 0)
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """All its batches, in order: (x, y), or (batch, None) where samples come in batches."""
-        every = self._batches()
-        return every if self.work.steps is None else islice(every, self.work.steps)
+        """Return all its batches, in order: (x, y), or (batch, None) where samples come in batches."""
+        batches = self._batches() if self.own is None else self._own_batches(self.own)
+        return batches if self.local_steps is None else islice(batches, self.local_steps)
 
-    def _batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the batches of all epochs."""
-        if self.own is not None:
-            yield from self._own_batches(self.own)
-            return
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        augment = self.setup.population.augment
         for epoch in range(self.begun, self.begun + self.epochs):
             for number, (x, y) in enumerate(self._blocks(epoch)):
-                if self.work.augment is not None:
+                if augment is not None:
                     generator = torch.Generator(x.device)
                     generator.manual_seed(seeds.derive(self.seed, "augment", epoch, number))
-                    x = augmented(self.work.augment, x, generator)
+                    x = augmented(augment, x, generator)
                 sizes = self._sizes(len(y))  # `split` by one size goes through Python
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
@@ -225,22 +254,36 @@ class Task:
 
     def _readings(self, own: ClientDataset) -> Iterator[Callable[[], Any]]:
         """Yield functions that read the batches, one after the other."""
+        sizes = self.epoch_sizes()
         for epoch in range(self.begun, self.begun + self.epochs):
-            order = self._order(epoch) if self.shuffle else torch.arange(sum(self.epoch_sizes()))
-            for number, places in enumerate(order.split_with_sizes(self.epoch_sizes())):
+            order = self._order(epoch) if self.setup.options.shuffle else torch.arange(sum(sizes))
+            for number, places in enumerate(order.split_with_sizes(sizes)):
                 yield partial(own.take, places, seeds.derive(self.seed, "reading", epoch, number))
 
+    def _blocks(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield an epoch's samples in their order, `BLOCK` batches at a time."""
+        options = self.setup.options
+        size = BLOCK * options.batch_size
+        if not options.shuffle:
+            kept = sum(self.epoch_sizes())
+            yield from zip(self.x[:kept].split(size), self.y[:kept].split(size), strict=True)
+            return
+        order = to_device(self._order(epoch), self.y.device)
+        for block in order.split(size) if len(order) > size else (order,):
+            yield self.x.index_select(0, block), self.y.index_select(0, block)
+
     def _order(self, epoch: int) -> Tensor:
-        return (self.orders[epoch] if self.orders else self.work.orders([self.client], epoch)[0])[
-            : sum(self.epoch_sizes())
-        ]
+        """Return the order of the samples of an epoch."""
+        order = self.orders[epoch] if self.orders else self.setup.orders(self.round, [self.client], epoch)[0]
+        return order[: sum(self.epoch_sizes())] if self.setup.options.drop_last else order
 
     def whole(self) -> Iterator[tuple[Any, Any, float]]:
         """Yield all samples once in batches, in stored order, with the share of each batch."""
+        size = self.setup.options.batch_size
         if self.own is not None:
-            yield from ((batch, None, n / self.samples) for batch, n in self.own.batches(self.batch_size))
+            yield from ((batch, None, n / self.samples) for batch, n in self.own.batches(size))
             return
-        for x, y in zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True):
+        for x, y in zip(self.x.split(size), self.y.split(size), strict=True):
             yield x, y, len(y) / self.samples
 
     def first(self, batches: int) -> Iterator[tuple[Any, Any, float]]:
@@ -248,24 +291,6 @@ class Task:
         share = 1 / min(batches, len(self.batch_sizes()))
         for x, y in islice(self.batches(), batches):
             yield x, y, share
-
-    def _blocks(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """An epoch's samples in their order, `BLOCK` batches at a time."""
-        size, kept = BLOCK * self.work.batch_size, sum(self.epoch_sizes()) if self.work.drop_last else None
-        if not self.work.shuffle:
-            x, y = (self.x, self.y) if kept is None else (self.x[:kept], self.y[:kept])
-            yield from zip(x.split(size), y.split(size), strict=True)
-            return
-        drawn = self.orders[epoch] if self.orders else self.work.orders([self.client], epoch)[0]
-        if kept is not None:
-            drawn = drawn[:kept]
-        order = to_device(drawn, self.y.device)
-        for block in order.split(size) if len(order) > size else (order,):
-            yield self.x.index_select(0, block), self.y.index_select(0, block)
-
-    def pass_seed(self, step: int) -> int:
-        """Return the seed of the model's random numbers (dropout) in both passes of a step."""
-        return seeds.derive(self.seed, "pass", step)
 
 
 def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:

@@ -10,11 +10,11 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
+from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
 from fastsam.fed.executors.client import train
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
-from fastsam.fed.executors.task import Task
+from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults
 
 _PATIENCE = 0.1  # seconds between two looks for Ctrl-C
@@ -47,7 +47,7 @@ class Threads(Executor):
         reason = why_not(setup)
         if reason is not None:
             raise ValueError(f"executor {self.name!r} cannot serve here: {reason}. Use executor='sequential'")
-        self.setup, self.slots = setup, setup.slots or cpus()
+        self.setup, self.slots = setup, setup.options.slots or cpus()
         self.random = NoRandomness(setup.device)
         self.rows: list[ClientTrainer] = []
 
@@ -77,7 +77,7 @@ class Threads(Executor):
                 return
             results = team.next_end()
             out -= 1
-            if isinstance(results, BaseException) and not self.setup.excludes(results):
+            if isinstance(results, BaseException) and not excludes(self.setup, results):
                 raise results
             if isinstance(results, ClientResults):
                 self.random.check(results.client_ids[0])
@@ -96,7 +96,7 @@ def why_not(setup: Setup) -> str | None:
     """Why threads cannot train this; None when they can."""
     if setup.device.type != "cpu":
         return f"it runs on the CPU, the run on {setup.device}"
-    if setup.reads_draw:
+    if setup.population.reads_draw:
         return (
             "reading a batch draws random numbers from generators that are one for all clients that train at the same "
             "time"
@@ -140,7 +140,7 @@ class _Team:
             with row.random.drawing():
                 return train(row, task, self.start, self.buffers, self.stop.is_set)
         except ClientError as error:
-            if not self.setup.excludes(error):
+            if not excludes(self.setup, error):
                 raise
             return error
 

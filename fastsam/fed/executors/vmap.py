@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import epoch_graphs, stacked
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup
+from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
 from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
@@ -28,13 +28,11 @@ from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms import RowPass
-from fastsam.fed.executors.stacked_rows import StackedRows
-from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
-from fastsam.fed.executors.task import Task
-from fastsam.fed.step.local_update import ClientResults, LocalUpdate, Snapshot
+from fastsam.fed.executors.stacked_rows import StackedRows, vectors_of
+from fastsam.fed.executors.task import Setup, Task
+from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.pilot import Pilot
-from fastsam.fed.step.variant import StepVariant
 
 _SLOT = attrgetter("slot")
 Kept = tuple[int, dict[int, Snapshot], int]  # see `rows_to_keep`
@@ -55,14 +53,14 @@ class Vmap(Executor):
         if reason is not None:
             raise ValueError(f"executor 'vmap' cannot serve here: {reason}. Use executor='auto' or 'sequential'")
         self.setup, self.layout = setup, setup.layout
-        self.slots = setup.slots or stacked.slots_of(setup)
+        self.slots = setup.options.slots or stacked.slots_of(setup)
         self.numbers = f"vmap, {self.slots} slots"
         self.rows = StackedRows(setup, self.slots)
         self.replica = Replica(setup.model, setup.layout, self.rows.rows.field("z")[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
         self.random = NoRandomness(setup.device)
         self.epochs = (
-            None if setup.excludes_errors else epoch_graphs.epoch_graphs_of(setup)
+            None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
         )  # a capture that fails is the end
         self._shapes: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
@@ -98,7 +96,8 @@ class Vmap(Executor):
         opened: list[ClientBlock] = []
         steps = {id(task.step): task.step for task in new}
         sorts = {
-            key: (self._kind(step), step.full_gradient, step.pilot, step.start is None) for key, step in steps.items()
+            key: (step.constants.variant, step.full_gradient, step.pilot, step.start is None)
+            for key, step in steps.items()
         }
         for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
             these, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].step)]
@@ -110,11 +109,6 @@ class Vmap(Executor):
                 self.rows.row_slice(blocks).start_shifted(e)
             opened += blocks
         return opened
-
-    def _kind(self, step: LocalUpdate) -> StepVariant:
-        """Return the variant of a step. Raises ValueError if its vectors are not like the weights."""
-        check_vectors(step, self.start)
-        return step.constants.variant
 
     def _first_gradients(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
         """Each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, into the field
@@ -172,17 +166,10 @@ class Vmap(Executor):
 
     def _close(self, blocks: list[ClientBlock]) -> Iterator[ClientResults]:
         """Yield the results of finished clients, in groups with the same fields."""
-        groups: dict[tuple[bool, ...], list[ClientBlock]] = {}
+        groups: dict[object, list[ClientBlock]] = {}
         for block in blocks:
             step = block.tasks[0].step
-            sort = (
-                block.variant.constant,
-                step.start is None,
-                step.dual is None,
-                step.full_gradient,
-                block.variant.piloted,
-            )
-            groups.setdefault(sort, []).append(block)
+            groups.setdefault((block.variant, step.start is None, step.full_gradient), []).append(block)
         for group in groups.values():
             yield row_ends(group, self.rows.gathered(group), self.start, self.buffers)
 
@@ -202,7 +189,7 @@ class Vmap(Executor):
 
     def _leave_out(self, blocks: list[ClientBlock], error: ClientError) -> None:
         """Exclude the blocks whose clients have this error. Raises the error if clients are not excluded."""
-        if not self.setup.excludes(error):
+        if not excludes(self.setup, error):
             raise error
         for block in blocks:
             if not set(error.client_ids).isdisjoint(task.client for task in block.tasks):
@@ -222,7 +209,7 @@ class Vmap(Executor):
         known = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
         if not isinstance(known, RowPass) or not all(map(known.serves, blocks)):
             return False
-        joins = known.side_by_side and blocks[0].tasks[0].work.store is not None
+        joins = known.side_by_side and blocks[0].tasks[0].setup.population.store is not None
         for together in [blocks] if joins else [[block] for block in blocks]:
             try:
                 row_slice = self.rows.gathered(together)
@@ -237,8 +224,7 @@ class Vmap(Executor):
         x, y = next_batch(blocks)
         row_slice, kept = self.rows.gathered(blocks), rows_to_keep(blocks)
         for i, snapshots, k in kept:
-            p = row_slice.field("p")[i].clone() if row_slice.variant.constant else None
-            snapshots[k] = Snapshot(row_slice.z[i].clone() if p is None else row_slice.z[i] - p, p)
+            snapshots[k] = row_slice.snapshot(i)
         self._local_step(blocks, row_slice, x, y, any(block.k + 1 == block.steps for block in blocks), kept)
         self.rows.put_back_(blocks, row_slice)
         for block in blocks:
@@ -266,12 +252,12 @@ class Vmap(Executor):
         if row_slice.variant.uses_path:
             row_slice.perturb_along_path()
             for i, snapshots, k in kept:
-                snapshots[k] = Snapshot(snapshots[k].w, row_slice.z[i] - snapshots[k].w)
+                snapshots[k] = snapshots[k].perturbed(row_slice.z[i])
         losses, first = self._pass(blocks, row_slice, x, y)
         if row_slice.variant.two_passes:
             row_slice.perturb(first, row_slice.field("eps") if ends and row_slice.s is not None else None)
             for i, snapshots, k in kept:
-                snapshots[k] = Snapshot(snapshots[k].w, row_slice.z[i] - snapshots[k].w)
+                snapshots[k] = snapshots[k].perturbed(row_slice.z[i])
             _, second = self._pass(blocks, row_slice, x, y)
             row_slice.update(second, first)
         else:

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from fastsam.arena import Arena, Layout
+from fastsam.arena import Layout
 from fastsam.fed import executors
 from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round
 from fastsam.fed.clients import sampling
@@ -56,7 +56,7 @@ def assemble(
     """
     place, layout = population.device, Layout.of(trainable(model))
     parameter_layout = ParameterLayout.of(own, layout)
-    view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
+    view = Replica.new(model, layout, place)
     metrics = resolve(settings.metrics)
     evaluator = Evaluator(
         loss, population, tried.classifies, settings.client_test_split, settings.seed, metrics, settings.batch_size
@@ -100,12 +100,10 @@ def assemble(
     clients = len(population.sizes)
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     setup = executors.Setup(
-        model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
-        tried.example, cohort,
-        tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
-        population.batched, population.reads_draw, facts.name if contract.has_loop else "",
+        model, layout, loss, settings.local, population, backend, tried.draws, bool(tried.changed_buffers),
+        tried.example, cohort, facts.name if contract.has_loop else "",
     )  # fmt: skip
-    update, has_phases = _try(contract, setup, population, settings, state, parameter_layout)
+    update, has_phases = _try(contract, setup, settings, state, parameter_layout)
     check(replace(facts, update=update, has_phases=has_phases))
     trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     chosen = executors.choose(settings.executor, setup)
@@ -136,7 +134,6 @@ def assemble(
 def _try(
     contract: Contract,
     setup: executors.Setup,
-    population: Population,
     settings: Settings,
     state: RunState,
     layout: ParameterLayout,
@@ -144,7 +141,7 @@ def _try(
     """Call the algorithm for a first client, so that its errors come before anything is written. Return the client's
     constants, and whether it has a loop with phases, or with further models."""
     lr = settings.lr_of(0)
-    about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, layout,
+    about = Round(0, lr, settings.local_epochs, len(setup.population.sizes), 1, settings.server_lr_of(0), lr, layout,
                   settings.momentum, settings.seed)  # fmt: skip
     client = contract.init_client(state.server)
     constants = contract.local_updates(state.server, client_state.rows([client]), 1, about)[0]
@@ -159,4 +156,4 @@ def _try(
     check_padding_of_step(constants[0], layout)
     if not contract.has_loop:
         return constants[0], False
-    return constants[0], trial_loop.try_loop(contract, setup, population, settings, state, client, constants, about)
+    return constants[0], trial_loop.try_loop(contract, setup, state, client, constants, about)

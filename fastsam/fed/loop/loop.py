@@ -194,7 +194,7 @@ class Loop:
                 settings.sampler, settings.share_of, settings.available, t, num_clients, settings.seed
             )
         if callable(settings.sampler) or settings.available:  # a user's function may draw differently on each rank
-            client_ids = self.ranks.cohort(client_ids, num_clients, state.server["w"])
+            client_ids = self.ranks.share(client_ids)
         return client_ids
 
     def _skipped(self, state: RunState, round: Round, visible: Round, began: float) -> RunState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -158,10 +158,8 @@ class Settings:
 
     @property
     def local(self) -> LocalOptions:
-        """The options of local steps."""
-        make = self.optimizer
-        assert not isinstance(make, str)  # names are classes since __post_init__
-        return LocalOptions(self.momentum, self.weight_decay, self.clip_norm, self.clip_scope, make)
+        """The options of local work."""
+        return LocalOptions(**{f.name: getattr(self, f.name) for f in fields(LocalOptions)})
 
     @property
     def rule(self) -> Rule | None:

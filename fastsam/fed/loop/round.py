@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.population import Population
-from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
+from fastsam.fed.executors import ClientError, Ends, Executor, Task
 from fastsam.fed.executors.task import ClientLoop
 from fastsam.fed.loop.algorithm_calls import Constants, Contract
 from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
@@ -51,15 +51,6 @@ class Run(Protocol):
     def states(self) -> ClientStateStorage: ...
     @property
     def weights(self) -> Sequence[int] | None: ...
-
-
-def work_of(round: Round, settings: Settings, population: Population) -> Work:
-    """Return the facts that all tasks of a round share."""
-    return Work(
-        round.index, round.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
-        population.clients, population.sizes, population.augment, population.store, settings.local_steps,
-        settings.drop_last, population.samples,
-    )  # fmt: skip
 
 
 class Cohort:
@@ -122,7 +113,7 @@ class Cohort:
         """
         longest_first, together = executor.longest_first, executor.slots if executor.stacks else 1
         settings, population = self.settings, self.population
-        work = work_of(self.round, settings, population)
+        setup, index, lr = executor.setup, self.round.index, self.round.lr
         order, later = self._order(self.mine, longest_first), self._order(later, longest_first)
         self.states.begin(self.before.clients, order, later)
         if population.prefetches:
@@ -134,11 +125,11 @@ class Cohort:
         for at in range(0, len(order), together):
             clients = order[at : at + together]
             if together == 1 and settings.shuffle and at % _DRAWN == 0 and population.sized:
-                orders = work.draw_orders(order[at : at + _DRAWN])
+                orders = setup.draw_orders(index, order[at : at + _DRAWN])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
                 kept = self._snapshots(i) if self.stages else _NOTHING
                 loop = self._loop(i) if self.contract.has_loop else None
-                yield Task(i, work, step, row, kept, orders.pop(i, None), loop=loop)
+                yield Task(i, setup, index, lr, step, row, kept, orders.pop(i, None), loop)
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""

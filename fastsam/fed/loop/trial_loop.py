@@ -4,14 +4,11 @@ anything is written."""
 from __future__ import annotations
 
 from fastsam.fed.algorithms.base import Round, State
-from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Setup, Task
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.loop.algorithm_calls import Constants, Contract
 from fastsam.fed.loop.contract import call_algorithm, check_extra
-from fastsam.fed.loop.options import Settings
-from fastsam.fed.loop.round import work_of
 from fastsam.fed.loop.trial_pass import random_state_kept
 from fastsam.fed.rundir.checkpoint import RunState
 
@@ -19,8 +16,6 @@ from fastsam.fed.rundir.checkpoint import RunState
 def try_loop(
     contract: Contract,
     setup: Setup,
-    population: Population,
-    settings: Settings,
     before: RunState,
     client_state: State,
     constants: Constants,
@@ -30,9 +25,7 @@ def try_loop(
 
     Args:
         contract: calls the algorithm.
-        setup: the facts of the run.
-        population: the clients. The trial trains the one with most samples.
-        settings: the options of the run.
+        setup: the facts of the run. The trial trains the client with most samples.
         before: state before the first round.
         client_state: state of a new client.
         constants: its local update, and its row in it.
@@ -44,12 +37,12 @@ def try_loop(
     Raises:
         ValueError: the model, the loss or the loop failed.
     """
-    sizes = population.known_sizes
+    sizes = setup.population.known_sizes
     client = max(sizes, key=lambda i: (sizes[i], -i)) if sizes else 0
     with random_state_kept(setup.device):
         row = ClientTrainer(setup)
         try:
-            task = Task(client, work_of(round, settings, population), *constants)
+            task = Task(client, setup, round.index, round.lr, *constants)
             row.open(task, before.server["w"], before.buffers)
             handle = Client(row, limit=1)
             arguments = (handle, before.server, client_state, round)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastsam.arena import Arena, Layout
+from fastsam.arena import Layout
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.measures import diagnostics, drift, sharpness
@@ -20,7 +20,7 @@ from fastsam.fed.measures.objective import Objective, subset, unit
 from fastsam.fed.measures.options import NAMES, NamedMeasures
 from fastsam.fed.measures.own import OwnMeasures
 from fastsam.fed.step.local_update import ClientResults, Snapshot
-from fastsam.fed.step.model_copy import Replica, trainable
+from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.sums.fixed_point import FixedPointSum
 from fastsam.fed.sums.ranks import Ranks
 
@@ -65,7 +65,6 @@ class RoundMeasures:
             raise ValueError("the measure 'margin' needs class labels; this task has none")
         self.names, self.options, self.rounds, self.batch_size = names, options, rounds, batch_size
         self.classifies, self.loss = classifies, loss
-        first = trainable(model)[0]
         if population.batched:
             raise ValueError(
                 f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}; "
@@ -73,7 +72,7 @@ class RoundMeasures:
                 "own (an object) serve here"
             )
         device = population.device
-        self.replica = Replica(model, layout, Arena(layout, device=device).field("w", first.dtype)[0])
+        self.replica = Replica.new(model, layout, device)
         self.pairs = subset(population.clients, options.samples, seed)
         self.pooled = Objective.pooled(self.replica, loss, self.pairs)
         self.fair = Objective.mean_of(self.replica, loss, self.pairs)

@@ -27,16 +27,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.step.constants import NUMBERS, OBJECTS, Constants, Values, constants_of
+from fastsam.fed.common.checks import number
 from fastsam.fed.step.pilot import Pilot
-from fastsam.step import Direction
+from fastsam.fed.step.variant import ALONG_THE_WAY, StepVariant
+from fastsam.step import Direction, GradCoefficients
 
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
+
+
+# Fields of a LocalUpdate: the numbers and flags, the vectors, and all optional objects.
+NUMBERS = (
+    *("direction", "rho", "eta", "perturbed_weight", "clean_weight", "surrogate_gap", "proximal_coefficient"),
+    *("drift_weight", "uses_last_gradient", "penalty", "lr_end_factor", "rho_end_factor"),
+    *("anchor_weight", "full_gradient"),
+)
+VECTORS = ("gradient_offset", "direction_vector", "dual", "server_perturbation", "start", "anchor", "rho_scale")
+OBJECTS = (*VECTORS, "pilot")
+_NEEDS = {
+    Direction.GRADIENT_MINUS_DUAL: ("dual", "server_perturbation"),
+    Direction.CONSTANT: ("direction_vector",),
+    **dict.fromkeys(ALONG_THE_WAY, ("direction_vector",)),
+}
+_MOST = 1024  # constants that are remembered
+_known: dict[tuple[object, ...], Constants] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """Properties that follow from the numbers of a LocalUpdate. Equal local updates share one object.
+
+    Args:
+        mix: weights of the two gradients.
+        variant: which kernels a step calls.
+        vectors: names of the vectors that are given.
+        has_first_gradient: a gradient is computed before the first step, over all samples or a pilot's batches.
+    """
+
+    mix: GradCoefficients
+    variant: StepVariant
+    vectors: tuple[str, ...]
+    has_first_gradient: bool
 
 
 @dataclass(frozen=True)
@@ -82,35 +118,32 @@ class LocalUpdate:
     """
 
     direction: Direction = Direction.NONE
-    rho: float = 0.0  # radius of the perturbation, over the whole model
-    eta: float = 0.0  # ASAM only
-    perturbed_weight: float = 1.0  # weight of the gradient at the perturbed point
-    clean_weight: float = 0.0  # weight of the gradient at the unperturbed point
+    rho: float = 0.0
+    eta: float = 0.0
+    perturbed_weight: float = 1.0
+    clean_weight: float = 0.0
     surrogate_gap: float = 0.0
-    gradient_offset: Tensor | None = None  # constant added to the gradient
-    proximal_coefficient: float = 0.0  # proximal coefficient
-    direction_vector: Tensor | None = None  # CONSTANT: the direction; PATH, GRADIENT_PLUS: a part of it
-    drift_weight: float = 0.0  # PATH, GRADIENT_PLUS: weight of w - w^t
-    uses_last_gradient: bool = False  # GRADIENT_PLUS
-    dual: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
-    server_perturbation: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
-    penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
-    lr_end_factor: float = 1.0  # the learning rate at the end of the round, over that at its beginning
-    rho_end_factor: float = 1.0  # the radius at the end of the round, over that at its beginning
-    rho_scale: Tensor | None = None  # factors of the radius, weight by weight
-    anchor: Tensor | None = None  # towards which the perturbed point is pulled
+    gradient_offset: Tensor | None = None
+    proximal_coefficient: float = 0.0
+    direction_vector: Tensor | None = None
+    drift_weight: float = 0.0
+    uses_last_gradient: bool = False
+    dual: Tensor | None = None
+    server_perturbation: Tensor | None = None
+    penalty: float = 1.0
+    lr_end_factor: float = 1.0
+    rho_end_factor: float = 1.0
+    rho_scale: Tensor | None = None
+    anchor: Tensor | None = None
     anchor_weight: float = 0.0
-    start: Tensor | None = None  # where the steps begin; None: the global model
+    start: Tensor | None = None
     full_gradient: bool = False
     pilot: Pilot | None = None
     buffers: Sequence[Tensor] | None = None
     constants: Constants = field(init=False, repr=False, compare=False)  # made of these, once for all equal ones
 
     def __post_init__(self) -> None:
-        numbers = [getattr(self, name) for name in NUMBERS]
-        given = tuple([name for name in OBJECTS if getattr(self, name) is not None])
-        values = Values._make((*numbers, given))
-        object.__setattr__(self, "constants", constants_of(values))
+        object.__setattr__(self, "constants", _constants_of(self))
 
     @property
     def backward_passes(self) -> int:
@@ -125,10 +158,108 @@ class LocalUpdate:
         """The radius of step k of `steps`."""
         return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
 
-    @property
-    def keeps_first(self) -> bool:
-        """True if the update reads the first gradient too."""
-        return self.constants.mix.needs_g1
+
+def _constants_of(step: LocalUpdate) -> Constants:
+    """Return the constants of a LocalUpdate.
+
+    Raises:
+        ValueError: for numbers that are not finite or out of range, and for fields that do not go together.
+    """
+    numbers = [getattr(step, name) for name in NUMBERS]
+    given = tuple([name for name in OBJECTS if getattr(step, name) is not None])
+    key = (*numbers, *map(type, numbers), given)  # with the types, because True equals 1
+    try:
+        found = _known.get(key)
+    except TypeError:  # a value without a hash, which the checks name
+        found = None
+    if found is None:
+        found = _made(step, given)
+        if len(_known) == _MOST:
+            _known.clear()
+        _known[key] = found
+    return found
+
+
+def _made(step: LocalUpdate, given: Sequence[str]) -> Constants:
+    _check(step, given)
+    mix = GradCoefficients(step.perturbed_weight, step.clean_weight, step.surrogate_gap)
+    variant = _variant(
+        step.direction,
+        "gradient_offset" in given,
+        bool(step.proximal_coefficient),
+        mix.needs_g1,
+        bool(step.surrogate_gap),
+        step.lr_end_factor != 1 or step.rho_end_factor != 1,
+        step.drift_weight,
+        step.uses_last_gradient,
+        step.anchor_weight,
+        "pilot" in given,
+        "rho_scale" in given,
+    )
+    vectors = tuple(name for name in VECTORS if name in given)
+    return Constants(mix, variant, vectors, step.full_gradient or "pilot" in given)
+
+
+_variant = lru_cache(maxsize=256)(StepVariant)
+
+
+def _check(c: LocalUpdate, given: Sequence[str]) -> None:
+    """Raise ValueError for numbers out of range, and for fields that do not go together."""
+    number("rho", c.rho, at_least=0)
+    number("eta", c.eta, at_least=0)
+    number("penalty", c.penalty, above=0)
+    number("lr_end_factor", c.lr_end_factor, at_least=0)
+    number("rho_end_factor", c.rho_end_factor, at_least=0)
+    if c.rho_end_factor != 1 and c.direction in (Direction.NONE, Direction.CONSTANT):
+        raise ValueError(
+            "LocalUpdate: rho_end_factor belongs to directions with a perturbation of every step; the direction is "
+            f"{c.direction.value!r}, with rho_end_factor={c.rho_end_factor!r}"
+        )
+    if "rho_scale" in given and c.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
+        raise ValueError(
+            f"LocalUpdate: rho_scale belongs to a perturbation without a dual; the direction is {c.direction.value!r}"
+        )
+    number("anchor_weight", c.anchor_weight, at_least=0, at_most=1)
+    for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift_weight"):
+        number(name, getattr(c, name))
+    needed = _NEEDS.get(c.direction, ())
+    for name in ("direction_vector", "dual", "server_perturbation"):
+        if (name in given) != (name in needed):
+            raise ValueError(
+                f"LocalUpdate: the direction {c.direction.value!r} takes {', '.join(needed) or 'none'} of the "
+                f"vectors direction_vector, dual, server_perturbation; "
+                f"{name} was {'not given' if name in needed else 'given'}"
+            )
+    if (c.drift_weight and c.direction not in ALONG_THE_WAY) or (
+        c.uses_last_gradient and c.direction is not Direction.GRADIENT_PLUS
+    ):
+        raise ValueError(
+            "LocalUpdate: drift_weight belongs to the directions 'path' and 'gradient plus', uses_last_gradient to "
+            f"'gradient plus'; the direction is {c.direction.value!r}, with drift_weight={c.drift_weight!r} and "
+            f"uses_last_gradient={c.uses_last_gradient!r}"
+        )
+    if ("anchor" not in given) == (c.anchor_weight > 0) or (c.anchor_weight and c.backward_passes == 1):
+        raise ValueError(
+            "LocalUpdate: an anchor and an anchor_weight > 0 go together, in a step whose perturbation is found by a "
+            "first gradient; got "
+            f"anchor_weight={c.anchor_weight!r}, {'no' if 'anchor' not in given else 'an'} anchor, and the direction "
+            f"{c.direction.value!r}"
+        )
+    if (c.clean_weight or c.surrogate_gap) and c.backward_passes == 1:
+        raise ValueError(
+            "LocalUpdate: clean_weight and surrogate_gap combine the gradients at the unperturbed and at the "
+            f"perturbed weights; the direction {c.direction.value!r} has one gradient only"
+        )
+    if "pilot" in given and (c.direction is Direction.NONE or c.full_gradient):
+        raise ValueError(
+            "LocalUpdate: a pilot finds the radius of a perturbation, by gradients that take the place of the full "
+            "one; got the direction "
+            f"{c.direction.value!r} and full_gradient={c.full_gradient!r}"
+        )
+    if "pilot" in given and c.rho_end_factor != 1:
+        raise ValueError(
+            f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end_factor={c.rho_end_factor!r}"
+        )
 
 
 def lr_sum(lr_end_factor: float, steps: int) -> float:
@@ -143,6 +274,10 @@ class Snapshot:
 
     w: Tensor
     eps: Tensor | None = None
+
+    def perturbed(self, z: Tensor) -> Snapshot:
+        """Return the snapshot with the perturbation by which the row is at `z`."""
+        return Snapshot(self.w, z - self.w)
 
 
 @dataclass(frozen=True)

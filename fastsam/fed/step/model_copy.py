@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from fastsam.arena import Layout
+from fastsam.arena import Arena, Layout
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -76,6 +76,11 @@ class Replica:
         for parameter, view in zip(self.parameters, layout.views(row), strict=True):
             parameter.data = view
             parameter.grad = None
+
+    @classmethod
+    def new(cls, model: nn.Module, layout: Layout, device: torch.device) -> Replica:
+        """Return a replica in a new row."""
+        return cls(model, layout, Arena(layout, device=device).field("w", trainable(model)[0].dtype)[0])
 
     @torch.no_grad()
     def load(self, weights: Tensor, buffers: Sequence[Tensor]) -> None:

@@ -182,20 +182,6 @@ class FixedPointAggregate:
         self._vectors: dict[Key, FixedPointSum] = {}
         self._numbers: dict[str, int] = {}  # their sums
 
-    def add_(
-        self, weight: int, mean: Mapping[str, Tensor], total: Mapping[str, Tensor], numbers: Mapping[str, float]
-    ) -> str | None:
-        """Add one client, or nothing of it.
-
-        Returns:
-            The reason why the client was left out (a vector or number is not finite or out of range), or None.
-
-        Raises:
-            ValueError: a vector does not have the shape of the other clients' vectors.
-        """
-        means, totals = ({name: x[None] for name, x in vectors.items()} for vectors in (mean, total))
-        return self.add_rows_([weight], means, totals, {name: [value] for name, value in numbers.items()}).get(0)
-
     def add_rows_(
         self,
         weights: Sequence[int],
@@ -204,16 +190,19 @@ class FixedPointAggregate:
         numbers: Mapping[str, Sequence[float]],
         problems: Problems | None = None,
     ) -> Problems:
-        """Add n clients at once, as `add_` does: vectors `[n, ...]`, n numbers under each name.
+        """Add n clients, or nothing of a client with a problem.
 
         Args:
             weights: the run's weights.
-            mean, total: vectors for the weighted means and for the plain sums.
+            mean, total: vectors `[n, ...]` for the weighted means and for the plain sums.
             numbers: n numbers under each name.
             problems: clients that are left out in any case, by index.
 
         Returns:
-            The clients that were left out, and the reasons.
+            The clients that were left out, and the reasons (a vector or number is not finite or out of range).
+
+        Raises:
+            ValueError: a vector does not have the shape of earlier clients' vectors.
         """
         problems = _problems(numbers, self._largest) | (problems or {})
         terms = [Term(self._sum("mean", name, x), name, x, self._unit) for name, x in mean.items()]

@@ -117,18 +117,6 @@ class Ranks:
             dist.broadcast_object_list(found, src=0)
         return found[0]
 
-    def cohort(self, active: Sequence[int], clients: int, like: Tensor) -> list[int]:
-        """The cohort of rank 0 in ascending order, out of `clients` clients; collective. like: a tensor on the device
-        of the run."""
-        if self.size == 1:
-            return list(active)
-        chosen = torch.zeros(clients, dtype=torch.uint8)
-        chosen[list(active)] = 1
-        chosen = chosen.to(like.device)
-        with _rank_errors():
-            dist.broadcast(chosen, src=0)
-        return chosen.nonzero().flatten().tolist()
-
     def add_(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (int64, the same shapes on all ranks) becomes its sum over the ranks: one all-reduce of one
         buffer."""

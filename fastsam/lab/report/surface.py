@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.torch
 from torch import Tensor, nn
 
-from fastsam.arena import Arena, Layout
+from fastsam.arena import Layout
 from fastsam.fed.clients.population import Loss, Pair
 from fastsam.fed.loop.determinism import repeatable
 from fastsam.fed.measures import Objective
@@ -44,7 +44,7 @@ def loss_surfaces(
 def _surface(model: nn.Module, pairs: Sequence[Pair], loss: Loss, points: int) -> np.ndarray:
     first: Tensor = trainable(model)[0]
     layout = Layout.of(trainable(model))
-    replica = Replica(model, layout, Arena(layout, device=first.device).field("w", first.dtype)[0])
+    replica = Replica.new(model, layout, first.device)
     moved = [
         (x.to(first.device, first.dtype) if x.is_floating_point() else x.to(first.device), y.to(first.device))
         for x, y in pairs

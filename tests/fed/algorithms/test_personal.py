@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.executors import Setup, stacked
+from fastsam.fed.executors import stacked
 from fastsam.fed.executors.graph import Graph
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, replayed
@@ -16,6 +16,7 @@ from tests.helpers.fed_runs import same_bits
 from tests.helpers.mutants.apply import replaced
 from tests.helpers.mutants.table import PERSONAL
 from tests.helpers.oracle import personal as unfused
+from tests.helpers.setups import setup_of
 
 OPTIONS = oracle.Options(rounds=4, momentum=0.5, weight_decay=0.02, server_lr=0.7, shuffle=True, seed=3, epochs=2)
 SIZES = (8, 12, 5, 9, 23)  # no batch of 6 leaves a single sample, on which BatchNorm could not train
@@ -329,7 +330,7 @@ def test_executors_that_take_no_loops_say_so(name):
     words = f"{name} trains each client in a loop of its own"
     with pytest.raises(ValueError, match=f"'vmap' cannot serve here: {words}"):
         ran(made(), algorithm, executor="vmap")
-    setup = Setup(None, None, None, None, torch.device("cpu"), "auto", loop=name)
+    setup = setup_of(loop=name)
     assert words in (Graph.why_not(setup) or "") and words in (stacked.why_not(setup) or "")
     assert same_bits(ran(made(), algorithm, executor="auto").model, ran(made(), algorithm).model)
 

@@ -315,7 +315,7 @@ def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():
     """Memory that another stream still reads must not be freed."""
     q, e, start, w, v = torch.zeros(5, 3).unbind()
     update = fed.LocalUpdate(fed.Direction.PATH, direction_vector=e, gradient_offset=q, start=start)
-    task = Task(0, None, update, loop=ClientLoop(default, [w, v]))
+    task = Task(0, None, 0, 0.1, update, loop=ClientLoop(default, [w, v]))
     assert {id(t) for t in (q, e, start, w, v)} <= {id(t) for t in cuda.vectors(task)}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.executors import LocalOptions
+from fastsam.fed.executors.task import STEP_OPTIONS
 from fastsam.fed.step.variant import StepVariant
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, run
@@ -58,7 +58,7 @@ def trained(executor, update, **options):
 
 
 def test_every_option_and_variant_has_a_case():
-    assert {*OPTIONS} == {f.name for f in fields(LocalOptions)}
+    assert {*OPTIONS} == STEP_OPTIONS
     assert {*VARIANTS} == {f.name for f in fields(StepVariant)}
 
 

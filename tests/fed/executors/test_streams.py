@@ -14,13 +14,15 @@ from fastsam import fed
 from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
 from fastsam.fed.data import FederatedData
-from fastsam.fed.executors import LocalOptions, Setup, Task, Work, auto, capturable
+from fastsam.fed.executors import LocalOptions, Setup, Task, auto
 from fastsam.fed.executors.cuda import CaptureError
+from fastsam.fed.step import model_copy
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fake_cuda import FakeCuda, Watch
 from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
+from tests.helpers.setups import setup_of
 
 EXECUTORS = ("streams", "graph")
 CASES = {
@@ -245,11 +247,10 @@ def oracle_tasks(sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5) -> tupl
     layout = Layout.of(list(model.parameters()))
     start = torch.zeros(layout.row_size)
     layout.gather([p.detach() for p in model.parameters()], start)
-    loss = torch.nn.functional.cross_entropy
-    setup = Setup(model, layout, loss, LocalOptions(momentum=0.5), torch.device("cpu"), "reference", slots=3)
+    options = LocalOptions(momentum=0.5, local_epochs=2, batch_size=batch, seed=100, slots=3)
+    setup = setup_of(model, clients, options)
     step = LocalUpdate(Direction.GRADIENT, rho=0.05)
-    work = Work(0, 0.1, 2, batch, True, 100, clients, [len(y) for _, y in clients])
-    tasks = [Task(i, work, step) for i in range(len(clients))]
+    tasks = [Task(i, setup, 0, 0.1, step) for i in range(len(clients))]
     return tasks, start, setup
 
 
@@ -324,20 +325,25 @@ def test_auto_takes_graphs_on_a_gpu_unless_a_capture_would_fail_or_freeze(
     made = model()
     layout = Layout.of(list(made.parameters()))
     example = oracle.ragged_clients(torch.float32, (8,))[0]
-    monkeypatch.setattr(capturable, "Arena", lambda layout, device: Arena(layout))  # on the CPU
+    monkeypatch.setattr(model_copy, "Arena", lambda layout, device: Arena(layout))  # on the CPU
     found, reason = rule_of(monkeypatch, model=made, layout=layout, example=example)
     assert found == name and re.search(because, reason), reason
 
 
-def rule_of(monkeypatch: MonkeyPatch, **changes: object) -> tuple[str, str]:
+def rule_of(monkeypatch: MonkeyPatch, options: Any = None, **changes: object) -> tuple[str, str]:
     """Return the executor that "auto" selects for unstacked clients on a GPU, and the reason."""
     monkeypatch.setattr(auto, "_not_stacked", lambda setup: "not in this test")
-    return auto.rule(replace(oracle_tasks()[2], device=torch.device("cuda"), **changes))
+    setup = oracle_tasks()[2]
+    population, options = (
+        replace(setup.population, place=torch.device("cuda")),
+        replace(setup.options, **(options or {})),
+    )
+    return auto.rule(replace(setup, population=population, options=options, **changes))
 
 
 @pytest.mark.usefixtures("no_cuda")
 def test_auto_takes_streams_if_a_client_that_raises_is_excluded(monkeypatch: MonkeyPatch) -> None:
-    found, reason = rule_of(monkeypatch, excludes_errors=True)
+    found, reason = rule_of(monkeypatch, options={"on_client_error": "exclude"})
     assert found == "streams" and "on_client_error='exclude'" in reason
 
 
@@ -358,7 +364,7 @@ def test_lanes_that_end_together_close_together(executor: str) -> None:
 def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: MonkeyPatch) -> None:
     """Also where nothing can be waited for afterwards."""
     tasks, start, setup = oracle_tasks((64, 64, 64), batch=16)
-    made = executors.registry["graph"](replace(setup, slots=slots))
+    made = executors.registry["graph"](replace(setup, options=replace(setup.options, slots=slots)))
 
     def refuses(work: object, stream: object) -> None:
         monkeypatch.setattr(type(made.joint), "wait_stream", dead)

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastsam import fed
-from fastsam.arena import Layout
 from fastsam.fed.clients.packed_samples import stored as store_of
-from fastsam.fed.executors import LocalOptions, Setup, Task, Work, stacked, stacked_rows
+from fastsam.fed.executors import LocalOptions, Setup, Task, stacked, stacked_rows
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
 from tests.helpers.fed_kinds import run as run_kinds
 from tests.helpers.fed_runs import SIZES, digest, run
+from tests.helpers.setups import setup_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # relative error of a weight after a few dozen steps
 # one algorithm for each form of a step; the others are slow tests
@@ -95,18 +95,18 @@ def test_ignored_labels_do_not_count():
 
 def tasks_of(n, stored, **options):
     """Three tasks of n samples, in a store or each on its own."""
-    work = {"round": 0, "lr": 0.1, "epochs": 2, "batch_size": 3, "shuffle": True, "seed": 5} | options
+    local = LocalOptions(**{"local_epochs": 2, "batch_size": 3, "seed": 5, **options})
     pairs = [(torch.arange(n, dtype=torch.float64)[:, None] + 1000 * i, torch.arange(n)) for i in range(3)]
     store = None
     if stored:
         pairs, store = store_of(pairs)
-    made = Work(**work, clients=pairs, sizes=[n] * 3, store=store)
-    return [Task(i, made, fed.LocalUpdate()) for i in range(3)]
+    setup = setup_of(None, pairs, local, store=store)
+    return [Task(i, setup, 0, 0.1, fed.LocalUpdate()) for i in range(3)]
 
 
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"shuffle": False}, {"batch_size": 1, "epochs": 1}, {"batch_size": 200}], ids=str
+    "options", [{}, {"shuffle": False}, {"batch_size": 1, "local_epochs": 1}, {"batch_size": 200}], ids=str
 )
 @pytest.mark.parametrize("n", [1, 7, 100])
 def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, stored):
@@ -172,11 +172,9 @@ def test_errors_name_the_clients():
 GIB = 1 << 30
 
 
-def setup_of(device: str, cohort: int | None, width: int = 32) -> Setup:
+def dense(device: str, cohort: int | None, width: int = 32) -> Setup:
     model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10))
-    layout = Layout.of(list(model.parameters()))
-    loss = torch.nn.functional.cross_entropy
-    return Setup(model, layout, loss, LocalOptions(), torch.device(device), "reference", cohort=cohort)
+    return setup_of(model, device=device, cohort=cohort)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,7 @@ def test_on_a_gpu_rows_follow_cohort_and_memory(
 ) -> None:
     """No cache of a processor limits them: a call costs the same for any number."""
     monkeypatch.setattr(stacked, "_memory", lambda device: memory)
-    setup = setup_of("cuda", cohort)
+    setup = dense("cuda", cohort)
     found = stacked.slots_of(setup)
     assert found == rows
     assert 4 * 16 * found * 4 * setup.layout.row_size <= memory
@@ -196,12 +194,12 @@ def test_on_a_gpu_rows_follow_cohort_and_memory(
 
 def test_one_row_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacked, "_memory", lambda device: 1)
-    assert stacked.slots_of(setup_of("cuda", 100)) == 1
-    assert stacked.slots_of(replace(setup_of("cpu", 100), cohort=1)) == 1
+    assert stacked.slots_of(dense("cuda", 100)) == 1
+    assert stacked.slots_of(replace(dense("cpu", 100), cohort=1)) == 1
 
 
 def test_on_a_cpu_rows_stay_in_the_cache() -> None:
-    assert stacked.slots_of(setup_of("cpu", 5000)) == 64 and stacked.slots_of(setup_of("cpu", 5000, width=4000)) == 4
+    assert stacked.slots_of(dense("cpu", 5000)) == 64 and stacked.slots_of(dense("cpu", 5000, width=4000)) == 4
 
 
 def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

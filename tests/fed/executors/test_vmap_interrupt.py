@@ -9,10 +9,9 @@ import torch._functorch
 from torch import nn
 from torch._C import _functorch
 
-from fastsam.arena import Layout
-from fastsam.fed.executors import Setup, stacked
-from fastsam.fed.executors.base import LocalOptions
+from fastsam.fed.executors import LocalOptions, Setup, stacked
 from tests.helpers.interrupting import Interrupt, Tracer
+from tests.helpers.setups import setup_of
 
 # functions that open and close levels of mapping
 TORCH = (str(Path(torch._functorch.__file__).parent / "vmap.py"),)
@@ -23,10 +22,7 @@ def _setup() -> Setup:
     model = nn.Linear(6, 3)
     example = torch.randn(4, 6), torch.arange(4) % 3
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)  # mapped too
-    return Setup(
-        model, Layout.of(list(model.parameters())), loss, LocalOptions(), torch.device("cpu"), "reference", 2,
-        example=example,
-    )  # fmt: skip
+    return setup_of(model, options=LocalOptions(slots=2), loss=loss, example=example)
 
 
 def test_an_interrupt_of_the_trial_comes_out_and_leaves_nothing_mapped() -> None:

@@ -12,13 +12,14 @@ from fastsam import fed
 from fastsam.fed.clients import packed_samples as stores
 from fastsam.fed.clients.packed_samples import stored
 from fastsam.fed.clients.pairs import ALIGNMENT
-from fastsam.fed.executors import Task, Work
+from fastsam.fed.executors import LocalOptions, Task
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, same_bits
+from tests.helpers.setups import setup_of
 
 SIZES = (9, 9, 4, 9, 9, 17, 9)
 
@@ -264,8 +265,9 @@ def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
 @pytest.mark.parametrize("kept", [True, False], ids=["store", "own"])
 def test_a_span_is_its_batches_one_after_the_other(n, size, counts, kept):
     pairs, store = stored([(torch.randn(n, 2), torch.arange(n)) for _ in range(3)])
-    work = Work(0, 0.1, 2, size, True, 3, pairs, [n] * 3, None, store if kept else None)
-    tasks = [Task(i, work, fed.LocalUpdate()) for i in range(3)]
+    options = LocalOptions(local_epochs=2, batch_size=size, seed=3)
+    setup = setup_of(None, pairs, options, store=store if kept else None)
+    tasks = [Task(i, setup, 0, 0.1, fed.LocalUpdate()) for i in range(3)]
     gatherer, k = BatchGatherer(tasks), 0
     for count in counts:
         samples = gatherer.sample_indices(k, count)

@@ -18,6 +18,7 @@ from fastsam.fed.sums.fixed_point import LIMIT, FixedPointAggregate, FixedPointS
 from tests.helpers import oracle, rank_cases
 from tests.helpers.fed_runs import digest, run, same_bits
 from tests.helpers.rank_group import on_ranks
+from tests.helpers.sums import add_client_
 
 numbers = st.floats(-1e6, 1e6, allow_subnormal=True)
 
@@ -83,12 +84,12 @@ def test_many_small_terms_carry_into_the_high_limb():
 def test_what_cannot_be_summed_is_refused_whole(bad):
     aggregate = FixedPointAggregate(terms=4, heaviest=1)
     good = {"delta": torch.ones(3)}
-    assert aggregate.add_(1, good, {"count": torch.ones(2)}, {"loss": 1.0}) is None
+    assert add_client_(aggregate, 1, good, {"count": torch.ones(2)}, {"loss": 1.0}) is None
     poison = torch.tensor([1.0, bad, 2.0])
-    assert "delta" in aggregate.add_(1, {"delta": poison}, {"count": torch.ones(2)}, {"loss": 1.0})
-    assert "count" in aggregate.add_(1, good, {"count": torch.tensor([0.0, bad])}, {"loss": 1.0})
+    assert "delta" in add_client_(aggregate, 1, {"delta": poison}, {"count": torch.ones(2)}, {"loss": 1.0})
+    assert "count" in add_client_(aggregate, 1, good, {"count": torch.tensor([0.0, bad])}, {"loss": 1.0})
     if not math.isfinite(bad):
-        assert "loss" in aggregate.add_(1, good, {"count": torch.ones(2)}, {"loss": bad})
+        assert "loss" in add_client_(aggregate, 1, good, {"count": torch.ones(2)}, {"loss": bad})
     assert aggregate.num_clients == 1
     assert aggregate.mean("delta").tolist() == [1, 1, 1]
     assert aggregate.sum("count").tolist() == [1, 1]
@@ -110,7 +111,7 @@ def test_weights_are_exact():
     weights, values = [1, 1000, 37], [0.1, -3.7, 1e-5]
     for w, v in zip(weights, values):
         mean, total = {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}
-        assert aggregate.add_(w, mean, total, {"loss": v}) is None
+        assert add_client_(aggregate, w, mean, total, {"loss": v}) is None
     stored = [Fraction(torch.tensor(v).item()) for v in values]
     mean = sum(w * v for w, v in zip(weights, stored)) / sum(weights)
     assert aggregate.mean("x").item() == pytest.approx(float(mean), rel=3e-16)
@@ -121,9 +122,9 @@ def test_weights_are_exact():
 
 def test_shapes_must_agree():
     aggregate = FixedPointAggregate(2, 1)
-    aggregate.add_(1, {"x": torch.ones(3)}, {}, {})
+    add_client_(aggregate, 1, {"x": torch.ones(3)}, {}, {})
     with pytest.raises(ValueError, match=r"'x'.*\[4\] after \[3\]"):
-        aggregate.add_(1, {"x": torch.ones(4)}, {}, {})
+        add_client_(aggregate, 1, {"x": torch.ones(4)}, {}, {})
 
 
 # --- Weights that clients send: means over them, exact as all sums.

@@ -13,27 +13,27 @@ loop.round Cohort.__init__: sizes[i] if by_samples else 1 => sizes[i] @ fedavg
 # FedAdam, FedAdagrad, FedYogi
 algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadagrad-momentum
-algorithms.fedadam FedAdam.second_moment: (1 - self.beta2) * square => square @ fedadam
+algorithms.adaptive FedAdam.second_moment: (1 - self.beta2) * square => square @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: delta ** 2 => delta.abs() @ fedadam-start
 algorithms.adaptive AdaptiveServer.step_server: self.beta1 * server['m'].double() => self.beta2 * server['m'].double() @
     fedadam
-algorithms.fedadam FedAdam.second_moment: self.beta2 * V => V @ fedadam
+algorithms.adaptive FedAdam.second_moment: self.beta2 * V => V @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: size.sqrt() + self.tau => (size + self.tau).sqrt() @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: self.tau => 0.01 @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: round.server_lr * by => by @ fedadam
 algorithms.adaptive AdaptiveServer.init_server: torch.full_like(w0, self.V0) => torch.zeros_like(w0) @ fedadam-start
-algorithms.fedadam FedAdam.corrected: self.beta1 ** (round.index + 1) => self.beta1 ** (round.index + 2) @
+algorithms.adaptive FedAdam.corrected: self.beta1 ** (round.index + 1) => self.beta1 ** (round.index + 2) @
     fedadam-corrected
-algorithms.fedadam FedAdam.corrected: self.beta2 => self.beta1 @ fedadam-corrected
-algorithms.fedadam FedAdam.corrected: self.bias_correction => True @ fedadam
-algorithms.fedadagrad FedAdagrad.second_moment: V + square => square @ fedadagrad
-algorithms.fedadagrad FedAdagrad.second_moment: V + square => 0.99 * V + square @ fedadagrad-momentum
+algorithms.adaptive FedAdam.corrected: self.beta2 => self.beta1 @ fedadam-corrected
+algorithms.adaptive FedAdam.corrected: self.bias_correction => True @ fedadam
+algorithms.adaptive FedAdagrad.second_moment: V + square => square @ fedadagrad
+algorithms.adaptive FedAdagrad.second_moment: V + square => 0.99 * V + square @ fedadagrad-momentum
 # V never falls
-algorithms.fedyogi FedYogi.second_moment: (V - square).sign() => -1.0 @ fedyogi
+algorithms.adaptive FedYogi.second_moment: (V - square).sign() => -1.0 @ fedyogi
 # Adam
-algorithms.fedyogi FedYogi.second_moment: (1 - self.beta2) * square * (V - square).sign() => (1 - self.beta2) * (V -
+algorithms.adaptive FedYogi.second_moment: (1 - self.beta2) * square * (V - square).sign() => (1 - self.beta2) * (V -
     square) @ fedyogi
-algorithms.fedyogi FedYogi.second_moment: (1 - self.beta2) * square => square @ fedyogi
+algorithms.adaptive FedYogi.second_moment: (1 - self.beta2) * square => square @ fedyogi
 # FedAvgM, FedNova, FedExP
 algorithms.fedavgm FedAvgM.step_server: self.beta * server['m'].double() => server['m'].double() @ fedavgm
 algorithms.fedavgm FedAvgM.step_server: aggregate.mean('delta') => (1 - self.beta) * aggregate.mean('delta') @ fedavgm
@@ -55,38 +55,38 @@ algorithms.fedexp FedExP.finish_client: norm ** 2 => norm @ fedexp
 algorithms.fedexp FedExP.step_server: 0.5 * eta => eta @ fedexp
 algorithms.fedexp FedExP.local_update: server['x'] => None @ fedexp
 # SCAFFOLD, FedGAMMA, FedLESAM_S
-algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => client['c_i'] - server['c'] @ scaffold
-algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => server['c'] @ scaffold
-algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => -client['c_i'] @ fedgamma
-algorithms.control ControlVariates.finish_client: -round.lr => round.lr @ scaffold
-algorithms.control ControlVariates.finish_client: round.lr => round.first_lr @ scaffold
-algorithms.control ControlVariates.finish_client: -round.lr * K => -round.lr * round.local_epochs @ fedgamma
-algorithms.control ControlVariates.finish_client: results.delta / results.column((-round.lr * K for K in
+algorithms.scaffold SCAFFOLD.correction: server['c'] - client['c_i'] => client['c_i'] - server['c'] @ scaffold
+algorithms.scaffold SCAFFOLD.correction: server['c'] - client['c_i'] => server['c'] @ scaffold
+algorithms.scaffold SCAFFOLD.correction: server['c'] - client['c_i'] => -client['c_i'] @ fedgamma
+algorithms.scaffold SCAFFOLD.finish_client: -round.lr => round.lr @ scaffold
+algorithms.scaffold SCAFFOLD.finish_client: round.lr => round.first_lr @ scaffold
+algorithms.scaffold SCAFFOLD.finish_client: -round.lr * K => -round.lr * round.local_epochs @ fedgamma
+algorithms.scaffold SCAFFOLD.finish_client: results.delta / results.column((-round.lr * K for K in
     results.num_steps)) - server['c'] => results.delta / results.column((-round.lr * K for K in results.num_steps)) @
     scaffold
-algorithms.control ControlVariates.finish_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
+algorithms.scaffold SCAFFOLD.finish_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
     scaffold
-algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
+algorithms.scaffold SCAFFOLD.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
     round.num_clients)} => {**after, 'c': apply_update(server['c'], aggregate.sum('dc') / round.cohort_size)} @ scaffold
-algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
+algorithms.scaffold SCAFFOLD.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
     round.num_clients)} => {**after, 'c': apply_update(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
 algorithms.fedgamma FedGAMMA.local_update: self.correction(server, client) => None @ fedgamma
 algorithms.fedgamma FedGAMMA.local_update: rho=rho => rho=0.0 @ fedgamma
-algorithms.fedlesam_s FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
+algorithms.fedlesam FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
     self.correction(server, client) @ fedlesam-s
 # FedCM, MoFedSAM
 algorithms.fedcm FedCM.local_update: perturbed_weight=self.alpha => perturbed_weight=1 - self.alpha @ fedcm
 algorithms.fedcm FedCM.local_update: perturbed_weight=self.alpha => perturbed_weight=1.0 @ fedcm
 algorithms.fedcm FedCM.local_update: (1 - self.alpha) * server['D'] => server['D'] @ fedcm
-algorithms.mofedsam MoFedSAM.local_update: perturbed_weight=self.beta => perturbed_weight=1.0 @ mofedsam
-algorithms.mofedsam MoFedSAM.local_update: (1 - self.beta) * server['D'] => server['D'] @ mofedsam
-algorithms.mofedsam MoFedSAM.local_update: rho=rho => rho=0.0 @ mofedsam
-algorithms.momentum ServerDirection.finish_client: -round.lr => round.lr @ fedcm
-algorithms.momentum ServerDirection.finish_client: round.lr => round.first_lr @ mofedsam
-algorithms.momentum ServerDirection.finish_client: -round.lr * K => -round.lr @ fedcm
-algorithms.momentum ServerDirection.finish_client: self.momentum_K == 'steps' => self.momentum_K != 'steps' @
+algorithms.fedsam MoFedSAM.local_update: perturbed_weight=self.beta => perturbed_weight=1.0 @ mofedsam
+algorithms.fedsam MoFedSAM.local_update: (1 - self.beta) * server['D'] => server['D'] @ mofedsam
+algorithms.fedsam MoFedSAM.local_update: rho=rho => rho=0.0 @ mofedsam
+algorithms.fedcm ServerDirection.finish_client: -round.lr => round.lr @ fedcm
+algorithms.fedcm ServerDirection.finish_client: round.lr => round.first_lr @ mofedsam
+algorithms.fedcm ServerDirection.finish_client: -round.lr * K => -round.lr @ fedcm
+algorithms.fedcm ServerDirection.finish_client: self.momentum_K == 'steps' => self.momentum_K != 'steps' @
     fedcm-epochs
-algorithms.momentum ServerDirection.step_server: {**super().step_server(server, aggregate, round), 'D':
+algorithms.fedcm ServerDirection.step_server: {**super().step_server(server, aggregate, round), 'D':
     aggregate.mean('D').to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
     (aggregate.mean('D') + server['D']).to(server['D'].dtype)} @ mofedsam
 # MimeLite
@@ -98,30 +98,30 @@ algorithms.mimelite MimeLite.step_server: 1 - self.beta => 0 @ mimelite
 algorithms.mimelite MimeLite._fresh: self.beta if self.momentum_form == 'convex' else 1.0 => self.beta @ mimelite-heavy
 executors.task Task.whole: len(y) => 1 @ mimelite
 # FedDyn, FedLESAM_D, FedSMOO, FedSpeed, FedProx: the proximal half
-algorithms.dynamic attraction: client['h_i'] => -client['h_i'] @ feddyn
-algorithms.dynamic attraction: client['h_i'] - server['w'] => client['h_i'] + server['w'] @ feddyn
-algorithms.dynamic attraction: client['h_i'] - server['w'] => -server['w'] @ fedspeed
-algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
+algorithms.feddyn attraction: client['h_i'] => -client['h_i'] @ feddyn
+algorithms.feddyn attraction: client['h_i'] - server['w'] => client['h_i'] + server['w'] @ feddyn
+algorithms.feddyn attraction: client['h_i'] - server['w'] => -server['w'] @ fedspeed
+algorithms.feddyn DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
     'h_i': client['h_i'] - results.delta} @ feddyn
-algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
+algorithms.feddyn DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
     'h_i': results.delta} @ fedlesam-d
-algorithms.dynamic DynamicRegularizer.step_server: round.num_clients => round.cohort_size @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+algorithms.feddyn DynamicRegularizer.step_server: round.num_clients => round.cohort_size @ feddyn
+algorithms.feddyn DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
+algorithms.feddyn DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
     aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta'))}
     @ feddyn
 # the old H
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+algorithms.feddyn DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
     aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') +
     server['H'].double())} @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+algorithms.feddyn DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
     aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') -
     H.double())} @ fedsmoo
-algorithms.dynamic DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
+algorithms.feddyn DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
     self.phi @ feddyn-decay
-algorithms.dynamic DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
+algorithms.feddyn DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
 algorithms.feddyn FedDyn.local_update: proximal_coefficient=phi => proximal_coefficient=0.0 @ feddyn
-algorithms.fedlesam_d FedLESAM_D.local_update: proximal_coefficient=phi => proximal_coefficient=0.0 @ fedlesam-d
+algorithms.fedlesam FedLESAM_D.local_update: proximal_coefficient=phi => proximal_coefficient=0.0 @ fedlesam-d
 algorithms.fedprox FedProx.local_update: -self.phi => self.phi @ fedprox
 algorithms.fedprox FedProx.local_update: proximal_coefficient=self.phi => proximal_coefficient=0.0 @ fedprox
 algorithms.fedspeed FedSpeed.local_update: LocalUpdate(Direction.GRADIENT, rho=rho, perturbed_weight=self.alpha,
@@ -139,12 +139,12 @@ algorithms.fedswa FedSWA.step_server: {**server, 'w': apply_update(server['w'], 
     fedswa
 step.local_update LocalUpdate.pace: (1 - self.lr_end_factor) * k => (1 - self.lr_end_factor) * (k + 1) @ fedswa
 step.local_update lr_sum: steps - 1 => steps @ fedmoswa
-algorithms.fedmoswa FedMoSWA.local_update: lr_end_factor=self.rho =>  @ fedmoswa
-algorithms.fedmoswa FedMoSWA.finish_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
-algorithms.fedmoswa FedMoSWA.finish_client: c_i - server['c'] => c_i @ fedmoswa
-algorithms.fedmoswa FedMoSWA.step_server: aggregate.num_clients => round.num_clients @ fedmoswa
-algorithms.fedmoswa FedMoSWA.step_server: self.gamma * aggregate.sum('dc') => aggregate.sum('dc') @ fedmoswa
-algorithms.fedmoswa FedMoSWA.step_server: self.alpha * round.server_lr => round.server_lr @ fedmoswa
+algorithms.fedswa FedMoSWA.local_update: lr_end_factor=self.rho =>  @ fedmoswa
+algorithms.fedswa FedMoSWA.finish_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
+algorithms.fedswa FedMoSWA.finish_client: c_i - server['c'] => c_i @ fedmoswa
+algorithms.fedswa FedMoSWA.step_server: aggregate.num_clients => round.num_clients @ fedmoswa
+algorithms.fedswa FedMoSWA.step_server: self.gamma * aggregate.sum('dc') => aggregate.sum('dc') @ fedmoswa
+algorithms.fedswa FedMoSWA.step_server: self.alpha * round.server_lr => round.server_lr @ fedmoswa
 algorithms.fednsam FedNSAM.local_update: self.gamma * server['m'] => server['m'] @ fednsam
 algorithms.fednsam FedNSAM.step_server: self.gamma * server['m'].double() => server['m'].double() @ fednsam
 algorithms.fednsam FedNSAM.local_update: -server['m'] => server['m'] @ fednsam-momentum
@@ -176,7 +176,7 @@ algorithms.fedsol FedSOL.proximal_divergence: divergence(outputs, teacher_output
 algorithms.fedsol FedSOL.train_client: first_objective=partial(self.proximal_divergence, teacher_outputs) =>  @ fedsol
 algorithms.fedsol FedSOL.local_update: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
 executors.gradient_passes Passes.run_objective: check_scalar(objective(outputs)) => loss + objective(outputs) @ fedsol
-executors.client_trainer ClientTrainer.set_objectives: penalty is None => True @ fedgmt
+executors.client_trainer ClientTrainer.run_pass: self.penalty is None => True @ fedgmt
 executors.row_state RowSlice._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
     torch.sub(self.w, self.field('origin'), out=self.field('direction')) @ fedsol
 executors.row_state RowSlice._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
@@ -189,7 +189,7 @@ algorithms.moon MOON.contrast: (z_t, z_i) => (z_i, z_t) @ moon
 algorithms.moon MOON.finish_client: server['w'] => client['w_i'] @ moon
 algorithms.moon MOON.recorded: module.register_forward_hook if self.features else module.register_forward_pre_hook =>
     module.register_forward_hook @ moon
-executors.extra_models ExtraModels.teacher: loaded[0] is not weights => False @ moon
+executors.extra_models Teachers.get: known[1] is not weights => False @ moon
 algorithms.distillation divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q -
     p)).sum(1).mean() @ fedgmt
 algorithms.distillation divergence: (outputs / temperature, teacher_outputs / temperature) => (outputs,
@@ -294,15 +294,15 @@ fastsam.step set_gsam_coefficients_: sign - hparams[:, :, HParam.G1_COEF] * over
 fastsam.step set_gsam_coefficients_: sign - hparams[:, :, HParam.G1_COEF] * overlap => sign + 0 * overlap @ fedgsam
 fastsam_kernels.reference inner_: (b * b).sum => (a * a).sum @ fedgsam
 # FedLESAM
-algorithms.estimate LocalEstimate.estimate_step: old - server['w'] => server['w'] - old @ fedlesam
-algorithms.estimate LocalEstimate.estimate_step: -server['w'] => server['w'] @ fedlesam
-algorithms.estimate LocalEstimate.estimate_step: self.initial_perturbation == 'none' => True @ fedlesam
-algorithms.estimate LocalEstimate.estimate_step: self.initial_perturbation == 'none' => False @ fedlesam-none
-algorithms.estimate LocalEstimate.finish_client: {**state, 'w_old_i': server['w']} => {**state, 'w_old_i': server['w'] +
+algorithms.fedlesam LocalEstimate.estimate_step: old - server['w'] => server['w'] - old @ fedlesam
+algorithms.fedlesam LocalEstimate.estimate_step: -server['w'] => server['w'] @ fedlesam
+algorithms.fedlesam LocalEstimate.estimate_step: self.initial_perturbation == 'none' => True @ fedlesam
+algorithms.fedlesam LocalEstimate.estimate_step: self.initial_perturbation == 'none' => False @ fedlesam-none
+algorithms.fedlesam LocalEstimate.finish_client: {**state, 'w_old_i': server['w']} => {**state, 'w_old_i': server['w'] +
     results.delta} @ fedlesam
-algorithms.estimate LocalEstimate.step_server: {**after, 'w_old': server['w']} => {**after, 'w_old': after['w']} @
+algorithms.fedlesam LocalEstimate.step_server: {**after, 'w_old': server['w']} => {**after, 'w_old': after['w']} @
     fedlesam-last-round
-algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
+algorithms.fedlesam LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
     server.get('w_old') => False or server.get('w_old') @ fedlesam
 executors.row_state RowSlice.start_shifted: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
 executors.row_state RowSlice.start_shifted: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
