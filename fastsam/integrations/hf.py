@@ -116,9 +116,8 @@ class SAMTrainerMixin(Base):
             super().save_model(*arguments, **options)
 
     def _finalize_training(self, *arguments: Any) -> Any:
-        unwrap_optimizer(
-            self.optimizer
-        ).eval()  # before the trainer loads the best model, which is not to be written over
+        # before the trainer loads the best model, which is not to be written over
+        unwrap_optimizer(self.optimizer).eval()
         return super()._finalize_training(*arguments)
 
     def _pass_again(self, model: nn.Module, batches: list[tuple[Any, Any]]) -> None:

@@ -38,14 +38,8 @@ class CommandLineFusedSAM(FusedSAM):
         weight_decay: float | None = None,
         **options: Any,
     ) -> None:
-        base_options = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        base_options: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
+        base_options |= {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         options.update({name: value for name, value in base_options.items() if value is not None})
         super().__init__(params, base_optimizer, **options)
 

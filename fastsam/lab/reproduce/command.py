@@ -65,7 +65,7 @@ def reproduce(
     runner.check_data(plans)
     make_directory(directory)
     write_json(directory / "config.json", asked)
-    again, tuned = _command(asked), dict[Any, tuning.Found]()
+    again, tuned = _command(asked), dict[Any, tuning.Accuracies]()
     try:
         if grid:
             sources, tuned = tuning.tune(sources, grid, directory, resume, console)
