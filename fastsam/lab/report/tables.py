@@ -19,7 +19,7 @@ def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) 
     """Return the short table for a terminal of `width` columns, with a row per label.
 
     If it is too wide, numbers have less space between them or the best accuracy is left out. Numbers are means over
-    the seeds ± the sample's standard deviation. Those of clients are means over clients ± their deviation.
+    the seeds ± the sample's standard deviation. Accuracies of clients are means over the clients ± their deviation.
     """
     target = target_of(runs)
     header = ["algorithm", "test\nfinal %", "test\nbest %", f"clients %\n({_validation(runs)})"]

@@ -101,7 +101,7 @@ class Table:
         return tuple(found)
 
     def published(self, section: Section, column: int, algorithm: str, metric: str) -> tuple[str | None, list[str]]:
-        """Return a published cell as printed, None if there is none, and the reasons not to trust it."""
+        """Return a published cell as printed, or None, and the reasons not to trust it."""
         cells = section.published.get(algorithm)
         text = None if cells is None else cells[column * len(self.metrics) + self.metrics.index(metric)]
         about = (section.title, section.columns[column].name, algorithm, metric)
