@@ -51,7 +51,9 @@ class ClipCheck:
             self._noted = id(grad), grad._version
 
     def warn(self, params: Sequence[Tensor], variant: str, stacklevel: int) -> None:
-        """Warn once if the noted gradient was written since."""
+        """Warn once if the noted gradient was written since. A compiled step, which cannot read hooks, never warns."""
+        if torch.compiler.is_compiling():
+            return
         noted, self._noted = self._noted, None
         if noted is None or (parameter := _first(params)) is None or not self._is_hooked(parameter):
             return
