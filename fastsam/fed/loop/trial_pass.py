@@ -179,8 +179,8 @@ def _check_written(
         if frozen.get(name) != version:
             raise ValueError(
                 f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one "
-                "for all clients; make it a buffer (register_buffer), for which buffers='average', 'keep' or 'local' says "
-                "what becomes of it"
+                "for all clients; make it a buffer (register_buffer), for which buffers='average', 'keep' or 'local' "
+                "says what becomes of it"
             )
     now = dict(trial.named_buffers())
     for name in changed:
