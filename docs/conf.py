@@ -41,6 +41,8 @@ python_maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_logo = "pictures/logo.svg"
+html_static_path = ["_static"]
+html_css_files = ["phone.css"]
 html_title = f"fastsam {release}"
 html_show_copyright = False
 html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))

@@ -60,8 +60,7 @@ class SAMTrainerMixin(Base):
             name = getattr(args.optim, "value", args.optim)
             raise ValueError(
                 f"optim={name!r} chooses its parameters itself, so it cannot be the base of a FusedSAM. Take another "
-                f"one, such as 'adamw_torch', or "
-                "make the FusedSAM yourself: optimizers=(FusedSAM(...), None)"
+                "one, such as 'adamw_torch', or make the FusedSAM yourself: optimizers=(FusedSAM(...), None)"
             )
         return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "variant": self._variant}
 
@@ -117,9 +116,8 @@ class SAMTrainerMixin(Base):
             super().save_model(*arguments, **options)
 
     def _finalize_training(self, *arguments: Any) -> Any:
-        unwrap_optimizer(
-            self.optimizer
-        ).eval()  # before the trainer loads the best model, which is not to be written over
+        # before the trainer loads the best model, which is not to be written over
+        unwrap_optimizer(self.optimizer).eval()
         return super()._finalize_training(*arguments)
 
     def _pass_again(self, model: nn.Module, batches: list[tuple[Any, Any]]) -> None:

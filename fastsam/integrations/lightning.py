@@ -38,14 +38,8 @@ class CommandLineFusedSAM(FusedSAM):
         weight_decay: float | None = None,
         **options: Any,
     ) -> None:
-        base_options = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        base_options: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
+        base_options |= {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         options.update({name: value for name, value in base_options.items() if value is not None})
         super().__init__(params, base_optimizer, **options)
 
@@ -133,10 +127,9 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
     batches = trainer.accumulate_grad_batches
     if scheduler or batches != 1:
         raise ValueError(
-            f"{scheduler or f'accumulate_grad_batches={batches}'} with FusedSAM: step(closure) would see only "
-            "the last batch. Make the batches larger, or accumulate "
-            "in manual optimization: backward for all, first_step(zero_grad=True), backward for all again, "
-            "second_step(zero_grad=True)"
+            f"{scheduler or f'accumulate_grad_batches={batches}'} with FusedSAM: step(closure) would see only the last "
+            "batch. Make the batches larger, or accumulate in manual optimization: backward for all, "
+            "first_step(zero_grad=True), backward for all again, second_step(zero_grad=True)"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(

@@ -157,10 +157,7 @@ def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
 
 
 def _report_error(error: Exception, debug: bool) -> int:
-    """Print the error as one message, with the traceback if --debug was given, and return the exit code.
-
-    The type is named if the message was not written for users.
-    """
+    """Print the error as one message, with its type if the message was not written for users. Return the exit code."""
     if debug:
         traceback.print_exception(error)
     ours = type(error).__module__.startswith("fastsam.")
@@ -205,10 +202,8 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     print(f"{'cuda':<12} {cuda or 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
     for backend in backends.table():
-        print(
-            f"{backend.name:<11}{backend.device:<8}"
-            f"{'yes' if backend.available else 'no':<11}{backend.reason or ''}".rstrip()
-        )
+        available = "yes" if backend.available else "no"
+        print(f"{backend.name:<11}{backend.device:<8}{available:<11}{backend.reason or ''}".rstrip())
     print(f"\n`auto` on this machine: {backends.backend()}\n")
     print(*steps, sep="\n")
     return 0
@@ -282,7 +277,7 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     clients = " or ".join(dict.fromkeys(str(len(one)) for one in shown.values()))
     report.short_table(finished, f"{title}, {clients} clients", console.width).show(console)
     for sentence in report.sentences(finished):
-        console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+        console.print(sentence, soft_wrap=True)
     console.print()
     files = {name: directory / file for name, file in report.COMPARISON_FILES.items()}
     _say(console, files | {"run directory": directory})
@@ -328,11 +323,7 @@ def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _show_imports(source: Source, arguments: argparse.Namespace) -> None:
-    """Print the imports of a config before its run is resumed, and so before anything is imported.
-
-    Raises:
-        ConfigError: see `show_imports`.
-    """
+    """Print the imports of a config before its run is resumed, and so before anything is imported."""
     if not arguments.resume:
         return
     from fastsam.lab.config import show_imports
@@ -353,10 +344,8 @@ def numbered_directory(stem: str, resume: bool, parent: Path = Path("runs")) -> 
     With `resume`, return the existing directory with the highest number. The first number is 001.
     """
     pattern = re.compile(re.escape(stem) + r"-(\d{3,})")
-    taken = [
-        int(m.group(1)) for path in (parent.iterdir() if parent.is_dir() else ()) if (m := pattern.fullmatch(path.name))
-    ]
-    last = max(taken, default=0)
+    names = [path.name for path in (parent.iterdir() if parent.is_dir() else ())]
+    last = max((int(m[1]) for name in names if (m := pattern.fullmatch(name))), default=0)
     return parent / f"{stem}-{max(last, 1) if resume else last + 1:03d}"
 
 
@@ -376,10 +365,10 @@ def _console(quiet: bool = False) -> Console:
     from rich.console import Console
 
     # elsewhere rich assumes 80 columns and would break the table's lines
-    return Console(width=None if sys.stdout.isatty() else 120, quiet=quiet)
+    return Console(width=None if sys.stdout.isatty() else 120, quiet=quiet, highlight=False, markup=False)
 
 
 def _say(console: Console, facts: Mapping[str, object]) -> None:
     """Print lines to read or to copy, without wrapping and colours."""
     for name, value in facts.items():
-        console.print(f"{name + ':':<15}{value}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"{name + ':':<15}{value}", soft_wrap=True)

@@ -45,9 +45,8 @@ class PlannedRun:
     @property
     def label(self) -> str:
         """Return the name of the run's line in reports, the same for all seeds, e.g. "fedsam rho=0.05"."""
-        return " ".join(
-            [short_name(self.config.algorithm), *(f"{key}={value_text(value)}" for key, value in self.point)]
-        )
+        point = [f"{key}={value_text(value)}" for key, value in self.point]
+        return " ".join([short_name(self.config.algorithm), *point])
 
     @property
     def directory(self) -> str:
@@ -80,12 +79,10 @@ class Plan:
         for config in self.configs:
             records.setdefault(short_name(config.algorithm), config.record())
         first = next(iter(records.values()))
+        others = {"algorithm", "seed", *records}  # the last are the algorithms' own tables
         common = {
-            k: v
-            for k, v in first.items()
-            if k not in ("algorithm", "seed") and all(k in r and r[k] == v for r in records.values())
+            k: v for k, v in first.items() if k not in others and all(k in r and r[k] == v for r in records.values())
         }
-        common = {k: v for k, v in common.items() if k not in records}  # the algorithms' own tables
         tables = {
             short: {k: v for k, v in record.items() if k not in (*common, "algorithm", "seed", short)} | record[short]
             for short, record in records.items()
@@ -243,11 +240,11 @@ def by_swept_data(plan: Plan, data: Data) -> dict[str, FederatedData]:
 
     The name is "" if no data key was swept.
     """
-    found: dict[str, FederatedData] = {}
-    for run in plan.runs:
-        name = panel_name({key: value for key, value in run.point if key in DATA_KEYS})
-        found.setdefault(name, data[data_key(run.config)])
-    return found
+    return {_swept_data(run): data[data_key(run.config)] for run in plan.runs}
+
+
+def _swept_data(run: PlannedRun) -> str:
+    return panel_name({key: value for key, value in run.point if key in DATA_KEYS})
 
 
 def facts(plan: Plan, data: Data) -> dict[str, Any]:
@@ -260,11 +257,7 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
     share = "participation" if config.cohort is None else "cohort"
     keys = ("rounds", share, "local_epochs", "batch_size", "model", "client_test_split")
     firsts = {short_name(c.algorithm): c for c in reversed(plan.configs)}
-    configs = {data_key(c): c for c in reversed(plan.configs)}
-    data_facts = {
-        name: _data_facts(configs[next(key for key, one in data.items() if one is shown)], shown)
-        for name, shown in by_swept_data(plan, data).items()
-    }
+    data_facts = {_swept_data(run): _data_facts(run.config, data[data_key(run.config)]) for run in plan.runs}
     return {
         **_merged(data_facts),
         **{key: getattr(config, key) for key in keys if key not in swept},

@@ -51,8 +51,10 @@ class GradScalerTracker:
 
     def check_not_unscaled(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if the scaler has unscaled this step's gradients already."""
-        if self._scaler is not None:
-            _check_not_unscaled(self._scaler(), optimizer)
+        if self._scaler is not None:  # its states are private to torch, which tells it nowhere else
+            state = getattr(self._scaler(), "_per_optimizer_states", {}).get(id(optimizer))
+            if state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED":
+                raise RuntimeError(MESSAGE)
 
     def observe(self, grad_scale: Tensor | None, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]) -> None:
         """Record the scaler of this step. Its `grad_scale` is None if it has unscaled gradients since its last update.
@@ -64,10 +66,6 @@ class GradScalerTracker:
         scaler = None if self._scaler is None else self._scaler()
         if grad_scale is None and scaler is not last_scaler:
             _check_unscaled(scaler, sumsq, [p.grad for p in parameters_of(groups) if p.grad is not None])
-
-    def g1_scale(self, grad_scale: Tensor | None) -> Tensor | None:
-        """Return the loss scale of the first gradients. grad_scale: see `observe`, which is called before."""
-        return self.scale if grad_scale is None else grad_scale
 
     @property
     def scale(self) -> Tensor | None:
@@ -101,13 +99,6 @@ def _calling_scaler() -> weakref.ref[GradScaler] | None:
             return weakref.ref(scaler)
         frame = frame.f_back  # type: ignore[assignment]
     return None
-
-
-def _check_not_unscaled(scaler: GradScaler | None, optimizer: Optimizer) -> None:
-    # private to torch, which says it nowhere else
-    state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
-    if state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED":
-        raise RuntimeError(MESSAGE)
 
 
 def _check_unscaled(scaler: GradScaler | None, sumsq: Tensor | None, grads: Sequence[Tensor]) -> None:

@@ -321,7 +321,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
                 raise RuntimeError(in_backward.SCALED)
             sumsq = engine.sumsq if engine.perturbs else None  # squared norm of this step's first gradients
             tracker.observe(grad_scale, sumsq, self.param_groups)
-            scales = LossScales(tracker.g1_scale(grad_scale), grad_scale)
+            scales = LossScales(tracker.scale if grad_scale is None else grad_scale, grad_scale)
         engine.update(grads, scales, found_inf, self.skip_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -133,7 +133,7 @@ class ParamGuard:
         entries: list[Any] = list(state.values())
         try:
             return [*entries, *chain.from_iterable(map(_values, entries))] if self._reads_tensors else entries
-        except TypeError:  # the user's entry is no dict
+        except TypeError:  # an entry of the user is not a dict
             return entries
 
     def _counts_alone(self, state: State) -> list[int]:

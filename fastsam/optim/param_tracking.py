@@ -65,8 +65,7 @@ class ParamTracker:
         self.buckets: list[Bucket] = []
         self.has_sharded_params = False  # some parameters are split among ranks
         self._fsdp_modules: list[Any] = []  # modules that gather parameters for a pass
-        self.uninitialized_params: list[Tensor] = []  # parameters that have no buffers
-        self._known_params: set[int] = set()  # ids of the parameters of which this is known
+        self.uninitialized_params: list[Tensor] | None = None  # parameters without buffers; None before the first step
         self._updates: list[FusedUpdate] = []
         self._guard: ParamGuard | None = None
         self._carried: Weights = {}
@@ -211,13 +210,13 @@ class ParamTracker:
         self.has_sharded_params = any(bucket.shard_groups for bucket in buckets)
         members = [p for bucket in buckets for p in bucket.params] if any(b.sharded for b in buckets) else []
         self._fsdp_modules = fsdp_modules_of(members)
-        self.uninitialized_params, self._known_params = uninitialized, set(map(id, params))
+        self.uninitialized_params = uninitialized
 
     def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
         """Return the parameters that had no gradient yet, and required none when they were first seen."""
-        before, state = set(map(id, self.uninitialized_params)), self.base.state
+        before, state = set(map(id, self.uninitialized_params or ())), self.base.state
         fresh = [p for p in params if p.grad is None and p not in state and p not in weights]
-        return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._known_params)]
+        return [p for p in fresh if id(p) in before or not p.requires_grad]
 
     def _check_shapes(self) -> None:
         for bucket in self.buckets:
@@ -257,8 +256,7 @@ class ParamTracker:
         self._carried, self._guard = weights, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)
-        self.uninitialized_params = [params[i] for i in uninitialized or ()]
-        self._known_params = set() if uninitialized is None else set(map(id, params))
+        self.uninitialized_params = None if uninitialized is None else [params[i] for i in uninitialized]
 
     @torch._disable_dynamo
     def make_state(self) -> None:
@@ -277,6 +275,7 @@ class ParamTracker:
 
     def uninitialized_numbers(self) -> list[int] | None:
         """Return the numbers of the parameters that have no buffers, None before the first step."""
+        if self.uninitialized_params is None:
+            return None
         absent = set(map(id, self.uninitialized_params))
-        numbers = [i for i, p in enumerate(parameters_of(self.base.param_groups)) if id(p) in absent]
-        return numbers if self._known_params else None
+        return [i for i, p in enumerate(parameters_of(self.base.param_groups)) if id(p) in absent]

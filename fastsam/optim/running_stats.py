@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +21,8 @@ class RunningStatsFreezer:
 
     def __init__(self, model: Model | None, frozen: Sequence[Frozen] = ()) -> None:
         """frozen: layers that are frozen already, if the optimizer is a copy that was made between the passes."""
-        modules = [] if model is None else [model] if isinstance(model, nn.Module) else list(_iterable(model))
+        several = isinstance(model, Iterable) and not isinstance(model, nn.Module)
+        modules: list[Any] = list(model) if several else [] if model is None else [model]  # type: ignore[arg-type]
         for module in modules:
             if not isinstance(module, nn.Module):
                 raise TypeError(f"model must be a torch.nn.Module or several, got {module!r}")
@@ -44,9 +46,3 @@ class RunningStatsFreezer:
             # A layer that was frozen twice, as a part of two modules, gets back what it had at first.
             thaw(self.frozen[::-1])
             self.frozen = []
-
-
-def _iterable(model: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    if not isinstance(model, Iterable):
-        raise TypeError(f"model must be a torch.nn.Module or several, got {model!r}")
-    return model

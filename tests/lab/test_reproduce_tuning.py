@@ -95,5 +95,5 @@ def test_what_is_held_out_are_the_clients_own_samples() -> None:
 
 def test_ties_and_missing_runs() -> None:
     low, high = (("lr", "0.1"),), (("lr", "0.2"),)
-    assert tuning.Found({"fedavg": {low: 0.5, high: 0.5}}).taken("fedavg") == low
-    assert tuning.Found({}).taken("fedavg") == ()
+    assert tuning.best({"fedavg": {low: 0.5, high: 0.5}}, "fedavg") == low
+    assert tuning.best({}, "fedavg") == ()

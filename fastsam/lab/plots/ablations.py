@@ -32,7 +32,7 @@ class Point:
     """The runs of one value of the swept key."""
 
     value: Any  # None if the label does not take the key
-    accuracies: Sequence[float]  # of the seeds, in 0..1
+    accuracies: Sequence[float]  # accuracies of the seeds, in 0..1
 
 
 # position on the axis (None for a label without one, shown as a level), and accuracies of the seeds

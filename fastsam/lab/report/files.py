@@ -18,10 +18,10 @@ from fastsam.lab.report.document import Document, Figure
 from fastsam.lab.report.finished import (
     FinishedRun,
     by_label,
+    flat,
     line,
     metrics_of,
     panel_name,
-    panels,
     shared_keys,
     target_of,
     values,
@@ -66,26 +66,16 @@ def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
     """
     averaged: dict[str, Any] = {}
     for label, group in by_label(runs).items():
-        first = {**group[0].summary.get("measures", {}), **group[0].summary.get("metrics", {}), **group[0].summary}
-        numbers = [
-            k for k, v in first.items() if isinstance(v, (int, float)) and not isinstance(v, bool) and k != "seed"
-        ]
-        complete = [
-            k for k in numbers if k not in ("client_worst", "client_best") and len(values(group, k)) == len(group)
-        ]
         averaged[label] = {"seeds": [run.seed for run in group]}
-        averaged[label] |= {
-            k: {"mean": float(np.mean(values(group, k))), "std": float(deviation(values(group, k)))} for k in complete
-        }
-    listed = [
-        {
-            "label": run.label,
-            "swept": dict(run.point),
-            "run_dir": os.path.relpath(run.run_dir, directory),
-            **run.summary,
-        }
-        for run in runs
-    ]
+        for key, value in flat(group[0]).items():
+            found = values(group, key)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if number and len(found) == len(group) and key not in ("seed", "client_worst", "client_best"):
+                averaged[label][key] = {"mean": float(np.mean(found)), "std": float(deviation(found))}
+    listed = []
+    for run in runs:
+        about = {"label": run.label, "swept": dict(run.point), "run_dir": os.path.relpath(run.run_dir, directory)}
+        listed.append({**about, **run.summary})
     return {"algorithms": averaged, "runs": listed}
 
 
@@ -110,16 +100,11 @@ def draw_curves(runs: Sequence[FinishedRun], directory: Path, title: str) -> lis
 
 
 def _histories(runs: Sequence[FinishedRun]) -> plots.Panels:
-    """Return the histories by panel and line.
-
-    There is a panel for each value of the keys that all runs took. A panel has a line for each algorithm and its
-    variants.
-    """
+    """Return the histories by panel (a value of each key that all runs took) and line (an algorithm, or a variant)."""
     shared, found = shared_keys(runs), dict[str, dict[str, list[Sequence[Mapping[str, Any]]]]]()
-    for name, group in panels(runs).items():
-        lines = found.setdefault(name, {})
-        for run in group:
-            lines.setdefault(line(run, shared), []).append(run.history)
+    for run in runs:
+        name = panel_name({key: run.point[key] for key in shared})
+        found.setdefault(name, {}).setdefault(line(run, shared), []).append(run.history)
     return found
 
 
@@ -136,13 +121,8 @@ def _measures(runs: Sequence[FinishedRun], directory: Path, title: str) -> list[
 def _surfaces(grids: Mapping[str, np.ndarray], directory: Path) -> list[Figure]:
     if not grids:
         return []
-    made = plots.surfaces(grids, RADIUS, directory / "surfaces.png")
-    return [
-        Figure(
-            made,
-            "Training loss around the final models of the first seed, in two random directions (filter-normalised)",
-        )
-    ]
+    caption = "Training loss around the final models of the first seed, in two random directions (filter-normalised)"
+    return [Figure(plots.surfaces(grids, RADIUS, directory / "surfaces.png"), caption)]
 
 
 def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> list[Figure]:

@@ -41,12 +41,14 @@ def title(runs: Iterable[FinishedRun], data: str) -> str:
     return f"{', '.join(names) if len(names) <= 5 else f'{len(names)} algorithms'} on {data}"
 
 
+def flat(run: FinishedRun) -> dict[str, Any]:
+    """Return the summary of a run with its measures and metrics under their names."""
+    return {**run.summary.get("measures", {}), **run.summary.get("metrics", {}), **run.summary}
+
+
 def values(group: Group, key: str) -> list[float]:
     """Return the values of `key` in the runs that have it. Measures and metrics are found by their names."""
-    found = [
-        {**run.summary.get("measures", {}), **run.summary.get("metrics", {}), **run.summary}.get(key) for run in group
-    ]
-    return [value for value in found if value is not None]
+    return [value for run in group if (value := flat(run).get(key)) is not None]
 
 
 def metrics_of(runs: Iterable[FinishedRun]) -> list[str]:
@@ -66,18 +68,6 @@ def shared_keys(runs: Iterable[FinishedRun]) -> tuple[str, ...]:
     """
     points = [run.point for run in runs]
     return tuple(key for key in (points[0] if points else ()) if all(key in point for point in points))
-
-
-def panels(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    """Return the runs by the values of the keys that all of them took, e.g. "alpha = 0.1".
-
-    The only name is "" if there are no such keys.
-    """
-    found: dict[str, list[FinishedRun]] = {}
-    shared = shared_keys(runs)
-    for run in runs:
-        found.setdefault(panel_name({key: run.point[key] for key in shared}), []).append(run)
-    return found
 
 
 def panel_name(point: Mapping[str, Any]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ class Table:
         return "\n".join(lines)
 
     def show(self, console: Console) -> None:
-        """Print title, table and note on a terminal. Numbers are never cut: long lines run over its edge."""
-        parts = ["", self.title, "", self.text(console.width), self.note]
-        console.print("\n".join(parts), soft_wrap=True, highlight=False, markup=False)
+        """Print title, table and note on a terminal, with folded heads if the table is too wide for it."""
+        heads = [head if "\n" in head or self.width <= console.width else fill(head, 16) for head in self.head]
+        parts = ["", self.title, "", replace(self, head=heads).text(console.width), self.note]
+        console.print("\n".join(parts), soft_wrap=True)
 
     def lines(self) -> list[Sequence[str]]:
         """Return head and rows, each cell in one line."""

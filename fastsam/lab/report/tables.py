@@ -16,24 +16,14 @@ NONE = "–"
 
 
 def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) -> Table:
-    """Return the short table for a terminal of `width` columns, with heads of two lines and a row per label. If it is
-    too
-    wide, numbers have less space between them or the best accuracy is left out.
+    """Return the short table for a terminal of `width` columns, with a row per label.
 
-    With several seeds a number is the mean ± the sample's standard deviation (n - 1) over them.
-
-    "clients" is mean ± standard deviation of the accuracy over clients (averaged over seeds), on the samples that the
-    validation mode of the header gives each client. "MB sent" counts both directions.
+    If it is too wide, numbers have less space between them or the best accuracy is left out. Numbers are means over
+    the seeds ± the sample's standard deviation. Accuracies of clients are means over the clients ± their deviation.
     """
     target = target_of(runs)
-    header = [
-        "algorithm",
-        "test\nfinal %",
-        "test\nbest %",
-        f"clients %\n({_validation(runs)})",
-        "s per\nround",
-        "MB\nsent",
-    ]
+    header = ["algorithm", "test\nfinal %", "test\nbest %", f"clients %\n({_validation(runs)})"]
+    header += ["s per\nround", "MB\nsent"]
     if target is not None:
         header.insert(4, f"rounds\nto {100 * target:g} %")
     rows = []
@@ -88,10 +78,9 @@ def accuracy(runs: Sequence[FinishedRun]) -> Table:
     ]  # fmt: skip
     note = (
         "Accuracy of the global model on the test set; with several seeds mean ± the sample's standard deviation over "
-        "them. Clients: mean ± standard "
-        f"deviation over the clients, averaged over the seeds, each client on its own validation samples (mode "
-        f"{_validation(runs)!r}); "
-        "the worst and the best client with their numbers, seed by seed."
+        "them. Clients: mean ± standard deviation over the clients, averaged over the seeds, each client on its own "
+        f"validation samples (mode {_validation(runs)!r}); the worst and the best client with their numbers, seed by "
+        "seed."
     )
     return Table("Accuracy", head, rows, note)
 
@@ -101,22 +90,16 @@ def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:
     names = [key.removeprefix("test_") for key in metrics_of(runs)]
     if not names:
         return None
-    head = [
-        "algorithm",
-        *(text for name in names for text in (name.replace("_", " "), f"{name.replace('_', ' ')}, clients")),
-    ]
-    rows = [
-        [
-            label,
-            *(cell for name in names for cell in (number(group, f"test_{name}"), _clients(group, name, 1, "{:.4g}"))),
-        ]
-        for label, group in by_label(runs).items()
-    ]
+    head, groups = ["algorithm"], by_label(runs)
+    rows = [[label] for label in groups]
+    for name in names:
+        head += [name.replace("_", " "), f"{name.replace('_', ' ')}, clients"]
+        for row, group in zip(rows, groups.values(), strict=True):
+            row += [number(group, f"test_{name}"), _clients(group, name, 1, "{:.4g}")]
     note = (
         "Of the global model after the last round, on the test set; with several seeds mean ± the sample's standard "
-        "deviation over them. "
-        "Clients: mean ± "
-        "standard deviation over the clients, averaged over the seeds, each client on its own validation samples."
+        "deviation over them. Clients: mean ± standard deviation over the clients, averaged over the seeds, each "
+        "client on its own validation samples."
     )
     return Table("Metrics", head, rows, note)
 
@@ -147,9 +130,8 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
     same = f"× {base}: relative to its run with the same swept values. " if len(named) > 1 else ""
     note = (
         f"Completed rounds when the test accuracy first reached {100 * target:g} %, without smoothing; means over the "
-        f"seeds; {NONE} where a "
-        f"seed did not reach it. {same}Computing time is that of local training and the server's step, without "
-        f"evaluation."
+        f"seeds; {NONE} where a seed did not reach it. {same}Computing time is that of local training and the server's "
+        "step, without evaluation."
     )
     return Table(f"To {100 * target:g} % test accuracy", head, rows, note)
 
@@ -166,10 +148,8 @@ def cost(runs: Sequence[FinishedRun]) -> Table:
     rows = [[label, *(mean(group, key, form) for key, _, form in columns)] for label, group in by_label(runs).items()]
     note = (
         "Means over the seeds; times are medians over the rounds, with and without evaluation and measures. MB: 1e6 "
-        "bytes. Sent: both "
-        "directions, all rounds. State: what the server and all clients keep between rounds at the end. Client: "
-        "weights, one "
-        "gradient and what else a local step of one client works with (activations aside)."
+        "bytes. Sent: both directions, all rounds. State: what the server and all clients keep between rounds at the "
+        "end. Client: weights, one gradient and what else a local step of one client works with (activations aside)."
     )
     return Table("Cost", ["algorithm", *(name for _, name, _ in columns)], rows, note)
 

@@ -65,7 +65,7 @@ def reproduce(
     runner.check_data(plans)
     make_directory(directory)
     write_json(directory / "config.json", asked)
-    again, tuned = _command(asked), dict[Any, tuning.Found]()
+    again, tuned = _command(asked), dict[Any, tuning.Accuracies]()
     try:
         if grid:
             sources, tuned = tuning.tune(sources, grid, directory, resume, console)
@@ -80,7 +80,7 @@ def reproduce(
     found = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
     found |= {"tuning": tuning.record(tuned, grid)} if grid else {}
     write_json(directory / "summary.json", {**asked, "title": made.title, **found})
-    console.print(made.title, markup=False, highlight=False, soft_wrap=True)
+    console.print(made.title, soft_wrap=True)
     for part in made.tables:
         part.show(console)
     return 1 if any(outcome.failed for outcome in outcomes.values()) else 0

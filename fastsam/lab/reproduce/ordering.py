@@ -134,28 +134,21 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
     every = [claim for claim in found if claim.ours]
     if not every:
         return []
-    scaled = (
-        "" if table.scale is None else f" Ours are of the scaled run on {table.scale}: only their sign can be compared."
-    )
     note = (
         "Margins are in favour of the first method, means over the columns in which the paper has it ahead; ours with "
-        "their standard "
-        f"deviation over the seeds.{scaled}"
+        "their standard deviation over the seeds."
     )
+    if table.scale is not None:
+        note += f" Ours are of the scaled run on {table.scale}: only their sign can be compared."
     if unknown := len(found) - len(every):
         note += f" {unknown} claim{'s' * (unknown > 1)} more: a run failed or a target was not reached."
-    undecided, held = [c for c in every if c.undecided], [c for c in every if c.held]
-    failed = [c for c in every if not c.held and not c.undecided]
+    kinds: dict[str, list[Claim]] = {"Did not hold": [], "Undecided, by one test sample or less": [], "Held": []}
+    for claim in sorted(every, key=lambda claim: (claim.metric, claim.section, -claim.paper)):
+        kinds[[*kinds][1 if claim.undecided else 2 if claim.held else 0]].append(claim)
     head = ["claim", "where", "paper: by", "ours: by", "seeds in favour"]
     tables = [
-        TextTable(
-            f"{what}: {len(some)} of {len(every)} claims", head, [_row(claim, table) for claim in _by_size(some)], note
-        )
-        for what, some in (
-            ("Did not hold", failed),
-            ("Undecided, by one test sample or less", undecided),
-            ("Held", held),
-        )
+        TextTable(f"{what}: {len(some)} of {len(every)} claims", head, [_row(claim, table) for claim in some], note)
+        for what, some in kinds.items()
         if some
     ]
     taus = rank_correlations(table, outcomes)
@@ -169,13 +162,10 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
 
 def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
     """Return claims and rank correlations for summary.json."""
-    taus = [
-        {"section": section, "metric": metric, "tau": tau}
-        for (section, metric), tau in rank_correlations(table, outcomes).items()
-    ]
+    taus = rank_correlations(table, outcomes).items()
     return {
         "claims": [{**asdict(c), "held": c.held, "undecided": c.undecided} for c in claims(table, outcomes)],
-        "rank_correlations": taus,
+        "rank_correlations": [{"section": section, "metric": metric, "tau": tau} for (section, metric), tau in taus],
     }
 
 
@@ -184,15 +174,13 @@ def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str],
 
     Cells without a number and cells that cannot be trusted are left out.
     """
-    j, kind, found = table.metrics.index(metric), METRICS[metric], {}
-    for name, cells in section.published.items():
-        for i, column in enumerate(section.columns):
-            at = i * len(table.metrics) + j
-            compared = kind.relative or kind.ratio
-            number = multiple_of(cells[at], section.published["fedavg"][at]) if compared else number_of(cells[at])
-            doubted = any(entry.covers(section.title, column.name, name, metric) for entry in table.distrust)
-            if number is not None and not doubted:
-                found[i, name] = kind.better * number
+    kind, found = METRICS[metric], {}
+    for name, i in itertools.product(section.published, range(len(section.columns))):
+        text, doubts = table.published(section, i, name, metric)
+        base, _ = table.published(section, i, "fedavg", metric)
+        number = multiple_of(text or "", base or "") if kind.relative or kind.ratio else number_of(text or "")
+        if number is not None and not doubts:
+            found[i, name] = kind.better * number
     return found
 
 
@@ -225,10 +213,6 @@ def _columns(section: Section, paper: Mapping[tuple[int, str], float], *names: s
 
 def _margins(ahead: Sequence[float | None], other: Sequence[float | None]) -> list[float | None]:
     return [None if a is None or b is None else a - b for a, b in zip(ahead, other, strict=False)]
-
-
-def _by_size(some: Sequence[Claim]) -> list[Claim]:
-    return sorted(some, key=lambda claim: (claim.metric, claim.section, -claim.paper))
 
 
 def _row(claim: Claim, table: Table) -> list[str]:

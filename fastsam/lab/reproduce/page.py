@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,15 @@ def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -
     for algorithm in table.algorithms:
         row = [algorithm_name(algorithm)]
         for i in columns:
-            for j, name in enumerate(table.metrics):
-                row.append(_published_cell(table, section, i, algorithm, j, reasons))
+            for name in table.metrics:
+                text, doubts = table.published(section, i, algorithm, name)
+                marks = "".join(f" †{reasons.setdefault(reason, len(reasons) + 1)}" for reason in doubts if text)
+                row.append((text or NONE) + marks)
                 row.append(ours_cell(section.columns[i], algorithm, name, outcomes)[1])
         rows.append(row)
     note = f"{_cells_note(table)} {table.note}".strip()
-    marks = "; ".join(f"†{number}: {reason}" for reason, number in reasons.items())
-    return TextTable(section.title, head, rows, f"{note} Not to be trusted – {marks}." if marks else note)
+    listed = "; ".join(f"†{number}: {reason}" for reason, number in reasons.items())
+    return TextTable(section.title, head, rows, f"{note} Not to be trusted – {listed}." if listed else note)
 
 
 def _ours(table: Table, column: Column, metric: str) -> str:
@@ -114,32 +117,13 @@ def _ours(table: Table, column: Column, metric: str) -> str:
 
 
 def _cells_note(table: Table) -> str:
-    seeds = (
-        "with several seeds the mean ± their standard deviation"
-        if METRICS[table.metrics[0]].seeds
-        else "means over the seeds"
-    )
-    relative = (
-        ", and in parentheses the multiple of FedAvg's" if any(METRICS[m].relative for m in table.metrics) else ""
-    )
-    warning = (
-        ""
-        if table.scale is None
-        else f" Ours are of the scaled run on {table.scale}, in another setting than the paper's."
-    )
-    return f"Ours: {seeds}{relative}.{warning}"
-
-
-def _published_cell(
-    table: Table, section: Section, column: int, algorithm: str, metric: int, reasons: dict[str, int]
-) -> str:
-    cells = section.published.get(algorithm)
-    if cells is None:
-        return NONE
-    about = (section.title, section.columns[column].name, algorithm, table.metrics[metric])
-    doubts = [entry.reason for entry in table.distrust if entry.covers(*about)]
-    marks = "".join(f" †{reasons.setdefault(reason, len(reasons) + 1)}" for reason in doubts)
-    return cells[column * len(table.metrics) + metric] + marks
+    spread = METRICS[table.metrics[0]].seeds
+    text = "with several seeds the mean ± their standard deviation" if spread else "means over the seeds"
+    if any(METRICS[m].relative for m in table.metrics):
+        text += ", and in parentheses the multiple of FedAvg's"
+    if table.scale is None:
+        return f"Ours: {text}."
+    return f"Ours: {text}. Ours are of the scaled run on {table.scale}, in another setting than the paper's."
 
 
 def ours_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -> tuple[float | None, str]:
@@ -213,13 +197,9 @@ def record(table: Table, outcomes: Outcomes) -> list[dict[str, Any]]:
     """Return every cell, for summary.json."""
     cells = []
     for section in table.sections:
-        for i, column in enumerate(section.columns):
-            for j, metric in enumerate(table.metrics):
-                for algorithm in table.algorithms:
-                    about = {"section": section.title, "column": column.name, "algorithm": algorithm, "metric": metric}
-                    published = section.published.get(algorithm)
-                    paper = None if published is None else published[i * len(table.metrics) + j]
-                    doubts = [entry.reason for entry in table.distrust if entry.covers(**about)]
-                    ours = ours_cell(column, algorithm, metric, outcomes)[0]
-                    cells.append({**about, "paper": paper, "not_to_be_trusted": doubts, "ours": ours})
+        for (i, column), metric, algorithm in product(enumerate(section.columns), table.metrics, table.algorithms):
+            about = {"section": section.title, "column": column.name, "algorithm": algorithm, "metric": metric}
+            paper, doubts = table.published(section, i, algorithm, metric)
+            ours = ours_cell(column, algorithm, metric, outcomes)[0]
+            cells.append({**about, "paper": paper, "not_to_be_trusted": doubts, "ours": ours})
     return cells

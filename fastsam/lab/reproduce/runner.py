@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Keys that affect only the place and the method of a computation. They do not count as deviations from a paper.
-TECHNICAL = FREE - {"rounds", "max_excluded", "on_client_error"} | {
-    "name",
-    "data_dir",
-    "download",
-    "device",
-    "backend",
-    "eval_every",
-    "seed",
-}
+TECHNICAL = FREE - {"rounds", "max_excluded", "on_client_error"}
+TECHNICAL |= {"name", "data_dir", "download", "device", "backend", "eval_every", "seed"}
 
 _NAMED = 4  # places that a change names before it counts the others
 
@@ -75,15 +68,11 @@ def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Pl
 
 
 def check_data(plans: Mapping[Part, Plan]) -> None:
-    """Open each data set once, so that a missing archive is reported before anything runs.
-
-    Raises FileNotFoundError if the files of a data set are missing.
-    """
-    seen: dict[Any, RunConfig] = {}
-    for plan in plans.values():
-        config = plan.configs[0]
-        seen.setdefault((config.data, config.data_dir), config)
-    for config in seen.values():
+    """Open each data set once, so that a missing archive raises FileNotFoundError before anything runs."""
+    firsts: dict[Any, RunConfig] = {}
+    for config in (plan.configs[0] for plan in plans.values()):
+        firsts.setdefault((config.data, config.data_dir), config)
+    for config in firsts.values():
         experiment.load_data(config)
 
 
@@ -97,7 +86,7 @@ def run(
     outcomes = {}
     for number, (part, plan) in enumerate(plans.items(), 1):
         text = f"[{number}/{len(plans)}] {part.title}: {len(plan.runs)} runs"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
         outcomes[part] = _run_part(table, part, plan, directory / part.slug, resume)
     return outcomes
 

@@ -100,6 +100,13 @@ class Table:
             found += [part] if part not in found else []
         return tuple(found)
 
+    def published(self, section: Section, column: int, algorithm: str, metric: str) -> tuple[str | None, list[str]]:
+        """Return a published cell as printed, or None, and the reasons not to trust it."""
+        cells = section.published.get(algorithm)
+        text = None if cells is None else cells[column * len(self.metrics) + self.metrics.index(metric)]
+        about = (section.title, section.columns[column].name, algorithm, metric)
+        return text, [entry.reason for entry in self.distrust if entry.covers(*about)]
+
     @property
     def needs(self) -> tuple[str, ...]:
         """Return the data sets at the paper's scale."""

@@ -9,7 +9,7 @@ earlier value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ HELD_OUT = 0.2  # share of each client's training samples
 FOLDER = "tuning"
 
 Point = tuple[tuple[str, str], ...]  # a method's values, as they are written in the grid
+Accuracies = Mapping[str, Mapping[Point, float]]  # held-out accuracies of a part, by algorithm and point
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,10 @@ class Grid:
         return [axis.text for axis in self.axes]
 
 
-@dataclass(frozen=True)
-class Found:
-    """The results of tuning one part: held-out accuracy of each point of each algorithm."""
-
-    accuracies: Mapping[str, Mapping[Point, float]] = field(hash=False)  # algorithm -> point -> accuracy
-
-    def taken(self, algorithm: str) -> Point:
-        """Return the best point; empty if no run was finished, or the algorithm takes no key of the grid."""
-        points = self.accuracies.get(algorithm, {})
-        return max(points, key=lambda point: points[point], default=())
+def best(accuracies: Accuracies, algorithm: str) -> Point:
+    """Return the best point; empty if no run was finished, or the algorithm takes no key of the grid."""
+    points = accuracies.get(algorithm, {})
+    return max(points, key=lambda point: points[point], default=())
 
 
 def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> Grid:
@@ -93,25 +88,20 @@ def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> 
 
 def tune(
     sources: Mapping[Part, Source], grid: Grid, directory: Path, resume: bool, console: Console
-) -> tuple[dict[Part, Source], dict[Part, Found]]:
+) -> tuple[dict[Part, Source], dict[Part, Accuracies]]:
     """Return the parts' sources with the best point of each method, and all results.
 
     Finished runs of `directory` are not run again.
     """
-    chosen, found = {}, {}
+    chosen, found = dict[Part, Source](), dict[Part, Accuracies]()
     for number, (part, source) in enumerate(sources.items(), 1):
         axes = [axis for axis in grid.axes if not any(parse_axis(text).key == axis.key for text in part.sweep)]
-        found[part] = Found({})
+        found[part] = {}
         if axes and any(axis.applies_to(name) for axis in axes for name in part.algorithms):
             trial = _trial(part, source, grid, axes)
-            console.print(
-                f"tuning [{number}/{len(sources)}] {part.title}: {len(trial.runs)} runs",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            console.print(f"tuning [{number}/{len(sources)}] {part.title}: {len(trial.runs)} runs", soft_wrap=True)
             found[part] = _run(trial, {axis.key for axis in axes}, directory / FOLDER / part.slug, resume)
-        tables = {short_name(name): dict(found[part].taken(short_name(name))) for name in part.algorithms}
+        tables = {short_name(name): dict(best(found[part], short_name(name))) for name in part.algorithms}
         merged = {name: {**source.flag_tables.get(name, {}), **own} for name, own in tables.items()}
         chosen[part] = replace(source, flag_tables={name: own for name, own in merged.items() if own})
     return chosen, found
@@ -122,13 +112,13 @@ def _trial(part: Part, source: Source, grid: Grid, axes: Sequence[Axis]) -> Plan
     return compare.plan(source, part.algorithms, [str(grid.seed)], [*part.sweep, *taken])
 
 
-def _run(trial: Plan, keys: set[str], directory: Path, resume: bool) -> Found:
+def _run(trial: Plan, keys: set[str], directory: Path, resume: bool) -> Accuracies:
     from rich.console import Console
 
     data = {key: held_out(shown) for key, shown in compare.load_all(trial).items()}
     compare.write_record(trial, directory)
     runs, _ = compare.train_all(trial, data, directory, resume, Console(quiet=True), "")
-    return Found(_accuracies(runs, keys))
+    return _accuracies(runs, keys)
 
 
 def _accuracies(runs: Sequence[FinishedRun], keys: set[str]) -> dict[str, dict[Point, float]]:
@@ -169,7 +159,7 @@ def held_out(data: FederatedData) -> FederatedData:
 # --- what the report says ---
 
 
-def text_tables(found: Mapping[Part, Found], grid: Grid, name: Callable[[str], str]) -> list[TextTable]:
+def text_tables(found: Mapping[Part, Accuracies], grid: Grid, name: Callable[[str], str]) -> list[TextTable]:
     """Return one table of the chosen values for each part.
 
     Args:
@@ -178,28 +168,21 @@ def text_tables(found: Mapping[Part, Found], grid: Grid, name: Callable[[str], s
     tables = []
     for part, one in found.items():
         rows = [[name(algorithm), *_row(one, short_name(algorithm), grid)] for algorithm in part.algorithms]
-        head = [
-            "algorithm",
-            *(axis.key for axis in grid.axes),
-            "held-out accuracy",
-            "worst of its grid",
-            "at the edge",
-        ]
+        keys = [axis.key for axis in grid.axes]
+        head = ["algorithm", *keys, "held-out accuracy", "worst of its grid", "at the edge"]
         note = (
             f"Grid: {'; '.join(grid.texts)}, the same for every method. Seed {grid.seed}, which the table does not "
-            f"use; on "
-            f"{100 * (1 - HELD_OUT):g} % of each client's training samples, judged on the other {100 * HELD_OUT:g} %, "
-            f"by the mean of the last ten "
-            "evaluated rounds. The test set was not looked at. At the edge: the best value is the grid's first or "
-            "last, and a better one may lie "
-            "beyond it. All points: summary.json."
+            f"use; on {100 * (1 - HELD_OUT):g} % of each client's training samples, judged on the other "
+            f"{100 * HELD_OUT:g} %, by the mean of the last ten evaluated rounds. The test set was not looked at. At "
+            "the edge: the best value is the grid's first or last, and a better one may lie beyond it. All points: "
+            "summary.json."
         )
         tables.append(TextTable(f"Tuned: {part.title}", head, rows, note))
     return tables
 
 
-def _row(one: Found, algorithm: str, grid: Grid) -> list[str]:
-    point, points = dict(one.taken(algorithm)), one.accuracies.get(algorithm, {})
+def _row(one: Accuracies, algorithm: str, grid: Grid) -> list[str]:
+    point, points = dict(best(one, algorithm)), one.get(algorithm, {})
     values = [point.get(axis.key, "–") for axis in grid.axes]
     if not points:
         return [*values, "–", "–", "–"]
@@ -208,13 +191,13 @@ def _row(one: Found, algorithm: str, grid: Grid) -> list[str]:
     return [*values, f"{100 * max(points.values()):.2f}", f"{100 * min(points.values()):.2f}", ", ".join(edge) or "–"]
 
 
-def record(found: Mapping[Part, Found], grid: Grid) -> dict[str, Any]:
+def record(found: Mapping[Part, Accuracies], grid: Grid) -> dict[str, Any]:
     """Return the grid and every point of every method, for summary.json."""
     parts = [
         {"part": part.title, "algorithm": algorithm, "point": dict(point), "accuracy": accuracy,
-            "taken": point == one.taken(algorithm)}
+            "taken": point == best(one, algorithm)}
         for part, one in found.items()
-        for algorithm, points in one.accuracies.items()
+        for algorithm, points in one.items()
         for point, accuracy in points.items()
     ]  # fmt: skip
     return {"grid": grid.texts, "seed": grid.seed, "held_out": HELD_OUT, "points": parts}

@@ -31,12 +31,8 @@ class FriendlySAM(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_real("sigma", self.sigma)
-        if not 0 <= self.sigma < float("inf"):
-            raise ValueError(f"sigma must be 0 or more and finite, got {self.sigma!r}")
-        check_real("lmbda", self.lmbda)
-        if not 0 <= self.lmbda < 1:
-            raise ValueError(f"lmbda must be 0 or more and below 1, got {self.lmbda!r}")
+        check_real("sigma", self.sigma, "0 or more and finite", lambda v: 0 <= v < float("inf"))
+        check_real("lmbda", self.lmbda, "0 or more and below 1", lambda v: 0 <= v < 1)
 
     def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
         torch.lerp(memory, g, 1 - self.lmbda, out=after)

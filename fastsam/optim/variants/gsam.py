@@ -25,9 +25,7 @@ class GSAM(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_real("alpha", self.alpha)
-        if not self.alpha >= 0:
-            raise ValueError(f"alpha must be 0 or more, got {self.alpha!r}")
+        check_real("alpha", self.alpha, "0 or more", lambda v: v >= 0)
         GradCoefficients(gsam_alpha=self.alpha)
 
     @property

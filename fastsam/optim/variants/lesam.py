@@ -29,9 +29,7 @@ class LESAM:
     sigma: float
 
     def __post_init__(self) -> None:
-        check_real("sigma", self.sigma)
-        if not 0 < self.sigma < math.inf:
-            raise ValueError(f"sigma must be above 0 and finite, got {self.sigma!r}")
+        check_real("sigma", self.sigma, "above 0 and finite", lambda v: 0 < v < math.inf)
 
     def __call__(self, rho: Tensor, norm: Tensor) -> Tensor:
         return torch.minimum(self.sigma / norm, rho)

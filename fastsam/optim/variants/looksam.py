@@ -36,9 +36,7 @@ class LookSAM(SAM):
         check_interval("k", self.k)
         if self.interval != 1:
             raise ValueError(f"interval must be left at 1, because LookSAM has k in its place, got {self.interval!r}")
-        check_real("alpha", self.alpha)
-        if not self.alpha >= 0:
-            raise ValueError(f"alpha must be 0 or more, got {self.alpha!r}")
+        check_real("alpha", self.alpha, "0 or more", lambda v: v >= 0)
         GradCoefficients(looksam_alpha=self.alpha)
 
     @property

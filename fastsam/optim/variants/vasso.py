@@ -28,9 +28,7 @@ class VaSSO(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_real("theta", self.theta)
-        if not 0 < self.theta <= 1:
-            raise ValueError(f"theta must be above 0 and 1 or less, got {self.theta!r}")
+        check_real("theta", self.theta, "above 0 and 1 or less", lambda v: 0 < v <= 1)
 
     def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
         return torch.lerp(memory, g, self.theta, out=after)

@@ -29,9 +29,7 @@ class WSAM(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_real("gamma", self.gamma)
-        if not 0 <= self.gamma < 1:
-            raise ValueError(f"gamma must be 0 or more and below 1, got {self.gamma!r}")
+        check_real("gamma", self.gamma, "0 or more and below 1", lambda v: 0 <= v < 1)
         if self.decouple not in (True, False):
             raise TypeError(f"decouple must be True or False, got {self.decouple!r}")
 
