@@ -37,13 +37,11 @@ class Rule(ABC):
             registry[cls.name] = cls
 
     def chosen(self, displacements: Sequence[Tensor]) -> list[int]:
-        """The places, ascending, of the clients that count, by their displacements `[row_size]`: of all unless a rule
-        chooses."""
+        """Return the ascending places of the clients that count, by their displacements `[row_size]`."""
         return list(range(len(displacements)))
 
     def mean(self, rows: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-        """Return what replaces the mean of one upload, float64, from the rows `[...]` of the chosen clients and their
-        weights."""
+        """Return what replaces the mean of one upload, float64, from the rows of the chosen clients."""
         total = torch.zeros_like(rows[0], dtype=torch.float64)
         for row, weight in zip(rows, weights, strict=True):
             total.add_(row, alpha=weight)
@@ -69,6 +67,5 @@ def norms(rows: Sequence[Tensor]) -> list[float]:
 
 
 def of_clients(share: float, n: int) -> int:
-    """The least whole number of clients that is `share * n` or more; 0.1 of 30 are 3, whatever the product's last bit
-    says."""
+    """Return the least whole number that is `share * n` or more, without the product's rounding."""
     return ceil(share * n - 1e-9)

@@ -34,8 +34,7 @@ class Best(Callback):
         self.round = self.since = 0  # since: values that came after the best one
 
     def take(self, record: Record) -> bool:
-        """Return True if the record has a value and it is the best so far. Raises ValueError if the record lacks the
-        key."""
+        """Return True if the record's value is the best so far. Raises ValueError if the record lacks the key."""
         if self.metric not in record:
             names = [key for key, value in record.items() if value is None or isinstance(value, (int, float))]
             raise ValueError(_unknown(self.metric, names))

@@ -66,8 +66,7 @@ class Clients(Sequence[ClientDataset]):
         return True
 
     def labels_together(self) -> tuple[Tensor, Sequence[int]] | None:
-        """Return y of all clients in one flat tensor, and the number of labels of each client; None if labels are only
-        in batches."""
+        """Return y of all clients in one flat tensor, and the number of labels of each client, or None."""
         labels = self.labels
         if labels is None:
             return None
@@ -87,7 +86,7 @@ class Clients(Sequence[ClientDataset]):
 
 
 class PairClients(Clients):
-    """Clients whose samples are pairs of tensors (x, y), views of a store if there is one."""
+    """Clients whose samples are pairs of tensors (x, y), perhaps views of a store."""
 
     is_batched = False
 

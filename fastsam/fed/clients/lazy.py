@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -62,13 +61,6 @@ class LazyClients:
         return self.clients
 
 
-@dataclass(frozen=True)
-class RawClientData:
-    """The value that `load` returned, not read yet."""
-
-    data: Any
-
-
 class LazySizes(Sequence[int]):
     """The known numbers of samples: the given ones, or the numbers of the clients that were loaded."""
 
@@ -85,8 +77,7 @@ class LazySizes(Sequence[int]):
 
 
 class LazyClientData(Clients):
-    """The clients of a `LazyClients`. Nothing of a client is kept but its number of samples and a digest, by which
-    other data are noticed."""
+    """The clients of a `LazyClients`. A client's number of samples and a digest are kept, and nothing else."""
 
     def __init__(
         self, lazy: LazyClients, whole: bool, collate: Collate | None, dtype: torch.dtype, device: torch.device
@@ -140,15 +131,14 @@ class LazyClientData(Clients):
             )
         return own
 
-    def _early(self, client: int) -> ClientDataset | RawClientData:
-        """Return what can be prepared before the client trains: everything on the CPU. The memory of a GPU belongs to
-        the stream that requests it."""
-        return self._loaded(client) if self.device.type == "cpu" else RawClientData(self._given(client, False))
+    def _early(self, client: int) -> ClientDataset | tuple[Any]:
+        """Return what can be prepared early: everything on the CPU, because a GPU's memory belongs to a stream."""
+        return self._loaded(client) if self.device.type == "cpu" else (self._given(client, False),)
 
-    def _loaded(self, client: int, early: RawClientData | None = None) -> ClientDataset:
-        """Return the samples of a client. early: the value that `load` returned before, if any."""
+    def _loaded(self, client: int, early: tuple[Any] | None = None) -> ClientDataset:
+        """Return the samples of a client. early: the value that `load` returned before, if any, as the only element."""
         who, looking = f"client {client}", self._reads_draw is None
-        given = self._given(client, looking) if early is None else early.data
+        given = self._given(client, looking) if early is None else early[0]
         found = read(
             source(given, who, self.collate is not None),
             who,

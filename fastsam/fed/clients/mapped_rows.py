@@ -21,8 +21,7 @@ def lies_in_files(given: Any) -> bool:
 
 
 class MappedRows:
-    """Columns `[n, ...]` in a tree, some of them `numpy.memmap`, as a data set of n samples. Raises ValueError, naming
-    `who`, for unequal lengths."""
+    """Columns `[n, ...]` in a tree as a data set of n samples. Raises ValueError for unequal lengths."""
 
     def __init__(self, columns: Any, who: str) -> None:
         self.columns = columns
@@ -45,8 +44,7 @@ class MappedRows:
 
 
 def one_ahead(makers: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yield the results of the functions, in order. The next function is called in a thread while the last result is
-    used."""
+    """Yield the results of the functions, in order. A thread calls the next function meanwhile."""
     with ThreadPoolExecutor(1, "fastsam reads ahead") as thread:
         under_way: Future[T] | None = None
         for make in makers:

@@ -30,8 +30,7 @@ class PackedSamples:
 
 
 class StoredPairs(Sequence[Pair]):
-    """The clients of a store: views of it. Each view is made on first use, because few of 100,000 clients train in a
-    round."""
+    """The clients of a store, as views that are made on first use: few of 100,000 clients train in a round."""
 
     def __init__(self, store: PackedSamples) -> None:
         self.store = store
@@ -76,8 +75,7 @@ def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | None]
 
 
 def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> PackedSamples | None:
-    """Return a store of the clients' samples, which follow each other in x and y, or None if it would be too large or
-    empty."""
+    """Return a store of the clients' samples, which follow each other in x and y, or None for a bad size."""
     rows = [t[0].nbytes for t in (x, y)]
     if not all(rows):
         return None

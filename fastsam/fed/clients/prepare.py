@@ -172,8 +172,7 @@ class ClientTestSets:
         self.tests = list(tests)
 
     def joined(self, clients: int, dtype: torch.dtype, device: torch.device) -> tuple[Pair, list[int]]:
-        """Return all test sets in one pair, and the number of samples of each client. Raises ValueError, with the
-        client, for a bad test set."""
+        """Return all test sets in one pair, and each client's number of samples. Raises ValueError for a bad one."""
         if len(self.tests) != clients:
             raise ValueError(
                 f"ClientTestSets needs a test set, or None, for each of the {clients} clients; got {len(self.tests)}"

@@ -211,8 +211,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset | None:
-    """Return all samples in one tensor, or None if parts of them are not numbers and must be collated batch by
-    batch."""
+    """Return all samples in one tensor, or None if parts of them are texts, which are collated batch by batch."""
     _check_alike(items, who)
     if any(isinstance(leaf, (str, bytes)) for _, leaf in leaves(items[0])):
         return None

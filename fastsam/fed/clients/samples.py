@@ -47,8 +47,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def placed(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The tree with its tensors on `device`: floating-point ones in `dtype`, small integers int64, bytes and bools as
-    they are."""
+    """Return the tree on `device`: floats in `dtype`, small integers int64, bytes and bools as they are."""
 
     def put(leaf: Any) -> Any:
         check_unmasked(leaf, "a part of the samples")
@@ -98,8 +97,7 @@ class ClientDataset(ABC):
 
     @abstractmethod
     def take(self, places: Tensor, seed: int) -> Any:
-        """Return the batch of the samples at the indices `places` (int64 `[n]`, on the CPU). seed: for random
-        reading."""
+        """Return the batch of the samples at `places`, int64 `[n]` on the CPU. seed: for random reading."""
 
     @property
     def labels(self) -> Tensor | None:

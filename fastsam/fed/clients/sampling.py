@@ -70,8 +70,7 @@ def make(sampler: str | Sampler | None, clients: int, participation: float, redr
 
 @dataclass(frozen=True)
 class Shuffled:
-    """The sampler that takes all clients once, in a random order, before a client takes part again. size: cohort
-    size."""
+    """The sampler that takes all clients once, in a random order, before a client takes part again."""
 
     clients: int
     size: int
@@ -150,8 +149,7 @@ def check_available(available: Any, sampler: str | Sampler | None) -> None:
 
 
 def present(available: Available, round: int, clients: int) -> list[int]:
-    """Return the clients that can take part in a round, in ascending order, perhaps none. Raises ValueError if it is
-    neither ids nor a mask."""
+    """Return the clients that can take part in a round, ascending. Raises ValueError for neither ids nor a mask."""
     try:
         found = available(round)
         given = found.tolist() if hasattr(found, "tolist") else list(found)
@@ -201,8 +199,7 @@ MOST = 2**53  # a double has all whole numbers up to it
 
 
 def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
-    """Return the weighting, with an array of weights as a list. Raises ValueError if it is invalid for any number of
-    clients."""
+    """Return the weighting, with an array as a list. Raises ValueError if no number of clients fits it."""
     if callable(weighting) or (isinstance(weighting, str) and weighting in WEIGHTINGS):
         return weighting
     try:

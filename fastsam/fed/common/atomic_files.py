@@ -56,8 +56,7 @@ def _replace(folder: int, name: str, data: bytes) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file, which is made where `flags` say so. Raises OSError for anything else: opening a
-    pipe would wait for ever."""
+    """Return a descriptor of a regular file. Raises OSError for a pipe, say: opening it would wait for ever."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -72,8 +71,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds. Raises OSError as `open_regular` does, ValueError if it is no JSON, or nested more
-    deeply than Python's parser goes."""
+    """Return what a JSON file holds. Raises OSError as `open_regular` does, ValueError if it is not JSON."""
     try:
         return json.loads(read_bytes(path))
     except RecursionError as error:

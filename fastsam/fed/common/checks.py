@@ -51,8 +51,7 @@ def decayed(name: str, value: float, factor_name: str, factor: float, index: int
 
 
 def integer(name: str, value: Any, at_least: int | None = None) -> int:
-    """`value` as an int. Raises ValueError unless it is a whole number of 64 bits (all that torch can count with),
-    `at_least` or more."""
+    """Return `value` as an int. Raises ValueError unless it is a whole number of 64 bits, `at_least` or more."""
     expected = f"{name} must be an integer" + (f" >= {at_least}" if at_least is not None else "")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{expected}, got {value!r}")

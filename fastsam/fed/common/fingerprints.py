@@ -16,8 +16,7 @@ from torch import nn
 
 
 def describe(value: Any) -> Any:
-    """`value` for a JSON file, the same in every process: callables by their name, other objects by their type and
-    fields."""
+    """Return `value` for a JSON file: callables by their name, other objects by their type and fields."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Real):  # numpy's numbers
@@ -88,8 +87,7 @@ def behaviour(value: Any, depth: int = 2) -> Any:
 
 
 def _code(code: CodeType) -> str:
-    """Return a hash of a function's instructions, names and constants. It does not depend on where the code is
-    written."""
+    """Return a hash of a function's instructions, names and constants, wherever the code is written."""
     made = blake2b(code.co_code + repr((code.co_names, code.co_varnames)).encode(), digest_size=8)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -114,8 +112,7 @@ def digest(model: nn.Module) -> str:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first key in which two identities differ, with both values, or None if they agree. The key of a nested
-    table is dotted."""
+    """Return the first key, dotted in nested tables, in which two identities differ, with both values, or None."""
     for key in [*new, *(k for k in old if k not in new)]:
         before, now = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(now, dict):

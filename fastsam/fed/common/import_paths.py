@@ -41,8 +41,7 @@ def import_object(path: str, what: str) -> Any:
 
 
 def call_with_options(function: Any, options: dict[str, Any], what: str) -> Any:
-    """`function(**options)`; ValueError when its signature does not take them (a TypeError from inside reaches the
-    caller)."""
+    """Return `function(**options)`. Raises ValueError if its signature does not take the options."""
     if not callable(function):
         raise ValueError(f"{what}: expected something to call, got {type(function).__name__}")
     signature = inspect.signature(function)

@@ -54,8 +54,7 @@ class Option:
         )
 
     def check(self, value: Any) -> Any:
-        """`value` as JSON has it: a number is Python's own (numpy's would give other random numbers), a tuple a list.
-        Raises ValueError."""
+        """Return `value` as JSON has it: Python's own numbers, lists in place of tuples. Raises ValueError."""
         none = type(None) in self.kinds
         if none and value is None:
             return None

@@ -23,8 +23,7 @@ def derive(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A generator on the CPU, seeded with `derive(*parts)`. (torch uses the low 32 bits of a seed: enough to sample
-    with.)"""
+    """Return a generator on the CPU, seeded with `derive(*parts)`, of which torch uses the low 32 bits."""
     made = torch.Generator()
     made.manual_seed(derive(*parts))
     return made

@@ -120,8 +120,7 @@ def _definition(found: Any) -> tuple[str, str | None]:
 
 
 def _is_defined_by_user(home: str, place: str | None, path: str) -> bool:
-    """Return True if a callable of this module is trusted. If its module is unknown, the place of its import path
-    counts."""
+    """Return True if a callable of this module, or else of this import path, is trusted."""
     if not home:
         return is_trusted(path.rpartition(":")[0])
     if home.partition(".")[0] in _named.get():

@@ -131,8 +131,7 @@ class Archive:
             part.replace(path)
 
     def _unpacked(self, reader: Any, root: Path, path: Path) -> tuple[Any, Any]:
-        """Both parts from a checked archive, which torchvision unpacks; the files stay in `root` where it can be
-        written."""
+        """Return both parts from a checked archive. The unpacked files stay in `root` if it can be written."""
         keep = os.access(root, os.W_OK)
         with TemporaryDirectory(prefix=".fastsam-", dir=root if keep else None) as aside:
             link = Path(aside) / self.place / self.name

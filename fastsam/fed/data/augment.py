@@ -63,8 +63,7 @@ AUGMENTS: dict[str, Augment | None] = {"none": None, "flip_crop": FlipCrop(), "f
 
 
 def named(name: str, default: str = "none") -> Augment | None:
-    """The augmentation of that name of `AUGMENTS`; "auto" is `default`, an import path the user's own callable. Raises
-    ValueError."""
+    """Return the augmentation of that name or import path; "auto" is `default`. Raises ValueError."""
     if isinstance(name, str) and is_import_path(name):
         made = import_object(name, "augment")
         if not callable(made):

@@ -53,8 +53,7 @@ def split_generator(seed: int) -> np.random.RandomState:
 
 
 def check_shares(shares: np.ndarray, alpha: float) -> None:
-    """Raises ValueError unless every row that was drawn from a Dirichlet distribution adds up to one: no alpha at the
-    ends of the numbers does."""
+    """Raises ValueError unless every row of a Dirichlet distribution adds up to one: extreme values of alpha fail."""
     if np.isnan(shares).any():
         raise ValueError(f"alpha={alpha!r} is too small: the class priors underflow to 0/0; take 0.01 or more")
     if not np.allclose(shares.sum(-1), 1):
@@ -234,8 +233,7 @@ def draw(
 
 
 def _renormalised(prior: np.ndarray, available: list[int], u: float) -> int:
-    """Return one of the classes that have samples left, by `prior`, or by their numbers of samples if the prior has no
-    mass there."""
+    """Return a class with samples left, by `prior`, or by numbers of samples if the prior has no mass there."""
     counts = np.asarray(available, dtype=np.float64)
     weights = prior * (counts > 0)
     weights = weights if weights.sum() > 0 else counts

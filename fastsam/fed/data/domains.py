@@ -112,8 +112,7 @@ def digits_domains(
 
 
 def _parts(y: Tensor, count: int) -> list[Tensor]:
-    """Positions of `count` stratified parts whose sizes differ by one at most: shuffled, sorted by class, dealt out in
-    turn."""
+    """Return positions of `count` stratified parts of nearly one size: shuffled, sorted by class, dealt in turn."""
     order = np.random.RandomState(0).permutation(len(y))
     order = order[np.argsort(y.numpy()[order], kind="stable")]
     return [torch.from_numpy(np.sort(order[i::count])) for i in range(count)]

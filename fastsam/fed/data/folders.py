@@ -121,14 +121,12 @@ def domainnet(
     size: int = 224,
     folder_set: FolderSet = DOMAINNET,
 ) -> FederatedData:
-    """DomainNet (Peng et al., 2019): 586,575 images, 345 classes, 6 domains (88 GB as bytes of 224 x 224); otherwise as
-    `officehome`."""
+    """DomainNet (Peng et al., 2019): 586,575 images, 345 classes, 6 domains, 88 GB; otherwise as `officehome`."""
     return officehome(data_dir, held_out, clients_per_domain, seed, test_fraction, augment, size, folder_set)
 
 
 def _root(folder_set: FolderSet, data_dir: Path) -> Path:
-    """The directory that holds the domains: `data_dir`, or folders of the data set's names in it. Archives are unpacked
-    where domains are missing."""
+    """Return the directory of the domains, `data_dir` or in it. Archives are unpacked if domains are missing."""
     names = ("", *folder_set.folders)
 
     def holding(enough: Callable[[Iterable[object]], bool]) -> Path | None:
@@ -204,8 +202,7 @@ def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[d
 
 
 def _samples(domain: Path) -> list[tuple[str, Path]]:
-    """Return class and file of each image, in the order of torchvision's `ImageFolder`. Folders without images are not
-    classes."""
+    """Return class and file of each image, in the order of torchvision's `ImageFolder`, without empty classes."""
     library = vision("torchvision.datasets", _PURPOSE)
     try:
         found = library.ImageFolder(domain, allow_empty=True)

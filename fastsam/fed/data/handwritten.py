@@ -65,15 +65,13 @@ def digits(
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """All 1,797 digits in stored order: x [1797, 1, 8, 8] float32 of mean 0 and standard deviation 1, y [1797]
-    int64."""
+    """Return all 1,797 digits in stored order: x [1797, 1, 8, 8] float32, standardised, y [1797] int64."""
     pixels, y = _read()
     return _scaled(pixels, slice(None)), y
 
 
 def _read() -> tuple[np.ndarray, Tensor]:
-    """Return pixels [1797, 64] float64 from 0 to 16, and labels. The file of scikit-learn is read directly, because
-    importing scikit-learn takes longer than many runs."""
+    """Return pixels [1797, 64] float64 from 0 to 16, and labels. Importing scikit-learn would take longer."""
     package = find_spec("sklearn")
     file = (
         Path(package.submodule_search_locations[0]) / FILE if package and package.submodule_search_locations else None

@@ -139,8 +139,7 @@ def _checked(part: Any, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...]) ->
 
 
 def _statistics(x: np.ndarray) -> tuple[tuple[float], tuple[float]]:
-    """Mean and standard deviation of ``x / 255``, from the counts of the 256 values (in blocks: bincount makes its
-    input 8 bytes wide)."""
+    """Return mean and standard deviation of ``x / 255``, from the counts of the 256 values, in blocks."""
     counts = sum(np.bincount(x[i : i + 4096].ravel(), minlength=256) for i in range(0, len(x), 4096)) / x.size
     values = np.arange(256) / 255
     mean = float(counts @ values)

@@ -275,8 +275,7 @@ SPLITS: dict[str, Callable[..., Partition]] = {
 def make(
     split: str, labels: Any, clients: int | None, seed: int, classes: int | None = None, **options: Any
 ) -> Partition:
-    """Return the split of that name with its options. Raises ValueError for an unknown split or an option of another
-    split."""
+    """Return the split of that name with its options. Raises ValueError for an unknown name or a foreign option."""
     choice("split", split, tuple(SPLITS))
     foreign = set(options) - options_of(split)
     if foreign:

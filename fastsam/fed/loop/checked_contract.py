@@ -49,13 +49,11 @@ class CheckedContract(Contract):
         self._has_seen_upload = True
 
     def init_server(self, w0: Tensor) -> State:
-        """Return the server's state before the first round. Raises ValueError if it is not a dict of tensors with
-        "w"."""
+        """Return the server's state. Raises ValueError if it is not a dict of tensors with "w"."""
         return check_server(super().init_server(w0), w0, "init_server")
 
     def init_client(self, server: State, round: Round | None = None, client_ids: Sequence[int] = ()) -> State:
-        """Return the state of new clients. Raises ValueError if it is not a dict of tensors, or has NaN before the
-        first round."""
+        """Return the state of new clients. Raises ValueError if it is not a dict of tensors, or begins with NaN."""
         if round is not None:
             self._begin_round(server, round)
         state = _check_client(super().init_client(server, round, client_ids), "init_client")
@@ -93,8 +91,7 @@ class CheckedContract(Contract):
     def finish_clients(
         self, server: State, states: Sequence[State], client: State, results: ClientResults, round: Round
     ) -> tuple[State, Upload]:
-        """Return new states and the upload of n clients. Raises ValueError for other values, and for a write into the
-        old states."""
+        """Return new states and the upload of n clients. Raises ValueError for other values, and for written states."""
         self._begin_round(server, round)
         guarded, alone = _guarded("client", client), []
         if len(states) > 1 and self._copy is not None:  # copies, because results may be written into
@@ -112,8 +109,7 @@ class CheckedContract(Contract):
         return state, upload
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        """Return the server's state after the round. Raises ValueError if it is not a dict of tensors with "w", or if a
-        method has written into a state in this round."""
+        """Return the server's state. Raises ValueError if it is not a dict with "w", or if a state was written into."""
         self._begin_round(server, round)
         after = check_server(super().step_server(server, aggregate, round), server["w"], "step_server")
         if round.index == 0:
@@ -193,8 +189,7 @@ def _check_vectors(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
 
 
 def _check_finished(finished: object, server: State, n: int) -> tuple[State, Upload]:
-    """Return the client's state, which may have tensors of `server`, and the Upload of `finish_client` for n
-    clients."""
+    """Return the client's state, which may have tensors of `server`, and the Upload for n clients."""
     if not isinstance(finished, tuple) or len(finished) != 2 or not isinstance(finished[1], Upload):
         got = f"({', '.join(map(_kind, finished))})" if isinstance(finished, tuple) else _kind(finished)
         raise ValueError(f"finish_client must return (client state, Upload), got {got}")
@@ -271,8 +266,7 @@ def _check_guarded(guarded: Sequence[_Guarded]) -> None:
 
 
 def _copied(algorithm: Any) -> Any:
-    """Return a copy, whose calls do not change the attributes of the user's algorithm, or None if it cannot be
-    copied."""
+    """Return a copy, whose calls do not change the user's algorithm, or None if it cannot be copied."""
     try:
         return copy.deepcopy(algorithm)
     except Exception as error:

@@ -47,8 +47,7 @@ class ClientStateStorage:
         self.device, self.reason = device, reason
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        """Begin a round: the states of the clients in `order` will be read, and the clients in `later` are likely to be
-        in the next round."""
+        """Begin a round: states of clients in `order` will be read. Clients in `later` are likely in the next round."""
 
     def get(self, client: int, state: State) -> State:
         """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
@@ -62,8 +61,7 @@ class ClientStateStorage:
         """End the round. After it returns, all results of `put` can be read from anywhere."""
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of a RunState from a tensor on the CPU that was read from a file or came from another
-        rank."""
+        """Return a tensor of a RunState from a tensor on the CPU, which came from a file or another rank."""
         return tensor.to(self.device)
 
 
@@ -255,8 +253,7 @@ def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:
-    """Return the number of vectors (of the size of "w") that a client keeps, at least the vectors of its first
-    state."""
+    """Return the number of vectors, of the size of "w", that a client keeps, at least its first state's vectors."""
     begin = sum(t.nbytes for t in algorithm.init_client(server).values()) / max(server["w"].nbytes, 1)
     return max(begin, getattr(algorithm, "client_vectors", 0))
 

@@ -69,8 +69,7 @@ class Contract:
     def local_updates(
         self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()
     ) -> list[Constants]:
-        """Return the constants of n clients with the states `client`, `[n, ...]`. Without `client_ids` this is the
-        trial before the first round."""
+        """Return the constants of n clients with the states `client`, `[n, ...]`; without ids in the trial."""
         made = self.call("local_update", (server, client, round), round.index if client_ids else None, client_ids)
         return [(made, row) for row in range(n)] if isinstance(made, LocalUpdate) else [(one, 0) for one in made]
 
@@ -93,8 +92,7 @@ class Contract:
 
 
 def check_algorithm(algorithm: object) -> None:
-    """Raises ValueError unless `algorithm` has the methods and the traffic of `Algorithm` (it need not derive from
-    it)."""
+    """Raises ValueError unless `algorithm` has the methods and the traffic of `Algorithm`."""
     if isinstance(algorithm, type):
         raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
     missing = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]

@@ -15,8 +15,7 @@ from fastsam.fed.sums import ranks
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """One intra-op thread (one and two differ in the last bit); on CUDA deterministic algorithms without timed choices,
-    too."""
+    """One intra-op thread (one and two differ in the last bit); on CUDA also deterministic algorithms."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -103,8 +102,8 @@ class Registration:
     """A run's place in the table of the process."""
 
     def update(self, draws: bool) -> None:
-        """Record whether the run draws random numbers. Raises ValueError if this run or another run draws, in two
-        threads."""
+        """Record whether the run draws random numbers. Raises ValueError if runs of two threads are active and one
+        draws."""
         thread = threading.get_ident()
         with _lock:
             others = [other for own, other in _runs.items() if own != id(self) and other[0] != thread]

@@ -79,8 +79,7 @@ def _integers(y: Tensor) -> np.ndarray:
 
 
 def _two_classes(population: Population) -> bool:
-    """Return True if every sample has one label, 0 or 1 (or a bool): classes, although the model has no output for
-    each."""
+    """Return True if every sample has one label, 0 or 1 (or a bool)."""
     own, test = population.clients.labels_together(), population.test_labels
     if own is None or test is None or test.numel() != population.test_size:
         return False
@@ -196,8 +195,7 @@ class Evaluator:
 
     @torch.no_grad()
     def of_client(self, model: nn.Module, client: int) -> float | None:
-        """Return the accuracy of a model on the client's own test samples, in 0..1, or None without samples or
-        classes."""
+        """Return the accuracy of a model on the client's own test samples, in 0..1, or None without samples."""
         assert self.classifies and self.test is not None
         own = np.arange(self.count) if self._slices is None else self._slices[client]
         if not len(own):
@@ -210,8 +208,7 @@ class Evaluator:
         return right / len(own)
 
     def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
-        """Return the accuracies over the clients, each with the client's own model on the client's test samples. Each
-        of `models` is used before the next one is made."""
+        """Return the accuracies over the clients of their own `models`. Each is used before the next one is made."""
         if not self.classifies:
             return {}
         found = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
@@ -245,8 +242,7 @@ class Evaluator:
         return made
 
     def _spread(self, name: str, value: float, clients: Sequence[float]) -> dict[str, Any]:
-        """Return the statistics over the clients: of their values, or of the common value if all have the same
-        samples."""
+        """Return the statistics over the clients, or of the common value if all have the same samples."""
         if self.mode is None or (self._slices is not None and not clients):
             return {}
         made = statistics(name, clients if self._slices is not None else [value])

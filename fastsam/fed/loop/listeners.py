@@ -59,8 +59,7 @@ class Listeners:
         export: Callable[[RunState], nn.Module],
         keys: Sequence[str] | None = None,
     ) -> None:
-        """Begin the run at `state`; collective. `config` returns the config for callbacks, `export` the model of a
-        state; `keys` as in `RunView`."""
+        """Begin the run at `state`; collective. `export` returns the model of a state; `keys` as in `RunView`."""
         self._ranks = ranks
         if ranks.first and self.progress is True:
             self.progress = self._shown = self._bar.enter_context(_bar(self._label, self._rounds))
@@ -73,8 +72,7 @@ class Listeners:
         self._share()
 
     def round(self, state: RunState, evaluated: bool) -> None:
-        """The run has come to `state`. evaluated: whether the last round's record has the test set's numbers.
-        Collective where there are callbacks."""
+        """The run has come to `state`, perhaps with an evaluation. Collective if there are callbacks."""
         if callable(self.progress) and self._ranks.first:
             self.progress(dict(state.history[-1]))
         if not self.callbacks:

@@ -151,8 +151,7 @@ class Loop:
         return round, visible
 
     def _assigned(self, state: RunState, client_ids: Sequence[int]) -> tuple[RunState, Sequence[int]]:
-        """Assign the clients of a round to the ranks. Return the state after the clients' states have moved, and the
-        clients of this rank."""
+        """Return the state after the clients' states have moved to their ranks, and the clients of this rank."""
         if self.ranks.size == 1:
             return state, client_ids
         dealt = self.ranks.deal(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
@@ -162,8 +161,7 @@ class Loop:
     def _server_step(
         self, state: RunState, aggregate: Aggregate | None, round: Round, visible: Round
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the server's state and the model's buffers after the round. `aggregate` is None if no client was
-        sampled."""
+        """Return the server's state and the buffers. `aggregate` is None if no client was sampled."""
         for stage in self.stages:
             aggregate = stage.process_aggregate(aggregate, state.server, round)
         assert aggregate is not None  # a round without clients has a server step only if a stage makes its aggregate
@@ -226,8 +224,7 @@ class Loop:
         return {key: value for stage in self.stages for key, value in stage.record(round).items()}
 
     def _next(self, t: int) -> list[int]:
-        """Return the clients of the round after round t, for prefetching. It is empty if they are not needed, or not
-        known because a callable is called once a round."""
+        """Return the clients of the round after round t, for prefetching, or [] if they are not needed or not known."""
         settings = self.settings
         looks = self.states.prefetches or self.population.clients.prefetches
         if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
@@ -253,8 +250,7 @@ class Loop:
         return completed % self.settings.eval_every == 0 or completed == self.settings.rounds
 
     def _traffic(self, cohort_size: int) -> dict[str, float]:
-        """Return the megabytes (1e6 bytes) that all clients of a round receive and send: the vectors that the algorithm
-        declares, and the additions of stages."""
+        """Return the megabytes (1e6 bytes) that all clients of a round receive and send."""
         added, nbytes = [stage.traffic(self.view) for stage in self.stages], self.view.nbytes
         down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in added)
         up = self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in added)

@@ -126,8 +126,7 @@ class PersonalizedAlgorithm:
         return self.inner.train_client(client, server, self._inner(state), round)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        """Return the inner state and upload of the shared parameters, and the client's own parameters as they are
-        now."""
+        """Return the inner state and upload of the shared parameters, and the client's own parameters."""
         own = {OWN: client[OWN] + results.delta[:, self.places]}
         if self.begun and results.buffers is not None:
             rows = zip(zip(*(client[name] for name in self.begun), strict=True), results.buffers, strict=True)

@@ -34,8 +34,7 @@ def open_directory(
     lock: Lock,
     behaviours: dict[str, Any],
 ) -> tuple[RunDirectory, RunState]:
-    """Return the run directory, new or continued, and the state to continue from: `start` or the one in the
-    directory."""
+    """Return the run directory, and the state to continue from: `start` or the one in the directory."""
     ranks, place = loop.ranks, loop.population.device
     directory = RunDirectory(Path(run_dir), identity, place, ranks, loop.states.adopt, lock)
     found = directory.read(resume)
@@ -103,8 +102,7 @@ def identity_of(
     population: Population,
     collate: object,
 ) -> dict[str, Any]:
-    """Return the options and facts that must be the same when the run is resumed. `models` are the user's model and
-    the trained one."""
+    """Return the facts that must be the same when the run is resumed. `models`: the user's and the trained one."""
     numbers = loop.chosen.executor.numbers
     if numbers != "exact" and loop.ranks.size > 1:  # the ranks decide which clients are stacked together
         numbers += f", {loop.ranks.size} ranks"

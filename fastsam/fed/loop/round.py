@@ -90,8 +90,7 @@ class Cohort:
             stage.begin_round(self.sums)
 
     def tasks(self, executor: Executor, later: Sequence[int] = ()) -> Iterator[Task]:
-        """Yield one task per client of this rank, on request. States and data of the clients in `later`, which are
-        likely in the next round, may be prefetched."""
+        """Yield one task per client of this rank, on request. Clients in `later` are likely in the next round."""
         settings, data, together = self.settings, self.data, executor.slots if executor.stacks else 1
         setup, index, lr = executor.setup, self.round.index, self.round.lr
         order = self.mine
@@ -242,8 +241,7 @@ class Cohort:
             stage.end_round(ranks, self.round)
 
     def check(self) -> None:
-        """After the last end. Raises RuntimeError if no client is left, or more than `max_excluded` of the cohort were
-        excluded."""
+        """Raise RuntimeError if no client is left, or more than `max_excluded` of the cohort were excluded."""
         out, share = len(self.excluded), self.settings.max_excluded
         if out > _NAMED:
             log.warning("round %d: %d of %d clients are excluded", self.round.index + 1, out, len(self.client_ids))
@@ -262,8 +260,7 @@ class Cohort:
             )
 
     def record(self) -> dict[str, Any]:
-        """Return what the round's record says of the clients. train_loss is the mean over the samples of the clients
-        that were not excluded."""
+        """Return what the round's record says of the clients. train_loss is the mean over the samples in the sums."""
         samples = self.sums.scalar("samples")
         return {
             "clients": len(self.client_ids),
@@ -284,8 +281,7 @@ class Cohort:
 
 
 def _bits(x: float) -> int:
-    """Return the 64 bits of a number. They are 0 for the number 0, so that ranks can add up the bits that one rank
-    has."""
+    """Return the 64 bits of a number; 0 for 0, so that ranks can add up the bits that one rank has."""
     return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
@@ -294,10 +290,7 @@ def _number(bits: int) -> float:
 
 
 def _problems(results: ClientResults, summed: Sequence[Tensor]) -> Problems:
-    """Return why a client must be left out, by its row: a vector of its results is not finite.
-
-    The vectors in `summed` are skipped, because summing checks them.
-    """
+    """Return why a client must be left out, by its row. Vectors in `summed` are checked by summing."""
     problems: Problems = {}
     looked_at = {id(x) for x in summed}
     for name in ("delta", "gradient", "dual"):
@@ -332,8 +325,7 @@ def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, 
 
 
 def warn(found: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]], aggregation: str) -> None:
-    """A line in the log for each of a round's outliers (`history`'s next) that no earlier round has, one of a resumed
-    run included."""
+    """Log a line for each of a round's outliers that no earlier record in `history` has."""
     for one in found:
         client, factor = one["client"], one["factor"]
         if any(client == before["client"] for record in history for before in record.get("outliers", ())):

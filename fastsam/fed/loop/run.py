@@ -209,11 +209,7 @@ def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
 def _client_model(
     model: nn.Module, layout: Layout, personal: ClientModels, state: RunState, clients: int, client: int
 ) -> nn.Module:
-    """Return a copy of the user's model with the weights of `client`.
-
-    Raises:
-        ValueError: the number is not below `clients`.
-    """
+    """Return a copy of the user's model with the weights of `client`. Raises ValueError for an unknown client."""
     if integer("client", client, at_least=0) >= clients:
         raise ValueError(f"client must be one of the run's clients 0 to {clients - 1}, got {client!r}")
     own = state.clients.get(client)

@@ -183,8 +183,7 @@ def _check_function(loss: object) -> None:
 def check_smallest(
     model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int, drop_last: bool
 ) -> None:
-    """Raises ValueError for a model with BatchNorm that cannot train on the smallest of all batches: one sample may
-    have no variance."""
+    """Raises ValueError for a model with BatchNorm that cannot train on the smallest batch, of one sample, say."""
     sizes = population.clients.known_sizes
     if not sizes or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return

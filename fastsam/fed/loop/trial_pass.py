@@ -69,9 +69,8 @@ def look(
             "a training pass writes into its batch, so that the data themselves would change. Return new tensors: "
             "torch.relu(x) in place of x.relu_(), inplace=False"
         )
-    _check_frozen(trial, frozen)
     changed = tuple(name for name, b in trial.named_buffers() if not _same(b, before.get(name)))
-    _check_replaced(trial, buffers, changed)
+    _check_written(trial, frozen, buffers, changed)
     with torch.no_grad():
         for name, b in buffers.items():
             b.copy_(before[name])
@@ -133,10 +132,8 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _check_own_model(model: nn.Module, trial: nn.Module, leaves: Mapping[int, Tensor]) -> None:
-    """Raise ValueError if the loss refers to parameters of the user's model.
-
-    The copy of a scripted model has no leaves; `_check_gradients` refuses it.
-    """
+    """Raise ValueError if the loss refers to the user's model. (A scripted copy has no leaves, see
+    `_check_gradients`.)"""
     if leaves.keys().isdisjoint(map(id, trial.parameters())):
         return
     name = next((name for name, p in model.named_parameters() if id(p) in leaves), None)
@@ -174,24 +171,24 @@ def _frozen_versions(trial: nn.Module) -> dict[str, int]:
     return {name: p._version for name, p in trial.named_parameters() if not p.requires_grad}
 
 
-def _check_frozen(trial: nn.Module, before: Mapping[str, int]) -> None:
-    name = next((name for name, version in _frozen_versions(trial).items() if before.get(name) != version), None)
-    if name is not None:
-        raise ValueError(
-            f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one for "
-            f"all clients; make it a "
-            "buffer (register_buffer), for which buffers='average', 'keep' or 'local' says what becomes of it"
-        )
-
-
-def _check_replaced(trial: nn.Module, buffers: Mapping[str, Tensor], changed: Sequence[str]) -> None:
+def _check_written(
+    trial: nn.Module, frozen: Mapping[str, int], buffers: Mapping[str, Tensor], changed: Sequence[str]
+) -> None:
+    """Raise ValueError if a pass writes a frozen parameter, or replaces a buffer by another tensor."""
+    for name, version in _frozen_versions(trial).items():
+        if frozen.get(name) != version:
+            raise ValueError(
+                f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one "
+                "for all clients; make it a buffer (register_buffer), for which buffers='average', 'keep' or 'local' "
+                "says what becomes of it"
+            )
     now = dict(trial.named_buffers())
-    name = next((name for name in changed if name in buffers and now[name] is not buffers[name]), None)
-    if name is not None:
-        raise ValueError(
-            f"a training pass replaces the buffer {name!r} by another tensor, and clients' buffers are read from the "
-            f"registered one. Write into it: self.{name}.copy_(new)"
-        )
+    for name in changed:
+        if name in buffers and now[name] is not buffers[name]:
+            raise ValueError(
+                f"a training pass replaces the buffer {name!r} by another tensor, and clients' buffers are read from "
+                f"the registered one. Write into it: self.{name}.copy_(new)"
+            )
 
 
 def _check_repeated(first: Tensor, repeated: Tensor, changed: str | None) -> None:

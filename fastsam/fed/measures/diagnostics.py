@@ -16,8 +16,7 @@ from fastsam.fed.step.model_copy import Replica
 
 
 def path_smoothness(objective: Objective, path: Sequence[Tensor]) -> float:
-    """The largest `||g(u) - g(v)|| / ||u - v||` over neighbours on `path` (weights `[row_size]`); a lower bound of L. 0
-    when none moved."""
+    """Return the largest `||g(u) - g(v)|| / ||u - v||` over neighbours on `path`, a lower bound of L; or 0."""
     gradients = [objective.gradient(w) for w in path]
     found = 0.0
     for i in range(1, len(path)):
@@ -46,15 +45,13 @@ def hessian_norm(
 
 
 def sigma_local(objective: Objective, batches: Sequence[Objective], w: Tensor) -> float:
-    """`sigma_l`: root of the mean of `||unit(g_batch) - unit(g)||^2`, g the client's full gradient (FedSAM paper,
-    Assumption 3)."""
+    """`sigma_l`: root of the mean of `||unit(g_batch) - unit(g)||^2` (FedSAM paper, Assumption 3)."""
     full = unit(objective.gradient(w))
     return _root_mean([float((unit(b.gradient(w)) - full).square().sum()) for b in batches])
 
 
 def sigma_global(clients: Sequence[Objective], w: Tensor) -> float:
-    """`sigma_g`: root of the mean over clients of `||grad f_i(w) - grad f(w)||^2`, f the mean of the f_i (Assumption
-    2)."""
+    """`sigma_g`: root of the mean of `||grad f_i(w) - grad f(w)||^2`, f the mean of the f_i (Assumption 2)."""
     gradients = [client.gradient(w) for client in clients]
     mean = torch.stack(gradients).mean(dim=0)
     return _root_mean([float((g - mean).square().sum()) for g in gradients])

@@ -29,8 +29,7 @@ _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 @dataclass(frozen=True)
 class _End:
-    """The result of a client: delta, the last eps, `[row_size]`, number of local steps, and copies of its row before
-    some."""
+    """The result of a client: delta and last eps `[row_size]`, number of steps, and copies of its row."""
 
     delta: Tensor
     num_steps: int
@@ -216,8 +215,7 @@ class RoundMeasures:
         return {"dual_gap": diagnostics.dual_gap(last, before["s"])} if last and "s" in before else {}
 
     def _rows(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Weights and perturbations by client, at the first, middle and last step of each; no perturbations where steps
-        have none."""
+        """Return weights and perturbations by client at the first, middle and last step; none without snapshots."""
         weights: list[list[Tensor]] = []
         perturbed: list[list[Tensor]] = []
         for _, end in sorted(self._seen.results.items()):
@@ -253,15 +251,13 @@ def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:
 
 
 def kept_steps(steps: int) -> tuple[int, int, int]:
-    """The first, the middle and the last of a client's `steps` local steps, counted from 0; some coincide where there
-    are few."""
+    """Return the first, the middle and the last of `steps` local steps, from 0; some may coincide."""
     return 0, (steps - 1) // 2, steps - 1
 
 
 @torch.no_grad()
 def accuracy(replica: Replica, pairs: Sequence[tuple[Tensor, Tensor]], w: Tensor, batch: int = 512) -> float:
-    """The share of all samples of `pairs` that the replica with the weights w (`[row_size]`) classifies right, in eval
-    mode."""
+    """Return the share of all samples of `pairs` that the replica with the weights w classifies right."""
     replica.row.copy_(w)
     replica.module.eval()
     right = sum(

@@ -36,8 +36,7 @@ class Objective:
 
     @classmethod
     def mean_of(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
-        """Return the mean over the clients of their mean losses. A client with few samples counts as much as one with
-        many."""
+        """Return the mean over the clients of their mean losses, whatever their numbers of samples are."""
         if len({len(y) for _, y in pairs}) == 1:
             return cls.pooled(replica, loss, pairs, batch)
         made = []
@@ -53,8 +52,7 @@ class Objective:
         return sum(weight * float(self.loss(self.replica.module(x), y)) for x, y, weight in self.batches)
 
     def gradient(self, w: Tensor) -> Tensor:
-        """The gradient at w, float64 `[row_size]`; zero where the loss does not depend on a parameter, and in the
-        padding."""
+        """Return the gradient at w, float64 `[row_size]`; zero for unused parameters and in the padding."""
         self._load(w)
         total = torch.zeros_like(self.replica.row, dtype=torch.float64)
         for x, y, weight in self.batches:
@@ -91,8 +89,7 @@ class Objective:
 
 
 def subset(pairs: Sequence[Pair], samples: int | None, seed: int) -> list[Pair]:
-    """About `samples` of all samples, chosen once from `seed`: of every client its share, one at least. None: all of
-    them."""
+    """Return about `samples` of all samples, a share of every client, chosen once from `seed`; None: all."""
     total = sum(len(y) for _, y in pairs)
     if samples is None or samples >= total:
         return list(pairs)

@@ -89,8 +89,7 @@ class Measures(Protocol):
     """
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
-        """The local steps (from 0) before which a row is kept (`ClientResults.snapshots`), for a client that takes
-        `steps` of them."""
+        """Return the local steps (from 0, of `steps`) before which a row is kept (`ClientResults.snapshots`)."""
 
     def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
         """Numbers of n clients, n under each name; their sums over all clients are `aggregate.scalar(name)` in `round`.
@@ -99,5 +98,4 @@ class Measures(Protocol):
         """
 
     def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
-        """Return numbers for the round's record, from the server's states before and after the round, and the
-        aggregate."""
+        """Return numbers for the round's record, from the server's states and the aggregate."""

@@ -29,7 +29,6 @@ class PlainAggregate:
         return _plain(self._aggregate.sum(name), self._layout)
 
     def scalar(self, name: str) -> float:
-        """See `Aggregate`."""
         return self._aggregate.scalar(name)
 
 
@@ -46,11 +45,9 @@ class OwnMeasures:
         )
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
-        """See `Measures`."""
         return self.measures.snapshots(round, steps)
 
     def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
-        """See `Measures`."""
         return self.measures.clients(self._state(before, about.layout), _ends(results, about.layout), _about(about))
 
     def join(self, ranks: Ranks, about: Round) -> None:
@@ -60,7 +57,6 @@ class OwnMeasures:
             join(ranks, _about(about))
 
     def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
-        """See `Measures`."""
         layout, old = about.layout, self._state(before, about.layout)
         self._before = None
         return self.measures.round(old, _state(after, layout), PlainAggregate(aggregate, layout), _about(about))

@@ -13,8 +13,7 @@ _CHANNELS = (1, 3, 4)  # that images usually have
 
 
 def image_shape(model: str, in_shape: tuple[int, ...], least: int, instead: str) -> tuple[int, int, int]:
-    """Return `in_shape` as (C, H, W); [H, W] has one channel. Raises ValueError if it is not an image or smaller than
-    `least`."""
+    """Return `in_shape` as (C, H, W). Raises ValueError if it is not an image or smaller than `least`."""
     shape = (1, *in_shape) if len(in_shape) == 2 else tuple(in_shape)
     if len(shape) != 3 or min(shape[1:]) < least:
         last = len(shape) == 3 and shape[2] in _CHANNELS and min(shape[:2]) >= least

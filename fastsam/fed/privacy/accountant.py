@@ -85,8 +85,7 @@ class Accountant:
         self._small = -math.log1p(-(delta**2))  # a curve below this value has a different bound
 
     def epsilon(self, rounds: int) -> float:
-        """Return epsilon of the first `rounds` rounds together, rounds >= 1, as `dp_accounting.rdp.RdpAccountant`
-        computes it."""
+        """Return epsilon of the first `rounds` >= 1 rounds, as `dp_accounting.rdp.RdpAccountant` computes it."""
         if rounds not in self._known:
             several = range(rounds, rounds + min(rounds, _AT_ONCE))  # a short run computes at most twice its rounds
             self._known = dict(zip(several, self._epsilons(several), strict=True))
@@ -119,8 +118,7 @@ class Accountant:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence warnings about orders whose curve does not converge. They are infinite, and another order gives
-    epsilon."""
+    """Silence warnings about orders whose curve does not converge; another order gives epsilon."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)

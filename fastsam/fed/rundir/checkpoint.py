@@ -129,8 +129,7 @@ class RunDirectory:
         return self._load()
 
     def _check_places(self) -> None:
-        """Raise RunDirectoryError if something else has the name of a file of the run, before the training and not at
-        its end."""
+        """Raise RunDirectoryError if something else has the name of a file of the run."""
         for path in (self.path / name for name in _FILES):
             if (path.exists() or path.is_symlink()) and (path.is_symlink() or not path.is_file()):
                 raise RunDirectoryError(
@@ -304,8 +303,7 @@ class RunDirectory:
     def _adopt(
         self, files: Mapping[str, str], stored: Mapping[str, tuple[State, dict[str, str]]], homes: Mapping[int, int]
     ) -> dict[int, State]:
-        """Return the states of the clients whose home is this rank. Tensors that are shared in a file are shared in
-        memory."""
+        """Return the states of this rank's clients. Tensors that a file shares are shared in memory."""
         made: dict[tuple[str, str], Tensor] = {}
         held: set[str] = set()
         places = {name: json.loads(stored[name][1]["places"]) for name in set(files.values())}

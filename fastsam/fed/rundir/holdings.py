@@ -13,8 +13,7 @@ _LIVE = 0.5  # live share of a file, below which its rest moves
 
 
 class Holdings:
-    """By file: the bytes of all its tensors, and of the tensors that are in a client's state. A tensor that several
-    clients share counts once."""
+    """Bytes of all tensors by file, and of the tensors in a client's state. A shared tensor counts once."""
 
     def __init__(self) -> None:
         self._whole: dict[str, int] = {}

@@ -87,8 +87,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, digest: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, on the CPU, and its metadata. Raises RunDirectoryError when it is missing or its hash is
-    not `digest`."""
+    """Return a file's tensors, on the CPU, and its metadata. Raises RunDirectoryError if its hash is not `digest`."""
     try:
         data = read_bytes(path)
     except OSError as error:
@@ -105,8 +104,7 @@ def read_tensors(path: Path, digest: str) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def read_history(path: Path, manifest: Mapping[str, Any]) -> tuple[bytes, list[dict[str, Any]]]:
-    """The part of metrics.jsonl that a checkpoint knows, and its records, one per round. Raises RunDirectoryError when
-    they are not all in it."""
+    """Return the known part of metrics.jsonl, and its records. Raises RunDirectoryError if rounds are missing."""
     data = read_bytes(path)[: manifest["metrics_bytes"]] if path.exists() else b""
     if digest_of(data) != manifest["metrics_hash"]:
         raise RunDirectoryError(

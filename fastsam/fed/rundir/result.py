@@ -129,8 +129,7 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
 
 
 def to_target(history: History, target: float | None) -> dict[str, Any]:
-    """Return rounds, seconds and megabytes until the test accuracy `target` (0..1) was reached, or None for each. See
-    `Result.summary`."""
+    """Return rounds, seconds and megabytes until the accuracy `target` (0..1) was reached, or None for each."""
     evaluated = [r for r in history if r["test_accuracy"] is not None]
     reached = [r["round"] for r in evaluated if target is not None and r["test_accuracy"] >= target]
     first = min(reached, default=None)

@@ -43,7 +43,6 @@ class ClientWeightedAggregate:
 
     @property
     def num_clients(self) -> int:
-        """See `Aggregate`."""
         return self._aggregate.num_clients
 
     def mean(self, name: str) -> Tensor:
@@ -52,11 +51,9 @@ class ClientWeightedAggregate:
         return torch.where(weight > 0, mean / weight, 0.0)
 
     def sum(self, name: str) -> Tensor:
-        """See `Aggregate`."""
         return self._aggregate.sum(name)
 
     def scalar(self, name: str) -> float:
-        """See `Aggregate`."""
         return self._aggregate.scalar(name)
 
 

@@ -34,8 +34,7 @@ _FINE = 1e-10, 1e16  # between these no square that counts is lost to float32's 
 
 
 def norms_of(rows: Tensor) -> list[float]:
-    """Return the norm of each of `rows` `[n, row_size]`, with a relative error up to `_OFF`. A row has the same norm
-    with or without other rows."""
+    """Return the norm of each of `rows` `[n, row_size]`, up to `_OFF` (relative). It depends on its row only."""
     norm_, table, hparams = _operands(len(rows), rows.shape[1], rows.dtype, rows.device)
     squares = hparams.new_empty(len(rows))
     norm_(squares, [rows], [], table, hparams)

@@ -71,7 +71,6 @@ class RobustAggregate:
 
     @property
     def num_clients(self) -> int:
-        """See `Aggregate`."""
         return self._sums.num_clients
 
     def mean(self, name: str) -> Tensor:
@@ -88,11 +87,9 @@ class RobustAggregate:
         return self.rule.mean([rows[name] for _, _, rows in chosen], [weight for weight, _, _ in chosen])
 
     def sum(self, name: str) -> Tensor:
-        """See `Aggregate`."""
         return self._sums.sum(name)
 
     def scalar(self, name: str) -> float:
-        """See `Aggregate`."""
         return self._sums.scalar(name)
 
     @cached_property
