@@ -30,13 +30,13 @@ class FedGF(Algorithm):
     point is nearer to the global model if clients move far.
 
         p^t = w^t + rho_g * D/||D||,   D = w^{t-1} - w^t;                    no p in round 0
-        w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t;   the server's step is
-        FedAvg's c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
+        w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t
+        c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
 
-    In the first rounds c is a share of the completed rounds. The authors' code has no defaults for its T_D and W. A
-    threshold of 1 and 10 rounds are our choice, and the threshold depends on the model. c = 0 is FedSAM. rho and rho_g
-    are numbers or schedules. Per round and client 2 P down (w, p) and 1 P up, and a number; state: w, d = D/||D||, and
-    `window` numbers. Two backward passes a step.
+    The server's step is FedAvg's. In the first rounds c is a share of the completed rounds. The authors' code has no
+    defaults for its T_D and W. A threshold of 1 and 10 rounds are our choice, and the threshold depends on the model. c
+    = 0 is FedSAM. rho and rho_g are numbers or schedules. Per round and client 2 P down (w, p) and 1 P up, and a
+    number; state: w, d = D/||D||, and `window` numbers. Two backward passes a step.
     """
 
     download_vectors: ClassVar[float] = 2

@@ -147,9 +147,8 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
 class FedLESAM_S(LocalEstimate, SCAFFOLD):  # type: ignore[override]
     """FedLESAM's perturbation in SCAFFOLD.
 
-        w <- w - lr * (g + control_scale*(c - c_i) + weight_decay*w),  g the batch gradient at w + eps, eps as in
-        FedLESAM
-        c_i, c: as in SCAFFOLD;  w_old_i <- w^t
+        w <- w - lr * (g + control_scale*(c - c_i) + weight_decay*w),  g the batch gradient at w + eps
+        eps as in FedLESAM;  c_i, c as in SCAFFOLD;  w_old_i <- w^t
 
     rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over
     the active clients in place of the sum of their changes over N. Its code and SCAFFOLD have the equations above.

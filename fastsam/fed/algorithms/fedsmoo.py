@@ -31,9 +31,9 @@ RULES = ("paper", "mu_active", "mu_all")
 class FedSMOO(DynamicRegularizer):
     """FedDyn whose clients agree on one perturbation s by the method of multipliers.
 
-        d = alpha*(g1 - mu_i) - s,   eps = rho * d/||d||,   then mu_i <- mu_i + (eps - s)/alpha          in every local
-        step w <- w - lr * (g2 + phi*(h_i + w - w^t) + weight_decay*w),   g2 at w + eps
-        s <- rho * r/||r||,   r = mean_i (alpha*mu_i - eps_i),   eps_i that of the last step
+        d = alpha*(g1 - mu_i) - s,   eps = rho * d/||d||,   then mu_i <- mu_i + (eps - s)/alpha     in every local step
+        w <- w - lr * (g2 + phi*(h_i + w - w^t) + weight_decay*w),   g2 at w + eps
+        s <- rho * r/||r||,   r = mean_i (alpha*mu_i - eps_i),   eps_i the eps of the last step
 
     and h_i, H and w^{t+1} as in FedDyn. All vectors start at zero, so the first step is a SAM step; rho = 0 is FedDyn.
     alpha: penalty of the perturbation's sub-problem. phi: 1/beta of the paper. rho: a number or a schedule.

@@ -24,17 +24,16 @@ class FedWMSAM(SCAFFOLD):
     by control variates.
 
         D_i = D + alpha/(1 - alpha) * (c - c_i)
-        d_k = (w^t + k*D_i) - w,   eps = rho * d_k/||d_k||             in local step k = 0, 1, ...; eps = 0 in the first
-        one w <- w - lr * (alpha*g + (1 - alpha)*D_i + weight_decay*w),    g the batch gradient at w + eps
+        d_k = (w^t + k*D_i) - w,   eps = rho * d_k/||d_k||      in local step k = 0, 1, ...; eps = 0 in the first step
+        w <- w - lr * (alpha*g + (1 - alpha)*D_i + weight_decay*w),    g the batch gradient at w + eps
         D <- -mean_i (w_i - w^t)/(lr_t*K_i);    c_i, c and the server's step as in SCAFFOLD
-        alpha <- (1 - alpha_rate)*alpha + alpha_rate*clip(1 + mean_i cos(w_i - w^t, D), 0.1, 0.9)      with the D that
-        was sent
+        alpha <- (1 - alpha_rate)*alpha + alpha_rate*clip(1 + mean_i cos(w_i - w^t, D), 0.1, 0.9)
 
-    D is signed like a gradient: the global model moves along -D. So both parts of d_k, k*D_i and the way back to w^t,
-    lead uphill, as a perturbation of SAM must. The authors' code subtracts d_k, and shifts each tensor by one number of
-    it; we follow the paper. alpha: the first one; rho: a number or a schedule. With alpha_rate = 0 and rho = 0 it is
-    FedCM with control variates. Per round and client 3 P down (w, D, c) and 2 P up, and a number; state: w, D, c, and
-    c_i on every client. One backward pass a step.
+    The cosine is with the D that was sent. D is signed like a gradient: the global model moves along -D. So both parts
+    of d_k, k*D_i and the way back to w^t, lead uphill, as a perturbation of SAM must. The authors' code subtracts d_k,
+    and shifts each tensor by one number of it; we follow the paper. alpha: the first one; rho: a number or a schedule.
+    With alpha_rate = 0 and rho = 0 it is FedCM with control variates. Per round and client 3 P down (w, D, c) and 2 P
+    up, and a number; state: w, D, c, and c_i on every client. One backward pass a step.
     """
 
     download_vectors: ClassVar[float] = 3

@@ -372,21 +372,8 @@ def train(
     buffers: Sequence[Tensor],
     stopped: Callable[[], bool] | None = None,
 ) -> ClientResults | None:
-    """Do the local work of a client in a row.
-
-    Args:
-        row: the row.
-        task: the client's task.
-        start: weights of the global model, `[row_size]`.
-        buffers: the global model's buffers.
-        stopped: function that returns True if the work is to end early.
-
-    Returns:
-        the results, or None if it ended early.
-
-    Raises:
-        ClientError: the model or the loss raised.
-    """
+    """Do the local work of a client in a row, from the global model's weights and buffers. Return None if `stopped`
+    ended it early. Raises ClientError if the model or the loss raised."""
     row.open(task, start, buffers)
     if task.loop is not None:
         try:

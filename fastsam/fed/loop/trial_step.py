@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastsam.fed import executors
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
-from fastsam.fed.executors.random_ops import RandomOps
+from fastsam.fed.executors.randomness import RandomOps
 from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
 from fastsam.fed.step.model_copy import copied, trainable
 
