@@ -52,7 +52,6 @@ class Passes:
         self.replica, self.layout, self.loss = replica, layout, loss
         self.of_batch = loss if isinstance(loss, BatchLoss) else None
         self._all = tuple(range(len(replica.parameters)))
-        self._subtables: dict[tuple[int, ...], Tensor] = {self._all: layout.table}
 
     def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
         """The loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch `x` that
@@ -112,8 +111,6 @@ class Passes:
         slots = self._all
         if len(present) < len(parameters):
             slots = tuple(i for i, p in enumerate(parameters) if p.grad is not None)
-            if slots not in self._subtables:
-                self._subtables[slots] = self.layout.subtable(slots)
         for p in parameters:
             p.grad = None
-        return Gradients(present, slots, self._subtables[slots])
+        return Gradients(present, slots, self.layout.subtable(slots))
