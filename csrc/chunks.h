@@ -43,8 +43,8 @@ struct ChunkRange {
 
 FASTSAM_HD ChunkRange chunk_range_of(int64_t chunk_in_segment, int64_t length, int64_t chunk = kChunk) {
   const int64_t begin = chunk_in_segment * chunk;
-  const int64_t rest = length - begin;
-  return ChunkRange{begin, rest < chunk ? rest : chunk};
+  const int64_t remaining = length - begin;
+  return ChunkRange{begin, remaining < chunk ? remaining : chunk};
 }
 
 // ---- CUDA: a block computes a chunk in sweeps of `threads * width * unroll` elements; in each of `unroll` turns a

@@ -109,10 +109,10 @@ constexpr double kLargestValue = 0x1.0p62;  // in units of 2^-28
 // Both are rounded towards zero, so that -value subtracts the added number. High limbs wrap. An overflow is undone by
 // carries or by later subtractions.
 FASTSAM_HD void add_fixed_point(double value, uint64_t& high, int64_t& low) {
-  const double kept = fabs(value) <= kLargestValue ? value : 0.0;  // 0 for NaN
-  const int64_t whole = static_cast<int64_t>(kept);
-  high += static_cast<uint64_t>(whole);
-  low += static_cast<int64_t>((kept - static_cast<double>(whole)) * kLowUnit);
+  const double bounded = fabs(value) <= kLargestValue ? value : 0.0;  // 0 for NaN
+  const int64_t integer = static_cast<int64_t>(bounded);
+  high += static_cast<uint64_t>(integer);
+  low += static_cast<int64_t>((bounded - static_cast<double>(integer)) * kLowUnit);
 }
 
 // Moves the overflow of the low limb to the high limb.
@@ -169,10 +169,10 @@ struct CombinedGradient {
 
   // Returns the form for gradients that `gradient` has already computed.
   CombinedGradient without_gradient() const {
-    CombinedGradient rest = *this;
-    rest.linear.a = rest.sig = C(1);
-    rest.linear.b = rest.linear.phi = rest.decay = C(0);
-    return rest;
+    CombinedGradient remainder = *this;
+    remainder.linear.a = remainder.sig = C(1);
+    remainder.linear.b = remainder.linear.phi = remainder.decay = C(0);
+    return remainder;
   }
 };
 

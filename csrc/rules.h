@@ -38,9 +38,9 @@ UpdateRule& register_rule(const char* name) {
 // Returns the rule of this name, or nullptr if there is no such rule.
 inline const UpdateRule* find_rule(const std::string& name) {
   const auto& rules = update_rules();
-  const auto found =
+  const auto position =
       std::find_if(rules.begin(), rules.end(), [&](const UpdateRule& rule) { return rule.name == name; });
-  return found == rules.end() ? nullptr : &*found;
+  return position == rules.end() ? nullptr : &*position;
 }
 
 inline std::string rule_names() {

@@ -23,7 +23,7 @@ struct Random {
       : first(mix(static_cast<uint32_t>(seed), 0x9E3779B9u)),
         second(mix(static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32) ^ first, 0x85EBCA6Bu)) {}
 
-  FASTSAM_HD uint32_t bits(uint32_t place) const { return mix(place ^ first, second); }
+  FASTSAM_HD uint32_t bits(uint32_t position) const { return mix(position ^ first, second); }
 };
 
 // Returns one of the two neighbours of y among the numbers of W, the nearer one more often: the mean is y.
@@ -47,9 +47,9 @@ struct StochasticFunctor {
 
   // w: the unperturbed weight, or its master copy; rounded: the same in half precision; place: its place in the row.
   template <class W>
-  FASTSAM_HD W perturbed(float w, W rounded, W g, uint32_t place) const {
+  FASTSAM_HD W perturbed(float w, W rounded, W g, uint32_t position) const {
     const float y = widen(rounded) + perturb.step(w, widen(g));
-    return perturb.moves ? stochastic<W>(y, random.bits(place)) : rounded;
+    return perturb.moves ? stochastic<W>(y, random.bits(position)) : rounded;
   }
 };
 

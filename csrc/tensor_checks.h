@@ -57,8 +57,8 @@ inline bool is_dense(const Tensor& tensor, size_t first) {
 inline void check_order(const Tensors& a, const Tensors& b, const Problem& problem, const char* names) {
   if (a.size() != b.size()) return;
   for (size_t i = 0; i < a.size(); ++i) {
-    const auto sizes = a[i].sizes(), others = b[i].sizes();
-    if (sizes.size() != others.size() || !std::equal(sizes.begin(), sizes.end(), others.begin())) continue;
+    const auto sizes = a[i].sizes(), other_sizes = b[i].sizes();
+    if (sizes.size() != other_sizes.size() || !std::equal(sizes.begin(), sizes.end(), other_sizes.begin())) continue;
     const auto x = a[i].strides(), y = b[i].strides();
     for (size_t d = problem.rows == 1 ? 0 : 1; d < sizes.size() && a[i].numel() > 0; ++d) {
       STD_TORCH_CHECK(sizes[d] == 1 || x[d] == y[d], names, " of segment ", i,
@@ -71,7 +71,7 @@ inline void check_order(const Tensors& a, const Tensors& b, const Problem& probl
 // element.
 inline void check_table(const Segment* table, int64_t segments, int64_t rows, std::optional<int64_t> groups) {
   const int64_t most = (int64_t{1} << 62) / std::max<int64_t>(rows, 1);
-  std::vector<std::pair<int64_t, int64_t>> found;  // begin and end of segments with elements
+  std::vector<std::pair<int64_t, int64_t>> ranges;  // begin and end of segments with elements
   for (int64_t i = 0; i < segments; ++i) {
     const Segment& s = table[i];
     STD_TORCH_CHECK(s.offset >= 0 && s.length >= 0 && s.offset <= most && s.length <= most - s.offset && s.group >= 0 &&
@@ -80,11 +80,11 @@ inline void check_table(const Segment* table, int64_t segments, int64_t rows, st
                     " for segment ", i, "; they are counted from 0");
     STD_TORCH_CHECK(!groups || s.group < *groups, "table names parameter group ", s.group,
                     ", counted from 0, but hparams has ", groups.value_or(0), " groups");
-    if (s.length > 0) found.emplace_back(s.offset, s.offset + s.length);
+    if (s.length > 0) ranges.emplace_back(s.offset, s.offset + s.length);
   }
-  if (!std::is_sorted(found.begin(), found.end())) std::sort(found.begin(), found.end());
-  for (size_t i = 1; i < found.size(); ++i) {
-    STD_TORCH_CHECK(found[i - 1].second <= found[i].first, "segments of the table overlap at ", found[i].first);
+  if (!std::is_sorted(ranges.begin(), ranges.end())) std::sort(ranges.begin(), ranges.end());
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    STD_TORCH_CHECK(ranges[i - 1].second <= ranges[i].first, "segments of the table overlap at ", ranges[i].first);
   }
 }
 

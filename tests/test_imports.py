@@ -229,7 +229,7 @@ def test_the_rules_catch(module: str, source: str) -> None:
             "from fastsam.optim import FusedSAM\nfrom ..algorithms import FedSAM\nfrom ..executors import sequential",
         ),
         ("fastsam.fed.rundir.environment", "from fastsam import __version__"),
-        ("fastsam.lab.keys", "from fastsam.backends import NAMES"),
+        ("fastsam.lab.run_config", "from fastsam.backends import NAMES"),
         ("fastsam.lab.cli", "from fastsam import backends, fed"),
         ("fastsam_kernels.native", "from .build import jit\nfrom . import reference"),
     ],

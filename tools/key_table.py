@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastsam.lab.keys import KEYS, OPTION_TABLES
+from fastsam.lab.run_config import KEYS, OPTION_TABLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 START, END = "<!-- keys:all -->\n", "<!-- /keys -->\n"

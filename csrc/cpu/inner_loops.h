@@ -61,16 +61,16 @@ inline void accumulate_block(const T* x, int64_t row_stride, const T* base, doub
                              uint64_t* __restrict__ high, int64_t* __restrict__ low, uint64_t* largest) {
   decltype(magnitude_bits(T())) bits[Rows] = {};
   FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) {
-    uint64_t whole = high[i];
-    int64_t rest = low[i];
+    uint64_t integer = high[i];
+    int64_t fraction = low[i];
     for (int row = 0; row < Rows; ++row) {
       const T d = x[row * row_stride + i] - base[i];
       bits[row] = std::max(bits[row], magnitude_bits(d));
-      add_fixed_point(static_cast<double>(d) * scale, whole, rest);
+      add_fixed_point(static_cast<double>(d) * scale, integer, fraction);
     }
-    carry_fixed_point(whole, rest);
-    high[i] = whole;
-    low[i] = rest;
+    carry_fixed_point(integer, fraction);
+    high[i] = integer;
+    low[i] = fraction;
   }
   for (int row = 0; row < Rows; ++row) largest[row] = std::max<uint64_t>(largest[row], bits[row]);
 }

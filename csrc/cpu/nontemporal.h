@@ -55,10 +55,10 @@ inline __attribute__((always_inline)) void write_blocks(T* z, int64_t n, bool no
 #endif
   for (int64_t i = 0, count; i < n; i += count) {
     count = i < head ? std::min(head, n) : std::min(nontemporal ? small : kBlock, n - i);
-    const bool whole = nontemporal && i >= head && count == small;
-    write(i, whole ? staged : z + i, count);
+    const bool is_full_block = nontemporal && i >= head && count == small;
+    write(i, is_full_block ? staged : z + i, count);
 #ifdef __x86_64__
-    if (whole) stream_block(z + i, staged);
+    if (is_full_block) stream_block(z + i, staged);
 #endif
   }
 }

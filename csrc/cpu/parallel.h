@@ -27,8 +27,8 @@ inline int64_t last_level_cache() {
       std::fclose(file);
     }
     if (kilobytes > 0) return kilobytes << 10;
-    const long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return found > 0 ? static_cast<int64_t>(found) : int64_t{32} << 20;
+    const long cache_size = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    return cache_size > 0 ? static_cast<int64_t>(cache_size) : int64_t{32} << 20;
   }();
   return bytes;
 }
@@ -78,10 +78,10 @@ inline void run_accumulate(const FixedPointArgs& args) {
   } else {
     std::mutex mutex;
     torch::stable::parallel_for(0, args.n, std::max<int64_t>(1, kGrain / args.rows), [&](int64_t begin, int64_t end) {
-      std::vector<uint64_t> own(args.rows);
-      accumulate_range(args, own.data(), begin, end);
+      std::vector<uint64_t> row_sums(args.rows);
+      accumulate_range(args, row_sums.data(), begin, end);
       const std::lock_guard<std::mutex> lock(mutex);
-      for (int64_t row = 0; row < args.rows; ++row) largest[row] = std::max(largest[row], own[row]);
+      for (int64_t row = 0; row < args.rows; ++row) largest[row] = std::max(largest[row], row_sums[row]);
     });
   }
   for (int64_t row = 0; row < args.rows && args.largest != nullptr; ++row) {

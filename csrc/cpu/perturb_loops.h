@@ -32,10 +32,10 @@ inline void perturb_chunk(W* z, const O* o, const W* g, int64_t n, const Perturb
 
 // Computes both values of `save`; `place` is the place of the first element in the row.
 template <class W, class O>
-inline void perturb_stochastic_chunk(W* z, O* o, const W* g, int64_t n, const StochasticFunctor& rule, uint32_t place,
-                                     bool save) {
+inline void perturb_stochastic_chunk(W* z, O* o, const W* g, int64_t n, const StochasticFunctor& rule,
+                                     uint32_t position, bool save) {
   const auto perturbed = [=](O w, int64_t i) {
-    return rule.perturbed(widen(w), convert<W>(w), g[i], place + static_cast<uint32_t>(i));
+    return rule.perturbed(widen(w), convert<W>(w), g[i], position + static_cast<uint32_t>(i));
   };
   if (save) {
     FASTSAM_SIMD for (int64_t i = 0; i < n; ++i) {
@@ -59,8 +59,8 @@ inline void perturb_range(const PerturbArgs& args, bool nontemporal, int64_t beg
       const W* g = at<const W>(args.grads, row, segment, range.begin);
       if constexpr (sizeof(W) == 2) {
         if (args.seed != nullptr) {
-          const auto place = static_cast<uint32_t>(args.problem.table[segment].offset + range.begin);
-          perturb_stochastic_chunk(z, o, g, range.count, StochasticFunctor{rule, Random(args.seed[row])}, place,
+          const auto position = static_cast<uint32_t>(args.problem.table[segment].offset + range.begin);
+          perturb_stochastic_chunk(z, o, g, range.count, StochasticFunctor{rule, Random(args.seed[row])}, position,
                                    args.save);
           return;
         }

@@ -131,11 +131,11 @@ FASTSAM_NOINLINE void block(const Matrix& a, const Matrix& b, int64_t k, const M
 
 // `rows` rows, at most High.
 template <int High, int Across>
-inline void rest(int64_t rows, const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* out,
-                 int64_t width, int64_t count) {
+inline void edge_rows(int64_t rows, const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* out,
+                      int64_t width, int64_t count) {
   if constexpr (High > 0) {
     if (rows == High) return block<High, Across>(a, b, k, bias, out, width, count);
-    rest<High - 1, Across>(rows, a, b, k, bias, out, width, count);
+    edge_rows<High - 1, Across>(rows, a, b, k, bias, out, width, count);
   }
 }
 
@@ -150,8 +150,8 @@ inline void columns(const ProductArgs& args, const Matrix& a, Matrix b, const Ma
   }
   constexpr int most = high(Across);
   for (int64_t top = 0; top < args.m; top += most) {
-    rest<most, Across>(std::min<int64_t>(most, args.m - top), a.from(top, 0), b, args.k, bias.from(top, 0),
-                       out + top * args.n, args.n, count);
+    edge_rows<most, Across>(std::min<int64_t>(most, args.m - top), a.from(top, 0), b, args.k, bias.from(top, 0),
+                            out + top * args.n, args.n, count);
   }
 }
 

@@ -55,23 +55,24 @@ FASTSAM_NOINLINE void gradient_block(compute_t<W>* d, const S* w, const UpdateOp
 // over all blocks.
 template <class Rule, unsigned kStateMask, class G, class W, class S>
 FASTSAM_NOINLINE void rule_blocks(W* z, const S* from, S* master, const UpdateOperands<W>& x, int64_t n,
-                                  const CombinedGradient<compute_t<W>> whole, const Rule rule, bool past_caches) {
+                                  const CombinedGradient<compute_t<W>> combined_whole, const Rule rule,
+                                  bool past_caches) {
   using C = compute_t<W>;
   const bool ordinary = x.ordinary();
-  const CombinedGradient<C> combined = ordinary ? whole : whole.without_gradient();
-  alignas(64) C made[kBlock];
+  const CombinedGradient<C> combined = ordinary ? combined_whole : combined_whole.without_gradient();
+  alignas(64) C results[kBlock];
   alignas(64) S unkept[kBlock];
   write_blocks(z, n, past_caches, [&](int64_t start, W* to, int64_t count) FASTSAM_ALWAYS_INLINE {
     const G* g;
     if constexpr (std::is_same_v<G, W>) g = x.g2 + start;
     if constexpr (std::is_same_v<G, C>) {
       if (!ordinary) {
-        gradient_block(made, from + start, x, start, count, whole);
-        g = made;
+        gradient_block(results, from + start, x, start, count, combined_whole);
+        g = results;
       }
     }
     const S* old = from + start;
-    [[maybe_unused]] S* kept = master == nullptr ? unkept : master + start;
+    [[maybe_unused]] S* block_master = master == nullptr ? unkept : master + start;
     const auto fields = x.state_at(start);
     C *s0 = fields[0], *s1 = fields[1], *s2 = fields[2];
     FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) {
@@ -86,11 +87,11 @@ FASTSAM_NOINLINE void rule_blocks(W* z, const S* from, S* master, const UpdateOp
       if constexpr (has(kStateMask, 0)) s0[i] = state[0];
       if constexpr (has(kStateMask, 1)) s1[i] = state[1];
       if constexpr (has(kStateMask, 2)) s2[i] = state[2];
-      if constexpr (!std::is_same_v<W, S>) kept[i] = narrow<S>(updated);
+      if constexpr (!std::is_same_v<W, S>) block_master[i] = narrow<S>(updated);
       to[i] = narrow<W>(updated);
     }
     if constexpr (std::is_same_v<W, S>) {
-      if (master != nullptr) std::memcpy(kept, to, count * sizeof(W));
+      if (master != nullptr) std::memcpy(block_master, to, count * sizeof(W));
     }
   });
 }

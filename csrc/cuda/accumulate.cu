@@ -23,8 +23,8 @@ template <class Bits>
 __device__ __forceinline__ Bits warp_max(Bits x) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const Bits other = __shfl_down_sync(0xFFFFFFFFu, x, distance);
-    x = other > x ? other : x;
+    const Bits neighbour = __shfl_down_sync(0xFFFFFFFFu, x, distance);
+    x = neighbour > x ? neighbour : x;
   }
   return x;
 }
@@ -82,8 +82,8 @@ __device__ __forceinline__ void finish_largest(const FixedPointArgs& args, const
   for (int64_t row = threadIdx.x / kWarp; row < args.rows; row += kWarps) {
     uint64_t bits = 0;
     for (int64_t i = threadIdx.x % kWarp; i < warps; i += kWarp) {
-      const uint64_t other = magnitude_bits(__ldcg(partials + row * warps + i));
-      bits = other > bits ? other : bits;
+      const uint64_t neighbour = magnitude_bits(__ldcg(partials + row * warps + i));
+      bits = neighbour > bits ? neighbour : bits;
     }
     bits = warp_max(bits);
     if (threadIdx.x % kWarp == 0) args.largest[row] = magnitude_of(bits);
@@ -95,8 +95,8 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(const AccumulateParams __grid_constant__ p) {
   constexpr int each = kEach<T>;
   const FixedPointArgs& args = p.args;
-  const int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * each, rest = args.n - begin;
-  const int count = rest < 0 ? 0 : rest < each ? static_cast<int>(rest) : each;
+  const int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * each, remaining = args.n - begin;
+  const int count = remaining < 0 ? 0 : remaining < each ? static_cast<int>(remaining) : each;
   const T* x = static_cast<const T*>(args.x) + begin;
   AlignedVector<T, each> base = {};
   if (args.base != nullptr) base = read<each, each>(static_cast<const T*>(args.base) + begin, count);

@@ -94,7 +94,7 @@ struct VectorPtr {
 template <int Lists, int Capacity>
 struct SegmentMetadata {
   int segments, chunk;
-  int large, whole;         // number of large segments, and of their chunks in a row, a block each
+  int large, large_chunks;  // number of large segments, and of their chunks in a row, a block each
   int prefix[Capacity];     // number of a row's chunks of large segments before segment i
   uint16_t less[Capacity];  // number of a row's small segments before segment i, a chunk each
   int group[Capacity], slot[Capacity];
@@ -102,9 +102,9 @@ struct SegmentMetadata {
   void* start[Lists][Capacity];
   int64_t row_stride[Lists][Capacity];
 
-  FASTSAM_HD int chunks() const { return whole + segments - large; }
+  FASTSAM_HD int chunks() const { return large_chunks + segments - large; }
   // Returns the number of a row's blocks that have elements. A kernel that finishes rows has a block for an empty row.
-  FASTSAM_HD int busy() const { return whole + (segments - large + kWarps - 1) / kWarps; }
+  FASTSAM_HD int busy() const { return large_chunks + (segments - large + kWarps - 1) / kWarps; }
   FASTSAM_HD int blocks() const { return busy() > 0 ? busy() : 1; }
 };
 
@@ -132,12 +132,12 @@ __device__ __forceinline__ Tile tile_of(const T& table, unsigned index) {
   Tile tile;
   tile.row = index / blocks;
   const int block = index % blocks;
-  tile.warp_per_segment = WarpPerSegment && block >= table.whole;
+  tile.warp_per_segment = WarpPerSegment && block >= table.large_chunks;
   if (tile.warp_per_segment) {
     // The compiler knows that a value of the first lane is the same in the whole warp, so it needs no register of every
     // thread.
     tile.warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarp, 0);
-    const int small = table.large + (block - table.whole) * kWarps + tile.warp;
+    const int small = table.large + (block - table.large_chunks) * kWarps + tile.warp;
     const bool there = small < table.segments;
     tile.thread = threadIdx.x % kWarp;
     tile.segment = there ? small : 0;
@@ -151,7 +151,7 @@ __device__ __forceinline__ Tile tile_of(const T& table, unsigned index) {
     const ChunkRange range =
         chunk_range_of(block - table.prefix[tile.segment], table.length[tile.segment], table.chunk);
     tile.begin = range.begin;
-    tile.count = block < table.whole ? static_cast<int>(range.count) : 0;
+    tile.count = block < table.large_chunks ? static_cast<int>(range.count) : 0;
     tile.chunk = block;
   }
   tile.chunk += table.less[tile.segment];
@@ -236,14 +236,14 @@ int in_parts(const Problem& problem, const std::array<const List*, Lists>& lists
     table.segments = static_cast<int>(std::min<int64_t>(Capacity, problem.segments - first));
     const Segment* segments = problem.table + first;
     table.large = table.segments - static_cast<int>(std::count_if(segments, segments + table.segments, shares));
-    table.whole = 0;
+    table.large_chunks = 0;
     for (int each = 0, small = 0; each < table.segments; ++each) {
       const Segment& segment = segments[each];
       const bool shared = shares(segment);
       const int i = shared ? table.large + small : each - small;
-      table.prefix[i] = table.whole;
+      table.prefix[i] = table.large_chunks;
       table.less[i] = static_cast<uint16_t>(small);
-      (shared ? small : table.whole) += static_cast<int>(chunks_of(segment.length, chunk));
+      (shared ? small : table.large_chunks) += static_cast<int>(chunks_of(segment.length, chunk));
       table.group[i] = static_cast<int>(segment.group);
       table.slot[i] = static_cast<int>(segment.slot);
       table.offset[i] = segment.offset;

@@ -29,8 +29,8 @@ struct SmemFunctor {
 
 // Returns the functor of the calling thread among those of the block's tiles.
 template <class Rule>
-__device__ __forceinline__ SmemFunctor<Rule>& functor_of(SmemFunctor<Rule> (&places)[kWarps], const Tile& tile) {
-  return places[tile.warp];
+__device__ __forceinline__ SmemFunctor<Rule>& functor_of(SmemFunctor<Rule> (&functors)[kWarps], const Tile& tile) {
+  return functors[tile.warp];
 }
 
 // Lanes of the first warp that read a separate operand. Earlier lanes read the columns of `hparams`.
@@ -47,24 +47,24 @@ __device__ __forceinline__ void elementwise(const Op& op, const Tile& tile, cons
   __shared__ SmemFunctor<decltype(make_rule(nullptr))> shared;
   constexpr int width = Op::kVecSize, unroll = Op::kUnroll;
   const double scalar = tile.thread < kWarp ? read_scalar(tile.thread) : 0.0;
-  const int whole = tile.count - tile.count % width;
+  const int vectorized = tile.count - tile.count % width;
   int start = 0;
   do {
     typename Op::template Loaded<width> x[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
       const int i = start + vector_of(u, tile.thread, kThreads, width);
-      if (i < whole) op.load(x[u], i);
+      if (i < vectorized) op.load(x[u], i);
     }
     if (start == 0) shared.make(tile, scalar, make_rule);
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
       const int i = start + vector_of(u, tile.thread, kThreads, width);
-      if (i < whole) op.store(x[u], i, shared.rule());
+      if (i < vectorized) op.store(x[u], i, shared.rule());
     }
     start += kThreads * width * unroll;
-  } while (start < whole);
-  const int i = whole + tile.thread;
+  } while (start < vectorized);
+  const int i = vectorized + tile.thread;
   if (i < tile.count) {
     typename Op::template Loaded<1> x;
     op.load(x, i);

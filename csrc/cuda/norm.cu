@@ -55,9 +55,9 @@ struct LinearParams {
 template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) update_norm_kernel(const Params __grid_constant__ p) {
   using C = compute_t<W>;
-  __shared__ SmemFunctor<LinearFunctor<C>> places[kWarps];
+  __shared__ SmemFunctor<LinearFunctor<C>> functors[kWarps];
   const Tile tile = tile_of<true>(p.table, blockIdx.x);
-  auto& shared = functor_of(places, tile);
+  auto& shared = functor_of(functors, tile);
   double partial = 0.0;
   if (p.table.busy() > 0) {
     const double* h = p.scalars.of(p.table, tile);

@@ -17,20 +17,20 @@ namespace {
 // process), a call allocates zeros, which costs one more small kernel.
 class Tickets {
  public:
-  Tickets(const DeviceStreamGuard& place, const Tensor& output, int64_t rows) {
+  Tickets(const DeviceStreamGuard& guard, const Tensor& output, int64_t rows) {
     static std::mutex mutex;
     static std::map<int, Memory> memories;
     const std::lock_guard<std::mutex> lock(mutex);
-    Memory& memory = memories[place.device()];
+    Memory& memory = memories[guard.device()];
     if (memory.start == nullptr) DeviceStreamGuard::check("tickets", tickets_cuda(&memory.start, &memory.count));
     const auto key = std::make_pair(output.data_ptr(), rows);
-    auto found = memory.taken.find(key);
-    if (found == memory.taken.end() && memory.next + rows <= memory.count) {
-      found = memory.taken.emplace(key, memory.next).first;
+    auto entry = memory.by_key.find(key);
+    if (entry == memory.by_key.end() && memory.next + rows <= memory.count) {
+      entry = memory.by_key.emplace(key, memory.next).first;
       memory.next += rows;
     }
-    if (found != memory.taken.end()) {
-      tickets_ = memory.start + found->second;
+    if (entry != memory.by_key.end()) {
+      tickets_ = memory.start + entry->second;
     } else {
       own_ = torch::stable::new_zeros(output, {rows}, ScalarType::Int);
       tickets_ = static_cast<unsigned*>(own_->data_ptr());
@@ -42,7 +42,7 @@ class Tickets {
   struct Memory {
     unsigned* start = nullptr;
     int64_t count = 0, next = 0;
-    std::map<std::pair<void*, int64_t>, int64_t> taken;
+    std::map<std::pair<void*, int64_t>, int64_t> by_key;
   };
   unsigned* tickets_;
   OptionalTensor own_;
@@ -57,10 +57,10 @@ Tensor scratch(const Tensor& like, int64_t n) {
 template <class Args>
 void add_up(const char* name, const Tensor& out, const Args& args, int64_t (*partials_of)(const Problem&),
             int (*run)(const Args&, double*, unsigned*, void*)) {
-  const DeviceStreamGuard place(out);
-  const Tickets tickets(place, out, args.problem.rows);
+  const DeviceStreamGuard guard(out);
+  const Tickets tickets(guard, out, args.problem.rows);
   const Tensor partials = scratch(out, partials_of(args.problem));
-  DeviceStreamGuard::check(name, run(args, static_cast<double*>(partials.data_ptr()), tickets.get(), place.stream()));
+  DeviceStreamGuard::check(name, run(args, static_cast<double*>(partials.data_ptr()), tickets.get(), guard.stream()));
 }
 
 void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hparams,
@@ -72,15 +72,15 @@ void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const 
 void perturb(const Tensors params, const Tensor backup, const Tensors grads, const Tensor table, const Tensor hparams,
              const Tensor sumsq, bool save, const OptionalTensor seed) {
   const PerturbArgs args = perturb_args(params, backup, grads, table, hparams, sumsq, save, seed);
-  const DeviceStreamGuard place(backup);
-  DeviceStreamGuard::check("perturb_", args.seed != nullptr ? perturb_stochastic_cuda(args, place.stream())
-                                                            : perturb_cuda(args, place.stream()));
+  const DeviceStreamGuard guard(backup);
+  DeviceStreamGuard::check("perturb_", args.seed != nullptr ? perturb_stochastic_cuda(args, guard.stream())
+                                                            : perturb_cuda(args, guard.stream()));
 }
 
 void restore(const Tensors params, const Tensor backup, const Tensor table) {
   const RestoreArgs args = restore_args(params, backup, table);
-  const DeviceStreamGuard place(backup);
-  DeviceStreamGuard::check("restore_", restore_cuda(args, place.stream()));
+  const DeviceStreamGuard guard(backup);
+  DeviceStreamGuard::check("restore_", restore_cuda(args, guard.stream()));
 }
 
 void dual_norm(const Tensor sumsq, const Tensors grads, const Tensor mu, const Tensor s, const Tensor table,
@@ -92,8 +92,8 @@ void dual_norm(const Tensor sumsq, const Tensors grads, const Tensor mu, const T
 void dual_perturb(const Tensors params, const Tensor backup, const Tensor mu, const Tensors grads, const Tensor s,
                   const Tensor table, const Tensor hparams, const Tensor sumsq, const OptionalTensor eps) {
   const DualArgs args = dual_perturb_args(params, backup, mu, grads, s, table, hparams, sumsq, eps);
-  const DeviceStreamGuard place(backup);
-  DeviceStreamGuard::check("dual_perturb_", dual_perturb_cuda(args, place.stream()));
+  const DeviceStreamGuard guard(backup);
+  DeviceStreamGuard::check("dual_perturb_", dual_perturb_cuda(args, guard.stream()));
 }
 
 void inner(const Tensor out, const Tensors x, const Tensors y, const Tensor table, bool accumulate) {
@@ -104,15 +104,15 @@ void inner(const Tensor out, const Tensors x, const Tensors y, const Tensor tabl
 void accumulate(const Tensor high, const Tensor low, const Tensor x, double factor, const OptionalTensor base,
                 const OptionalTensor largest) {
   const FixedPointArgs args = fixed_point_args(high, low, x, factor, base, largest);
-  const DeviceStreamGuard place(high);
+  const DeviceStreamGuard guard(high);
   if (args.largest == nullptr) {  // nothing is left to do for the last block
-    DeviceStreamGuard::check("accumulate_", accumulate_cuda(args, nullptr, nullptr, place.stream()));
+    DeviceStreamGuard::check("accumulate_", accumulate_cuda(args, nullptr, nullptr, guard.stream()));
     return;
   }
-  const Tickets tickets(place, high, 1);
+  const Tickets tickets(guard, high, 1);
   const Tensor partials = scratch(high, accumulate_partials_cuda(args));
   DeviceStreamGuard::check(
-      "accumulate_", accumulate_cuda(args, static_cast<double*>(partials.data_ptr()), tickets.get(), place.stream()));
+      "accumulate_", accumulate_cuda(args, static_cast<double*>(partials.data_ptr()), tickets.get(), guard.stream()));
 }
 
 void update_norm(const Tensor sumsq, const Tensors params, const OptionalTensor backup, const Tensors grads,
@@ -129,10 +129,10 @@ void update(const Tensors params, const OptionalTensor backup, const Tensors gra
             bool init_state, bool write_master, const OptionalTensor shift) {
   const UpdateArgs args = update_args(params, backup, grads, table, hparams, rule, {state0, state1, state2}, steps, g1,
                                       q, sumsq_v, grad_scale, found_inf, init_state, write_master, shift);
-  const DeviceStreamGuard place(hparams);
+  const DeviceStreamGuard guard(hparams);
   std::optional<Tickets> tickets;
-  if (steps.has_value()) tickets.emplace(place, *steps, args.problem.rows);
-  DeviceStreamGuard::check("update_", args.rule->launch(args, tickets ? tickets->get() : nullptr, place.stream()));
+  if (steps.has_value()) tickets.emplace(guard, *steps, args.problem.rows);
+  DeviceStreamGuard::check("update_", args.rule->launch(args, tickets ? tickets->get() : nullptr, guard.stream()));
 }
 
 }  // namespace

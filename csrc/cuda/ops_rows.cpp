@@ -12,7 +12,7 @@
 namespace fastsam {
 namespace {
 
-struct Held {
+struct DeviceProgram {
   RowProgram program;
   Tensor words;  // on the device
   int64_t begin, panel;
@@ -20,12 +20,12 @@ struct Held {
 
 std::mutex lock;
 
-std::deque<Held>& programs() {
-  static auto* all = new std::deque<Held>;  // never freed, because the device may be released first at exit
+std::deque<DeviceProgram>& programs() {
+  static auto* all = new std::deque<DeviceProgram>;  // never freed, because the device may be released first at exit
   return *all;
 }
 
-const Held& held(int64_t number) {
+const DeviceProgram& device_program(int64_t number) {
   const std::lock_guard<std::mutex> guard(lock);
   STD_TORCH_CHECK(number >= 0 && number < static_cast<int64_t>(programs().size()), "there is no row program ", number);
   return programs()[number];
@@ -60,17 +60,17 @@ int64_t add_program(const Tensor program) {
   std::vector<int64_t> words(program.numel());
   DeviceStreamGuard::check("row_program", cudaMemcpy(words.data(), program.data_ptr(), words.size() * sizeof(int64_t),
                                                      cudaMemcpyDeviceToHost));
-  RowProgram made = read_program(words.data(), words.size());
-  check_size(made);
+  RowProgram row_program = read_program(words.data(), words.size());
+  check_size(row_program);
   constexpr int64_t words_each = sizeof(Instruction) / sizeof(int64_t);
-  const int64_t begin = program.numel() - static_cast<int64_t>(made.instructions.size()) * words_each;
-  const int64_t panel = panel_of(made);
+  const int64_t begin = program.numel() - static_cast<int64_t>(row_program.instructions.size()) * words_each;
+  const int64_t panel = panel_of(row_program);
   const std::lock_guard<std::mutex> guard(lock);
-  programs().push_back(Held{std::move(made), program, begin, panel});
+  programs().push_back(DeviceProgram{std::move(row_program), program, begin, panel});
   return programs().size() - 1;
 }
 
-RowsArgs args_of(const Held& held_program, int64_t rows) {
+RowsArgs args_of(const DeviceProgram& held_program, int64_t rows) {
   RowsArgs args;
   args.words = static_cast<const int64_t*>(held_program.words.data_ptr()) + held_program.begin;
   args.instructions = static_cast<int>(held_program.program.instructions.size());
@@ -86,7 +86,7 @@ RowsInput input_of(const RowInput& input, const Expected& expected) {
 }
 
 // Launches with shared memory. If that is too small, uses memory that returns to the allocator in stream order.
-void run(const char* name, RowsArgs& args, const Held& held_program, const Tensor& like) {
+void run(const char* name, RowsArgs& args, const DeviceProgram& held_program, const Tensor& like) {
   const DeviceStreamGuard device(like);
   place_rows(args, held_program.program.scratch, held_program.panel);
   OptionalTensor outside;
@@ -98,17 +98,17 @@ void run(const char* name, RowsArgs& args, const Held& held_program, const Tenso
 }
 
 Tensor rowwise(int64_t program, const Tensors inputs) {
-  const Held& held_program = held(program);
-  const RowProgram& wanted = held_program.program;
-  STD_TORCH_CHECK(inputs.size() == wanted.inputs.size() && !inputs.empty(), "the row program takes ",
-                  wanted.inputs.size(), " inputs, got ", inputs.size());
+  const DeviceProgram& held_program = device_program(program);
+  const RowProgram& row_program = held_program.program;
+  STD_TORCH_CHECK(inputs.size() == row_program.inputs.size() && !inputs.empty(), "the row program takes ",
+                  row_program.inputs.size(), " inputs, got ", inputs.size());
   const int64_t rows = inputs[0].size(0);
   RowsArgs args = args_of(held_program, rows);
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_device_and_storage(inputs[i], device_of(held_program.words), "the inputs of a row program");
-    args.input[i] = input_of(input_of(inputs[i], wanted.inputs[i], rows, i), wanted.inputs[i]);
+    args.input[i] = input_of(input_of(inputs[i], row_program.inputs[i], rows, i), row_program.inputs[i]);
   }
-  const Tensor out = torch::stable::new_empty(inputs[0], {rows, wanted.width});
+  const Tensor out = torch::stable::new_empty(inputs[0], {rows, row_program.width});
   args.out = static_cast<float*>(out.data_ptr());
   run("rowwise", args, held_program, out);
   return out;
@@ -119,7 +119,7 @@ void set_segments(RowsArgs& args, const Problem& problem) {
                   " parameters");
   args.segments = static_cast<int>(problem.segments);
   args.groups = static_cast<int>(problem.groups);
-  args.pieces = static_cast<int>(problem.chunks());
+  args.num_chunks = static_cast<int>(problem.chunks());
   for (int i = 0; i < args.segments; ++i) {
     const Segment& segment = problem.table[i];
     args.segment[i] = RowsSegment{static_cast<int>(segment.offset), static_cast<int>(segment.length),
@@ -142,14 +142,16 @@ void set_inputs(RowsArgs& args, const RowSteps& steps) {
   }
 }
 
-void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
-                        const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor params,
-                        const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
-                        const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
-                        const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses) {
-  const Held& held_program = held(program);
-  const RowSteps steps = row_steps(held_program.program, weights, others, x, y, wanted, batch, own_steps, params, w,
-                                   table, hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
+void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors constants, const Tensor x, const Tensor y,
+                        const Tensor sample_indices, int64_t batch, const OptionalTensor steps_per_row,
+                        const Tensor params, const OptionalTensor w, const Tensor table, const Tensor hparams,
+                        const OptionalTensor momentum, const OptionalTensor q, const OptionalTensor shift,
+                        const OptionalTensor sumsq, const OptionalTensor sumsq_v, bool adaptive, bool keeps_first,
+                        const Tensor losses) {
+  const DeviceProgram& held_program = device_program(program);
+  const RowSteps steps =
+      row_steps(held_program.program, weights, constants, x, y, sample_indices, batch, steps_per_row, params, w, table,
+                hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
   const UpdateArgs& update = steps.update;
   RowsArgs args = args_of(held_program, params.size(0));
   args.params = Field{params.data_ptr(), params.stride(0)};
@@ -158,10 +160,11 @@ void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors ot
   args.hparams = update.problem.hparams;
   args.sumsq = steps.norm.sumsq, args.sumsq_v = update.sumsq, args.losses = steps.losses;
   args.x = static_cast<const float*>(x.data_ptr()), args.y = static_cast<const int64_t*>(y.data_ptr());
-  args.wanted = static_cast<const int64_t*>(wanted.data_ptr()), args.wanted_row = wanted.stride(0);
+  args.sample_indices = static_cast<const int64_t*>(sample_indices.data_ptr()),
+  args.indices_stride = sample_indices.stride(0);
   args.samples = y.size(0), args.features = static_cast<int>(steps.samples.features);
   args.batch = static_cast<int>(batch), args.steps = static_cast<int>(steps.samples.steps);
-  args.own_steps = steps.samples.own;
+  args.steps_per_row = steps.samples.steps_per_row;
   set_segments(args, update.problem);
   set_inputs(args, steps);
   run("rowwise_steps_", args, held_program, params);

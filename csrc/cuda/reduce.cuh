@@ -24,12 +24,12 @@ __device__ __forceinline__ double sum_of_warps(const double* warps) {
 
 // Returns the sum over the block, or over the warp if warps are `apart`, as if the other warps were empty. Valid in the
 // first thread. Two calls need a __syncthreads() between them.
-__device__ __forceinline__ double block_sum(double x, bool apart = false) {
+__device__ __forceinline__ double block_sum(double x, bool per_warp = false) {
   __shared__ double warps[kWarps];
   x = warp_sum(x);
   if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = x;
   __syncthreads();
-  return apart ? 0.0 + x : threadIdx.x == 0 ? sum_of_warps(warps) : 0.0;
+  return per_warp ? 0.0 + x : threadIdx.x == 0 ? sum_of_warps(warps) : 0.0;
 }
 
 // Sums of a row that are reduced together.
@@ -38,11 +38,11 @@ struct Totals {
   double x[N] = {};
 
   // See `block_sum`.
-  __device__ __forceinline__ void over_block(bool apart = false) {
+  __device__ __forceinline__ void over_block(bool per_warp = false) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       if (k > 0) __syncthreads();
-      x[k] = block_sum(x[k], apart);
+      x[k] = block_sum(x[k], per_warp);
     }
   }
 };
@@ -53,22 +53,22 @@ template <class Op>
 __device__ __forceinline__ typename Op::Sum swept(const Op& op, int count, int thread) {
   constexpr int width = Op::kVecSize, unroll = Op::kUnroll;
   typename Op::Sum sum = {};
-  const int whole = count - count % width;
-  for (int start = 0; start < whole; start += kThreads * width * unroll) {
+  const int vectorized = count - count % width;
+  for (int start = 0; start < vectorized; start += kThreads * width * unroll) {
     typename Op::template Loaded<width> x[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
       const int i = start + vector_of(u, thread, kThreads, width);
-      if (i < whole) op.load(x[u], i);
+      if (i < vectorized) op.load(x[u], i);
     }
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
-      if (start + vector_of(u, thread, kThreads, width) >= whole) continue;
+      if (start + vector_of(u, thread, kThreads, width) >= vectorized) continue;
 #pragma unroll
       for (int lane = 0; lane < width; ++lane) op.add(sum, x[u], lane);
     }
   }
-  const int i = whole + thread;
+  const int i = vectorized + thread;
   if (i < count) {
     typename Op::template Loaded<1> x;
     op.load(x, i);
@@ -120,9 +120,9 @@ __device__ __forceinline__ double squares(const Op& op, const Tile& tile) {
 // block (and of its other warps, if they worked `apart`), and their reads are complete. Thread 0 acquires them right
 // after the atomic, and the barrier makes them visible to the block. The ticket wraps back to zero, ready for the next
 // launch or the next replay of a graph.
-__device__ __forceinline__ bool last_of_row(unsigned* ticket, unsigned blocks, bool apart) {
+__device__ __forceinline__ bool last_of_row(unsigned* ticket, unsigned blocks, bool per_warp) {
   __shared__ bool last;
-  if (apart) __syncthreads();
+  if (per_warp) __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
     last = atomicInc(ticket, blocks - 1) == blocks - 1;

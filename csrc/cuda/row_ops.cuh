@@ -124,16 +124,16 @@ __device__ __forceinline__ float line_sum(const float* a, int n, int stride) {
 
 // Computes each element of the result in one thread, which adds up in the order of the elements.
 __device__ __forceinline__ void sums(const RowOp& op, const RowPlaces& at) {
-  int kept[kProgramDims], over[kProgramDims];
+  int kept_dims[kProgramDims], over[kProgramDims];
 #pragma unroll
   for (int d = 0; d < kProgramDims; ++d) {
-    kept[d] = op.out.stride[d] == 0 ? 1 : op.size[d];
+    kept_dims[d] = op.out.stride[d] == 0 ? 1 : op.size[d];
     over[d] = op.out.stride[d] == 0 ? op.size[d] : 1;
   }
   const bool lines = op.out.stride[3] == 0;
   if (lines) over[3] = 1;
-  for (int i = threadIdx.x; i < count_of(kept); i += kThreads) {
-    const RowIndex index = index_of(kept, i);
+  for (int i = threadIdx.x; i < count_of(kept_dims); i += kThreads) {
+    const RowIndex index = index_of(kept_dims, i);
     const float* from = at.a + index.in(op.a);
     float total = 0.0f;
     for (int j = 0; j < count_of(over); ++j) {

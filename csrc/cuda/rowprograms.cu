@@ -26,7 +26,7 @@ struct Row {
   __device__ __forceinline__ T* at(int64_t bytes) const {
     return reinterpret_cast<T*>(memory + bytes);
   }
-  __device__ __forceinline__ const char** places() const { return at<const char*>(p.memory.places); }
+  __device__ __forceinline__ const char** input_addresses() const { return at<const char*>(p.memory.input_addresses); }
   __device__ __forceinline__ float* z() const { return at<float>(p.memory.z); }
   __device__ __forceinline__ float* first() const { return at<float>(p.memory.first); }
   __device__ __forceinline__ float* second() const { return at<float>(p.memory.second); }
@@ -48,11 +48,11 @@ __device__ __forceinline__ void stage(const Row& r) {
   }
   for (int i = threadIdx.x; i < r.p.inputs; i += kThreads) {
     const RowsInput& input = r.p.input[i];
-    const char* place = input.data + r.row * input.bytes;
-    if (input.local >= 0) place = reinterpret_cast<const char*>(r.z() + input.local);
-    if (r.p.out == nullptr && i == r.p.weights) place = r.at<const char>(r.p.memory.x);
-    if (r.p.out == nullptr && i == r.p.weights + 1) place = r.at<const char>(r.p.memory.y);
-    r.places()[i] = place;
+    const char* address = input.data + r.row * input.bytes;
+    if (input.local >= 0) address = reinterpret_cast<const char*>(r.z() + input.local);
+    if (r.p.out == nullptr && i == r.p.weights) address = r.at<const char>(r.p.memory.x);
+    if (r.p.out == nullptr && i == r.p.weights + 1) address = r.at<const char>(r.p.memory.y);
+    r.input_addresses()[i] = address;
   }
 }
 
@@ -60,28 +60,28 @@ __device__ __forceinline__ void stage(const Row& r) {
 __device__ __forceinline__ void pass(const Row& r, float* out) {
   float* scratch = r.at<float>(r.p.memory.scratch);
   const RowOp* ops = r.at<const RowOp>(r.p.memory.instructions);
-  const auto place = [&](const DeviceOperand& o, int bytes) -> const char* {
+  const auto address = [&](const DeviceOperand& o, int bytes) -> const char* {
     if (o.base == RowOperand::scratch) return reinterpret_cast<const char*>(scratch + o.offset);
     if (o.base == RowOperand::out) return reinterpret_cast<const char*>(out + o.offset);
-    return r.places()[o.base - RowOperand::first_input] + static_cast<int64_t>(o.offset) * bytes;
+    return r.input_addresses()[o.base - RowOperand::first_input] + static_cast<int64_t>(o.offset) * bytes;
   };
   float* nothing = r.at<float>(r.p.memory.lanes);
   if (threadIdx.x == 0) *nothing = 0.0f;
   __syncthreads();
   const auto floats = [&](const DeviceOperand& o) {
-    return o.base == RowOperand::none ? nothing : reinterpret_cast<const float*>(place(o, sizeof(float)));
+    return o.base == RowOperand::none ? nothing : reinterpret_cast<const float*>(address(o, sizeof(float)));
   };
   for (int i = 0; i < r.p.instructions; ++i) {
     const RowOp& op = ops[i];
     const Code code = static_cast<Code>(op.code);
     RowPlaces at{const_cast<float*>(floats(op.out)), nullptr, nullptr, floats(op.c), nullptr};
     if (code == Code::is_not) {
-      at.labels = reinterpret_cast<const int64_t*>(place(op.a, sizeof(int64_t)));
+      at.labels = reinterpret_cast<const int64_t*>(address(op.a, sizeof(int64_t)));
     } else {
       at.a = floats(op.a);
     }
     if (code == Code::nll || code == Code::nll_backward) {
-      at.labels = reinterpret_cast<const int64_t*>(place(op.b, sizeof(int64_t)));
+      at.labels = reinterpret_cast<const int64_t*>(address(op.b, sizeof(int64_t)));
     } else {
       at.b = floats(op.b);
     }
@@ -103,14 +103,14 @@ __device__ __forceinline__ void gather(const Row& r, int step) {
   const RowsArgs& p = r.p;
   float* x = r.at<float>(p.memory.x);
   int64_t* y = r.at<int64_t>(p.memory.y);
-  const int64_t* places = p.wanted + r.row * p.wanted_row + static_cast<int64_t>(step) * p.batch;
+  const int64_t* samples_of_step = p.sample_indices + r.row * p.indices_stride + static_cast<int64_t>(step) * p.batch;
   for (int i = threadIdx.x; i < p.batch * p.features; i += kThreads) {
-    const int64_t place = places[i / p.features];
-    const bool known = place >= 0 && place < p.samples;
-    x[i] = known ? p.x[place * p.features + i % p.features] : nanf("");
+    const int64_t sample = samples_of_step[i / p.features];
+    const bool is_sample = sample >= 0 && sample < p.samples;
+    x[i] = is_sample ? p.x[sample * p.features + i % p.features] : nanf("");
   }
   for (int i = threadIdx.x; i < p.batch; i += kThreads) {
-    y[i] = places[i] >= 0 && places[i] < p.samples ? p.y[places[i]] : kIgnored;
+    y[i] = samples_of_step[i] >= 0 && samples_of_step[i] < p.samples ? p.y[samples_of_step[i]] : kIgnored;
   }
 }
 
@@ -122,36 +122,36 @@ __device__ __forceinline__ double squares(const Row& r, const F& value) {
   const RowsArgs& p = r.p;
   float* lanes = r.at<float>(p.memory.lanes);
   double* partials = r.at<double>(p.memory.partials);
-  const int team = threadIdx.x / kSquares, own = threadIdx.x % kSquares;
+  const int team = threadIdx.x / kSquares, thread_in_team = threadIdx.x % kSquares;
   int segment = 0, before = 0;  // segment of this team's next chunk, and the number of chunks before it
-  for (int first = 0; first < p.pieces; first += kTeams) {
+  for (int first = 0; first < p.num_chunks; first += kTeams) {
     const int chunk = first + team;
-    const bool busy = chunk < p.pieces;
+    const bool busy = chunk < p.num_chunks;
     ChunkRange part{0, 0};
     while (busy) {
-      const int pieces = static_cast<int>(chunks_of(p.segment[segment].length));
-      if (chunk < before + pieces) {
+      const int num_chunks = static_cast<int>(chunks_of(p.segment[segment].length));
+      if (chunk < before + num_chunks) {
         part = chunk_range_of(chunk - before, p.segment[segment].length);
         break;
       }
-      before += pieces, ++segment;
+      before += num_chunks, ++segment;
     }
     const int begin = busy ? p.segment[segment].offset + static_cast<int>(part.begin) : 0;
-    const int count = static_cast<int>(part.count), whole = count / kSquares * kSquares;
+    const int count = static_cast<int>(part.count), full = count / kSquares * kSquares;
     float sum = 0.0f;
-    for (int i = own; i < whole; i += kSquares) {
+    for (int i = thread_in_team; i < full; i += kSquares) {
       const float x = value(segment, begin + i);
       sum += x * x;
     }
     lanes[threadIdx.x] = sum;
     __syncthreads();
-    if (own == 0 && busy) {
+    if (thread_in_team == 0 && busy) {
       const float* s = lanes + team * kSquares;
       double all = 0.0, tail = 0.0;
       for (int lane = 0; lane < 16; ++lane) {
         all += static_cast<double>((s[lane] + s[lane + 16]) + (s[lane + 32] + s[lane + 48]));
       }
-      for (int i = whole; i < count; ++i) {
+      for (int i = full; i < count; ++i) {
         const float x = value(segment, begin + i);
         tail += static_cast<double>(x * x);
       }
@@ -160,7 +160,7 @@ __device__ __forceinline__ double squares(const Row& r, const F& value) {
     __syncthreads();
   }
   double total = 0.0;
-  for (int i = 0; i < p.pieces; ++i) total += partials[i];
+  for (int i = 0; i < p.num_chunks; ++i) total += partials[i];
   __syncthreads();
   return total;
 }
@@ -227,10 +227,10 @@ __device__ __forceinline__ void update(const Row& r) {
 __device__ __forceinline__ void train(const Row& r) {
   const RowsArgs& p = r.p;
   const int stride = static_cast<int>(p.width) - kShared;
-  float *z = r.z(), *kept = r.field(p.params);
-  for (int i = threadIdx.x; i < stride; i += kThreads) z[i] = kept[i];
-  const int64_t own = p.own_steps == nullptr ? p.steps : p.own_steps[r.row];
-  const int steps = own < p.steps ? static_cast<int>(own) : p.steps;
+  float *z = r.z(), *backup = r.field(p.params);
+  for (int i = threadIdx.x; i < stride; i += kThreads) z[i] = backup[i];
+  const int64_t thread_in_team = p.steps_per_row == nullptr ? p.steps : p.steps_per_row[r.row];
+  const int steps = thread_in_team < p.steps ? static_cast<int>(thread_in_team) : p.steps;
   for (int step = 0; step < steps; ++step) {
     gather(r, step);
     pass(r, r.first());
@@ -241,7 +241,7 @@ __device__ __forceinline__ void train(const Row& r) {
     }
     update(r);
   }
-  for (int i = threadIdx.x; i < stride; i += kThreads) kept[i] = z[i];
+  for (int i = threadIdx.x; i < stride; i += kThreads) backup[i] = z[i];
 }
 
 __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const RowsArgs __grid_constant__ p) {
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const RowsArgs __grid
 
 void place_rows(RowsArgs& args, int64_t scratch, int64_t panel) {
   int64_t total = 0;
-  const auto place = [&total](int64_t count, int64_t size) {
+  const auto reserve = [&total](int64_t count, int64_t size) {
     const int64_t begin = total;
     total += (count * size + 15) / 16 * 16;
     return begin;
@@ -267,18 +267,18 @@ void place_rows(RowsArgs& args, int64_t scratch, int64_t panel) {
   const bool trains = args.out == nullptr;
   const int64_t row = trains ? args.width : 0;
   RowsMemory& m = args.memory;
-  m.places = place(args.inputs, sizeof(char*));
-  m.instructions = place(args.instructions, sizeof(RowOp));
-  m.z = place(trains ? row - kShared : 0, sizeof(float));
-  m.first = place(row, sizeof(float));
-  m.second = place(args.two_passes ? row : 0, sizeof(float));
-  m.scratch = place(scratch, sizeof(float));
-  m.x = place(int64_t{args.batch} * args.features, sizeof(float));
-  m.y = place(args.batch, sizeof(int64_t));
-  m.panel = place(panel, sizeof(float));
-  m.lanes = place(kThreads, sizeof(float));
-  m.partials = place(args.pieces, sizeof(double));
-  m.rules = place(args.segments, sizeof(Rules));
+  m.input_addresses = reserve(args.inputs, sizeof(char*));
+  m.instructions = reserve(args.instructions, sizeof(RowOp));
+  m.z = reserve(trains ? row - kShared : 0, sizeof(float));
+  m.first = reserve(row, sizeof(float));
+  m.second = reserve(args.two_passes ? row : 0, sizeof(float));
+  m.scratch = reserve(scratch, sizeof(float));
+  m.x = reserve(int64_t{args.batch} * args.features, sizeof(float));
+  m.y = reserve(args.batch, sizeof(int64_t));
+  m.panel = reserve(panel, sizeof(float));
+  m.lanes = reserve(kThreads, sizeof(float));
+  m.partials = reserve(args.num_chunks, sizeof(double));
+  m.rules = reserve(args.segments, sizeof(Rules));
   m.total = total;
 }
 

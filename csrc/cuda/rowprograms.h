@@ -20,13 +20,13 @@ struct RowsSegment {
 
 // Offsets in bytes of the parts of a row's memory in its block; `total` is its size.
 struct RowsMemory {
-  int64_t places, instructions, z, first, second, scratch, x, y, panel, lanes, partials, rules, total;
+  int64_t input_addresses, instructions, z, first, second, scratch, x, y, panel, lanes, partials, rules, total;
 };
 
 // A call. Without `out` it trains for `steps` steps. With `out` it is one pass.
 struct RowsArgs {
   const int64_t* words = nullptr;  // the instructions, on the device
-  int instructions = 0, inputs = 0, weights = 0, segments = 0, pieces = 0, groups = 0;
+  int instructions = 0, inputs = 0, weights = 0, segments = 0, num_chunks = 0, groups = 0;
   int64_t rows = 0, width = 0;
   float* out = nullptr;
   RowsMemory memory = {};
@@ -36,8 +36,8 @@ struct RowsArgs {
   // Training: x [n, features], y [n], wanted [rows, steps * batch], own_steps [rows] if rows have different numbers of
   // steps.
   const float* x = nullptr;
-  const int64_t *y = nullptr, *wanted = nullptr, *own_steps = nullptr;
-  int64_t samples = 0, wanted_row = 0;
+  const int64_t *y = nullptr, *sample_indices = nullptr, *steps_per_row = nullptr;
+  int64_t samples = 0, indices_stride = 0;
   int features = 0, batch = 0, steps = 0;
   bool two_passes = false, keeps_first = false, adaptive = false;
   Field params, w, momentum, q, shift;

@@ -12,7 +12,7 @@ struct Stochastic {
   VectorPtr<W, kVecSize> z;
   VectorPtr<O, kVecSize> backup;
   VectorPtr<const W, kVecSize> g;
-  uint32_t place;  // place of the first element in the row
+  uint32_t position;  // place of the first element in the row
   bool save;
 
   template <int N>
@@ -32,7 +32,7 @@ struct Stochastic {
     for (int lane = 0; lane < N; ++lane) {
       if (save) x.backup.x[lane] = backup_of(x.backup.x[lane], x.z.x[lane]);
       const O w = x.backup.x[lane];
-      x.z.x[lane] = rule.perturbed(widen(w), convert<W>(w), x.g.x[lane], place + i + lane);
+      x.z.x[lane] = rule.perturbed(widen(w), convert<W>(w), x.g.x[lane], position + i + lane);
     }
     if (save) backup.write(x.backup, i);
     z.write(x.z, i);

@@ -65,12 +65,12 @@ struct Update {
       const C g1_ = General && g1 ? widen(x.g1.x[lane]) : C(0), q_ = General && q ? x.q.x[lane] : C(0);
       const C shift_ = General && shift ? x.shift.x[lane] : C(0);
       const C d = rule.combined.gradient(w, widen(x.g2.x[lane]), g1_, q_, shift_);
-      C own[kState];
+      C states[kState];
 #pragma unroll
-      for (int k = 0; k < kState; ++k) own[k] = x.state[k].x[lane];
-      const C updated = rule.rule.step(rule.combined.weight(w), d, own, state_mask);
+      for (int k = 0; k < kState; ++k) states[k] = x.state[k].x[lane];
+      const C updated = rule.rule.step(rule.combined.weight(w), d, states, state_mask);
 #pragma unroll
-      for (int k = 0; k < kState; ++k) x.state[k].x[lane] = own[k];
+      for (int k = 0; k < kState; ++k) x.state[k].x[lane] = states[k];
       x.from.x[lane] = narrow<O>(updated);
       out.x[lane] = narrow<W>(updated);
     }

@@ -15,7 +15,7 @@ const RowProgram& program_of(int64_t number);
 // result.
 RowProgram read_program(const int64_t* words, int64_t count);
 
-inline RowInput input_of(const Tensor& tensor, const Expected& expected, int64_t rows, size_t place) {
+inline RowInput input_of(const Tensor& tensor, const Expected& expected, int64_t rows, size_t index) {
   const int64_t lead = expected.one ? 0 : 1, dims = expected.size.size();
   bool fits = tensor.dim() == dims + lead && (expected.one || tensor.size(0) == rows) &&
               tensor.scalar_type() == (expected.labels ? ScalarType::Long : ScalarType::Float);
@@ -23,7 +23,7 @@ inline RowInput input_of(const Tensor& tensor, const Expected& expected, int64_t
     fits = tensor.size(d + lead) == expected.size[d] &&
            (expected.size[d] == 1 || tensor.stride(d + lead) == expected.stride[d]);
   }
-  STD_TORCH_CHECK(fits, "input ", place, " of the row program has another shape, order of memory or dtype");
+  STD_TORCH_CHECK(fits, "input ", index, " of the row program has another shape, order of memory or dtype");
   return RowInput{tensor.data_ptr(), expected.one || rows == 1 ? 0 : tensor.stride(0)};
 }
 
@@ -39,8 +39,8 @@ inline void over_rows(int64_t rows, int64_t work, const F& range) {
 }
 
 // Trains whole local epochs; see steps.cpp.
-void rowwise_steps(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
-                   const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor params,
+void rowwise_steps(int64_t program, const Tensors weights, const Tensors constants, const Tensor x, const Tensor y,
+                   const Tensor sample_indices, int64_t batch, const OptionalTensor steps_per_row, const Tensor params,
                    const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
                    const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
                    const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses);

@@ -23,36 +23,37 @@ struct Checker {
     return o.base == RowOperand::out ? program.width : program.inputs[o.base - RowOperand::first_input].span();
   }
 
-  bool known(const RowOperand& o) const {
+  bool is_known(const RowOperand& o) const {
     return o.base >= RowOperand::scratch &&
            o.base - RowOperand::first_input < static_cast<int64_t>(program.inputs.size());
   }
 
   bool within(const RowOperand& o, const Sizes& sizes) const {
     if (o.offset < 0 || o.offset >= room(o)) return false;
-    int64_t left = room(o) - 1 - o.offset;
+    int64_t remaining = room(o) - 1 - o.offset;
     for (int d = 0; d < kProgramDims; ++d) {
       const int64_t steps = sizes.of[d] - 1;
-      if (o.stride[d] < 0 || (steps > 0 && o.stride[d] > left / steps)) return false;
-      left -= steps * o.stride[d];
+      if (o.stride[d] < 0 || (steps > 0 && o.stride[d] > remaining / steps)) return false;
+      remaining -= steps * o.stride[d];
     }
     return true;
   }
 
   bool labels(const RowOperand& o, const Sizes& sizes) const {
-    return known(o) && o.base >= RowOperand::first_input && program.inputs[o.base - RowOperand::first_input].labels &&
-           within(o, sizes);
+    return is_known(o) && o.base >= RowOperand::first_input &&
+           program.inputs[o.base - RowOperand::first_input].labels && within(o, sizes);
   }
 
   // An operand without memory is a single zero.
   bool read(const RowOperand& o, const Sizes& sizes) const {
     if (o.base == RowOperand::none) return !o.stride[0] && !o.stride[1] && !o.stride[2] && !o.stride[3];
-    return known(o) && (o.base < RowOperand::first_input || !program.inputs[o.base - RowOperand::first_input].labels) &&
+    return is_known(o) &&
+           (o.base < RowOperand::first_input || !program.inputs[o.base - RowOperand::first_input].labels) &&
            within(o, sizes);
   }
 
   bool written(const RowOperand& o, const Sizes& sizes) const {
-    return known(o) && o.base < RowOperand::first_input && within(o, sizes);
+    return is_known(o) && o.base < RowOperand::first_input && within(o, sizes);
   }
 
   bool fits(const Instruction& in) const {
@@ -65,14 +66,14 @@ struct Checker {
       case Code::product: {
         RowOperand out = in.out;  // dense, with any strides
         out.stride[0] = n[2], out.stride[1] = 1;
-        const Sizes whole{n[0], n[2], 1, 1};
-        return written(out, whole) && read(in.a, {n[0], n[1], 1, 1}) && read(in.b, {n[1], n[2], 1, 1}) &&
-               read(in.c, whole);
+        const Sizes all_sizes{n[0], n[2], 1, 1};
+        return written(out, all_sizes) && read(in.a, {n[0], n[1], 1, 1}) && read(in.b, {n[1], n[2], 1, 1}) &&
+               read(in.c, all_sizes);
       }
       case Code::log_softmax:
         return written(in.out, classes) && read(in.a, classes);
       case Code::log_softmax_backward:
-        return written(in.out, classes) && read(in.a, classes) && known(in.b) && read(in.b, classes);
+        return written(in.out, classes) && read(in.a, classes) && is_known(in.b) && read(in.b, classes);
       case Code::nll:
         return written(in.out, inner) && read(in.a, classes) && labels(in.b, inner);
       case Code::nll_backward:
@@ -87,7 +88,7 @@ struct Checker {
 };
 
 // Reads words from the front.
-struct Words {
+struct WordReader {
   const int64_t *next, *end;
 
   const int64_t* take(int64_t count) {
@@ -115,11 +116,11 @@ void check_program(const RowProgram& program) {
 }  // namespace
 
 RowProgram read_program(const int64_t* first, int64_t count) {
-  Words words{first, first + count};
-  RowProgram made;
-  made.scratch = words.one(), made.width = words.one(), made.work = words.one();
-  for (int64_t left = words.one(); left > 0; --left) {
-    Expected& input = made.inputs.emplace_back();
+  WordReader words{first, first + count};
+  RowProgram row_program;
+  row_program.scratch = words.one(), row_program.width = words.one(), row_program.work = words.one();
+  for (int64_t remaining = words.one(); remaining > 0; --remaining) {
+    Expected& input = row_program.inputs.emplace_back();
     input.labels = words.one() != 0, input.one = words.one() != 0;
     const int64_t dims = words.one();
     const auto* sizes = words.take(dims);
@@ -127,14 +128,14 @@ RowProgram read_program(const int64_t* first, int64_t count) {
     input.size.assign(sizes, sizes + dims), input.stride.assign(strides, strides + dims);
   }
   constexpr int64_t words_each = sizeof(Instruction) / sizeof(int64_t);
-  const int64_t rest = words.end - words.next;
-  made.instructions.resize(rest / words_each);
-  const int64_t* body = words.take(rest / words_each * words_each);
-  if (!made.instructions.empty())  // an empty vector has no memory
-    std::memcpy(made.instructions.data(), body, made.instructions.size() * sizeof(Instruction));
+  const int64_t remaining_words = words.end - words.next;
+  row_program.instructions.resize(remaining_words / words_each);
+  const int64_t* body = words.take(remaining_words / words_each * words_each);
+  if (!row_program.instructions.empty())  // an empty vector has no memory
+    std::memcpy(row_program.instructions.data(), body, row_program.instructions.size() * sizeof(Instruction));
   STD_TORCH_CHECK(words.next == words.end, "a row program must end with whole instructions");
-  check_program(made);
-  return made;
+  check_program(row_program);
+  return row_program;
 }
 
 }  // namespace fastsam

@@ -9,8 +9,8 @@ FASTSAM_LANES Lanes exponential(Lanes x) {
   x = chosen(x < low, low, chosen(x > high, high, x));
   const Lanes shifted = x * 1.44269504088896341f + magic;  // its last bits are the nearest whole number
   const Places n = bits_of(shifted) - bits_of(magic);
-  const Lanes whole = shifted - magic;
-  const Lanes r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+  const Lanes integer = shifted - magic;
+  const Lanes r = x - integer * 0.693359375f - integer * -2.12194440e-4f;
   Lanes p = every(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;

@@ -128,7 +128,7 @@ inline bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int
   static const float nothing = 0.0f;
   for (int64_t row = begin; row < end; ++row) {
     float* const out = args.out + row * args.out_row;
-    const auto place = [&](const RowOperand& operand) -> const void* {
+    const auto address = [&](const RowOperand& operand) -> const void* {
       switch (operand.base) {
         case RowOperand::none:
           return &nothing;
@@ -143,9 +143,9 @@ inline bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int
       }
     };
     for (const Instruction& in : args.program.instructions) {
-      const void *a = place(in.a), *b = place(in.b);
-      const Places3 at{static_cast<float*>(const_cast<void*>(place(in.out))), static_cast<const float*>(a),
-                       static_cast<const float*>(b), static_cast<const float*>(place(in.c))};
+      const void *a = address(in.a), *b = address(in.b);
+      const Places3 at{static_cast<float*>(const_cast<void*>(address(in.out))), static_cast<const float*>(a),
+                       static_cast<const float*>(b), static_cast<const float*>(address(in.c))};
       switch (in.code) {
         case Code::product:
           matrix_product(in, at);

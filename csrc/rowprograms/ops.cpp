@@ -21,28 +21,28 @@ std::deque<RowProgram>& programs() {
 int64_t add_program(const Tensor words) {
   STD_TORCH_CHECK(words.dim() == 1 && words.scalar_type() == ScalarType::Long && words.is_contiguous(),
                   "a row program must be contiguous int64 [.]");
-  RowProgram made = read_program(static_cast<const int64_t*>(words.data_ptr()), words.size(0));
+  RowProgram row_program = read_program(static_cast<const int64_t*>(words.data_ptr()), words.size(0));
   const std::lock_guard<std::mutex> guard(lock);
-  programs().push_back(std::move(made));
+  programs().push_back(std::move(row_program));
   return programs().size() - 1;
 }
 
 Tensor rowwise(int64_t program, const Tensors inputs) {
-  const RowProgram& wanted = program_of(program);
-  STD_TORCH_CHECK(inputs.size() == wanted.inputs.size() && !inputs.empty(), "the row program takes ",
-                  wanted.inputs.size(), " inputs, got ", inputs.size());
+  const RowProgram& row_program = program_of(program);
+  STD_TORCH_CHECK(inputs.size() == row_program.inputs.size() && !inputs.empty(), "the row program takes ",
+                  row_program.inputs.size(), " inputs, got ", inputs.size());
   const int64_t rows = inputs[0].size(0);
-  std::vector<RowInput> places;
-  for (size_t i = 0; i < inputs.size(); ++i) places.push_back(input_of(inputs[i], wanted.inputs[i], rows, i));
-  const Tensor out = torch::stable::new_empty(inputs[0], {rows, wanted.width});
-  const RowProgramArgs args{wanted, places.data(), static_cast<float*>(out.data_ptr()), wanted.width};
+  std::vector<RowInput> row_inputs;
+  for (size_t i = 0; i < inputs.size(); ++i) row_inputs.push_back(input_of(inputs[i], row_program.inputs[i], rows, i));
+  const Tensor out = torch::stable::new_empty(inputs[0], {rows, row_program.width});
+  const RowProgramArgs args{row_program, row_inputs.data(), static_cast<float*>(out.data_ptr()), row_program.width};
   std::atomic<bool> failed{false};
   std::atomic<int64_t> wrong{0};
   const auto range = [&](int64_t begin, int64_t end) {
     int64_t label = 0;
     if (!run_rows(args, begin, end, &label)) wrong = label, failed = true;
   };
-  over_rows(rows, wanted.work, range);
+  over_rows(rows, row_program.work, range);
   STD_TORCH_CHECK(!failed, "Target ", wrong.load(), " is out of bounds.");
   return out;
 }
@@ -61,7 +61,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastsam, m) {
   m.def("row_program(Tensor words) -> int");
   m.def("rowwise(int program, Tensor[] inputs) -> Tensor");
   m.def(
-      "rowwise_steps_(int program, Tensor[] weights, Tensor[] others, Tensor x, Tensor y, Tensor wanted, int batch, "
+      "rowwise_steps_(int program, Tensor[] weights, Tensor[] constants, Tensor x, Tensor y, Tensor sample_indices, "
+      "int batch, "
       "Tensor? steps, Tensor(a!) params, Tensor(b!)? w, Tensor table, Tensor hparams, Tensor(c!)? momentum, Tensor? q, "
       "Tensor? shift, Tensor(d!)? sumsq, Tensor(e!)? sumsq_v, bool adaptive, bool keeps_first, Tensor(f!) losses) "
       "-> ()");

@@ -14,26 +14,26 @@ constexpr int64_t kNoSample = INT64_MIN;  // stands for a wrong label
 
 // Copies a batch of a row into private memory. Returns false if an index is not a sample.
 bool gather(const Samples& from, int64_t row, int64_t step, float* to_x, int64_t* to_y) {
-  const auto* places =
-      static_cast<const int64_t*>(from.wanted.data_ptr()) + row * from.wanted.stride(0) + step * from.batch;
+  const auto* indices_of_step = static_cast<const int64_t*>(from.sample_indices.data_ptr()) +
+                                row * from.sample_indices.stride(0) + step * from.batch;
   const auto* from_x = static_cast<const float*>(from.x.data_ptr());
   const auto* from_y = static_cast<const int64_t*>(from.y.data_ptr());
   for (int64_t i = 0; i < from.batch; ++i) {
-    if (places[i] < 0 || places[i] >= from.y.size(0)) return false;
-    std::memcpy(to_x + i * from.features, from_x + places[i] * from.features, from.features * sizeof(float));
-    to_y[i] = from_y[places[i]];
+    if (indices_of_step[i] < 0 || indices_of_step[i] >= from.y.size(0)) return false;
+    std::memcpy(to_x + i * from.features, from_x + indices_of_step[i] * from.features, from.features * sizeof(float));
+    to_y[i] = from_y[indices_of_step[i]];
   }
   return true;
 }
 
 // Prefetches the samples of a batch, whose addresses are random, during the step before it. So they cost no waiting.
 void prefetch(const Samples& from, int64_t row, int64_t step) {
-  if (row >= from.wanted.size(0) || from.features > kFetched) return;
-  const auto* places =
-      static_cast<const int64_t*>(from.wanted.data_ptr()) + row * from.wanted.stride(0) + step * from.batch;
+  if (row >= from.sample_indices.size(0) || from.features > kFetched) return;
+  const auto* indices_of_step = static_cast<const int64_t*>(from.sample_indices.data_ptr()) +
+                                row * from.sample_indices.stride(0) + step * from.batch;
   const auto* from_x = static_cast<const float*>(from.x.data_ptr());
   for (int64_t i = 0; i < from.batch; ++i) {
-    const float* sample = from_x + std::clamp<int64_t>(places[i], 0, from.y.size(0) - 1) * from.features;
+    const float* sample = from_x + std::clamp<int64_t>(indices_of_step[i], 0, from.y.size(0) - 1) * from.features;
     for (int64_t j = 0; j < from.features; j += 16) __builtin_prefetch(sample + j);
   }
 }
@@ -67,14 +67,15 @@ struct Steps : RowSteps {
 
   // Takes the steps of the rows [begin, end). Returns false if a label or an index is wrong.
   bool run(int64_t begin, int64_t end, Memory& memory, int64_t* wrong_label) {
-    std::vector<RowInput> own = inputs;
-    own[weights] = RowInput{memory.x.data(), 0};
-    own[weights + 1] = RowInput{memory.y.data(), 0};
-    const RowProgramArgs first{program, own.data(), memory.first.data(), 0};
-    const RowProgramArgs second{program, own.data(), memory.second.data(), 0};
+    std::vector<RowInput> local_inputs = inputs;
+    local_inputs[weights] = RowInput{memory.x.data(), 0};
+    local_inputs[weights + 1] = RowInput{memory.y.data(), 0};
+    const RowProgramArgs first{program, local_inputs.data(), memory.first.data(), 0};
+    const RowProgramArgs second{program, local_inputs.data(), memory.second.data(), 0};
     const int64_t chunks = update.problem.chunks(), loss = program.width - kShared;
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t steps = samples.own == nullptr ? samples.steps : std::min(samples.own[row], samples.steps);
+      const int64_t steps =
+          samples.steps_per_row == nullptr ? samples.steps : std::min(samples.steps_per_row[row], samples.steps);
       for (int64_t step = 0; step < steps; ++step) {
         if (!gather(samples, row, step, memory.x.data(), memory.y.data())) return *wrong_label = kNoSample, false;
         const bool last = step + 1 == steps;
@@ -96,32 +97,33 @@ struct Steps : RowSteps {
 
 }  // namespace
 
-void rowwise_steps(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
-                   const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor params,
+void rowwise_steps(int64_t program, const Tensors weights, const Tensors constants, const Tensor x, const Tensor y,
+                   const Tensor sample_indices, int64_t batch, const OptionalTensor steps_per_row, const Tensor params,
                    const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
                    const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
                    const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses) {
-  const RowSteps steps = row_steps(program_of(program), weights, others, x, y, wanted, batch, own_steps, params, w,
-                                   table, hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
+  const RowSteps steps =
+      row_steps(program_of(program), weights, constants, x, y, sample_indices, batch, steps_per_row, params, w, table,
+                hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
   const Samples& samples = steps.samples;
-  const RowProgram& made = steps.program;
+  const RowProgram& row_program = steps.program;
   const Problem& problem = steps.update.problem;
   std::atomic<bool> failed{false};
   std::atomic<int64_t> wrong{0};
   const auto range = [&](int64_t begin, int64_t end) {
-    Memory memory{std::vector<float>(batch * samples.features), std::vector<float>(made.width),
-                  std::vector<float>(made.width), std::vector<int64_t>(batch),
+    Memory memory{std::vector<float>(batch * samples.features), std::vector<float>(row_program.width),
+                  std::vector<float>(row_program.width), std::vector<int64_t>(batch),
                   std::vector<double>(problem.rows * problem.chunks())};
-    Steps own{steps};
+    Steps block_steps{steps};
     const List first = gradients_of(problem, memory.first.data());
-    own.norm.grads = own.perturb.grads = first;
-    own.update.grads = steps.two_passes ? gradients_of(problem, memory.second.data()) : first;
-    if (keeps_first) own.update.g1 = first;
+    block_steps.norm.grads = block_steps.perturb.grads = first;
+    block_steps.update.grads = steps.two_passes ? gradients_of(problem, memory.second.data()) : first;
+    if (keeps_first) block_steps.update.g1 = first;
     int64_t label = 0;
-    if (!own.run(begin, end, memory, &label)) wrong = label, failed = true;
+    if (!block_steps.run(begin, end, memory, &label)) wrong = label, failed = true;
   };
-  over_rows(problem.rows, samples.steps * made.work * (steps.two_passes ? 2 : 1), range);
-  STD_TORCH_CHECK(!failed || wrong != kNoSample, "wanted must have places in x and y, 0 to ", y.size(0) - 1);
+  over_rows(problem.rows, samples.steps * row_program.work * (steps.two_passes ? 2 : 1), range);
+  STD_TORCH_CHECK(!failed || wrong != kNoSample, "sample_indices must be indices of x and y, 0 to ", y.size(0) - 1);
   STD_TORCH_CHECK(!failed, "Target ", wrong.load(), " is out of bounds.");
 }
 

@@ -5,31 +5,37 @@
 
 namespace fastsam {
 
-// The source of a call's batches. wanted: indices in x and y. own: steps of each row, if they are not `steps`.
+// The source of a call's batches. sample_indices: indices in x and y. steps_per_row: nullptr if all rows take `steps`.
 struct Samples {
-  Tensor x, y, wanted;
+  Tensor x, y, sample_indices;
   int64_t batch, steps, features;
-  const int64_t* own = nullptr;
+  const int64_t* steps_per_row = nullptr;
 
-  Samples(const Tensor& x_, const Tensor& y_, const Tensor& wanted_, int64_t rows, int64_t batch_,
-          const OptionalTensor& own_)
-      : x(x_), y(y_), wanted(wanted_), batch(batch_), steps(batch_ > 0 ? wanted_.size(1) / batch_ : 0) {
+  Samples(const Tensor& x_, const Tensor& y_, const Tensor& sample_indices_, int64_t rows, int64_t batch_,
+          const OptionalTensor& steps_per_row_)
+      : x(x_),
+        y(y_),
+        sample_indices(sample_indices_),
+        batch(batch_),
+        steps(batch_ > 0 ? sample_indices_.size(1) / batch_ : 0) {
     STD_TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && y.dim() == 1 && x.size(0) == y.size(0),
                     "x and y must be contiguous, [n, ...] and [n]");
-    STD_TORCH_CHECK(wanted.dim() == 2 && wanted.size(0) == rows && wanted.scalar_type() == ScalarType::Long &&
-                        wanted.stride(1) == 1 && wanted.size(1) == steps * batch,
-                    "wanted must be int64 [rows, samples], whole batches of them");
-    if (own_) {
-      STD_TORCH_CHECK(own_->dim() == 1 && own_->size(0) == rows && own_->scalar_type() == ScalarType::Long &&
-                          own_->is_contiguous() && device_of(*own_) == device_of(wanted),
-                      "steps must be contiguous int64 [rows], where wanted is");
-      own = static_cast<const int64_t*>(own_->data_ptr());
+    STD_TORCH_CHECK(sample_indices.dim() == 2 && sample_indices.size(0) == rows &&
+                        sample_indices.scalar_type() == ScalarType::Long && sample_indices.stride(1) == 1 &&
+                        sample_indices.size(1) == steps * batch,
+                    "sample_indices must be int64 [rows, samples], whole batches of them");
+    if (steps_per_row_) {
+      STD_TORCH_CHECK(steps_per_row_->dim() == 1 && steps_per_row_->size(0) == rows &&
+                          steps_per_row_->scalar_type() == ScalarType::Long && steps_per_row_->is_contiguous() &&
+                          device_of(*steps_per_row_) == device_of(sample_indices),
+                      "steps must be contiguous int64 [rows], on the device of sample_indices");
+      steps_per_row = static_cast<const int64_t*>(steps_per_row_->data_ptr());
     }
     features = x.size(0) == 0 ? 0 : x.numel() / x.size(0);
   }
 };
 
-// A call of rowwise_steps_. inputs: weights, x, y, others. The call itself creates x and y.
+// A call of rowwise_steps_. inputs: weights, x, y, constants. The call itself creates x and y.
 struct RowSteps {
   const RowProgram& program;
   Samples samples;
@@ -42,40 +48,40 @@ struct RowSteps {
   double* losses;
 };
 
-inline RowSteps row_steps(const RowProgram& made, const Tensors& weights, const Tensors& others, const Tensor& x,
-                          const Tensor& y, const Tensor& wanted, int64_t batch, const OptionalTensor& own,
-                          const Tensor& params, const OptionalTensor& w, const Tensor& table, const Tensor& hparams,
-                          const OptionalTensor& momentum, const OptionalTensor& q, const OptionalTensor& shift,
-                          const OptionalTensor& sumsq, const OptionalTensor& sumsq_v, bool adaptive, bool keeps_first,
-                          const Tensor& losses) {
+inline RowSteps row_steps(const RowProgram& row_program, const Tensors& weights, const Tensors& constants,
+                          const Tensor& x, const Tensor& y, const Tensor& sample_indices, int64_t batch,
+                          const OptionalTensor& steps_per_row, const Tensor& params, const OptionalTensor& w,
+                          const Tensor& table, const Tensor& hparams, const OptionalTensor& momentum,
+                          const OptionalTensor& q, const OptionalTensor& shift, const OptionalTensor& sumsq,
+                          const OptionalTensor& sumsq_v, bool adaptive, bool keeps_first, const Tensor& losses) {
   const int64_t rows = params.size(0);
   const bool two_passes = w.has_value();
-  STD_TORCH_CHECK(
-      weights.size() + 2 + others.size() == made.inputs.size() && batch > 0 && two_passes == sumsq.has_value(),
-      "the row program has other inputs");
-  const Samples samples(x, y, wanted, rows, batch, own);
+  STD_TORCH_CHECK(weights.size() + 2 + constants.size() == row_program.inputs.size() && batch > 0 &&
+                      two_passes == sumsq.has_value(),
+                  "the row program has other inputs");
+  const Samples samples(x, y, sample_indices, rows, batch, steps_per_row);
   const size_t n = weights.size();
   const int device = device_of(params);
-  for (const Tensor* read : {&samples.x, &samples.y, &samples.wanted})
-    check_device_and_storage(*read, device, "x, y and wanted");
+  for (const Tensor* read : {&samples.x, &samples.y, &samples.sample_indices})
+    check_device_and_storage(*read, device, "x, y and sample_indices");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && y.scalar_type() == ScalarType::Long &&
-                      made.inputs[n].is_dense(batch * samples.features, false) &&
-                      made.inputs[n + 1].is_dense(batch, true),
+                      row_program.inputs[n].is_dense(batch * samples.features, false) &&
+                      row_program.inputs[n + 1].is_dense(batch, true),
                   "the row program has batches of another shape");
   std::vector<RowInput> inputs;
-  for (size_t i = 0; i < made.inputs.size(); ++i) {
-    const bool given = i >= n && i < n + 2;  // batches are created here
-    if (given) {
+  for (size_t i = 0; i < row_program.inputs.size(); ++i) {
+    const bool is_batch = i >= n && i < n + 2;  // batches are created here
+    if (is_batch) {
       inputs.push_back(RowInput{});
       continue;
     }
-    const Tensor& input = i < n ? weights[i] : others[i - n - 2];
-    check_device_and_storage(input, device, "weights and others");
-    inputs.push_back(input_of(input, made.inputs[i], rows, i));
+    const Tensor& input = i < n ? weights[i] : constants[i - n - 2];
+    check_device_and_storage(input, device, "weights and constants");
+    inputs.push_back(input_of(input, row_program.inputs[i], rows, i));
   }
   STD_TORCH_CHECK(
-      params.dim() == 2 && params.scalar_type() == ScalarType::Float && made.width == params.size(1) + kShared,
-      "params must be float32 [rows, ", made.width - kShared, "], as the row program's gradients are");
+      params.dim() == 2 && params.scalar_type() == ScalarType::Float && row_program.width == params.size(1) + kShared,
+      "params must be float32 [rows, ", row_program.width - kShared, "], as the row program's gradients are");
   for (const OptionalTensor* beside : {&w, &momentum, &q, &shift}) {
     STD_TORCH_CHECK(!beside->has_value() || ((*beside)->dim() == 2 && (*beside)->size(1) == params.size(1)),
                     "w, momentum, q and shift must be fields like params, [rows, ", params.size(1), "]");
@@ -91,8 +97,8 @@ inline RowSteps row_steps(const RowProgram& made, const Tensors& weights, const 
     perturb = perturb_args(field, *w, field, table, hparams, *sumsq, false, std::nullopt);
   }
   STD_TORCH_CHECK(update.problem.rows == rows, "hparams must be of the ", rows, " rows of params");
-  return RowSteps{made,    samples, inputs,     n,           norm,
-                  perturb, update,  two_passes, keeps_first, sums_of(losses, update.problem, "losses")};
+  return RowSteps{row_program, samples, inputs,     n,           norm,
+                  perturb,     update,  two_passes, keeps_first, sums_of(losses, update.problem, "losses")};
 }
 
 }  // namespace fastsam

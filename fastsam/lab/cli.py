@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fastsam.lab.config import Source
-    from fastsam.lab.report import Table
 
 USAGE, INTERRUPTED = 2, 130
 MISSING = "not installed"
@@ -218,13 +217,13 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam run`."""
     from fastsam.fed.sums.ranks import join_ranks
-    from fastsam.lab import compare, experiment, keys, report
+    from fastsam.lab import compare, experiment, report, run_config
     from fastsam.lab import config as configs
 
     source = configs.read(arguments.config, flags)
     _show_imports(source, arguments)
     config = configs.resolve(source)
-    short = keys.short_name(config.algorithm)
+    short = run_config.short_name(config.algorithm)
     if arguments.print_config:
         print(json.dumps(config.record(), indent=1))
         return 0
@@ -242,7 +241,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         return 0
     title = f"{short} on {built.data.name}"
     figures = report.draw_plots([finished], {"": built.data.class_counts()}, directory, title)
-    _print_table(console, report.short_table([finished], f"{title}, {len(built.data)} clients", console.width))
+    report.short_table([finished], f"{title}, {len(built.data)} clients", console.width).show(console)
     _say(console, {figure.path.stem: figure.path for figure in figures} | {"run directory": directory})
     return 0
 
@@ -272,6 +271,8 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     again = f"fastsam compare {_quote(directory / 'config.json')}{_trust(arguments)}"
     console = _console()
     finished, failed = compare.train_all(plan, data, directory, arguments.resume, console, again)
+    if not finished:
+        raise RuntimeError(f"no run of the comparison in {directory} was finished")
     shown = compare.by_swept_data(plan, data)
     title = report.title(finished, ", ".join(dict.fromkeys(one.name for one in shown.values())))
     facts = compare.facts(plan, data) | {f"failed: {name}": text for name, text in failed.items()}
@@ -279,7 +280,7 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     context = report.Context(title, facts, again, {name: one.class_counts() for name, one in shown.items()}, surfaces)
     report.write_comparison(finished, context, directory)
     clients = " or ".join(dict.fromkeys(str(len(one)) for one in shown.values()))
-    _print_table(console, report.short_table(finished, f"{title}, {clients} clients", console.width))
+    report.short_table(finished, f"{title}, {clients} clients", console.width).show(console)
     for sentence in report.sentences(finished):
         console.print(sentence, highlight=False, soft_wrap=True, markup=False)
     console.print()
@@ -376,12 +377,6 @@ def _console(quiet: bool = False) -> Console:
 
     # elsewhere rich assumes 80 columns and would break the table's lines
     return Console(width=None if sys.stdout.isatty() else 120, quiet=quiet)
-
-
-def _print_table(console: Console, table: Table) -> None:
-    """Print a table below its title, as wide as the terminal."""
-    text = f"\n{table.title}\n\n{table.text(console.width)}\n"
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _say(console: Console, facts: Mapping[str, object]) -> None:

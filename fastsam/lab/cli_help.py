@@ -51,11 +51,13 @@ class _Help(argparse.Action):
 def _keys(topic: str) -> list[str]:
     """Return the lines of a topic: every key with its meaning, its choices and its default, and every algorithm with
     its options."""
-    from fastsam.lab import config, keys
+    from fastsam.lab import config, run_config
 
-    tables = {"data": keys.table(keys.DataKeys), "model": keys.table(keys.ModelKeys)}
-    tables["run"] = {key: row for key, row in keys.KEYS.items() if key not in (*tables["data"], *tables["model"])}
-    tables |= {name: {f"{name}.{key}": row for key, row in found.items()} for name, found in keys.OPTION_TABLES.items()}
+    tables = {"data": run_config.table(run_config.DataKeys), "model": run_config.table(run_config.ModelKeys)}
+    tables["run"] = {key: row for key, row in run_config.KEYS.items() if key not in (*tables["data"], *tables["model"])}
+    tables |= {
+        name: {f"{name}.{key}": row for key, row in found.items()} for name, found in run_config.OPTION_TABLES.items()
+    }
     lines = []
     for name, rows in tables.items():
         if topic in (name, "all"):

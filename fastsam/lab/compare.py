@@ -23,9 +23,10 @@ from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import experiment, report
 from fastsam.lab.config import ConfigError, Source, resolve, with_current_options
 from fastsam.lab.experiment import Experiment
-from fastsam.lab.keys import DATA_KEYS, RunConfig, short_name
+from fastsam.lab.plots.curves import value_text
 from fastsam.lab.report import FinishedRun
-from fastsam.lab.report.finished import panel_name, value_text
+from fastsam.lab.report.finished import panel_name
+from fastsam.lab.run_config import DATA_KEYS, RunConfig, short_name
 from fastsam.lab.sweep import Axis, check_taken, combinations, parse_axis, with_values
 
 if TYPE_CHECKING:
@@ -36,15 +37,10 @@ ALL = "all"  # algorithms
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a comparison.
-
-    Args:
-        config: config of the run.
-        point: swept keys that its algorithm takes, with their values in this run.
-    """
+    """One run of a comparison."""
 
     config: RunConfig
-    point: tuple[tuple[str, Any], ...] = ()
+    point: tuple[tuple[str, Any], ...] = ()  # swept keys that its algorithm takes, with their values in this run
 
     @property
     def label(self) -> str:
@@ -108,16 +104,15 @@ def plan(
 ) -> Plan:
     """Return all runs of a comparison, resolved and checked before the first one starts.
 
+    Raises ConfigError if a config cannot be resolved (see `fastsam.lab.config.resolve`), an algorithm or seed is named
+    twice, no algorithm takes a swept key, or runs differ in a key of the data that is not swept.
+
     Args:
         source: layers of the config. Its [compare] table has the defaults of the other arguments.
         algorithms: names of the algorithms; only `ALL` for all built-in ones.
         seeds: seeds as texts; by default the seeds of [compare], else the source's seed.
         sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false"; several of them are combined. An algorithm
             that does not take a key runs without it, once.
-
-    Raises:
-        ConfigError: a config cannot be resolved (see `fastsam.lab.config.resolve`), an algorithm or seed is named
-            twice, no algorithm takes a swept key, or runs differ in a key of the data that is not swept.
     """
     names = list(algorithms or source.compare.get("algorithms") or [])
     if names == [ALL]:
@@ -203,12 +198,8 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
     The directory must be new or empty. With `resume` it may have an earlier comparison whose runs had these configs;
     keys that `fastsam.fed.run` lets a resumed run change may differ.
     """
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+    if is_new(directory, resume):
         return
-    if not resume:
-        raise RunDirectoryError(
-            f"the directory {directory} exists; continue it with --resume, or choose another --run-dir"
-        )
     if "compare" not in _config_of(directory):
         raise RunDirectoryError(f"{directory} is not the directory of a comparison; choose another --run-dir")
     for run in plan.runs:
@@ -219,6 +210,17 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
                     f"{directory / run.directory} cannot be resumed with another {key}: "
                     f"it was started with {before.get(key)!r}, now it is {now.get(key)!r}"
                 )
+
+
+def is_new(directory: Path, resume: bool) -> bool:
+    """Return True if a directory does not exist or is empty. Raises RunDirectoryError if not, and `resume` is False."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return True
+    if not resume:
+        raise RunDirectoryError(
+            f"the directory {directory} exists; continue it with --resume, or choose another --run-dir"
+        )
+    return False
 
 
 def _config_of(directory: Path) -> dict[str, Any]:
@@ -311,13 +313,8 @@ def train(
     """Train one run.
 
     Args:
-        built: data, model and algorithm.
-        directory: run directory.
-        resume: continue an interrupted run.
-        console: terminal for progress.
         label: name of the run in the progress line.
         resume_command: command that continues the run. Ctrl-C and a full disk raise errors that show it.
-        every: see `RunProgress`.
     """
     try:
         with RunProgress(console, label, built.config.rounds, every) as progress:
@@ -350,12 +347,7 @@ def train_all(
 ) -> tuple[list[FinishedRun], dict[str, str]]:
     """Train all runs. Return the finished runs, and the errors of failed runs by name.
 
-    Args:
-        again: command that repeats the comparison.
-
-    Raises:
-        RuntimeError: no run was finished.
-        RunDirectoryError: a run directory cannot be used.
+    `again` is the command that repeats the comparison. Raises RunDirectoryError if a run directory cannot be used.
     """
     resume_command = f"{again} --run-dir {shlex.quote(str(directory))} --resume"
     runs: list[FinishedRun] = []
@@ -364,9 +356,8 @@ def train_all(
     for planned in plan.runs:
         name, left = planned.directory, countdown.next()
         done = (directory / name / "summary.json").exists()
-        built = experiment.build(planned.config, data[data_key(planned.config)])
+        built, rounds = experiment.build(planned.config, data[data_key(planned.config)]), planned.config.rounds
         try:
-            rounds = planned.config.rounds
             finished = train(built, directory / name, resume, console, left + name, resume_command, rounds)
         except RunDirectoryError:
             raise
@@ -377,8 +368,6 @@ def train_all(
         if not done:
             countdown.trained()
         runs.append(replace(finished, label=planned.label, point=dict(planned.point)))
-    if not runs:
-        raise RuntimeError(f"no run of the comparison in {directory} was finished")
     return runs, failed
 
 

@@ -11,7 +11,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return what a shell evaluates: commands, options, files, and the keys of a config with their choices."""
     import shtab
 
-    from fastsam.lab.keys import KEYS
+    from fastsam.lab.run_config import KEYS
 
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
     for name in ("run", "compare"):

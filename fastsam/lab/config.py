@@ -25,7 +25,7 @@ from fastsam.fed.common.checks import nearest
 from fastsam.fed.common.import_paths import import_object, is_import_path
 from fastsam.fed.common.option import kinds
 from fastsam.fed.rundir.manifest import with_current_names
-from fastsam.lab.keys import KEYS, OPTION_TABLES, TABLES, RunConfig, foreign_keys, short_name
+from fastsam.lab.run_config import KEYS, OPTION_TABLES, TABLES, RunConfig, foreign_keys, short_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,7 +62,6 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
 
     Args:
         path: a .toml file, or a .json file such as a run directory's config.json.
-        flags: flags of the command line.
 
     Raises:
         ConfigError: the file cannot be read, or a flag cannot be used.
@@ -124,12 +123,7 @@ def imports(source: Source) -> list[tuple[str, str]]:
 def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
     """Return lines that list the imports of a run directory's config, to be read before the run is resumed.
 
-    Args:
-        source: the layers of the config.
-        places: the directory and its config file.
-
-    Raises:
-        ConfigError: another user made one of the places, and an import was not named by --trust.
+    Raises ConfigError if another user made one of the places, and an import was not named by --trust.
     """
     found = imports(source)
     lines = [f"{key} imports {path}" for key, path in found]
@@ -148,10 +142,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[st
     """Return flags as a dict of keys and a dict of tables; dashes in keys become underscores.
 
     ``["--lr", "0.1", "--fedsam.rho=0.2"]`` becomes ({"lr": "0.1"}, {"fedsam": {"rho": "0.2"}}). A key without a value
-    means "true".
-
-    Raises:
-        ConfigError: an argument is not a flag.
+    means "true". Raises ConfigError if an argument is not a flag.
     """
     flat: dict[str, str] = {}
     tables: dict[str, dict[str, str]] = {}
@@ -180,11 +171,7 @@ def _check_flag_keys(flags: Sequence[str]) -> None:
 
 
 def algorithm_class(name: str) -> Callable[..., Any]:
-    """Return the class for a built-in name or an import path.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """Return the class for a built-in name or an import path. Raises ConfigError if the name is unknown."""
     if is_import_path(name):
         return import_object(name, "algorithm")
     if name not in registry:
@@ -219,15 +206,12 @@ def resolve(
 ) -> RunConfig:
     """Return the config of one run.
 
+    Raises ConfigError if a key is unknown (the message names the nearest key), is an option of a different algorithm,
+    has a wrong type or choice, or has no meaning in this run.
+
     Args:
-        source: the layers of the config.
         algorithm: algorithm in place of the source's.
         beside: other algorithms of the same comparison. An option outside the tables is ignored if only they take it.
-        seed: seed in place of the source's.
-
-    Raises:
-        ConfigError: a key is unknown (the message names the nearest key), is an option of a different algorithm, has a
-            wrong type or choice, or has no meaning in this run.
     """
     name = algorithm or (source.values | source.flags).get("algorithm", RunConfig.algorithm)
     if not isinstance(name, str):
@@ -277,8 +261,7 @@ def _merge_layers(
 def _with_meaning(values: dict[str, Any], filed: dict[str, Any], flagged: Collection[str]) -> dict[str, Any]:
     """Return `values` without keys of the file that a flag has made meaningless, such as `alpha` with ``--split iid``.
 
-    Raises:
-        ConfigError: a key without meaning was given as a flag, or it had no meaning in the file either.
+    Raises ConfigError if a key without meaning was given as a flag, or it had no meaning in the file either.
     """
     foreign, before = (
         foreign_keys(*(keys.get(key, KEYS[key].default) for key in ("data", "split"))) for keys in (values, filed)
@@ -302,10 +285,8 @@ _PLAIN = (bool, int, float, str, dict, list, type(None))  # types that a file ca
 def check_type(key: str, value: Any, allowed: tuple[Any, ...], text: bool = False) -> Any:
     """Return `value` as one of the types `allowed`. Values are not checked if `allowed` has a user's class.
 
-    An integer is a float, nothing else is converted; strings are parsed when `text`.
-
-    Raises:
-        ConfigError: the value has a different type.
+    An integer is a float, nothing else is converted; strings are parsed when `text`. Raises ConfigError if the value
+    has a different type.
     """
     if text:
         value = _parse(value, allowed)

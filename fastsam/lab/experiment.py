@@ -24,7 +24,7 @@ from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.result import Result
 from fastsam.lab.config import ConfigError, algorithm_class
-from fastsam.lab.keys import RunConfig, is_pattern, set_options, set_parameters
+from fastsam.lab.run_config import RunConfig, is_pattern, set_options, set_parameters
 
 _IMPORTED = ("loss", "lr", "server_lr", "sampler", "available", "weighting", "optimizer")  # may be functions
 
@@ -107,8 +107,7 @@ def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Exp
 def _load_weights(model: nn.Module, path: Path) -> None:
     """Load weights into the model.
 
-    Raises:
-        ConfigError: the file is missing, is not a .safetensors file, or does not fit the model.
+    Raises ConfigError if the file is missing, is not a .safetensors file, or does not fit the model.
     """
     file = path / "model.safetensors" if path.is_dir() else path
     try:

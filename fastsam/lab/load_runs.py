@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.common.atomic_files import make_directory, read_bytes, read_json
 from fastsam.lab import report
-from fastsam.lab.keys import short_name
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.report.document import Figure
+from fastsam.lab.run_config import short_name
 
 if TYPE_CHECKING:
     import pandas
@@ -25,10 +25,7 @@ def runs_in(directory: str | Path) -> list[FinishedRun]:
     """Return the run of a run directory, or all runs below any other directory, sorted by their paths.
 
     A single run is named after its algorithm. One of several runs is named after its directory, without its seed. The
-    summary of a run that is not finished is empty.
-
-    Raises:
-        ValueError: the directory has no run.
+    summary of a run that is not finished is empty. Raises ValueError if the directory has no run.
     """
     top = Path(directory)
     places = [top] if (top / "metrics.jsonl").is_file() else sorted(p.parent for p in top.rglob("metrics.jsonl"))
@@ -65,14 +62,12 @@ def to_pandas(directory: str | Path) -> pandas.DataFrame:
 def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
     """Draw curves.png of all runs of the directories, and measures.png and metrics.png if anything was measured.
 
-    Each figure is also saved as SVG and PDF.
+    Each figure is also saved as SVG and PDF. Raises ValueError if a directory has no run, or there are several
+    directories and no `out`.
 
     Args:
         directories: run directories, or directories above them.
         out: directory of the figures; by default `directories[0]`, if it is the only one.
-
-    Raises:
-        ValueError: a directory has no run, or there are several directories and no `out`.
     """
     if out is None and len(directories) > 1:
         raise ValueError(f"{len(directories)} directories: say with --out where the figures of all of them shall go")

@@ -26,7 +26,6 @@ def steps(
     Args:
         unavailable: reasons why backends cannot be used, by (name, device).
         torch_cuda: CUDA version that torch is built for, or None.
-        gpu: True if torch can use a GPU.
         which: function that finds a program by its name.
     """
     native, cuda = (unavailable.get(("native", device)) for device in ("cpu", "cuda"))

@@ -9,22 +9,16 @@ from dataclasses import dataclass, replace
 from fastsam.fed.algorithms import registry
 from fastsam.fed.common.checks import nearest
 from fastsam.lab.config import ConfigError, Source, algorithm_options, takers_of
-from fastsam.lab.keys import KEYS, short_name
+from fastsam.lab.run_config import KEYS, short_name
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A swept key.
+    """A swept key."""
 
-    Args:
-        table: algorithm that the key is for; None for all algorithms that take it.
-        key: name of the key.
-        values: values as on the command line.
-    """
-
-    table: str | None
+    table: str | None  # algorithm that the key is for; None for all algorithms that take it
     key: str
-    values: tuple[str, ...]
+    values: tuple[str, ...]  # values as on the command line
 
     @property
     def name(self) -> str:
@@ -53,10 +47,8 @@ class Axis:
 def parse_axis(text: str) -> Axis:
     """Return the axis of a text: ``"rho=0.01,0.05"`` or ``"fedsmoo.dyn=true,false"``.
 
-    Commas inside brackets do not separate values.
-
-    Raises:
-        ConfigError: the text has a different form, or the key cannot be swept.
+    Commas inside brackets do not separate values. Raises ConfigError if the text has a different form, or the key
+    cannot be swept.
     """
     name, equals, listed = str(text).partition("=")
     values = tuple(_split(listed))
@@ -88,8 +80,7 @@ def _split(text: str) -> Iterator[str]:
 def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
     """Check that at least one of the algorithms takes each key.
 
-    Raises:
-        ConfigError: no algorithm takes a key. The message names the algorithms that do, or the nearest key.
+    Raises ConfigError if no algorithm takes a key. The message names the algorithms that do, or the nearest key.
     """
     for axis in axes:
         if any(axis.applies_to(name) for name in algorithms):

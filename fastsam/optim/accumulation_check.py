@@ -14,10 +14,7 @@ from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import to_local
 
 _version_of = Tensor._version.__get__  # type: ignore[attr-defined]
-# The first four steps are checked, then one of 64, because a loop accumulates in all steps or in none.
-FIRST, EVERY = 4, 64
-# Number of times that gradients may be zero (`zero_grad(set_to_none=False)`). Reading them waits for the device.
-FALSE_ALARMS = 8
+FIRST = 4  # number of steps that are checked, because a loop accumulates in all steps or in none
 
 MESSAGE = (
     "there were gradients when step(closure) began that no step has used. They are not part of this one: the closure "
@@ -29,14 +26,11 @@ MESSAGE = (
 
 
 class AccumulationCheck:
-    """Check of the gradients from the end of one closure's step to the beginning of the next.
-
-    It compares identities and versions, and keeps no gradient alive.
-    """
+    """Check of the gradients from the end of one closure's step to the beginning of the next. It compares identities
+    and versions, and keeps no gradient alive."""
 
     def __init__(self) -> None:
-        self._steps = 0
-        self._looks = FALSE_ALARMS
+        self._steps_left = FIRST
         self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
         self._used: list[tuple[int, int]] | None = []  # None: not noted
 
@@ -46,10 +40,10 @@ class AccumulationCheck:
 
     def record(self, groups: Groups) -> None:
         """Record the present gradients, which were all used."""
-        self._steps += 1
-        if not self._looks or (self._steps >= FIRST and self._steps % EVERY):
-            self._used = None
+        self._used = None
+        if not self._steps_left:
             return
+        self._steps_left -= 1
         grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
         self._oldest = weakref.ref(grads[0]) if grads else None
         self._used = _marks(grads)
@@ -64,9 +58,8 @@ class AccumulationCheck:
         fresh = self._oldest is None or self._oldest() is None
         if not grads or (not fresh and _marks(grads) == used):
             return
-        self._looks -= 1
         if any(g.layout != torch.strided or bool(to_local(g).any()) for g in grads):
-            self._looks = 0
+            self._steps_left = 0
             warnings.warn(MESSAGE, UserWarning, stacklevel=5)
 
 

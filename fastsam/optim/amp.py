@@ -55,13 +55,8 @@ class GradScalerTracker:
             _check_not_unscaled(self._scaler(), optimizer)
 
     def observe(self, grad_scale: Tensor | None, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]) -> None:
-        """Record the scaler of this step.
-
-        Args:
-            grad_scale: None if it has unscaled gradients since its last update.
-            sumsq: squared norm of the first gradients.
-            groups: the parameter groups.
-        """
+        """Record the scaler of this step. Its `grad_scale` is None if it has unscaled gradients since its last update.
+        sumsq: squared norm of the first gradients."""
         known = None if self._scaler is None else self._scaler()
         if known is not None and grad_scale is not None:
             return
@@ -82,10 +77,7 @@ class GradScalerTracker:
 
 
 def forget_scales(optimizer: Any) -> None:
-    """Remove the attributes of a GradScaler.
-
-    It removes them itself only after a step that succeeded, and the next step would use them.
-    """
+    """Remove the attributes of a GradScaler, which removes them itself only after a step that succeeded."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
@@ -119,10 +111,9 @@ def _check_not_unscaled(scaler: GradScaler | None, optimizer: Optimizer) -> None
 
 
 def _check_unscaled(scaler: GradScaler | None, sumsq: Tensor | None, grads: Sequence[Tensor]) -> None:
-    """Check the one step before which the scaler was not known.
+    """Check the one step before which the scaler was not known, and wait for the device.
 
-    Raises RuntimeError if the second gradient, which should have been unscaled, is longer than the first, which should
-    not. Waits for the device.
+    Raises RuntimeError if the second gradient, which is unscaled, is longer than the first, which must not be.
     """
     if scaler is None or sumsq is None or not grads or scaler.get_scale() < MIN_SCALE:
         return

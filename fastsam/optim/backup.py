@@ -14,8 +14,7 @@ from fastsam.backends import Kernels
 from fastsam.optim.parameters import has_memory
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import is_dtensor, to_local
-from fastsam.optim.storage_swap import StorageSwap, grad_storage_reusable
-from fastsam_kernels.constants import compute_dtype
+from fastsam.optim.storage_swap import StorageSwap
 
 
 class Target(Enum):
@@ -27,78 +26,53 @@ class Target(Enum):
 
 
 class CopyBackup:
-    """Copy of the unperturbed weights in their dtype, which a perturbation makes."""
+    """Copy of the unperturbed weights in their dtype, which a perturbation makes.
+
+    If parameters may have other memory for their perturbed weights (`can_swap`), the unperturbed weights may stay in
+    the parameters' own memory. A copy is then allocated when it is needed.
+    """
 
     is_master: ClassVar[bool] = False  # a float32 copy that counts in every phase
-    can_swap: ClassVar[bool] = False  # parameters may get other memory for their perturbed weights
 
-    def __init__(self, params: list[Tensor], dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:
-        """
-        Args:
-            params: parameters of the bucket, the very list, since another one would be another reference to each.
-            dtype: dtype of the backup.
-            arena: fields of the bucket.
-            kernels: kernels of the bucket.
-        """
-        self._params, self._dtype, self._arena, self._kernels = params, dtype, arena, kernels
+    def __init__(
+        self,
+        params: list[Tensor],
+        aliases: list[Tensor],
+        dtype: torch.dtype,
+        arena: Arena,
+        kernels: Kernels,
+        can_swap: bool,
+    ) -> None:
+        """params: the bucket's list itself, since another one would be another reference to each parameter."""
+        self._params, self._aliases, self._dtype, self._arena, self._kernels = params, aliases, dtype, arena, kernels
         self._sharded = any(map(is_dtensor, params))
+        self.can_swap = can_swap
+        self.swapped: StorageSwap | None = None  # parameters that have other memory in this step
         self.target = Target.RESTORED
         self.needs_save = True  # the perturbation has to save the weights
-        self._allocate()
-
-    def _allocate(self) -> None:
-        self._arena.field("backup", self._dtype)
-
-    def follow(self, aliases: list[Tensor]) -> None:
-        """Take over aliases of the parameters, which have other memory now."""
-        self._aliases = aliases
+        if not can_swap:
+            arena.field("backup", dtype)
 
     @property
     def weights(self) -> Tensor:
         """The backup of all parameters, `[1, row_size]`."""
         return self._arena.field("backup", self._dtype)
 
-    @property
-    def is_swapped(self) -> bool:
-        """True while parameters have other memory."""
-        return False
-
     # --- a step ---
 
     def begin_step(self, has_weights: bool = False) -> None:
         """Prepare for a perturbation. has_weights: the backup has the weights already."""
-        self.target, self.needs_save = Target.RESTORED, not has_weights
+        self.target, self.needs_save, self.swapped = Target.RESTORED, not has_weights, None
 
-    def begin_unperturbed(self, selection: Selection, whole: bool) -> None:
-        """Prepare for an update of weights that were not perturbed: in their own memory, if no interrupt can find it
-        half made.
-
-        Args:
-            selection: parameters of the update.
-            whole: True if an interrupt finds an update made or not made.
-        """
-        self.target = Target.PARAMS if whole else Target.RESTORED
-        if whole:
-            selection.load()
-
-    def begin_in_backup(self) -> None:
-        """Prepare for an update of the backup, after which a perturbation writes the parameters."""
-        self.target = Target.BACKUP
+    def begin_update(self, target: Target) -> None:
+        """Prepare for an update that is not made from the backup into the parameters."""
+        self.target = target
 
     def operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
         """Return the operands `params` and `backup` of an update."""
         if self.target is Target.BACKUP:
-            return [self.weights], None
+            return selection.views(self.weights), None
         return selection.tensors, self.weights if self.target is Target.RESTORED else None
-
-    @property
-    def direct_key(self) -> str:
-        """The key under which direct calls are kept: calls of equal keys have equal `direct_operands`."""
-        return "backup" if self.target is Target.BACKUP else "restored"
-
-    def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Return the operands `params` and `backup` of direct calls."""
-        return selection.views(self.weights) if self.target is Target.BACKUP else selection.tensors, self.weights
 
     def note_update(self) -> None:
         """Note that an update was made."""
@@ -121,15 +95,11 @@ class CopyBackup:
             if p.shape == weights.shape and has_memory(p):
                 p.copy_(weights)
 
-    # --- other memory for perturbed weights (`SwapBackup`) ---
-
     def swap_back(self) -> None:
         """Give parameters their own memory back, unless they were moved elsewhere."""
-
-    def swap_back_one(self, slot: int) -> bool:
-        """Give one parameter its own memory back, for its update. Return False if the parameter was not swapped, or was
-        moved."""
-        return False
+        if self.swapped is not None:
+            self.swapped.swap_back()
+            self.swapped = None
 
     # --- states ---
 
@@ -138,10 +108,6 @@ class CopyBackup:
         if self.target is Target.PARAMS and not self.is_master:
             return [self._aliases[i] for i in selection.slots]
         return selection.views(self.weights)
-
-    def load(self, selection: Selection, weights: Tensor) -> None:
-        """Take over the weights of one parameter from a saved state."""
-        selection.views(self.weights)[0].copy_(weights)
 
     def versions(self) -> list[int]:
         """Return the version counters of the weights, which writes increment."""
@@ -156,100 +122,29 @@ class MasterBackup(CopyBackup):
     is_master = True
 
     def __init__(
-        self, params: list[Tensor], dtype: torch.dtype, arena: Arena, kernels: Kernels, trusting: bool
+        self,
+        params: list[Tensor],
+        aliases: list[Tensor],
+        dtype: torch.dtype,
+        arena: Arena,
+        kernels: Kernels,
+        trusting: bool,
     ) -> None:
         """trusting: writes of the weights are seen by their version counters, so that no comparison with the masters is
         needed."""
+        super().__init__(params, aliases, dtype, arena, kernels, can_swap=False)
         self._trusting = trusting
         self._versions: list[int] | None = None  # versions of the weights after the last update
-        super().__init__(params, dtype, arena, kernels)
-
-    def follow(self, aliases: list[Tensor]) -> None:
-        super().follow(aliases)
-        self._versions = None
+        arena.layout.gather(aliases, self.weights[0])
 
     def begin_step(self, has_weights: bool = False) -> None:
         super().begin_step(has_weights)
         if self.needs_save and self._trusting and not torch.compiler.is_compiling():
             self.needs_save = self._versions != self.versions()
 
-    def begin_unperturbed(self, selection: Selection, whole: bool) -> None:
-        self.target = Target.RESTORED
-
-    def begin_in_backup(self) -> None:
-        self.target = Target.RESTORED
+    def begin_update(self, target: Target) -> None:
+        """Stay with the masters, which every update reads and writes."""
 
     def note_update(self) -> None:
         if self._trusting:
             self._versions = self.versions()
-
-
-class SwapBackup(CopyBackup):
-    """Unperturbed weights in the parameters' own memory, while perturbed weights use the memory of the first gradients,
-    or a spare field."""
-
-    can_swap = True
-    _swap: StorageSwap | None = None
-
-    def _allocate(self) -> None:
-        """Allocate nothing: a step that swaps may never need a copy."""
-
-    @property
-    def is_swapped(self) -> bool:
-        return self._swap is not None
-
-    def begin_step(self, has_weights: bool = False) -> None:
-        super().begin_step(has_weights)
-        self._swap = None
-
-    @property
-    def direct_key(self) -> str:
-        return "params" if self.target is Target.PARAMS else "restored"
-
-    def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
-        return (selection.tensors, None) if self.target is Target.PARAMS else super().direct_operands(selection)
-
-    def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> None:
-        """Choose the memory of the perturbed weights: the gradients' memory, if the caller clears the gradients next
-        (`donate`) and nothing else refers to it."""
-        assert selection.swap is not None
-        donated = donate and grad_storage_reusable(self._params, selection.slots, grads)
-        selection.swap.set_targets(grads if donated else selection.spare(self.weights), donated)
-        self._swap = selection.swap
-
-    def perturbed(self) -> list[Tensor]:
-        """Return the memory that `swap` chose."""
-        assert self._swap is not None
-        return self._swap.targets
-
-    def swap_in(self) -> None:
-        """Give the parameters the memory of their perturbed weights."""
-        assert self._swap is not None
-        self._swap.swap_in()
-
-    def swap_back(self) -> None:
-        if self._swap is not None:
-            self._swap.swap_back()
-            self._swap = None
-
-    def swap_back_one(self, slot: int) -> bool:
-        return self._swap is not None and self._swap.swap_back_one(slot)
-
-
-def make_backup(
-    params: list[Tensor], dtype: torch.dtype, fused: bool, exclusive: bool, arena: Arena, kernels: Kernels
-) -> CopyBackup:
-    """Return the backup of parameters of this dtype.
-
-    Args:
-        params: parameters of the bucket.
-        dtype: dtype of the parameters.
-        fused: the update is a kernel.
-        exclusive: nothing else refers to the memory of the parameters during a step (`assume_no_alias`).
-        arena: fields of the bucket.
-        kernels: kernels of the bucket.
-    """
-    compute = compute_dtype(dtype)
-    if fused and dtype != compute:
-        return MasterBackup(params, compute, arena, kernels, exclusive)
-    return (SwapBackup if exclusive else CopyBackup)(params, dtype, arena, kernels)

@@ -11,16 +11,15 @@ from torch import Tensor
 from fastsam.arena import Arena, Layout, is_dense
 from fastsam.backends import Kernels
 from fastsam.ops import bind
-from fastsam.optim.backup import SwapBackup, Target, make_backup
+from fastsam.optim.backup import CopyBackup, MasterBackup, Target
 from fastsam.optim.gradients import present
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_groups_of, to_local
+from fastsam.optim.storage_swap import grad_storage_reusable
 from fastsam_kernels.constants import compute_dtype
 
 G1, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
 GRADIENT, ROUNDED = "gathered_gradient", "rounded_direction"
-
-_is_contiguous = torch.Tensor.is_contiguous
 
 
 class Bucket:
@@ -45,51 +44,24 @@ class Bucket:
         self.dtype, self.device = params[0].dtype, params[0].device
         self.shard_groups, self.sharded = shard_groups_of(params[0]), any(map(is_dtensor, params))
         self.compute = compute_dtype(self.dtype)
-        self._attach()
-        self.layout = Layout.of(self.tensors, groups)
-        self.arena = Arena(self.layout, device=self.device)
-        self.backup = make_backup(self.params, self.dtype, fused, exclusive, self.arena, kernels)
-        self.backup.follow(self.aliases)
-        if self.backup.is_master:
-            self.layout.gather(self.aliases, self.backup.weights[0])
-        self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
-        self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
-        self.backed_up: Selection = self.select(())
-
-    # --- where the parameters are ---
-
-    def _attach(self) -> None:
-        """Take the parameters' memory. Kernels get detached aliases, which skip autograd's dispatch."""
+        # Kernels get detached aliases, which skip autograd's dispatch, and dense tensors in place of ones with gaps.
         self.aliases = [to_local(p).detach() for p in self.params]
         self.tensors = [
             p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases
         ]
-        self._strides = [t.stride() for t in self.tensors]
-        self._contiguous = all(t.is_contiguous() for t in self.tensors)
-        self._all = tuple(range(len(self.tensors)))
+        self.layout = Layout.of(self.tensors, groups)
+        self.arena = Arena(self.layout, device=self.device)
+        kind: type[CopyBackup] = MasterBackup if fused and self.dtype != self.compute else CopyBackup
+        dtype = self.compute if kind.is_master else self.dtype
+        self.backup = kind(self.params, self.aliases, dtype, self.arena, kernels, exclusive)
+        self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
+        self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._selections: dict[tuple[int, ...], Selection] = {}
-        self._whole: Selection | None = None
-
-    def follow_params(self) -> None:
-        """Follow parameters that have other memory of the same kind (`fits`)."""
-        held = self.backed_up.slots
-        self._attach()
-        self.backup.follow(self.aliases)
-        self.backed_up = self.select(held)
-
-    def fits(self) -> bool:
-        """Return True if the parameters still fit the layout."""
-        kinds = zip(map(to_local, self.params), self.layout.segments, self.tensors, strict=True)
-        return all(shard_groups_of(p) == self.shard_groups for p in self.params) and all(
-            p.dtype == self.dtype
-            and p.device == self.device
-            and p.shape == s.shape
-            and (p.stride() == s.stride if is_dense(p) else t.is_contiguous())
-            for p, s, t in kinds
-        )
+        self.backed_up = self.select(())
+        self.whole = self.select(tuple(range(len(self.params))))
 
     def select(self, slots: tuple[int, ...]) -> Selection:
-        """Return the parameters in `slots`: the same object as long as they stay in their memory."""
+        """Return the parameters in `slots`, always the same object."""
         found = self._selections.get(slots)
         if found is None:
             found = self._selections[slots] = Selection(
@@ -97,57 +69,22 @@ class Bucket:
             )
         return found
 
-    @property
-    def whole(self) -> Selection:
-        """All parameters."""
-        if self._whole is None:
-            self._whole = self.select(self._all)
-        return self._whole
-
     def gather(self) -> tuple[Selection, list[Tensor]]:
-        """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements.
-
-        Raises RuntimeError for a gradient that the kernels cannot read.
-        """
+        """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements."""
         found = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
-        slots = tuple(i for i, g in enumerate(found) if g is not None)
-        grads = [g for g in found if g is not None]
-        if not self._readable(slots, grads):
-            slots, grads = present(found, self.tensors, self.numbers)
-        return self.whole if len(slots) == len(found) else self.select(slots), grads
-
-    def _readable(self, slots: tuple[int, ...], grads: list[Any]) -> bool:
-        """Return True if kernels can read these gradients of the parameters in `slots` where they are."""
-        try:  # a sparse gradient has no such properties
-            if self._contiguous:
-                ordered = all(map(_is_contiguous, grads))
-            else:
-                ordered = [g.stride() for g in grads] == [self._strides[i] for i in slots]
-            alike = ordered and [g.dtype for g in grads].count(self.dtype) == len(grads)
-            return alike and (torch.compiler.is_compiling() or self._bare(slots, grads))
-        except (AttributeError, RuntimeError, TypeError):
-            return False
+        slots, grads = present(found, self.tensors, self.numbers)
+        return self.select(slots), grads
 
     def direct_calls(self, selection: Selection) -> Any:
         """Return the direct calls of the kernels on these weights (`fastsam_kernels.direct_calls`), or None."""
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
-        key = self.backup.direct_key
-        found = selection.direct_calls.get(key, key)
-        if found is key:
-            make, operands = getattr(self.kernels, "direct_calls", None), self.backup.direct_operands(selection)
-            found = selection.direct_calls[key] = make and make(*operands, selection.table, self.hparams)
+        target = self.backup.target
+        found = selection.direct_calls.get(target, target)
+        if found is target:
+            make, operands = getattr(self.kernels, "direct_calls", None), self.backup.operands(selection)
+            found = selection.direct_calls[target] = make and make(*operands, selection.table, self.hparams)
         return None if found is None or found.watched() else found
-
-    def _bare(self, slots: tuple[int, ...], grads: Sequence[Tensor]) -> bool:
-        """Return True for tensors of torch's own class in the shape of their parameters, without a pending sign.
-
-        The memory at their address then has their elements.
-        """
-        shapes = [g.shape for g in grads] == [self.tensors[i].shape for i in slots]
-        # The imaginary part of a conjugate has a pending sign; it is dense only with one element.
-        signs = not any(g.is_neg() for g in grads if g.numel() == 1)
-        return shapes and signs and list(map(type, grads)).count(Tensor) == len(grads)
 
     def field(self, name: str) -> Tensor:
         """Return a field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
@@ -177,9 +114,8 @@ class Bucket:
         choose: Callable[[Tensor, Tensor, Tensor], Tensor],
         factor: Tensor | None,
     ) -> list[Tensor]:
-        """Return the vectors along which these parameters are perturbed: `choose(g, memory, after)`, see
-        `SAM.direction`.
-        The memory of other parameters stays. factor: None for 1."""
+        """Return the vectors along which these parameters are perturbed: `choose(factor * g, memory, after)`, see
+        `SAM.direction`. The memory of other parameters stays."""
         g = self._gathered(selection, grads)
         if factor is not None:
             g.mul_(factor)
@@ -207,7 +143,7 @@ class Bucket:
         return selection.views(vector)
 
     def _others(self, selection: Selection) -> Selection:
-        return self.select(tuple(i for i in self._all if i not in selection.slots))
+        return self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
 
     # --- other memory for perturbed weights ---
 
@@ -217,22 +153,21 @@ class Bucket:
         return not torch.compiler.is_compiling() and hasattr(self.kernels, "update_calls")
 
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> Any:
-        """Prepare to give these parameters other memory for their perturbed weights, if that is possible, and return
-        the `direct_calls` that then perturb them; else None. The selection has a `swap`.
-
-        If this is interrupted, `swap_back` of the backup ends it. donate: the caller clears the gradients next, so that
-        their memory may be used.
-        """
-        backup = self.backup
+        """Prepare to give these parameters other memory for their perturbed weights, and return the `direct_calls` that
+        then perturb them; None if that is not possible. The selection has a `swap`, and the backup's `swap_back` ends
+        it."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # memory is not swapped when a graph is replayed
-        assert isinstance(backup, SwapBackup)
+        backup, swap = self.backup, selection.swap
+        assert swap is not None
         backup.target = Target.PARAMS
         direct = self.direct_calls(selection)
         if direct is None:
             backup.target = Target.RESTORED
         else:
-            backup.swap(selection, grads, donate)
+            donated = donate and grad_storage_reusable(self.params, selection.slots, grads)
+            swap.set_targets(grads if donated else selection.views(backup.weights), donated)
+            backup.swapped = swap
         return direct
 
     # --- the calls ---
@@ -278,12 +213,12 @@ class Bucket:
         self, direct: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
         """Make `norm_` and `perturb_` as direct calls. Parameters that `swap` prepared get other memory."""
-        self.backed_up, backup = selection, self.backup
-        if not isinstance(backup, SwapBackup) or not backup.is_swapped:
-            direct.norm_perturb_(grads, sumsq, adaptive, backup.needs_save)
+        self.backed_up, swapped = selection, self.backup.swapped
+        if swapped is None:
+            direct.norm_perturb_(grads, sumsq, adaptive, self.backup.needs_save)
         else:
-            direct.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=backup.perturbed())
-            backup.swap_in()
+            direct.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=swapped.targets)
+            swapped.swap_in()
 
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Save the weights and leave them: a perturbation whose norm is zero."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.optim.backup import Target
+from fastsam.optim.base_optimizer import unhooked_step, unscale_
 from fastsam.optim.bucket import Bucket, BucketGrads
-from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, squares, with_norm
+from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
 from fastsam.optim.gradients import present
 from fastsam.optim.hparams import LossScales
-from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
@@ -23,7 +24,6 @@ from fastsam.optim.update_calls import UpdateInputs, rule_of
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.constants import FreedError, check_not_freed
 
-PLAIN = SAM()
 COULD_NOT = "the update could not run: out of memory, or torch's threads or a launch on the GPU failed"
 UNREDUCED = (
     "no parameter has a gradient, and some are split among ranks: a first pass under set_requires_gradient_sync(False) "
@@ -39,29 +39,17 @@ class Engine(ParamTracker):
     weights.
     """
 
-    def __init__(
-        self,
-        base: Optimizer,
-        backend: str,
-        stochastic_rounding: bool = False,
-        exclusive: bool = False,
-        variant: SAM = PLAIN,
-    ) -> None:
-        self.combiner = GradCombiner(variant)
-        # Otherwise steps are counted.
-        self.perturbs_every_step = variant.interval == 1 and type(variant).perturbs is SAM.perturbs
-        updates_state = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
-        self.uses_combiner = (
-            self.combiner.changes_gradient or updates_state or bool(variant.unperturbed_coefficients.looksam_alpha)
-        )
-        self.has_direction = variant.has_direction
-        self.combines_grads = self.combiner.coefficients.needs_g1 or bool(
-            variant.unperturbed_coefficients.looksam_alpha
-        )
+    def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
+        combiner = self.combiner = GradCombiner(variant)
+        looks_ahead = bool(variant.unperturbed_coefficients.looksam_alpha)
+        self.perturbs_every_step = variant.interval == 1 and type(variant).perturbs is SAM.perturbs  # else steps count
+        updates_memory = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
+        self.uses_combiner = combiner.changes_gradient or updates_memory or looks_ahead
+        self.combines_grads = combiner.coefficients.needs_g1 or looks_ahead
         self.uses_separate_norm = variant.rho_fn is not None or variant.norm_degree != 2
         self.has_unperturbed_groups = type(variant).perturbs_group is not SAM.perturbs_group
         self.is_plain_sam = self.perturbs_every_step and not (
-            self.uses_combiner or self.has_direction or self.uses_separate_norm or self.has_unperturbed_groups
+            self.uses_combiner or variant.has_direction or self.uses_separate_norm or self.has_unperturbed_groups
         )
         self.stochastic_rounding = stochastic_rounding
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
@@ -69,8 +57,7 @@ class Engine(ParamTracker):
         self.in_closure = False  # a closure of `step` is running
         self.finishing = False  # `second_step` is running
         self._calls: list[BucketGrads] = []  # calls of a perturbation under way
-        self.in_backward: InBackwardHooks | None = None  # updates in the second backward pass, if requested
-        super().__init__(base, backend, exclusive, variant, self.combiner.coefficients if self.uses_combiner else None)
+        super().__init__(base, backend, exclusive, variant, combiner.coefficients if self.uses_combiner else None)
         self.steps = self.steps
 
     @property
@@ -86,11 +73,8 @@ class Engine(ParamTracker):
 
     def _count(self, steps: int) -> list[partial[Any]]:
         """Return the calls that set the count of steps; none if every step perturbs."""
-        return (
-            []
-            if self.perturbs_every_step
-            else [partial(group.__setitem__, STEPS, steps) for group in self.base.param_groups]
-        )
+        groups = [] if self.perturbs_every_step else self.base.param_groups
+        return [partial(group.__setitem__, STEPS, steps) for group in groups]
 
     # --- the passes ---
 
@@ -104,12 +88,9 @@ class Engine(ParamTracker):
     def perturb(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool) -> None:
         """Move the weights to the perturbed point, with the gradients that `collect_grads` found.
 
-        Args:
-            calls: gradients of each bucket.
-            scale: loss scale of the gradients, None for 1 or if it is not known.
-            donate: the caller clears the gradients next, so that their memory may be used.
-
-        Raises RuntimeError, before anything is written, for unusable gradients.
+        `scale` is their loss scale, None for 1 or if it is not known. `donate` is True if the caller clears the
+        gradients next, so that their memory may be used. Raises RuntimeError for unusable gradients, and then writes
+        nothing.
         """
         self._calls = calls
         if self.has_sharded_params and not any(grads for _, _, grads in calls):
@@ -119,9 +100,7 @@ class Engine(ParamTracker):
         for bucket in self.buckets:
             bucket.backup.begin_step()
         if not self.is_plain_sam:
-            if not torch.compiler.is_compiling():
-                for _, _, grads in calls:
-                    check_not_freed(grads)
+            _check_not_freed(calls)
             if not self.perturbs:
                 return self._skip_perturbation()
             calls = self._calls = self._with_directions(calls, scale)
@@ -130,15 +109,10 @@ class Engine(ParamTracker):
         self._move(calls, scale, donate)
 
     def _move(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool = False) -> None:
-        """Perturb along the vectors of `calls`.
-
-        The weights are saved now, except in the state PERTURBED, in which they are saved already. donate: see
-        `perturb`.
-        """
-        seed, phase = (
-            self._seed,
-            self.weight_state if self.weight_state is WeightState.PERTURBED else WeightState.PERTURBING,
-        )
+        """Perturb along the vectors of `calls`. In the state PERTURBED the weights are saved already."""
+        seed, phase = self._seed, self.weight_state
+        if phase is not WeightState.PERTURBED:
+            phase = WeightState.PERTURBING
         alone = len(calls) == 1 and seed is None and not (self.uses_separate_norm or self.has_sharded_params)
         direct = None
         if alone:
@@ -165,33 +139,27 @@ class Engine(ParamTracker):
         if self.in_backward is not None:
             self.in_backward.updated_slots.clear()
             for bucket, selection, _ in calls:
-                if donate and bucket.backup.is_swapped:
+                if donate and bucket.backup.swapped is not None:
                     self.in_backward.register(bucket, selection.slots, self._update_one)
 
     def _update_one(self, bucket: Bucket, slot: int) -> bool:
         """Update a parameter whose second gradient is complete, while others wait for their gradients.
 
-        Returns False if `update` has to update the parameter.
+        Returns False if `update` has to update the parameter, for example because a group was added between the passes.
         """
-        groups, state = self.base.param_groups, self.base.state
-        if (
-            self.weight_state is not WeightState.PERTURBED
-            or bucket not in self.buckets
-            or rule_of(self.base) is not self.rule
-        ):
+        groups = self.base.param_groups
+        follows = self.weight_state is WeightState.PERTURBED and bucket in self.buckets
+        if not follows or rule_of(self.base) is not self.rule or len(groups) != self._hparams.tensor.shape[1]:
             return False
-        if len(groups) != self._hparams.tensor.shape[1]:  # a group was added between the passes
-            return False
-        if self._hparams.changed(groups):
-            self._hparams.read(groups)
-        self._hparams.copy_live()
+        self._refresh_options(groups)
         _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
-        if not bucket.backup.swap_back_one(slot):
+        swapped = bucket.backup.swapped
+        if swapped is None or not swapped.swap_back_one(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]
         afterwards: list[partial[Any]] = []
         part, inputs = bucket.select((slot,)), UpdateInputs([])
-        ready = update.prepare(part, grads, self._hparams.specs, state, inputs, afterwards)
+        ready = update.prepare(part, grads, self._hparams.specs, self.base.state, inputs, afterwards)
         if any(map(partial.__call__, ready + afterwards)):
             raise RuntimeError(COULD_NOT)
         return True
@@ -204,17 +172,12 @@ class Engine(ParamTracker):
     def _with_directions(self, calls: list[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
         """Return the calls of a variant with its directions, and keep first gradients that the second pass reads."""
         if self.has_unperturbed_groups:
-            calls = [self._perturbed_subset(*call) for call in calls]
+            moves = list(map(self.variant.perturbs_group, self.base.param_groups))
+            calls = [_perturbed_subset(moves, *call) for call in calls]
         if self.combiner.needs_g1:
             for bucket, selection, grads in calls:
                 bucket.store_g1(selection, grads)
-        return self.combiner.directions(calls, scale) if self.has_direction else calls
-
-    def _perturbed_subset(self, bucket: Bucket, selection: Selection, grads: list[Tensor]) -> BucketGrads:
-        """Return the parameters that the variant perturbs."""
-        moves = list(map(self.variant.perturbs_group, self.base.param_groups))
-        found = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if moves[bucket.groups[i]]]
-        return bucket, bucket.select(tuple(i for i, _ in found)), [g for _, g in found]
+        return self.combiner.directions(calls, scale) if self.variant.has_direction else calls
 
     def _skip_perturbation(self) -> None:
         """Make the first pass of a step that does not perturb. The weights are not saved, because nothing moves
@@ -226,16 +189,23 @@ class Engine(ParamTracker):
     def update(
         self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None, skip_nonfinite: bool
     ) -> None:
-        """Restore the weights and update them, fused, with the calls of `collect_grads`."""
+        """Restore the weights and update them, with the calls of `collect_grads`.
+
+        If the update is not fused and there is a GradScaler, it waits for the device, as torch's unfused optimizers do.
+        """
         if skip_nonfinite:
             found_inf = self.nonfinite(calls, found_inf)
+        if self.rule is None:
+            self._update_by_base(calls, scales, found_inf)
+        else:
+            self._update_fused(calls, scales, found_inf)
+
+    def _update_fused(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
         perturbed = self.perturbs_every_step or self.perturbs
         if not perturbed:
             self._begin_unperturbed(calls)
         if self.uses_combiner:
-            if not torch.compiler.is_compiling():
-                for _, _, grads in calls:
-                    check_not_freed(grads)
+            _check_not_freed(calls)
             if perturbed:
                 inputs = self.combiner.combine(self._hparams, calls, self._sum, scales, found_inf)
             else:
@@ -288,49 +258,40 @@ class Engine(ParamTracker):
                 bucket.backup.begin_step()
                 bucket.backed_up = bucket.select(())
         for bucket, selection, _ in calls:
-            bucket.backup.begin_unperturbed(selection, bucket.updates_whole)
+            if bucket.updates_whole:
+                bucket.backup.begin_update(Target.PARAMS)
+                selection.load()
         self.weight_state = WeightState.PERTURBED
 
-    @torch.no_grad()
-    def combine_grads(
-        self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None
-    ) -> Tensor | None:
-        """Replace the gradients by the variant's combination, for a base optimizer that makes its own step.
-
-        Returns `found_inf`, which is not 0 if a variant that combines gradients had first gradients that were not
-        finite.
-        """
-        self._after = []
+    def _update_by_base(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
+        """Update by the base optimizer's own step from the restored weights, with the combined gradients in place of
+        the gradients."""
+        perturbed, after = self.perturbs, []
+        self.restore_weights()
         if self.uses_combiner:
-            reading = self.combiner.combine_in_place(self._hparams, calls, self._sum, scales, found_inf, self.perturbs)
-            self._after, found_inf = reading.after, reading.found_inf
-        return found_inf
-
-    def clip_grads(self, calls: Sequence[BucketGrads], scales: LossScales) -> None:
-        """Clip the gradients that a base optimizer will read, after they were divided by a GradScaler's scale."""
-        limit = self.max_grad_norm
-        if limit is not None:
-            sharpness = self.combiner.coefficients.wsam_weight if self.uses_combiner and self.perturbs else 0.0
-            clip_in_memory(calls, limit, sharpness, scales.g2)
-
-    def finish_step(self, calls: Sequence[BucketGrads], scales: LossScales, made: bool) -> None:
-        """Finish a step that the base optimizer made itself, or skipped."""
-        if self.uses_combiner and made:
-            if self.perturbs:
+            inputs = self.combiner.combine_in_place(self._hparams, calls, self._sum, scales, found_inf, perturbed)
+            after, found_inf = inputs.after, inputs.found_inf
+        if found_inf is None or found_inf.item() == 0:
+            if scales.g2 is not None:
+                unscale_(self.base, scales.g2)
+            sharpness = self.combiner.coefficients.wsam_weight if perturbed else 0.0
+            if self.max_grad_norm is not None:
+                clip_in_memory(calls, self.max_grad_norm, sharpness, scales.g2)
+            unhooked_step(self.base)(self.base)
+            if sharpness:
                 self.combiner.apply_sharpness(self.base.param_groups, calls, scales.g2)
-                self._after += self.combiner.unit_calls(scales.g1)
-            for call in self._after:
+            if self.uses_combiner and perturbed:
+                after += self.combiner.unit_calls(scales.g1)
+            for call in after:
                 call()
         if not self.perturbs_every_step:
-            self.steps, self.finishing = self.steps + 1, False
+            for call in self._post_update_calls(calls, found_inf):
+                call()
         self._invalidate_unsharded()
 
     def restore_weights(self) -> None:
-        """Restore the original weights, bit for bit, in any state.
-
-        Raises as `collect_grads` does if a parameter changed so that its saved weights do not fit. All others are
-        restored then.
-        """
+        """Restore the original weights, bit for bit, in any state. Raises as `collect_grads` does if saved weights do
+        not fit a changed parameter; all others are restored then."""
         if self.weight_state is WeightState.PERTURBING:
             for bucket, selection, grads in self._calls:
                 bucket.unperturb_(selection, grads, self._sum, self._seed)
@@ -354,15 +315,10 @@ class Engine(ParamTracker):
         self.restore_weights()
 
     def nonfinite(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> Tensor:
-        """Return float32 `[1]`, which is not 0 if a gradient of `calls` is not finite, or if `found_inf` is not 0.
-
-        It does not wait for the device.
-        """
+        """Return float32 `[1]`, which is not 0 if a gradient of `calls` is not finite, or if `found_inf` is not 0."""
         if self.uses_combiner:
             self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
-        total = summed(calls, self._sum, squares)
-        found = (~total.isfinite()).to(torch.float32)
-        return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
+        return or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))
 
     @property
     def _seed(self) -> Tensor | None:
@@ -398,3 +354,15 @@ class Engine(ParamTracker):
         if self.combiner.unit is not None:
             found["unit"] = float(self.combiner.unit)
         return found
+
+
+def _perturbed_subset(moves: Sequence[bool], bucket: Bucket, part: Selection, grads: list[Tensor]) -> BucketGrads:
+    """Return the parameters that the variant perturbs. moves: for each group, if it perturbs it."""
+    found = [(i, g) for i, g in zip(part.slots, grads, strict=True) if moves[bucket.groups[i]]]
+    return bucket, bucket.select(tuple(i for i, _ in found)), [g for _, g in found]
+
+
+def _check_not_freed(calls: Sequence[BucketGrads]) -> None:
+    if not torch.compiler.is_compiling():
+        for _, _, grads in calls:
+            check_not_freed(grads)

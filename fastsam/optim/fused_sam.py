@@ -4,14 +4,14 @@
                                                -> Engine.perturb -> Bucket.norm_perturb_    w <- w + rho * d / ||d||
     step(closure), second_step()   -> _update  -> Engine.collect_grads
                                                -> Engine.update -> FusedUpdate.prepare      w <- update of the saved w
-                                               or _step_base, the base optimizer's own step from the restored weights
+                                                  or the base optimizer's own step from the restored weights
 
 The equations are in `fastsam_kernels.reference`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim import amp, in_backward, parameters
 from fastsam.optim.accumulation_check import AccumulationCheck
-from fastsam.optim.base_optimizer import make_base, options_of_base, unhooked_step, unscale_
-from fastsam.optim.bucket import BucketGrads
+from fastsam.optim.base_optimizer import make_base, options_of_base
 from fastsam.optim.clip_check import ClipCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
 from fastsam.optim.one_pass import make_engine
@@ -323,26 +322,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             sumsq = engine.sumsq if engine.perturbs else None  # squared norm of this step's first gradients
             tracker.observe(grad_scale, sumsq, self.param_groups)
             scales = LossScales(tracker.g1_scale(grad_scale), grad_scale)
-        if engine.rule is not None:
-            engine.update(grads, scales, found_inf, self.skip_nonfinite)
-        else:
-            self._step_base(grads, scales, found_inf)
-
-    def _step_base(self, grads: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
-        """Update by the base optimizer's own step. With a GradScaler it waits for the device, as torch's unfused
-        optimizers do."""
-        engine = self._engine
-        if self.skip_nonfinite:
-            found_inf = engine.nonfinite(grads, found_inf)
-        engine.restore_weights()
-        found_inf = engine.combine_grads(grads, scales, found_inf)
-        made = found_inf is None or found_inf.item() == 0
-        if made:
-            if scales.g2 is not None:
-                unscale_(self.base_optimizer, scales.g2)
-            engine.clip_grads(grads, scales)
-            unhooked_step(self.base_optimizer)(self.base_optimizer)
-        engine.finish_step(grads, scales, made)
+        engine.update(grads, scales, found_inf, self.skip_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, or set them to zero if `set_to_none` is False; without the profiler range of torch's."""

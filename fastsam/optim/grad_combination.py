@@ -41,12 +41,8 @@ class GradCombiner:
         self.unit: Tensor | None = None
 
     def directions(self, calls: Sequence[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
-        """Return `calls` with the vectors of the perturbation in place of the gradients.
-
-        Args:
-            calls: first gradients of each bucket.
-            scale: loss scale of a known GradScaler, or None.
-        """
+        """Return `calls` with the vectors of the perturbation in place of the first gradients, whose loss scale is
+        `scale` (None if it is not known)."""
         factor = None if self.unit is None or scale is None else self.unit / scale
         return [(b, part, b.direction_(part, grads, self.choose, factor)) for b, part, grads in calls]
 
@@ -64,7 +60,7 @@ class GradCombiner:
             scalars.set_coefficients(_inner(calls) if self.coefficients.gsam_alpha else None, scales)
         if not self.coefficients.needs_g1:
             return with_norm(scalars, UpdateInputs(calls, None, after, found_inf, scales.g2))
-        found_inf = _or_nonfinite(found_inf, sumsq)
+        found_inf = or_nonfinite(found_inf, sumsq)
         inputs = with_norm(scalars, UpdateInputs(calls, G1, after, found_inf, scales.g2), scalars.combined)
         if not self.coefficients.wsam_weight:
             return inputs
@@ -118,38 +114,28 @@ class GradCombiner:
     def _split_sharpness(
         self, calls: Sequence[BucketGrads], sumsq: Tensor, here: LossScales, found_inf: Tensor | None
     ) -> UpdateInputs:
-        """Split a decoupled sharpness, for a base optimizer that makes its own step.
-
-        The base optimizer gets the first gradients, and `g2 - g1` is kept for after its step.
-        """
+        """Give the base optimizer the first gradients, and keep `g2 - g1` for after its step."""
         for bucket, selection, _ in calls:
             for g2, g1 in zip(_written(bucket, selection), bucket.g1_views(selection), strict=True):
                 one = g1 if here.g1 is None else g1 / here.g1.to(g1.dtype)
                 difference = g2 - one
                 g2.copy_(one)
                 g1.copy_(difference)
-        return UpdateInputs(
-            calls, None, self._state_update_calls(calls, sumsq, found_inf), _or_nonfinite(found_inf, sumsq)
-        )
+        after = self._state_update_calls(calls, sumsq, found_inf)
+        return UpdateInputs(calls, None, after, or_nonfinite(found_inf, sumsq))
 
     @torch.no_grad()
     def apply_sharpness(
         self, groups: Sequence[dict[str, Any]], calls: Sequence[BucketGrads], scale: Tensor | None
     ) -> None:
-        """Apply the kept sharpness (`_split_sharpness`) after the base optimizer's own step.
-
-        Args:
-            groups: parameter groups.
-            calls: gradients of each bucket.
-            scale: loss scale of `g2 - g1`, None for 1.
-        """
-        for bucket, selection, _ in calls if self.coefficients.wsam_weight else ():
+        """Apply the kept sharpness (`_split_sharpness`), whose loss scale is `scale`, after the base optimizer's own
+        step."""
+        for bucket, selection, _ in calls:
             for i, difference in zip(selection.slots, bucket.g1_views(selection), strict=True):
                 group = groups[bucket.groups[i]]
                 factor = group["lr"] * self.coefficients.wsam_weight * (-1 if group.get("maximize") else 1)
-                to_local(bucket.params[i]).sub_(
-                    difference * (factor if scale is None else factor / scale.to(difference.dtype))
-                )
+                scaled = factor if scale is None else factor / scale.to(difference.dtype)
+                to_local(bucket.params[i]).sub_(difference * scaled)
 
     def _state_update_calls(
         self, calls: Sequence[BucketGrads], sumsq: Tensor, found_inf: Tensor | None
@@ -159,7 +145,7 @@ class GradCombiner:
             return self._orthogonal(calls, sumsq, found_inf)
         if self.memory is Memory.NONE:
             return []
-        fine = sumsq.isfinite() if found_inf is None else sumsq.isfinite() & (found_inf == 0)
+        fine = or_nonfinite(found_inf, sumsq) == 0
         after: list[partial[Any]] = []
         for bucket, _, _ in calls:
             memory, next_ = bucket.field(MEMORY), bucket.field(NEXT)
@@ -168,31 +154,21 @@ class GradCombiner:
         return after
 
     def unit_calls(self, scale: Tensor | None) -> list[partial[Any]]:
-        """Return the calls that set the unit after the first step.
-
-        Args:
-            scale: loss scale of its first gradients, None for 1.
-        """
+        """Return the calls that set the unit after the first step: the loss scale of its first gradients."""
         if self.memory is not Memory.DIRECTION or self.unit is not None:
             return []
-        return [
-            partial(
-                setattr,
-                self,
-                "unit",
-                torch.ones(1, dtype=torch.float32, device="cpu") if scale is None else scale.clone(),
-            )
-        ]
+        unit = torch.ones(1, dtype=torch.float32, device="cpu") if scale is None else scale.clone()
+        return [partial(setattr, self, "unit", unit)]
 
     def _orthogonal(self, calls: Sequence[BucketGrads], sumsq: Tensor, found_inf: Tensor | None) -> list[partial[Any]]:
         """Return the calls that keep the part of g2 that is orthogonal to g1."""
         inner = summed(
             calls,
-            torch.zeros(1, 2, dtype=torch.float64, device=sumsq.device),
+            sumsq.new_zeros(1, 2),
             lambda b, part, grads, total: b.kernels.inner_(total, grads, b.g1_views(part), part.table, True),
         )
         along = inner[0, 0] / (inner[0, 1] + torch.finfo(torch.float64).tiny)
-        fine = (sumsq.isfinite() & along.isfinite()) if found_inf is None else sumsq.isfinite() & (found_inf == 0)
+        fine = (or_nonfinite(found_inf, sumsq) == 0) & along.isfinite()
         after = []
         for bucket, selection, grads in calls:
             kept, memory = bucket.arena.field(G1, bucket.dtype), bucket.arena.field(MEMORY, bucket.dtype)
@@ -210,10 +186,8 @@ def copy_call(field: Tensor, value: Tensor) -> partial[Any]:
 
 
 def c_call(function: Callable[..., Any], *operands: Any) -> partial[Any]:
-    """Return `function(*operands)`, a function in C, as a call of an update.
-
-    Such calls return nothing and have no line of Python.
-    """
+    """Return `function(*operands)`, a function in C, as a call of an update, which returns nothing and has no line of
+    Python."""
     if torch.compiler.is_compiling():
         return partial(function, *operands)
     return partial(deque[Any](maxlen=0).extend, map(function, *((operand,) for operand in operands)))
@@ -223,15 +197,26 @@ def _inner(calls: Sequence[BucketGrads]) -> Tensor:
     """Return `<g1, g2>` and `||g2||^2`, float64 `[1, 2]`."""
     return summed(
         calls,
-        torch.zeros(1, 2, dtype=torch.float64, device=calls[0][0].device if calls else "cpu"),
+        _zeros(calls, 1, 2),
         lambda b, part, grads, total: b.kernels.inner_(total, b.g1_views(part), grads, part.table, True),
     )
 
 
-def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
-    """Add the squares of these gradients, each times its present coefficient, to `total`."""
-    selection.load()  # the kernel reads weights, if only to multiply them with 0
-    bucket.kernels.update_norm_(total, selection.tensors, None, grads, selection.table, bucket.hparams, accumulate=True)
+def _zeros(calls: Sequence[BucketGrads], *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
+
+
+def update_norm(inputs: UpdateInputs, hparams: Tensor | None = None) -> Tensor:
+    """Return the squared norm of the combined gradient, float64 `[1]`, with the coefficients in `hparams` (None: the
+    coefficients of the update)."""
+
+    def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
+        part.load()  # the kernel reads weights, if only to multiply them with 0
+        options = {"g1": inputs.g1(bucket, part), "grad_scale": inputs.grad_scale, "accumulate": True}
+        numbers = bucket.hparams if hparams is None else hparams
+        bucket.kernels.update_norm_(total, part.tensors, None, grads, part.table, numbers, **options)
+
+    return summed(inputs.calls, _zeros(inputs.calls, 1), add)
 
 
 def largest(calls: Sequence[BucketGrads], like: Tensor) -> Tensor:
@@ -248,13 +233,12 @@ def _ratio(calls: Sequence[BucketGrads]) -> Tensor:
     The coefficient of gradients is 1 or -1 at this time.
     """
     kept = [(b, part, part.views(b.arena.field(MEMORY, b.dtype))) for b, part, _ in calls]
-    one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
-    g, m = summed(calls, one, squares), summed(kept, one, squares)
+    g, m = update_norm(UpdateInputs(calls)), update_norm(UpdateInputs(kept))
     return torch.where((m > 0) & g.isfinite(), (g / m).sqrt(), 0.0)
 
 
-def _or_nonfinite(found_inf: Tensor | None, sumsq: Tensor) -> Tensor:
-    """Return `found_inf`, which is not 0 if the first gradients were not finite either."""
+def or_nonfinite(found_inf: Tensor | None, sumsq: Tensor) -> Tensor:
+    """Return float32 `[1]`, which is not 0 if `found_inf` is not 0, or if this sum of squares is not finite."""
     found = (~sumsq.isfinite()).to(torch.float32)
     return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
 
@@ -265,67 +249,40 @@ def _written(bucket: Bucket, selection: Selection) -> list[Tensor]:
 
 
 def with_norm(scalars: HParamTensor, inputs: UpdateInputs, hparams: Tensor | None = None) -> UpdateInputs:
-    """Return the inputs with the squared norm of the combined gradient, if it is clipped by a fused update.
-
-    Args:
-        scalars: hyperparameter tensor.
-        inputs: inputs of the update.
-        hparams: coefficients of the combined gradient, None for the coefficients of the update.
-    """
+    """Return the inputs with the squared norm of the combined gradient (`update_norm`), if a fused update clips it."""
     if scalars.max_grad_norm is None or scalars.rule is None or not inputs.calls:
         return inputs
+    return inputs._replace(sumsq=update_norm(inputs, hparams))
+
+
+@torch.no_grad()
+def clip_in_memory(calls: Sequence[BucketGrads], limit: float, sharpness: float, scale: Tensor | None) -> None:
+    """Clip the combined gradient of a base optimizer that makes its own step to the norm `limit`.
+
+    `sharpness` is the coefficient of `g2 - g1`, which is where the first gradients were, and `scale` its loss scale.
+    """
+    kept = [(bucket, part, _written(bucket, part)) for bucket, part, _ in calls]
 
     def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
-        part.load()  # the kernel reads weights, if only to multiply them with 0
-        options = {"g1": inputs.g1(bucket, part), "grad_scale": inputs.grad_scale, "accumulate": True}
-        bucket.kernels.update_norm_(total, part.tensors, None, grads, part.table, numbers, **options)
+        combined = [g.double() for g in grads]
+        if sharpness:
+            differences = [sharpness * d.double() / (1.0 if scale is None else scale) for d in bucket.g1_views(part)]
+            combined = [g + d for g, d in zip(combined, differences, strict=True)]
+        for g in combined:
+            total.add_(g.square().sum())
 
-    numbers = scalars.tensor if hparams is None else hparams
-    one = torch.zeros(1, dtype=torch.float64, device=inputs.calls[0][0].device)
-    return inputs._replace(sumsq=summed(inputs.calls, one, add))
-
-
-def clip_in_memory(calls: Sequence[BucketGrads], limit: float, sharpness: float, scale: Tensor | None) -> None:
-    """Clip the combined gradient of a base optimizer that makes its own step.
-
-    Args:
-        calls: gradients of each bucket.
-        limit: largest norm.
-        sharpness: coefficient of `g2 - g1`, which is where the first gradients were.
-        scale: factor of `g2 - g1`, None for 1.
-    """
-    with torch.no_grad():
-        kept = [_written(bucket, part) for bucket, part, _ in calls]
-        differences = [bucket.g1_views(part) if sharpness else [] for bucket, part, _ in calls]
-
-        def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
-            for i, g in enumerate(grads):
-                combined = g.double()
-                if sharpness:
-                    combined = combined + sharpness * bucket.g1_views(part)[i].double() / (
-                        1.0 if scale is None else scale
-                    )
-                total.add_(combined.square().sum())
-
-        own = [(bucket, part, grads) for (bucket, part, _), grads in zip(calls, kept, strict=True)]
-        one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
-        factor = (limit / (summed(own, one, add).sqrt() + CLIP_EPS)).clamp(max=1.0)
-        for g in (g for grads in (*kept, *differences) for g in grads):
-            g.mul_(factor.to(g.dtype))
+    clipping = (limit / (summed(kept, _zeros(calls, 1), add).sqrt() + CLIP_EPS)).clamp(max=1.0)
+    for bucket, part, grads in kept:
+        for g in (*grads, *(bucket.g1_views(part) if sharpness else ())):
+            g.mul_(clipping.to(g.dtype))
 
 
 def _sharpness_calls(
-    bucket: Bucket, selection: Selection, grads: Sequence[Tensor], hparams: Tensor, inputs: UpdateInputs
+    bucket: Bucket, part: Selection, grads: Sequence[Tensor], hparams: Tensor, inputs: UpdateInputs
 ) -> list[partial[Any]]:
-    """Return the calls that make `w -= lr*sharpness*(g2 - g1)` after the update.
-
-    They are the update of an SGD with these numbers in `hparams`.
-    """
-    master = bucket.backup.is_master
-    backup = bucket.backup.weights if master else None
-    options: dict[str, Any] = {"steps": None, "init_state": False, "write_master": master}
-    options["g1"] = bucket.g1_views(selection)
-    options |= {"grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf, "sumsq_v": inputs.sumsq}
-    operands = selection.tensors, backup, grads, selection.table, hparams, "sgd", [None]
-    calls = op_calls(bucket, operands, options)
-    return [*calls, partial(selection.store)] if selection.indirect else calls
+    """Return the calls that make `w -= lr*sharpness*(g2 - g1)` after the update: the update of an SGD with these
+    numbers in `hparams`."""
+    backup = bucket.backup.weights if bucket.backup.is_master else None
+    operands = part.tensors, backup, grads, part.table, hparams, "sgd", [None]
+    calls = op_calls(bucket, operands, inputs._replace(g1_field=G1), part, steps=None, init_state=False)
+    return [*calls, partial(part.store)] if part.indirect else calls

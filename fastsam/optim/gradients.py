@@ -13,21 +13,11 @@ def present(
 ) -> tuple[tuple[int, ...], list[Tensor]]:
     """Return the positions of the gradients that are not None, and these gradients.
 
-    Each gradient is dense, in the order of elements of its tensor in `like`.
-
-    Args:
-        grads: gradients, or None.
-        like: one tensor per gradient.
-        numbers: numbers of the parameters, for messages.
-
-    Raises RuntimeError for a gradient that cannot be used.
+    A gradient with another dtype or order of elements than its tensor in `like`, or of a subclass, is copied. Raises
+    RuntimeError for a gradient that cannot be used. Messages count parameters by `numbers`.
     """
-    slots, usable = [], []
-    for i, (grad, param) in enumerate(zip(grads, like, strict=True)):
-        if grad is not None:
-            slots.append(i)
-            usable.append(_in_order(grad.detach(), param, numbers[i]))
-    return tuple(slots), usable
+    slots = tuple(i for i, grad in enumerate(grads) if grad is not None)
+    return slots, [_in_order(grads[i], like[i], numbers[i]) for i in slots]  # type: ignore[arg-type]
 
 
 def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
@@ -46,7 +36,9 @@ def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
             f"{tuple(param.shape)} on {param.device}: "
             "it belongs to the parameter before a change; zero the gradients and run the backward pass again"
         )
+    # The memory of a subclass, or of a tensor with a pending sign, may not have its elements.
     bare = torch.compiler.is_compiling() or (type(grad) is Tensor and not grad.is_neg())
     if bare and grad.dtype == param.dtype and grad.stride() == param.stride():
         return grad
-    return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device).copy_(grad)
+    empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
+    return empty.copy_(grad.detach())

@@ -8,7 +8,7 @@ writes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from numbers import Real
 from operator import is_not, itemgetter
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastsam.optim.update_calls import Group, StateSpec, UpdateRule, state_spec_of
 from fastsam.step import Direction, GradCoefficients, perturbation, set_gsam_coefficients_
-from fastsam_kernels.hparams import FIRST_RULE_HPARAM, NUM_HPARAMS, HParam
+from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 
 NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
 PLAIN = GradCoefficients()
@@ -28,10 +28,7 @@ NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_de
 
 
 def check_group(group: Group, number: int) -> None:
-    """Raise ValueError or TypeError for options of a group that no step can use.
-
-    It reads the values of tensors, so it is not for every step.
-    """
+    """Raise ValueError or TypeError for options of a group that no step can use. It waits for tensors on a device."""
     _check_radius(group, number)
     check_flag("adaptive", group["adaptive"])
     for name in NUMBERS:
@@ -93,29 +90,8 @@ def _check_radius(group: Group, number: int) -> None:
             raise ValueError(f"{name} must be 0 or more and finite, got {value} in parameter group {number}")
 
 
-def _read(columns: Callable[[Group], Iterable[tuple[int, Any]]], group: Group, number: int) -> list[tuple[int, Any]]:
-    """Return the columns of a group. Raises ValueError for an option that no float can hold."""
-    try:
-        return list(columns(group))
-    except OverflowError as error:
-        raise ValueError(f"an option of parameter group {number} is larger than every float") from error
-
-
-def _held(value: Any, column: int, number: int) -> float:
-    """Return an option as a float. Raises ValueError for NaN and for a number that no float can hold."""
-    named = f" ({HParam(column).name})" if column < FIRST_RULE_HPARAM else ""
-    try:
-        found = float(value)
-    except OverflowError as error:
-        raise ValueError(f"an option of parameter group {number} is larger than every float{named}") from error
-    if math.isnan(found):
-        raise ValueError(f"an option of parameter group {number} is NaN{named}")
-    return found
-
-
 class LossScales(NamedTuple):
-    """Factors of the first and second gradients of a GradScaler, float32 `[1]`, or None for 1. The update divides the
-    second gradients itself."""
+    """Factors of the first and second gradients of a GradScaler, float32 `[1]`, or None for 1."""
 
     g1: Tensor | None = None
     g2: Tensor | None = None
@@ -135,40 +111,45 @@ class HParamTensor:
         groups: Sequence[Group],
         device: torch.device,
         coefficients: GradCoefficients | None,
-        against: bool = False,
+        max_grad_norm: float | None,
+        against: bool,
     ) -> None:
-        """Args:
-        rule: rule of the update, or None.
-        groups: parameter groups.
-        device: device of the tensor.
-        coefficients: coefficients of the gradients, None if an update reads only the last gradient.
-        against: the perturbation goes against its vector, for any objective."""
+        """
+        Args:
+            rule: rule of the update, or None.
+            groups: parameter groups.
+            device: device of the tensor.
+            coefficients: coefficients of the gradients, None if an update reads only the last gradient.
+            max_grad_norm: largest norm of the combined gradient, or None.
+            against: the perturbation goes against its vector, for any objective.
+        """
         self.rule, self.coefficients, self._against = rule, coefficients, against
-        self.max_grad_norm: float | None = None  # largest norm of the combined gradient
+        self.max_grad_norm = max_grad_norm
         self._host = torch.zeros(1, max(len(groups), 1), NUM_HPARAMS, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
         options = OWN_OPTIONS + (rule.options if rule else ())
         if rule is None and all("maximize" in group for group in groups):
             options += ("maximize",)
         self._options = options
-        self._read: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
+        self._values: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
         self._seen: list[tuple[Any, ...]] = []
-        self.live: list[
-            tuple[int, int, Tensor, Tensor, bool]
-        ] = []  # group, column, place in `tensor`, the user's tensor, negated
+        # group, column, place in `tensor`, the user's tensor, if it is negated
+        self.live: list[tuple[int, int, Tensor, Tensor, bool]] = []
         self.specs: tuple[StateSpec, ...] = ()  # per group; another object when one of them changed
         self.adaptive = False
+        self.read(groups)
 
     def changed(self, groups: Sequence[Group]) -> bool:
         """Return True if an option of a group was replaced since the last `read`."""
         if len(groups) != len(self._seen):
             return True
         if torch.compiler.is_compiling():  # which guards on values, and has no identity of numbers
-            return any(self._differs(group, seen) for group, seen in zip(groups, self._seen, strict=True))
+            values = [group[name] for group in groups for name in self._options]
+            return any(map(_differ, values, chain(*self._seen)))
         try:
             if len(groups) == 1:
-                return any(map(is_not, self._read(groups[0]), self._seen[0]))
-            return any(map(is_not, chain(*map(self._read, groups)), chain(*self._seen)))
+                return any(map(is_not, self._values(groups[0]), self._seen[0]))
+            return any(map(is_not, chain(*map(self._values, groups)), chain(*self._seen)))
         except KeyError:  # `read` says which
             return True
 
@@ -176,29 +157,31 @@ class HParamTensor:
         """Set the limit of the combined gradient, from the next step on."""
         self.max_grad_norm, self._seen = limit, []
 
-    def _differs(self, group: Group, seen: tuple[Any, ...]) -> bool:
-        for value, old in zip(self._values(group), seen, strict=True):
-            if value is not old if isinstance(value, Tensor) or isinstance(old, Tensor) else value != old:
-                return True
-        return False
-
-    def _values(self, group: Group) -> tuple[Any, ...]:
-        return tuple(group[name] for name in self._options)
-
     def read(self, groups: Sequence[Group]) -> None:
-        """Read the options. Raises as `check_group` does for errors that need no wait for the device; then nothing
-        changed."""
+        """Read the options.
+
+        Raises as `check_group` does for errors that need no wait for the device; then nothing changed.
+        """
         rows, live = [], []
         for number, group in enumerate(groups):
-            self._check_complete(group, number)
+            if missing := [name for name in self._options if name not in group]:
+                raise ValueError(
+                    f"parameter group {number} has no {', '.join(missing)}, which every group needs. It was taken "
+                    f"away. Set param_groups[{number}][{missing[0]!r}] again"
+                )
             _check_radius(group, number)
             row = [0.0] * NUM_HPARAMS
-            for column, value in _read(self._columns, group, number):
-                if isinstance(value, Tensor):
-                    negated = column is HParam.RHO and self._goes_against(group)
-                    live.append((number, int(column), self.tensor[0, number, column], value.detach(), negated))
-                else:
-                    row[column] = _held(value, column, number)
+            try:
+                for column, value in self._columns(group):
+                    if isinstance(value, Tensor):
+                        negated = column is HParam.RHO and self._goes_against(group)
+                        live.append((number, int(column), self.tensor[0, number, column], value.detach(), negated))
+                    else:
+                        row[column] = float(value)
+            except OverflowError as error:
+                raise ValueError(f"an option of parameter group {number} is larger than every float") from error
+            if any(map(math.isnan, row)):
+                raise ValueError(f"an option of parameter group {number} is NaN")
             rows.append(row)
         kinds = tuple(state_spec_of(self.rule, group) for group in groups) if self.rule else ()
         self._host.numpy()[0, : len(rows)] = rows or 0.0
@@ -216,14 +199,6 @@ class HParamTensor:
         # A list can be changed in place, so a group that holds one is read again in every step.
         self._seen = [tuple(object() if isinstance(v, list) else v for v in self._values(g)) for g in groups]
 
-    def _check_complete(self, group: Group, number: int) -> None:
-        missing = [name for name in self._options if name not in group]
-        if missing:
-            raise ValueError(
-                f"parameter group {number} has no {', '.join(missing)}, which every group needs. It was taken away. "
-                f"Set param_groups[{number}][{missing[0]!r}] again"
-            )
-
     def _columns(self, group: Group) -> Iterator[tuple[int, Any]]:
         rho = group["rho"]
         direction = Direction.ADAPTIVE_GRADIENT if group["adaptive"] else Direction.GRADIENT
@@ -236,10 +211,8 @@ class HParamTensor:
         yield from (PLAIN if self.coefficients is None else self.coefficients).columns(self._sign(group))
 
     def _goes_against(self, group: Group) -> bool:
-        """Return True if the perturbation goes against its vector.
-
-        If the objective is maximised, the worst point nearby is the lowest.
-        """
+        """Return True if the perturbation goes against its vector: if the objective is maximised, the worst point
+        nearby is the lowest."""
         return self._against or bool(group.get("maximize"))
 
     def _sign(self, group: Group) -> float:
@@ -247,12 +220,7 @@ class HParamTensor:
         return -1.0 if self.rule and group["maximize"] else 1.0
 
     def set_coefficients(self, inner: Tensor | None, scales: LossScales) -> None:
-        """Set the coefficients of both gradients for this step.
-
-        Args:
-            inner: `[1, 2]`, for a surrogate gap.
-            scales: factors of the first gradients, as they were kept, and of the second ones, which the update divides.
-        """
+        """Set the coefficients of both gradients for this step. inner: `[1, 2]`, for a surrogate gap."""
         first, ratio = scales.g1, scales.relative.g1
         numbers = self.tensor
         numbers[:, :, [HParam.G2_COEF, HParam.G1_COEF]] = self._mixed
@@ -273,10 +241,8 @@ class HParamTensor:
 
     @property
     def combined(self) -> Tensor:
-        """Coefficients of the combined gradient, whose norm is clipped.
-
-        They are the coefficients of the update, except with a decoupled sharpness: then `g1 + sharpness*(g2 - g1)`.
-        """
+        """Coefficients of the combined gradient, whose norm is clipped; `g1 + sharpness*(g2 - g1)` if it is
+        decoupled."""
         if self.coefficients is None or not self.coefficients.wsam_weight or self.max_grad_norm is None:
             return self.tensor
         combined = self.tensor.clone()
@@ -293,13 +259,8 @@ class HParamTensor:
         self.tensor[:, :, HParam.G2_COEF] = self._signs
 
     def apply_rho_fn(self, rho_fn: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
-        """Set this step's radius by a variant's `rho_fn`.
-
-        Args:
-            rho_fn: function of the radius and the norm.
-            sumsq: squared norm of the direction.
-            scale: loss scale of the direction, None for 1.
-        """
+        """Set this step's radius by a variant's `rho_fn`. sumsq: squared norm of the direction, whose loss scale is
+        `scale`."""
         norm = sumsq.sqrt() if scale is None else sumsq.sqrt() / scale
         self.tensor[:, :, HParam.RHO] = self._largest
         self.copy_live()
@@ -314,3 +275,7 @@ class HParamTensor:
             place.copy_(value.reshape(()), non_blocking=True)
             if negated:
                 place.neg_()
+
+
+def _differ(value: Any, old: Any) -> bool:
+    return value is not old if isinstance(value, Tensor) or isinstance(old, Tensor) else bool(value != old)

@@ -57,13 +57,7 @@ class InBackwardHooks:
         self.updated_slots: set[int] = set()  # slots of the updated parameters
 
     def register(self, bucket: Bucket, slots: tuple[int, ...], update: Callable[[Bucket, int], bool]) -> None:
-        """Call `update(bucket, slot)` when a gradient is complete.
-
-        Args:
-            bucket: bucket of the parameters.
-            slots: slots of the parameters.
-            update: function that returns True if it updated the parameter.
-        """
+        """Call `update(bucket, slot)` when a gradient is complete. It returns True if it updated the parameter."""
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if group and torch.distributed.get_world_size() > 1:
             raise RuntimeError(RANKS)

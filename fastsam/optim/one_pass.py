@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.optim.backup import Target
 from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, BucketGrads
-from fastsam.optim.engine import PLAIN, Engine
+from fastsam.optim.engine import Engine
 from fastsam.optim.grad_combination import c_call, copy_call
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import WeightState
@@ -41,21 +42,11 @@ ARRIVED_CLEAN = (
 
 
 class OnePass(Engine):
-    """The engine of variants with one pass.
-
-    Its weights are PERTURBED between training steps, and ORIGINAL in evaluation.
-    """
+    """Engine of variants with one pass: weights are PERTURBED between training steps, and ORIGINAL in evaluation."""
 
     one_pass = True
 
-    def __init__(
-        self,
-        base: Optimizer,
-        backend: str,
-        stochastic_rounding: bool = False,
-        exclusive: bool = False,
-        variant: SAM = PLAIN,
-    ) -> None:
+    def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
         if exclusive:
             raise ValueError(
                 f"assume_no_alias=True with {type(variant).__name__}, whose weights are perturbed between steps too: "
@@ -109,7 +100,7 @@ class OnePass(Engine):
     ) -> None:
         """Update the saved weights, and perturb the result."""
         super().update(calls, scales, found_inf, skip_nonfinite)
-        self._perturb_next(all(selection is bucket.whole for bucket, selection, _ in calls))
+        self._perturb_next(self.rule is not None and all(part is bucket.whole for bucket, part, _ in calls))
 
     def _begin_unperturbed(self, calls: Sequence[BucketGrads]) -> None:
         """Begin an update of the saved weights.
@@ -126,27 +117,15 @@ class OnePass(Engine):
         elif not self._hparams.adaptive and all(b.updates_whole and part is b.backed_up for b, part, _ in calls):
             self._updated = WeightState.PERTURBED
             for bucket in self.buckets:
-                bucket.backup.begin_in_backup()
+                bucket.backup.begin_update(Target.BACKUP)
 
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
-        found = super()._post_update_calls(calls, found_inf) + self._state_calls(calls, found_inf)
+        found = super()._post_update_calls(calls, found_inf)
+        if self.variant.memory is Memory.GRADIENT and any(grads for _, _, grads in calls):
+            found += [_gradient_call(*call, found_inf) for call in calls]
         if self._seed is not None:
             found.append(c_call(self._seed.add_, 1))
         return found
-
-    def finish_step(self, calls: Sequence[BucketGrads], scales: LossScales, made: bool) -> None:
-        super().finish_step(calls, scales, made)
-        for call in self._state_calls(calls, None) if made else []:
-            call()
-        if self._seed is not None:
-            self._seed.add_(1)
-        self._perturb_next(False)
-
-    def _state_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
-        """Return the calls that keep the gradient, if the variant keeps it."""
-        if self.variant.memory is not Memory.GRADIENT or not any(grads for _, _, grads in calls):
-            return []
-        return [_gradient_call(*call, found_inf) for call in calls]
 
     # --- the point between steps ---
 
@@ -160,11 +139,7 @@ class OnePass(Engine):
         self._perturb_next(False)
 
     def _perturb_next(self, whole: bool) -> None:
-        """Perturb the updated weights.
-
-        Args:
-            whole: every parameter had a gradient in the last step.
-        """
+        """Perturb the updated weights. whole: every parameter had a gradient in the last step."""
         moves = self._next_perturbation(whole)
         if self.weight_state is WeightState.PERTURBED and any(
             part is not bucket.backed_up for bucket, part, _ in moves
@@ -180,11 +155,7 @@ class OnePass(Engine):
             self._versions = self._versions_now()
 
     def _next_perturbation(self, whole: bool) -> list[BucketGrads]:
-        """Return the calls of the next perturbation.
-
-        Args:
-            whole: every parameter had a gradient in the last step.
-        """
+        """Return the calls of the next perturbation. whole: every parameter had a gradient in the last step."""
         if self.variant.one_pass_direction is OnePassDirection.GRADIENT:
             return [_last_gradient(bucket, whole) for bucket in self.buckets]
         assert self.rule is not None
@@ -242,17 +213,8 @@ class OnePass(Engine):
         self._last_perturbation, self._versions = [], None
 
 
-def make_engine(
-    base: Optimizer,
-    backend: str,
-    stochastic_rounding: bool,
-    exclusive: bool,
-    variant: SAM,
-) -> Engine:
-    """Return the engine that makes a variant's steps.
-
-    Raises ValueError for a base optimizer and for options that the variant does not support.
-    """
+def make_engine(base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> Engine:
+    """Return the engine that makes a variant's steps. Raises ValueError for a base or options that do not serve."""
     check_base(variant, base, base.param_groups)
     kind = Engine if variant.one_pass_direction is OnePassDirection.NONE else OnePass
     return kind(base, backend, stochastic_rounding, exclusive, variant)
@@ -298,10 +260,7 @@ def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
 
 
 def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: Tensor | None) -> partial[Any]:
-    """Return a call that keeps these gradients, and zeros for the other parameters.
-
-    It keeps the old values if `found_inf` is not 0.
-    """
+    """Return a call that keeps these gradients, and zeros for other parameters; nothing if `found_inf` is not 0."""
     memory = bucket.arena.field(MEMORY, bucket.dtype)
     if found_inf is None and part is bucket.whole:
         return c_call(torch._foreach_copy_, _views(bucket, part, memory), list(grads))

@@ -25,6 +25,7 @@ _data_ptr = torch.Tensor.data_ptr
 _storage = torch.Tensor.untyped_storage
 _bytes_of = torch.UntypedStorage.nbytes
 _params_of = itemgetter("params")
+_values = dict.values
 Groups = Sequence[dict[str, Any]]
 State = dict[Tensor, dict[str, Any]]
 
@@ -102,30 +103,38 @@ class ParamGuard:
         buckets: Sequence[Bucket],
         uninitialized: list[Tensor],
         before: ParamGuard | None,
+        reads_tensors: bool,
     ) -> None:
         """
         Args:
-            groups: parameter groups.
             params: all parameters of all groups, in order.
-            buckets: buckets of the parameters that have buffers.
-            uninitialized: the other parameters.
+            uninitialized: parameters that are in no bucket.
             before: guard that this one follows.
+            reads_tensors: the update is fused, so that the tensors of the state are compared too.
         """
-        self.params, self._uninitialized = params, uninitialized
+        self.params, self._uninitialized, self._reads_tensors = params, uninitialized, reads_tensors
         self._memories = list(map(_Memory, buckets))
         self._sizes = [len(g["params"]) for g in groups]
         lists = [params, uninitialized, *(g["params"] for g in groups), *(bucket.params for bucket in buckets)]
         self._lists = Counter(map(id, chain.from_iterable(lists)))  # how many of the optimizer's lists hold each
-        self._entries: list[dict[str, Any]] = []
+        self._num_entries = 0
+        self._values: list[Any] = []  # entries of the state, and their tensors
         self._most = 0  # the largest count of references of a parameter that only the optimizer has
         # ids of the parameters to which only the optimizer referred from the first
         self._orphans: set[int] | None = before._orphans if before else None
         self._expected: dict[bool, list[_Expected]] = {}  # by whether the pass is a first one
 
     def note_state(self, state: State) -> None:
-        """Take over the entries of the state as they are."""
-        self._entries = list(state.values())
+        """Take over the state as it is."""
+        self._num_entries, self._values = len(state), self._values_of(state)
         self._most = max(self._counts_alone(state), default=0)
+
+    def _values_of(self, state: State) -> list[Any]:
+        entries: list[Any] = list(state.values())
+        try:
+            return [*entries, *chain.from_iterable(map(_values, entries))] if self._reads_tensors else entries
+        except TypeError:  # the user's entry is no dict
+            return entries
 
     def _counts_alone(self, state: State) -> list[int]:
         """Return for each parameter the count of references if only the optimizer has it."""
@@ -146,8 +155,9 @@ class ParamGuard:
         return all(memory.same() for memory in self._memories)
 
     def same_state(self, state: State) -> bool:
-        """Return False if the state has other entries than before."""
-        return len(state) == len(self._entries) and not any(map(is_not, state.values(), self._entries))
+        """Return False if the state has other entries or tensors than before."""
+        values = self._values_of(state)
+        return len(values) == len(self._values) and not any(map(is_not, values, self._values))
 
     def abandoned(self, state: State) -> list[int]:
         """Return the numbers of parameters to which only the optimizer refers, because the model was given other ones.
@@ -197,7 +207,7 @@ class ParamGuard:
         expected = self._expected.get(first)
         if expected is None or not self.same_parameters(groups):
             return None
-        if len(state) != len(self._entries) or (reads_state and not self.same_state(state)):
+        if len(state) != self._num_entries or (reads_state and not self.same_state(state)):
             return None
         if self._uninitialized and any_gradient(self._uninitialized):
             return None

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim import parameters
-from fastsam.optim.backup import Target
 from fastsam.optim.bucket import MEMORY, Bucket, BucketGrads, buckets_of
 from fastsam.optim.hparams import HParamTensor
+from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import fsdp_modules_of, reshard, to_local
@@ -53,18 +53,14 @@ class ParamTracker:
         variant: SAM,
         coefficients: GradCoefficients | None,
     ) -> None:
-        """Args:
-        base: base optimizer.
-        backend: name of the backend.
-        exclusive: nothing else refers to the memory of the parameters during a step (`assume_no_alias`).
-        variant: variant of SAM.
-        mix: coefficients of the gradients, None if an update reads only the last gradient."""
+        """coefficients: coefficients of both gradients, None if an update reads only the last one."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
         self._coefficients = coefficients
         # The number of perturbations, which is the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: UpdateRule | None = rule_of(base)
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
+        self.in_backward: InBackwardHooks | None = None  # updates in the second backward pass, if requested
         self.weight_state = WeightState.ORIGINAL
         self.buckets: list[Bucket] = []
         self.has_sharded_params = False  # some parameters are split among ranks
@@ -79,8 +75,7 @@ class ParamTracker:
     def begin_step(self) -> None:
         """Note that this engine will be between the halves of a step.
 
-        Raises RuntimeError if another engine is, over some of the same parameters. Of two engines that save and restore
-        the same weights, one would lose its update.
+        Raises RuntimeError if another engine is, over some of the same parameters: one of them would lose its update.
         """
         if _between and (len(_between) > 1 or self._ref not in _between):
             own = set(map(id, parameters_of(self.base.param_groups)))
@@ -115,7 +110,8 @@ class ParamTracker:
             self._refresh_options(groups)
             return [(bucket, *bucket.gather()) for bucket in self.buckets]
         first, guard = self.one_pass or self.weight_state is WeightState.ORIGINAL, self._guard
-        calls = None if guard is None else guard.gradients(groups, state, first, reads_state=self.one_pass or not first)
+        reads_state = self.one_pass or not first or self.in_backward is not None
+        calls = None if guard is None else guard.gradients(groups, state, first, reads_state)
         if calls is None:
             self._sync_params()
             self._init_late_params()
@@ -127,10 +123,7 @@ class ParamTracker:
                 "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over "
                 "model.parameters() and load this one's state_dict() into it"
             )
-        if self._hparams.changed(groups):
-            self._read_options()
-        if self._hparams.live:
-            self._hparams.copy_live()
+        self._refresh_options(groups)
         if calls is None or self._guard is not guard:
             calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
             self._guard.expect(calls, first)
@@ -173,34 +166,16 @@ class ParamTracker:
                 update.reset()
 
     def _sync_params(self) -> None:
-        """Notice parameters that moved, were converted or replaced."""
-        if self._guard is None:
-            self.rebuild()
-        elif torch.compiler.is_compiling():
+        """Make new buffers if parameters moved, were converted or replaced."""
+        guard = self._guard
+        if guard is not None and torch.compiler.is_compiling():
             return
-        elif not self._guard.same_parameters(self.base.param_groups):
+        if guard is None or not (guard.same_parameters(self.base.param_groups) and guard.same_memory()):
             self.rebuild()
-        elif not self._guard.same_memory():
-            self._check_shapes()
-            midway = self.weight_state is not WeightState.ORIGINAL and any(
-                bucket.backup.target is Target.PARAMS for bucket in self.buckets
-            )
-            if midway or not all(bucket.fits() for bucket in self.buckets):
-                self.rebuild()
-            else:
-                parameters.check(self._guard.params)
-                for bucket in self.buckets:
-                    bucket.follow_params()
-                for update in self._updates:
-                    update.reset()
-                self._guard = self._make_guard(self._guard.params, self.buckets, self.uninitialized_params)
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
-        """Make new buffers for the present parameters.
-
-        State that still fits is kept, and converted if its parameter was.
-        """
+        """Make new buffers for the present parameters. State that still fits is kept, and converted if needed."""
         groups = self.base.param_groups
         params = parameters_of(groups)
         parameters.check(params)
@@ -210,11 +185,8 @@ class ParamTracker:
         self._release(params)
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
-        scalars = HParamTensor(
-            rule, groups, device, self._coefficients, self.variant.one_pass_direction is OnePassDirection.MOMENTUM
-        )
-        scalars.max_grad_norm = self.max_grad_norm
-        scalars.read(groups)
+        against = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
+        scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, against)
         weights = {**self._carried, **self.saved()}
         uninitialized = self._without_buffers(params, weights)
         fused = rule is not None
@@ -231,7 +203,8 @@ class ParamTracker:
         before, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
         if before is not None:
             self._sum.copy_(before)
-        guard = self._make_guard(params, buckets, uninitialized)
+        guard = ParamGuard(groups, params, buckets, uninitialized, self._guard, fused)
+        guard.note_state(self.base.state)
         # From here on nothing can fail.
         self.rule, self._hparams, self.buckets, self._updates = rule, scalars, buckets, updates
         self._guard, self._carried = guard, {}
@@ -245,11 +218,6 @@ class ParamTracker:
         before, state = set(map(id, self.uninitialized_params)), self.base.state
         fresh = [p for p in params if p.grad is None and p not in state and p not in weights]
         return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._known_params)]
-
-    def _make_guard(self, params: list[Tensor], buckets: list[Bucket], uninitialized: list[Tensor]) -> ParamGuard:
-        guard = ParamGuard(self.base.param_groups, params, buckets, uninitialized, self._guard)
-        guard.note_state(self.base.state)
-        return guard
 
     def _check_shapes(self) -> None:
         for bucket in self.buckets:
@@ -278,12 +246,10 @@ class ParamTracker:
         return saved_weights(self.buckets, self.weight_state is not WeightState.ORIGINAL)
 
     def load(self, weights: Weights, perturbed: bool, uninitialized: Sequence[int] | None) -> None:
-        """Take over saved weights, with the state and the groups of `base`. ParamTracker are made at the next step.
+        """Take over saved weights, with the state and the groups of `base`. Buffers are made at the next step.
 
-        Args:
-            weights: the saved weights.
-            perturbed: they were saved between the passes.
-            uninitialized: numbers of the parameters that had no buffers, or None if unknown.
+        `perturbed` is True if they were saved between the passes. `uninitialized` are the numbers of the parameters
+        that had no buffers, or None if unknown.
         """
         self.weight_state = WeightState.PERTURBED if perturbed else WeightState.ORIGINAL
         if perturbed:
@@ -296,10 +262,7 @@ class ParamTracker:
 
     @torch._disable_dynamo
     def make_state(self) -> None:
-        """Make the state of the base optimizer as it is before its first step, for parameters with a gradient.
-
-        Loaders fill it with a saved state.
-        """
+        """Make the state of the base optimizer as it is before its first step, for parameters with a gradient."""
         self._sync_params()
         self._init_late_params()
         for update in self._updates:

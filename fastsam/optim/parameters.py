@@ -20,16 +20,7 @@ def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
 
 
 def check(params: Sequence[Tensor]) -> None:
-    """Raise an error for parameters that cannot be optimized.
-
-    Args:
-        params: all parameters of all groups, in order. Messages count them from 0.
-
-    Raises:
-        TypeError: for tensor wrappers except DTensors, and for DTensors with unsupported placements.
-        ValueError: for a dtype that is not floating point, a sparse layout, a parameter given twice, parameters on
-            several devices, parameters whose memory overlaps, and parameters that extend beyond their storage.
-    """
+    """Raise TypeError or ValueError for parameters that cannot be optimized. Messages count them from 0."""
     seen: dict[int, int] = {}
     for i, p in enumerate(params):
         _check_one(i, p)
@@ -56,10 +47,7 @@ def check_given(params: Any) -> None:
 
 
 def check_not_zero_redundancy() -> None:
-    """Raise TypeError if a ZeroRedundancyOptimizer makes the caller.
-
-    It would have the parameters of one rank, whose norm is not the model's norm.
-    """
+    """Raise TypeError if a ZeroRedundancyOptimizer makes the caller, which would have the norm of one rank."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         kinds = type(frame.f_locals.get("self")).__mro__ if frame.f_code.co_name == "_init_local_optimizer" else ()
@@ -73,10 +61,7 @@ def check_not_zero_redundancy() -> None:
 
 
 def check_not_private(params: Sequence[Tensor]) -> None:
-    """Raise ValueError for parameters that Opacus trains.
-
-    Opacus would sum the two passes of a step into one of its gradients.
-    """
+    """Raise ValueError for parameters of Opacus, which would sum both passes of a step into one gradient."""
     if any(hasattr(p, "summed_grad") for p in params):  # which its DPOptimizer gives them
         raise ValueError(
             "the parameters belong to a DPOptimizer of Opacus, which would add the gradients of both passes of a step. "

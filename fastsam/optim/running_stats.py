@@ -19,12 +19,7 @@ class RunningStatsFreezer:
     """
 
     def __init__(self, model: Model | None, frozen: Sequence[Frozen] = ()) -> None:
-        """Args:
-            model: module or modules, or None.
-            frozen: layers that are frozen already, if the optimizer is a copy that was made between the passes.
-
-        Raises TypeError if `model` has an object that is not a module.
-        """
+        """frozen: layers that are frozen already, if the optimizer is a copy that was made between the passes."""
         modules = [] if model is None else [model] if isinstance(model, nn.Module) else list(_iterable(model))
         for module in modules:
             if not isinstance(module, nn.Module):

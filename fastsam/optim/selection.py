@@ -29,7 +29,6 @@ class Selection:
         Args:
             slots: indices of the parameters in the bucket.
             params, aliases, tensors: all parameters of the bucket, the same detached, and dense.
-            layout: layout of the bucket.
             can_swap: True if parameters may get other memory for their perturbed weights.
         """
         self.slots, self._params = slots, params
@@ -39,18 +38,11 @@ class Selection:
         aliases = [aliases[i] for i in slots]
         # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
         self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
-        self.direct_calls: dict[str, Any] = {}  # direct calls of the kernels, by `direct_key`
+        self.direct_calls: dict[Any, Any] = {}  # direct calls of the kernels, by target of the backup
         self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
         self.swap: StorageSwap | None = None  # None: the parameters stay in their memory
         if can_swap and slots and worth_swapping(self._tensors):
             self.swap = StorageSwap(params, slots, aliases)
-        self._spare: list[Tensor] | None = None
-
-    def spare(self, field: Tensor) -> list[Tensor]:
-        """Return views of this field as memory for perturbed weights; the same ones each time."""
-        if self._spare is None:
-            self._spare = self.views(field)
-        return self._spare
 
     def views(self, field: Tensor) -> list[Tensor]:
         """Return what a field of one row has of these parameters."""

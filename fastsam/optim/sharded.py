@@ -93,13 +93,8 @@ def check_options(stochastic_rounding: bool, exclusive: bool) -> None:
 
 
 def summed(calls: Iterable[Any], like: Tensor, add: Callable[[Any, Any, Any, Tensor], object]) -> Tensor:
-    """Return the sum over all elements of all parameters, in a fixed order.
-
-    Args:
-        calls: bucket, selection and tensors of each bucket, also without gradients.
-        like: tensor in the form of the sum.
-        add: function that adds a call's part to its last argument.
-    """
+    """Return the sum over all elements of all parameters, in a fixed order. `add` adds the part of a call (bucket,
+    selection and tensors) to its last argument, a tensor like `like`."""
     parts: dict[ShardGroups, Tensor] = {}
     for bucket, selection, grads in calls:
         total = parts.setdefault(bucket.shard_groups, torch.zeros_like(like))
@@ -120,10 +115,7 @@ def _add_up(totals: Sequence[Tensor], axis: ShardGroup) -> None:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the local part of the gradient.
-
-    A gradient with other placements than its parameter is redistributed.
-    """
+    """Return the local part of the gradient, which is redistributed if it has other placements than its parameter."""
     grad = parameter.grad
     if grad is None or not is_dtensor(parameter):
         return grad
@@ -150,12 +142,7 @@ def as_dtensor_like(here: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_part_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a state's value for the local shard.
-
-    Args:
-        value: tensor in the parameter's shape, whole or with any placements.
-        parameter: parameter or local tensor.
-    """
+    """Return the part of a state's value, whole or with any placements, for the local shard of a parameter."""
     if not is_dtensor(parameter):
         return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -191,10 +178,8 @@ def _gathered_by(module: Any) -> list[Tensor]:
 
 
 def reshard(modules: Iterable[weakref.ref[Any]]) -> None:
-    """Drop gathered copies of weights that were written since.
-
-    The next pass must not use them. A root module keeps its copy after a forward pass without a backward pass.
-    """
+    """Drop gathered copies of weights that were written since, which the next pass must not use. A root module keeps
+    its copy after a forward pass without a backward pass."""
     for ref in modules:
         module = ref()
         if module is not None:

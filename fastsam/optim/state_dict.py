@@ -16,10 +16,10 @@ from fastsam.optim.accumulation_check import AccumulationCheck
 from fastsam.optim.amp import GradScalerTracker
 from fastsam.optim.base_optimizer import unhooked_step
 from fastsam.optim.clip_check import ClipCheck
-from fastsam.optim.engine import PLAIN, WeightState
 from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import share_groups
+from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.running_stats import RunningStatsFreezer
 from fastsam.optim.state_dict_format import COPIED_ALONE, Loaded, pack
@@ -136,37 +136,29 @@ def make_pickle(optimizer: Any) -> dict[str, Any]:
 
 def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     """Restore an optimizer from the result of `make_pickle`."""
-    backend, perturbed, saved = (state.pop(name) for name in ("backend", "perturbed", "saved"))
-    rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
-    exclusive = state.pop("exclusive", False)  # pickles of older versions have none
-    in_backward = state.pop("in_backward", False)
-    optimizer.skip_nonfinite, max_grad_norm = state.pop("check_finite"), state.pop("max_grad_norm", None)
-    variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
-    unit, scale = state.pop("unit", None), state.pop("scale", None)
-    training, uninitialized = state.pop("training", True), state.pop("left_out", None)
-    statistics = RunningStatsFreezer(state.pop("model", ()), state.pop("frozen", ()))
-    Optimizer.__setstate__(optimizer, state)
-    engine = optimizer._engine = make_engine(optimizer.base_optimizer, backend, rounding, exclusive, variant)
-    engine.in_backward = InBackwardHooks() if in_backward else None
-    engine.set_max_grad_norm(max_grad_norm)
-    engine.perturbations, engine.steps = perturbations, steps
-    engine.combiner.unit, engine.training = unit, training
-    optimizer._running_stats = statistics
-    optimizer._scaler_tracker = GradScalerTracker(scale)
+    of_torch = ("state", "param_groups", "defaults", "base_optimizer")
+    Optimizer.__setstate__(optimizer, {name: state[name] for name in of_torch})
+    optimizer.skip_nonfinite = state["check_finite"]
+    engine = optimizer._engine = make_engine(
+        optimizer.base_optimizer, state["backend"], state["stochastic_rounding"], state["exclusive"], state["variant"]
+    )
+    engine.in_backward = InBackwardHooks() if state["in_backward"] else None
+    engine.set_max_grad_norm(state.get("max_grad_norm"))  # older pickles have none
+    engine.perturbations, engine.steps = state["perturbations"], state["steps"]
+    engine.combiner.unit, engine.training = state["unit"], state["training"]
+    optimizer._running_stats = RunningStatsFreezer(state["model"], state["frozen"])
+    optimizer._scaler_tracker = GradScalerTracker(state["scale"])
     optimizer._accumulation_check, optimizer._clip_check = AccumulationCheck(), ClipCheck()
     optimizer._accumulation_check.reset()
     params = parameters_of(optimizer.param_groups)
-    weights = {p: found for p, found in zip(params, saved, strict=True) if found}
-    engine.load(weights, perturbed, uninitialized)
+    weights = {p: found for p, found in zip(params, state["saved"], strict=True) if found}
+    engine.load(weights, state["perturbed"], state["left_out"])
     share_groups(optimizer)
     optimizer._follow_modules()
 
 
 def make_initial_state(optimizer: Any) -> None:
-    """Make the state that torch.distributed.checkpoint then fills with a saved one.
-
-    It calls a step with zero gradients and no learning rate for that purpose.
-    """
+    """Make the state that torch.distributed.checkpoint, which calls `step` for it, then fills with a saved one."""
     share_groups(optimizer)
     optimizer._engine.make_state()
     if optimizer._engine.rule is None:

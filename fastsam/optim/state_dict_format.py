@@ -7,9 +7,9 @@
 `master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes
 (and, with a variant of one pass, between steps, where "fastsam" has `training`, too), `first_gradient` there where the
 update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes, what a
-direction will have made of it. `left_out` are the numbers of
-parameters without buffers, which have no entry at all. torch's own optimizers ignore what they do not know, so such a
-dict loads into torch.optim.SGD, and one of torch.optim.SGD loads here.
+direction will have made of it. `left_out` are the numbers of parameters without buffers, which have no entry at all.
+torch's own optimizers ignore what they do not know, so such a dict loads into torch.optim.SGD, and one of
+torch.optim.SGD loads here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ FORMAT = 1
 MASTER, UNPERTURBED = "master", "unperturbed"
 STEPS = "sam_steps"  # in every parameter group, if not every step perturbs
 T = TypeVar("T")
+KINDS: dict[type, str] = {
+    bool: "True or False", int: "an integer", float: "a number", str: "a name", dict: "a dict", list: "a list"
+}  # fmt: skip
 SAM_KEYS = (MASTER, UNPERTURBED, G1, MEMORY, NEXT)
 # The widely copied SAM class keeps the weights and the perturbation of the last step in its state, and not the base
 # optimizer's state.
@@ -62,7 +65,7 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
 
 
 def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
-    """The inverse of `saved_weights` for a new bucket, whose dtype and device may be others."""
+    """Restore the result of `saved_weights` for a new bucket, whose dtype and device may be others."""
     held = []
     for slot, parameter in enumerate(bucket.params):
         found = {name: local_part_like(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
@@ -82,7 +85,7 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
             # may have rounded them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
-            bucket.backup.load(bucket.select((slot,)), weights)
+            bucket.select((slot,)).views(bucket.backup.weights)[0].copy_(weights)
     bucket.backed_up = bucket.select(tuple(held))
 
 
@@ -91,9 +94,8 @@ def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
 
 
 def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, own: dict[str, Any]) -> dict[str, Any]:
-    """Complete a state dict of the base optimizer. `own` is added to it; tensors become copies, so that later steps do
-    not
-    change it."""
+    """Complete a state dict of the base optimizer, and add `own` to it. Tensors become copies, which later steps do not
+    change."""
     state = {
         key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
         for key, entry in packed["state"].items()
@@ -118,57 +120,49 @@ class Loaded:
 
     def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: UpdateRule | None, sam: SAM) -> None:
         _check_form(state_dict)
-        counted = state_dict["param_groups"][0].get(STEPS, 0) if state_dict["param_groups"] else 0
+        entries, saved_groups = state_dict["state"], state_dict["param_groups"]
+        counted = saved_groups[0].get(STEPS, 0) if saved_groups else 0
         ours = {"steps": counted, **state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})}
         if ours.get("format") != FORMAT:
             raise ValueError(
                 f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; "
                 f"update fastsam"
             )
-        self.perturbed = _is(bool, ours.get("perturbed"), "'perturbed' of 'fastsam'", "True or False")
-        self.training = _is(bool, ours.get("training", True), "'training' of 'fastsam'", "True or False")
-        self.perturbations, self.steps = (
-            _is(int, ours.get(name, 0), f"{name!r} of 'fastsam'", "an integer") for name in ("perturbations", "steps")
-        )
+        self.perturbed = _is(bool, ours.get("perturbed"), "'perturbed' of 'fastsam'")
+        self.training = _is(bool, ours.get("training", True), "'training' of 'fastsam'")
+        self.perturbations = _is(int, ours.get("perturbations", 0), "'perturbations' of 'fastsam'")
+        self.steps = _is(int, ours["steps"], "'steps' of 'fastsam'")
         self.unit, self.scale = (
             None
             if ours.get(name) is None
-            else torch.tensor(_is(float, ours[name], f"{name!r} of 'fastsam'", "a number"), device="cpu")
+            else torch.tensor(_is(float, ours[name], f"{name!r} of 'fastsam'"), device="cpu")
             for name in ("unit", "scale")
         )
         self.uninitialized_numbers = _numbers(ours.get("left_out"), sum(len(group["params"]) for group in groups))
-        variant = type(sam).__name__
-        saved = _is(str, ours.get("variant", variant), "'variant' of 'fastsam'", "the name of a variant")
-        midway = "between its two passes" if "training" not in ours else "in training, at its perturbed point"
-        self._check_variant(saved, variant, state_dict["state"], midway)
-        self.groups = _merged(state_dict["param_groups"], groups, rule)
-        self._saved_groups = state_dict["param_groups"]
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        keeps = any(isinstance(entry, dict) and MEMORY in entry for entry in entries.values())
+        saved = _is(str, ours.get("variant", type(sam).__name__), "'variant' of 'fastsam'")
+        if saved != type(sam).__name__ and (keeps or self.perturbed):
+            midway = "between its two passes" if "training" not in ours else "in training, at its perturbed point"
+            raise ValueError(
+                f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and "
+                f"this optimizer's is {type(sam).__name__}. Build it with variant={saved}(...), or load the state dict "
+                f"of that one's base_optimizer, which starts anew"
+            )
+        self.groups = _merged(saved_groups, groups, rule)
+        self._saved_groups = saved_groups
+        keys = [key for group in saved_groups for key in group["params"]]
         if len(set(keys)) < len(keys):
             raise ValueError(f"not a state dict of an optimizer: 'params' name a parameter twice, got {keys}")
         self._params = dict(zip(keys, (p for group in groups for p in group["params"]), strict=True))
         self.weights: Weights = {}
         self._state: dict[Any, Any] = {}
-        for key, entry in state_dict["state"].items():
+        for key, entry in entries.items():
             self._split(key, entry, rule)
-        copied = any(isinstance(e, dict) and COPIED[0] in e for e in state_dict["state"].values())
-        self.lost = self._expected(rule) if copied and not any(self._state.values()) else ""
-
-    def _check_variant(self, saved: str, variant: str, state: Mapping[Any, Any], midway: str) -> None:
-        """Raise ValueError if the state belongs to a different variant, and this variant cannot continue it."""
-        keeps = any(isinstance(entry, dict) and MEMORY in entry for entry in state.values())
-        if saved != variant and (keeps or self.perturbed):
-            raise ValueError(
-                f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and "
-                f"this optimizer's is {variant}. Build it with variant={saved}(...), or load the state dict of that "
-                "one's base_optimizer, which starts anew"
-            )
-
-    def _expected(self, rule: UpdateRule | None) -> str:
-        """The state that the base optimizer's parameters have after a step, in words."""
-        if rule is None:
-            return "the base optimizer's state"
-        return ", ".join(dict.fromkeys(name for group in self.groups for name in rule.fields(group)))
+        # State of the base optimizer that the dict does not have, in words.
+        self.lost = ""
+        if any(isinstance(e, dict) and COPIED[0] in e for e in entries.values()) and not any(self._state.values()):
+            fields = [name for group in self.groups for name in (rule.fields(group) if rule else ())]
+            self.lost = ", ".join(dict.fromkeys(fields)) if rule else "the base optimizer's state"
 
     def _split(self, key: Any, entry: Any, rule: UpdateRule | None) -> None:
         """Separate SAM's entries from the base optimizer's."""
@@ -176,7 +170,7 @@ class Loaded:
         if parameter is None:
             self._state[key] = entry
             return
-        _is(dict, entry, f"the state of parameter {key}", "a dict")
+        _is(dict, entry, f"the state of parameter {key}")
         for name in (*SAM_KEYS, *(rule.state if rule else ())):
             if entry.get(name) is not None or (name in SAM_KEYS and name in entry):
                 _check_field(entry[name], parameter, f"{name} of parameter {key}")
@@ -195,8 +189,7 @@ class Loaded:
         return {"state": self._state, "param_groups": groups}
 
     def for_fused(self, rule: UpdateRule) -> dict[Any, Any]:
-        """The state per parameter, copied to its device; momenta keep the dtype of the arithmetic (torch would round
-        them to the parameter's)."""
+        """Return copies of the state per parameter, on its device; momenta keep the dtype of the arithmetic."""
         state = {}
         for key, entry in self._state.items():
             p = self._params.get(key)
@@ -212,10 +205,11 @@ class Loaded:
         return state
 
 
-def _is(kind: type[T], value: Any, what: str, expected: str) -> T:
-    """`value`. Raises ValueError unless it is of that kind."""
+def _is(kind: type[T], value: Any, what: str) -> T:
+    """Return `value`. Raises ValueError unless it is of that kind."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"not a state dict of an optimizer: {what} must be {expected}, got {type(value).__name__}")
+        got = type(value).__name__
+        raise ValueError(f"not a state dict of an optimizer: {what} must be {KINDS[kind]}, got {got}")
     return value
 
 
@@ -223,8 +217,8 @@ def _numbers(value: Any, count: int) -> list[int] | None:
     """Return `value`. Raises ValueError unless it is None or has numbers of parameters below `count`."""
     if value is None:
         return None
-    for number in _is(list, value, "'left_out' of 'fastsam'", "a list"):
-        if not 0 <= _is(int, number, "'left_out' of 'fastsam'", "numbers of parameters") < count:
+    for number in _is(list, value, "'left_out' of 'fastsam'"):
+        if not 0 <= _is(int, number, "a number in 'left_out' of 'fastsam'") < count:
             raise ValueError(f"this is the state of another model: 'left_out' names parameter {number} of {count}")
     return list(value)
 
@@ -238,20 +232,19 @@ def _check_form(state_dict: Any) -> None:
             raise ValueError(
                 f"not a state dict of an optimizer: it has the keys {sorted(map(str, state_dict))}, and no {key!r}"
             )
-    _is(dict, state_dict["state"], "'state'", "a dict")
-    _is(dict, state_dict.get("fastsam", {}), "'fastsam'", "a dict")
-    for number, group in enumerate(_is(list, state_dict["param_groups"], "'param_groups'", "a list")):
-        params = _is(dict, group, f"parameter group {number}", "a dict").get("params")
-        for key in _is(list, params, f"'params' of parameter group {number}", "a list"):
+    _is(dict, state_dict["state"], "'state'")
+    _is(dict, state_dict.get("fastsam", {}), "'fastsam'")
+    for number, group in enumerate(_is(list, state_dict["param_groups"], "'param_groups'")):
+        what = f"'params' of parameter group {number}"
+        for key in _is(list, _is(dict, group, f"parameter group {number}").get("params"), what):
             if not isinstance(key, (int, str)):  # torch.distributed.checkpoint has names
                 raise ValueError(
-                    f"not a state dict of an optimizer: 'params' of parameter group {number} must hold numbers of "
-                    f"parameters, got {key!r}"
+                    f"not a state dict of an optimizer: {what} must hold numbers of parameters, got {key!r}"
                 )
 
 
 def _check_field(value: Any, parameter: Tensor, what: str) -> None:
-    """Raises ValueError unless it is a dense real tensor of the parameter's shape, with memory."""
+    """Raise ValueError unless it is a dense real tensor of the parameter's shape, with memory."""
     if not isinstance(value, Tensor):
         raise ValueError(f"not a state dict of an optimizer: {what} must be a tensor, got {type(value).__name__}")
     if value.shape != parameter.shape:
@@ -268,7 +261,7 @@ def _check_field(value: Any, parameter: Tensor, what: str) -> None:
 
 
 def _check_count(value: Any, what: str) -> None:
-    """Raises ValueError unless it is a number of steps: a Python number, or a tensor of one element."""
+    """Raise ValueError unless it is a number of steps: a Python number, or a tensor of one element."""
     one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
     if not one and (not isinstance(value, (int, float)) or isinstance(value, bool)):
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -276,7 +269,7 @@ def _check_count(value: Any, what: str) -> None:
 
 
 def _merged(saved: list[Group], groups: list[Group], rule: UpdateRule | None) -> list[Group]:
-    """The saved options on top of the present ones, each group checked."""
+    """Return the saved options on top of the present ones, each group checked."""
     sizes = [len(g["params"]) for g in groups]
     found = [len(g["params"]) for g in saved]
     if sizes != found:

@@ -29,11 +29,8 @@ def worth_swapping(params: Sequence[Tensor]) -> bool:
 
 
 def grad_storage_reusable(params: Sequence[Tensor], slots: Sequence[int], grads: Sequence[Tensor]) -> bool:
-    """Return True if these are the gradients of the parameters in `slots`, and each has separate memory.
-
-    A gradient has no separate memory if it is a part of a larger tensor (a bucket of DistributedDataParallel, a flat
-    vector), or if another tensor shares its memory.
-    """
+    """Return True if these are the gradients of the parameters in `slots`, and each has separate memory, which a part
+    of a larger tensor (a bucket of DistributedDataParallel) has not."""
     alone = len(set(map(id, grads))) == len(grads)
     return alone and all(params[i].grad is g for i, g in zip(slots, grads, strict=True)) and _own_memory(grads)
 
@@ -47,10 +44,7 @@ def _own_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def _record_stream(tensors: Sequence[Tensor]) -> None:
-    """Make the memory of these tensors wait for the current stream before it is freed.
-
-    Every kernel that reads them runs before that stream writes the weights.
-    """
+    """Make the memory of these tensors wait for the current stream, which runs the kernels, before it is freed."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_not, itemgetter
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class UpdatePart:
     index: tuple[int, ...] | None  # indices of their gradients among the update's; None: all
     spec: StateSpec
     first: bool
-    direct: tuple[Any, bool] = (None, False)  # direct calls that made `calls`, and if they are in place
+    direct: Any = None  # direct calls that made `calls`
     calls: list[partial[Any]] = field(default_factory=list)
 
 
@@ -36,23 +35,9 @@ class UpdatePart:
 class UpdatePlan:
     """The calls of an update. A plan is valid as long as the state has the same tensors."""
 
-    parts: list[UpdatePart]
     specs: tuple[StateSpec, ...]
-    missing: State  # new entries of the state, after the update
-    dicts: dict[str, list[dict[str, Any]]]  # by key: the entries of the state that have it
-    tensors: dict[str, list[Tensor]]  # by key: the tensor of each of these entries
-
-    def holds(self, specs: tuple[StateSpec, ...]) -> bool:
-        """Return False if a group changed its kind of update, or if a tensor of the state was replaced."""
-        if self.specs is not specs or self.missing:
-            return False
-        try:
-            for name, mine in self.tensors.items():
-                if any(map(is_not, map(itemgetter(name), self.dicts[name]), mine)):
-                    return False
-        except KeyError:
-            return False
-        return True
+    parts: list[UpdatePart] = field(default_factory=list)
+    missing: State = field(default_factory=dict)  # new entries of the state, after the update
 
 
 class FusedUpdate:
@@ -74,7 +59,7 @@ class FusedUpdate:
 
     def adopt(self, specs: tuple[StateSpec, ...], state: State) -> None:
         """Move the state that the parameters have into the fields."""
-        self._plan(self.bucket.select(tuple(range(len(self.bucket.params)))), specs, state)
+        self._plan(self.bucket.whole, specs, state)
 
     def make_initial_state(self, specs: tuple[StateSpec, ...], state: State) -> None:
         """Make the state as it is before a first update, for parameters with a gradient and without state."""
@@ -91,17 +76,10 @@ class FusedUpdate:
         inputs: UpdateInputs,
         afterwards: list[partial[Any]],
     ) -> list[partial[Any]]:
-        """Return the calls that restore and update.
+        """Return the calls that restore and update these parameters.
 
-        Until the calls run, weights and state are unchanged. Weights that were not saved yet are saved.
-
-        Args:
-            selection: parameters of the update.
-            grads: their gradients.
-            specs: state specification of each group.
-            state: the optimizer's state.
-            inputs: inputs of the update besides options and state.
-            afterwards: output, calls to make after the calls of every bucket.
+        Until the calls run, weights and state are unchanged. Weights that were not saved yet are saved. `afterwards` is
+        an output: calls to make after the calls of every bucket.
         """
         bucket = self.bucket
         target = bucket.backup.target
@@ -109,7 +87,7 @@ class FusedUpdate:
             self._reconcile(selection, grads)
         plan = self._plans.get(selection)
         # A compiled step is traced after the state was made, and torch traces again when an option changes.
-        if plan is None or not (torch.compiler.is_compiling() or plan.holds(specs)):
+        if plan is None or not (torch.compiler.is_compiling() or (plan.specs is specs and not plan.missing)):
             plan = self._plans[selection] = self._plan(selection, specs, state)
         # If a first update is skipped, the next one is the first, so the host has to know.
         if inputs.found_inf is not None and any(p.first for p in plan.parts) and inputs.found_inf.item() != 0:
@@ -132,16 +110,15 @@ class FusedUpdate:
     def _direct_calls(self, part: UpdatePart, direct: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """Return the calls of a part that bypass the dispatcher. If nothing moved they are the calls of the last step,
         with other gradients."""
-        in_place = self.bucket.backup.target is not Target.RESTORED
-        if part.direct == (direct, in_place) and direct.again(part.calls, grads):
+        if part.direct is direct and direct.again(part.calls, grads):
             return part.calls
-        # An interrupt on the way leaves the calls of another step, which are not to be made again.
-        part.direct = None, False
-        bucket = self.bucket
-        state, steps = operands_of(self.rule, bucket, part.spec)
-        calls = direct.update(self.rule.name, state, steps, grads, part.first, bucket.backup.is_master, in_place)
+        part.direct = None  # an interrupt on the way leaves the calls of another step, which are not to be made again
+        backup = self.bucket.backup
+        state, steps = operands_of(self.rule, self.bucket, part.spec)
+        in_place = backup.target is not Target.RESTORED
+        calls = direct.update(self.rule.name, state, steps, grads, part.first, backup.is_master, in_place)
         if direct.REPEATS:  # other calls hold the gradients, which must not outlive the step
-            part.calls, part.direct = calls, (direct, in_place)
+            part.calls, part.direct = calls, direct
         return calls
 
     def copies(self) -> dict[str, Tensor]:
@@ -169,36 +146,26 @@ class FusedUpdate:
             bucket.save_(saved, [g for _, g in late])
         bucket.backed_up = selection
 
-    # --- plans ---
-
     def _plan(self, selection: Selection, specs: tuple[StateSpec, ...], state: State) -> UpdatePlan:
-        """Sorts the parameters of an update into calls; moves state that is elsewhere into the fields."""
+        """Sort the parameters of an update into calls, and move state that is elsewhere into the fields."""
         bucket = self.bucket
         parts: dict[tuple[StateSpec, bool], list[int]] = {}
-        plan = UpdatePlan([], specs, {}, {}, {})
+        plan = UpdatePlan(specs)
         for position, slot in enumerate(selection.slots):
             spec = specs[bucket.groups[slot]]
             fresh = bool(spec.keys) and not self._adopt(slot, spec, state)
             if fresh:
                 parameter = bucket.params[slot]
                 plan.missing[parameter] = {**state.get(parameter, {}), **self._state_of(slot, spec)}
-            elif spec.keys:
-                entry = state[bucket.params[slot]]
-                for name in spec.keys:
-                    plan.dicts.setdefault(name, []).append(entry)
-                    plan.tensors.setdefault(name, []).append(entry[name])
             first = fresh and spec.initializes_in_first_step
             parts.setdefault((spec, first), []).append(position)
         for (spec, first), index in parts.items():
-            if len(parts) == 1:
-                plan.parts.append(UpdatePart(selection, None, spec, first))
-            else:
-                part = bucket.select(tuple(selection.slots[i] for i in index))
-                plan.parts.append(UpdatePart(part, tuple(index), spec, first))
+            part = bucket.select(tuple(selection.slots[i] for i in index))
+            plan.parts.append(UpdatePart(part, None if part is selection else tuple(index), spec, first))
         return plan
 
     def _state_of(self, slot: int, spec: StateSpec) -> dict[str, Tensor]:
-        """The state of a parameter: views of the fields, shaped as the parameter is."""
+        """Return the state of a parameter: views of the fields, shaped as the parameter is."""
         for name in spec.keys:
             if name in self._views:
                 continue
@@ -211,19 +178,21 @@ class FusedUpdate:
         return {name: self._views[name][slot] for name in spec.keys}
 
     def _adopt(self, slot: int, spec: StateSpec, state: State) -> bool:
-        """Makes the state of a parameter the views of the fields, with the values it has. False (and zeros) when it has
-        none."""
-        entry = state.get(self.bucket.params[slot])
+        """Replace the state of a parameter by views of the fields, with the values that it has.
+
+        Returns False if the parameter has no state. The fields then have the initial values.
+        """
+        entry = state.get(self.bucket.params[slot], {})
         views = self._state_of(slot, spec)
         starts = dict(zip(spec.fields, spec.initial_values, strict=True))
-        found = entry is not None and any(isinstance(entry.get(name), (Tensor, float, int)) for name in views)
         for name, view in views.items():
-            value = entry.get(name) if entry is not None else None
+            value = entry.get(name)
             if value is None:
                 to_local(view).fill_(starts.get(name, 0.0))
             elif value is not view:
                 found_value = torch.as_tensor(value, device=view.device).detach()
                 to_local(view).copy_(local_part_like(found_value, view))
-        if found and entry is not None:
+        found = any(isinstance(entry.get(name), (Tensor, float, int)) for name in views)
+        if found:
             entry.update(views)
         return found

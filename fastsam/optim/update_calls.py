@@ -81,13 +81,15 @@ def calls_of(
     run."""
     state, steps = operands_of(rule, bucket, spec)
     operands = *bucket.backup.operands(part), grads, part.table, bucket.hparams, rule.name, state
-    options: dict[str, Any] = {"steps": steps, "g1": inputs.g1(bucket, part), "init_state": first}
-    options |= {"grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf, "sumsq_v": inputs.sumsq}
-    return op_calls(bucket, operands, {**options, "write_master": bucket.backup.is_master})
+    return op_calls(bucket, operands, inputs, part, steps=steps, init_state=first)
 
 
-def op_calls(bucket: Bucket, operands: Sequence[Any], options: dict[str, Any]) -> list[partial[Any]]:
-    """Return `update_` with these operands and options as calls to make in order."""
+def op_calls(
+    bucket: Bucket, operands: Sequence[Any], inputs: UpdateInputs, part: Selection, **options: Any
+) -> list[partial[Any]]:
+    """Return `update_` with these operands, options and inputs as calls to make in order."""
+    options |= {"g1": inputs.g1(bucket, part), "grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf}
+    options |= {"sumsq_v": inputs.sumsq, "write_master": bucket.backup.is_master}
     make = None if torch.compiler.is_compiling() else getattr(bucket.kernels, "update_calls", None)
     return [partial(bucket.kernels.update_, *operands, **options)] if make is None else make(*operands, **options)
 

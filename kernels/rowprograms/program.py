@@ -77,10 +77,10 @@ class RowProgram:
     def steps_(
         self,
         weights: Sequence[Tensor],
-        others: Sequence[Tensor],
+        constants: Sequence[Tensor],
         x: Tensor,
         y: Tensor,
-        wanted: Tensor,
+        sample_indices: Tensor,
         batch: int,
         params: Tensor,
         w: Tensor | None,
@@ -99,28 +99,28 @@ class RowProgram:
     ) -> None:
         """Take local steps of every row, one after the other, in place.
 
-        A step reads the row's next `batch` samples of `wanted` and makes a pass. With `w` it then makes a perturbation,
+        A step reads the row's next `batch` samples of `sample_indices` and makes a pass. With `w` it then perturbs,
         by `norm_` (into sumsq) and `perturb_`, and another pass. Then it makes `update_` of SGD, with sumsq_v after
         `update_norm_`. The other arguments are the arguments of these ops. The gradients' table has all parameters. The
         bits are the same as with separate calls of these ops. On CUDA this is one launch.
 
         Args:
             weights: views of params.
-            others: inputs of a pass after x and y.
+            constants: inputs of a pass after x and y.
             x: samples.
             y: labels or targets of the samples.
-            wanted: int64 `[rows, n * batch]`, indices of samples in x and y.
+            sample_indices: int64 `[rows, n * batch]`, indices of samples in x and y.
             batch: samples of a step.
             losses: float64 `[rows]`, to which `batch * loss` of every step is added.
-            steps: int64 `[rows]`, number of steps of each row, at most n. Later entries of `wanted` are not read. None:
-                n.
+            steps: int64 `[rows]`, number of steps of each row, at most n. Later entries of `sample_indices` are not
+                read. None: n.
 
         Raises:
             RuntimeError: as for a pass.
         """
         self._steps(
-            self.number, weights, others, x, y, wanted, batch, steps, params, w, table, hparams, momentum, q, shift,
-            sumsq, sumsq_v, adaptive, keeps_first, losses,
+            self.number, weights, constants, x, y, sample_indices, batch, steps, params, w, table, hparams, momentum, q,
+            shift, sumsq, sumsq_v, adaptive, keeps_first, losses,
         )  # fmt: skip
 
 

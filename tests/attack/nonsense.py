@@ -19,7 +19,7 @@ from fastsam import FusedSAM, fed
 from fastsam.fed.common.option import table
 from fastsam.fed.loop.options import Settings
 from fastsam.lab import cli
-from fastsam.lab.keys import KEYS
+from fastsam.lab.run_config import KEYS
 from fastsam.optim import variants
 from tests.attack.trials import Attack, Trial
 from tests.helpers import oracle

@@ -178,14 +178,14 @@ ERRORS = {
     "rounding of a product": {LINES: [("fmaf(left[row[r]], factor, sum[r])", "left[row[r]] * factor + sum[r]")]},
     "order of a norm": {KERNEL: [("(s[lane] + s[lane + 16]) + (s[lane + 32]",
         "(s[lane] + s[lane + 32]) + (s[lane + 16]")]},
-    "rest of a norm": {KERNEL: [("for (int i = whole; i < count; ++i)", "for (int i = whole + 1; i < count; ++i)")]},
+    "rest of a norm": {KERNEL: [("for (int i = full; i < count; ++i)", "for (int i = full + 1; i < count; ++i)")]},
     "barrier of a norm": {KERNEL: [("    lanes[threadIdx.x] = sum;\n    __syncthreads();",
         "    lanes[threadIdx.x] = sum;")]},
-    "row": {KERNEL: [("places = p.wanted + r.row * p.wanted_row", "places = p.wanted + p.wanted_row")]},
-    "steps of its own": {KERNEL: [("p.steps : p.own_steps[r.row]", "p.steps : p.own_steps[0]")]},
+    "row": {KERNEL: [("p.sample_indices + r.row * p.indices_stride", "p.sample_indices + p.indices_stride")]},
+    "steps of its own": {KERNEL: [("p.steps : p.steps_per_row[r.row]", "p.steps : p.steps_per_row[0]")]},
     "step": {KERNEL: [("static_cast<int64_t>(step) * p.batch", "static_cast<int64_t>(step) * p.features")]},
-    "what is written back": {KERNEL: [("i < stride; i += kThreads) kept[i] = z[i];",
-        "i < stride / 2; i += kThreads) kept[i] = z[i];")]},
+    "what is written back": {KERNEL: [("i < stride; i += kThreads) backup[i] = z[i];",
+        "i < stride / 2; i += kThreads) backup[i] = z[i];")]},
 }  # fmt: skip
 CHEAP = ("none", "barrier of an instruction", "order of a norm")  # the others: `make test-slow`
 SCRIPT = """

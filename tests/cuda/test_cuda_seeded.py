@@ -27,7 +27,9 @@ ERRORS = {
     "segment": {
         "chunks.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]
     },
-    "last chunk": {"chunks.h": [("rest < chunk ? rest : chunk", "rest <= chunk ? rest - 1 : chunk")]},
+    "last chunk": {
+        "chunks.h": [("remaining < chunk ? remaining : chunk", "remaining <= chunk ? remaining - 1 : chunk")]
+    },
     "chunk begins": {"chunks.h": [("chunk_in_segment * chunk", "chunk_in_segment * (chunk + 1)")]},
     "thread": {"chunks.h": [("(u * threads + thread) * width", "(u * (threads - 1) + thread) * width")]},
     "tail": {"cuda/elementwise.cuh": [("if (i < tile.count) {", "if (i <= tile.count) {")]},
@@ -36,9 +38,11 @@ ERRORS = {
     "alignment": {"cuda/common.cuh": [("% (Width * sizeof(T)) == 0", "% (Width * sizeof(T)) < 16")]},
     "barrier": {"cuda/elementwise.cuh": [("    __syncthreads();\n", "")]},
     "threads of a tile": {"cuda/common.cuh": [("tile.thread = threadIdx.x % kWarp;", "tile.thread = threadIdx.x;")]},
-    "small segment": {"cuda/common.cuh": [("(block - table.whole) * kWarps +", "(block - table.whole) +")]},
+    "small segment": {
+        "cuda/common.cuh": [("(block - table.large_chunks) * kWarps +", "(block - table.large_chunks) +")]
+    },
     "chunk of a tile": {"cuda/common.cuh": [("  tile.chunk += table.less[tile.segment];\n", "")]},
-    "rule of a tile": {"cuda/elementwise.cuh": [("places[tile.warp]", "places[0]")]},
+    "rule of a tile": {"cuda/elementwise.cuh": [("functors[tile.warp]", "functors[0]")]},
     "barrier of a warp": {"cuda/elementwise.cuh": [("      __syncwarp();\n", "")]},
     "warp": {"cuda/reduce.cuh": [("distance = kWarp / 2;", "distance = kWarp / 4;")]},
     "ticket": {"cuda/reduce.cuh": [("atomicInc(ticket, blocks - 1)", "atomicInc(ticket, blocks)")]},
@@ -65,7 +69,9 @@ ERRORS = {
         "cuda/accumulate.cu": [("if (first + u >= args.rows) break;", "if (first + u + 1 >= args.rows) break;")]
     },
     "end of a sum": {
-        "cuda/accumulate.cu": [("rest < each ? static_cast<int>(rest)", "rest < each ? static_cast<int>(rest) - 1")]
+        "cuda/accumulate.cu": [
+            ("remaining < each ? static_cast<int>(remaining)", "remaining < each ? static_cast<int>(remaining) - 1")
+        ]
     },
     "largest of a sum": {"cuda/accumulate.cu": [("i < warps;", "i < warps - kWarps;")]},
 }

@@ -88,7 +88,7 @@ class Variant:
         if self.rule:
             rule = rules.find(self.rule)
             numbers, element = triton_update.form_of(self.rule)
-            constants |= {"NUMBERS": numbers, "ELEMENT": element, "GIVEN": (1 << len(rule.state)) - 1}
+            constants |= {"NUMBERS": numbers, "ELEMENT": element, "STATE_MASK": (1 << len(rule.state)) - 1}
             constants |= dict.fromkeys(f"state{i}" for i in range(len(rule.state), MAX_STATE))
             constants |= {} if rule.counter else {"counters": None}
         signature: dict[str, str | tuple[Any, ...]] = {}
@@ -111,7 +111,7 @@ class Variant:
 def variants() -> list[Variant]:
     """Return the variants that are tested: every kernel, with the storage types of kernels that move the weights."""
     found = []
-    save, update = (("SAVE", True),), (("FIRST", False), ("KEEP", False))
+    save, update = (("SAVE", True),), (("INIT_STATE", False), ("WRITE_MASTER", False))
     plain = ("g1", "q", "shift", "sumsq_v", "grad_scale", "found_inf")
     f32, total = torch.float32, (("ACCUMULATE", True),)
     for aligned in (True, False):

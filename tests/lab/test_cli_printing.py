@@ -56,7 +56,7 @@ def test_a_printed_config_repeats_the_run(tmp_path: Path, monkeypatch: MonkeyPat
 
 def test_help_lists_every_key_and_algorithm(capsys: CaptureFixture) -> None:
     from fastsam.fed import algorithms
-    from fastsam.lab.keys import KEYS
+    from fastsam.lab.run_config import KEYS
 
     def said(*words: str) -> str:
         with pytest.raises(SystemExit) as left:

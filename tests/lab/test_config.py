@@ -14,7 +14,7 @@ import pytest
 from fastsam import fed
 from fastsam.fed.common.option import check, option, table
 from fastsam.fed.loop.options import Settings
-from fastsam.lab import compare, config, experiment, keys
+from fastsam.lab import compare, config, experiment, run_config
 from fastsam.lab.config import ConfigError
 from tests.helpers.places import ROOT
 from tools import key_table
@@ -36,7 +36,7 @@ def read(tmp_path: Path, text: str = FILE, *flags: str) -> config.Source:
     return config.read(path, flags)
 
 
-def resolve(tmp_path: Path, text: str, *flags: str, algorithm: str | None = None) -> keys.RunConfig:
+def resolve(tmp_path: Path, text: str, *flags: str, algorithm: str | None = None) -> run_config.RunConfig:
     return config.resolve(read(tmp_path, text, *flags), algorithm)
 
 
@@ -52,8 +52,8 @@ def test_the_signature_of_run_is_the_table() -> None:
 
 
 def test_every_key_has_its_help_and_a_good_default() -> None:
-    assert len(keys.KEYS) > len(table(Settings)) > 20
-    for key, row in keys.KEYS.items():
+    assert len(run_config.KEYS) > len(table(Settings)) > 20
+    for key, row in run_config.KEYS.items():
         assert row.help and row.check(row.default) in (row.default, []), key
 
 
@@ -222,7 +222,7 @@ def test_every_key_of_the_record_that_has_a_meaning_is_there(tmp_path: Path) -> 
     record = resolve(tmp_path, FILE, algorithm="fedsam").record()
     foreign = {"balanced", "classes_per_client", "min_samples", "indices", "duplicates"}  # options of other splits
     foreign |= {"classes", "data_options", "data_dir", "download", "test_data", "held_out", "clients_per_domain"}
-    assert set(keys.KEYS) - set(record) == foreign
+    assert set(run_config.KEYS) - set(record) == foreign
     assert record["fedsam"] == {"rho": 0.3, "adaptive": False, "eta": 0.0}
 
 
@@ -331,7 +331,7 @@ def test_the_page_of_keys_is_that_of_the_table() -> None:
     text = key_table.PAGE.read_text()
     assert key_table.page(text) == text, "docs/cli.md is old; write it again: python tools/key_table.py"
     rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.M)
-    assert rows == [(key, row.default_text) for key, row in keys.KEYS.items()]
+    assert rows == [(key, row.default_text) for key, row in run_config.KEYS.items()]
 
 
 def test_the_config_of_the_documentation_is_one(tmp_path: Path) -> None:

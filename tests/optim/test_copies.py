@@ -118,12 +118,3 @@ def test_a_group_appended_by_hand_is_noticed(backend: Backend) -> None:
     opt.second_step()
     torch.testing.assert_close(extra.detach(), before - 0.1)
     assert same_bits([kept], [opt.state[model.params[0]]["momentum_buffer"]])
-
-
-def test_pickles_of_older_versions_have_no_exclusive_parameters() -> None:
-    opt = FusedSAM(make_parameters([(3,)], torch.float32), SGD, lr=0.1, assume_no_alias=True)
-    state = opt.__getstate__()
-    assert state.pop("exclusive") is True
-    other = FusedSAM.__new__(FusedSAM)
-    other.__setstate__(state)
-    assert other._engine.exclusive is False

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastsam.lab.plots import figure as figures
-from fastsam.lab.seeds import deviation
+from fastsam.lab.plots.curves import deviation, value_text
 
 # Labels of axes. Other keys are shown by their name.
 NAMES = {
@@ -29,15 +29,10 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Point:
-    """The runs of one value of the swept key.
+    """The runs of one value of the swept key."""
 
-    Args:
-        value: the value; None if the label does not take the key.
-        accuracies: accuracies of the seeds, in 0..1.
-    """
-
-    value: Any
-    accuracies: Sequence[float]
+    value: Any  # None if the label does not take the key
+    accuracies: Sequence[float]  # of the seeds, in 0..1
 
 
 # position on the axis (None for a label without one, shown as a level), and accuracies of the seeds
@@ -49,13 +44,7 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
     """Plot final test accuracy against `key`: mean over seeds with one standard deviation as a bar.
 
     Labels without the key are dashed levels. Numbers have an axis to scale, a logarithmic one when they are positive
-    and span a factor of 8 or more. Other values are evenly spaced.
-
-    Args:
-        panels: title -> label -> points; one panel for each value of other keys that all runs took.
-        key: the swept key.
-        path: file of the PNG.
-        title: title of the figure.
+    and span a factor of 8 or more. Other values are evenly spaced. panels: title -> label -> points.
     """
     every = [point for lines in panels.values() for points in lines.values() for point in points]
     places = _places([point.value for point in every if point.value is not None])
@@ -65,14 +54,16 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
         for label, points in lines.items():
             style = styles[label]
             _levels(axes, label, [point.accuracies for point in points if point.value is None], style)
-            placed = sorted((places[_name(p.value)], p.accuracies) for p in points if p.value is not None)
+            placed = sorted((places[value_text(p.value)], p.accuracies) for p in points if p.value is not None)
             # Values without an order are not joined by a line.
             _bars(axes, label, placed, style if numeric else style | {"linestyle": "none"})
         axes.set(xlabel=NAMES.get(key, key.replace("_", " ")), ylabel="final test accuracy (%)")
         if numeric:
-            if _wide(list(places.values())):
+            ticks = sorted(places.values())
+            if ticks[0] > 0 and ticks[-1] >= 8 * ticks[0]:
                 figures.logarithmic(axes, "x")
-            _tick(axes, sorted(places.values()))
+            if len(ticks) <= 8:
+                axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         else:
             axes.set_xticks(list(places.values()), list(places))
             axes.margins(x=0.2)
@@ -96,17 +87,12 @@ def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, 
 
 
 def _grid(panels: Mapping[str, Mapping[str, Any]]) -> tuple[Any, list[Any], dict[str, dict[str, Any]]]:
-    """Return a figure with a panel for each title, three in a row, its panels, and the style of each label in all of
-    them."""
+    """Return a figure with a panel for each title, its panels, and the style of each label in all of them."""
     styles = figures.styles(dict.fromkeys(label for lines in panels.values() for label in lines))
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
+    rows, columns = figures.shape(len(panels))
     width = figures.COLUMN if columns == 1 else figures.PAGE
     figure = figures.new(width, 2.4 * rows + 0.3 + 0.06 * len(styles))
-    grid = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flatten())
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
-    return figure, grid[: len(panels)], styles
+    return figure, figures.panels(figure, len(panels), sharey=True), styles
 
 
 def _levels(axes: Any, label: str, levels: Sequence[Sequence[float]], style: Mapping[str, Any]) -> None:
@@ -127,18 +113,9 @@ def _bars(axes: Any, label: str, points: Sequence[tuple[float, Sequence[float]]]
 
 
 def _places(values: Sequence[Any]) -> dict[str, float]:
-    """Return the position of each value on the axis, by its name.
-
-    Numbers are at their values, other values at 0, 1, ... in order of appearance.
-    """
-    names = list(dict.fromkeys(_name(v) for v in values))
-    return (
-        {name: float(name) for name in names} if _numeric(names) else {name: float(i) for i, name in enumerate(names)}
-    )
-
-
-def _name(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    """Return the position of each value on the axis, by its name: numbers are at their values, others at 0, 1, ..."""
+    names = list(dict.fromkeys(map(value_text, values)))
+    return {name: float(name if _numeric(names) else i) for i, name in enumerate(names)}
 
 
 def _numeric(names: Sequence[str]) -> bool:
@@ -148,16 +125,6 @@ def _numeric(names: Sequence[str]) -> bool:
         return False
 
 
-def _wide(places: Sequence[float]) -> bool:
-    return min(places) > 0 and max(places) >= 8 * min(places)
-
-
-def _tick(axes: Any, places: Sequence[float]) -> None:
-    """Set the swept values as ticks, unless they are too many."""
-    if len(places) <= 8:
-        axes.set_xticks(places, [f"{x:g}" for x in places])
-
-
 def _close(figure: Any, grid: Sequence[Any], panels: Iterable[str], path: str | Path, title: str) -> Path:
     for axes, name in zip(grid, panels, strict=True):
         figures.finish(axes)
@@ -165,6 +132,4 @@ def _close(figure: Any, grid: Sequence[Any], panels: Iterable[str], path: str | 
         if not axes.get_subplotspec().is_first_col():
             axes.set_ylabel("")
     figures.legend(figure, grid)
-    if title:
-        figure.suptitle(figures.wrapped(title, figure.get_figwidth()))
-    return figures.save(figure, path)
+    return figures.close(figure, path, title)

@@ -9,8 +9,6 @@ import numpy as np
 
 from fastsam.lab.plots import figure as figures
 
-_ABREAST = 3  # panels in a row
-
 
 @figures.styled
 def classes(panels: Mapping[str, np.ndarray], path: str | Path, title: str = "") -> Path:
@@ -18,22 +16,17 @@ def classes(panels: Mapping[str, np.ndarray], path: str | Path, title: str = "")
 
     panels: title -> [clients, classes], one for every swept value of the data.
     """
-    columns = min(_ABREAST, len(panels))
-    rows = -(-len(panels) // columns)
+    rows, columns = figures.shape(len(panels))
     clients, count = (max(counts.shape[axis] for counts in panels.values()) for axis in (0, 1))
     width = figures.PAGE if columns > 1 else min(max(figures.COLUMN, 2.0 + 0.2 * count), figures.PAGE)
     figure = figures.new(width, rows * min(1.2 + 0.07 * clients, 8.0))
-    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    grid = figures.panels(figure, len(panels))
     largest = max(max((int(counts.max(initial=0)) for counts in panels.values()), default=0), 1)
-    for axes, (name, counts) in zip(grid, panels.items(), strict=False):
+    for axes, (name, counts) in zip(grid, panels.items(), strict=True):
         image = axes.imshow(counts, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0, vmax=largest)
         axes.set(xlabel="class", ylabel="client", title=name)
         axes.locator_params(integer=True)
         if counts.shape[1] <= 20:
             axes.set_xticks(range(counts.shape[1]))
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
-    figure.colorbar(image, ax=list(grid), label="training samples")
-    if title:
-        figure.suptitle(figures.wrapped(title, figure.get_figwidth()))
-    return figures.save(figure, path)
+    figure.colorbar(image, ax=grid, label="training samples")
+    return figures.close(figure, path, title)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastsam.lab.plots import figure as figures
-from fastsam.lab.seeds import deviation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,12 +39,22 @@ NAMES = {
     "dual_gap": "FedSMOO: |mean ε − s|",
 }
 _LOGARITHMIC = {"spectral_complexity"}
-_ABREAST = 3  # panels in a row
 
 
 def series(history: History, key: str) -> dict[int, float]:
     """Return the values of `key` by round; rounds without evaluation have none."""
     return {record["round"]: record[key] for record in history if record.get(key) is not None}
+
+
+def value_text(value: Any) -> str:
+    """Return a swept value as it is shown in a label."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def deviation(values: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
+    """Return the sample's standard deviation (n - 1) over the first axis, the seeds. Zero for one seed."""
+    found = np.asarray(values, dtype=np.float64)
+    return found.std(axis=0, ddof=1) if len(found) > 1 else np.zeros(found.shape[1:])
 
 
 @figures.styled
@@ -55,11 +64,7 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
     There is a panel of each for every swept value. Without measured accuracies, the training loss is plotted. There is
     one line per label; with several seeds it is their mean, in a band of one standard deviation.
 
-    Args:
-        panels: title -> label -> one history (list of metrics records) per seed.
-        path: file of the PNG.
-        target: accuracy of a dashed line, or None.
-        title: title of the figure.
+    `panels` has one history (list of metrics records) per seed. `target` is the accuracy of a dashed line.
     """
     views: list[View] = [
         (lambda a: 100 * a, "test accuracy (%)", False),
@@ -72,27 +77,16 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
     figure, grid = _grid(len(panels), len(views))
     for column, (name, lines) in zip(grid, runs.items(), strict=True):
         for axes, (view, text, logarithmic) in zip(column, views, strict=True):
-            _lines(
-                axes,
-                {label: [{r: view(v) for r, v in one.items()} for one in seeds] for label, seeds in lines.items()},
-                runs,
-                limits,
-            )
+            viewed = {k: [{r: view(v) for r, v in one.items()} for one in seeds] for k, seeds in lines.items()}
+            _lines(axes, viewed, runs, limits)
             if target is not None:
-                axes.axhline(
-                    view(target), color="0.4", linestyle="--", linewidth=0.8, label=f"target {100 * target:g} %"
-                )
+                goal = f"target {100 * target:g} %"
+                axes.axhline(view(target), color="0.4", linestyle="--", linewidth=0.8, label=goal)
             axes.set(xlabel="round", ylabel=text, title=name)
             figures.finish(axes)
             if logarithmic:
                 figures.logarithmic(axes)
-    if len(panels) > 1:
-        for row in zip(*grid, strict=True):
-            _share_range(row)
-    figures.legend(figure, [axes for column in grid for axes in column])
-    if title:
-        figure.suptitle(figures.wrapped(title, figure.get_figwidth()))
-    return figures.save(figure, path)
+    return _close(figure, grid, path, title)
 
 
 @figures.styled
@@ -102,14 +96,11 @@ def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str =
     Lines and bands are as in `curves`. Only records that have the key are used.
     """
     if len(panels) == 1:
-        columns = min(3, len(keys))
-        figure = figures.new(
-            figures.PAGE * columns / 3 if columns > 1 else figures.COLUMN, 2.2 * -(-len(keys) // columns) + 0.4
-        )
-        every = list(figure.subplots(-(-len(keys) // columns), columns, squeeze=False).flatten())
-        grid, spare = [every[: len(keys)]], every[len(keys) :]
+        rows, columns = figures.shape(len(keys))
+        figure = figures.new(figures.PAGE * columns / 3 if columns > 1 else figures.COLUMN, 2.2 * rows + 0.4)
+        grid = [figures.panels(figure, len(keys))]
     else:
-        (figure, grid), spare = _grid(len(panels), len(keys)), []
+        figure, grid = _grid(len(panels), len(keys))
     for column, (name, lines) in zip(grid, panels.items(), strict=True):
         for axes, key in zip(column, keys, strict=True):
             _lines(axes, {label: [series(history, key) for history in seeds] for label, seeds in lines.items()}, panels)
@@ -119,15 +110,19 @@ def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str =
             figures.finish(axes)
             if key in _LOGARITHMIC:
                 figures.logarithmic(axes)
-    if len(panels) > 1:
-        for row in zip(*grid, strict=True):
-            _share_range(row)
-    for axes in spare:
-        axes.set_axis_off()
+    return _close(figure, grid, path, title)
+
+
+def _close(figure: Figure, grid: Sequence[Sequence[Any]], path: str | Path, title: str) -> Path:
+    """Save a figure, after the panels of a view got one range, and only the first of them a label."""
+    for row in zip(*grid, strict=True) if len(grid) > 1 else ():
+        ranges = [axes.get_ylim() for axes in row]
+        for axes in row:
+            axes.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))
+            if not axes.get_subplotspec().is_first_col():
+                axes.set_ylabel("")
     figures.legend(figure, [axes for column in grid for axes in column])
-    if title:
-        figure.suptitle(figures.wrapped(title, figure.get_figwidth()))
-    return figures.save(figure, path)
+    return figures.close(figure, path, title)
 
 
 def _values(panels: Panels, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
@@ -146,8 +141,7 @@ def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
     if panels == 1:
         figure = figures.new(figures.PAGE, 2.9)
         return figure, [list(figure.subplots(1, views, squeeze=False)[0])]
-    columns = min(_ABREAST, panels)
-    blocks = -(-panels // columns)
+    blocks, columns = figures.shape(panels)
     figure = figures.new(figures.PAGE, 2.2 * views * blocks + 0.5)
     every = figure.subplots(blocks * views, columns, squeeze=False)
     for place in range(panels, blocks * columns):
@@ -156,31 +150,16 @@ def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
     return figure, [[every[i // columns * views + view, i % columns] for view in range(views)] for i in range(panels)]
 
 
-def _share_range(row: Sequence[Any]) -> None:
-    """Set one range on the vertical axes and label only the first, so that panels can be compared by eye."""
-    ranges = [axes.get_ylim() for axes in row]
-    for axes in row:
-        axes.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))
-    for axes in row:
-        if not axes.get_subplotspec().is_first_col():
-            axes.set_ylabel("")
-
-
 def _lines(
     axes: Any,
     runs: Mapping[str, Sequence[Mapping[int, float]]],
     panels: Mapping[str, Iterable[str]],
     limits: tuple[float, float] = (-np.inf, np.inf),
 ) -> None:
-    """Draw for each label the mean over its seeds, in a band of one standard deviation.
+    """Draw for each label the mean over its seeds, in a band of one standard deviation within `limits`.
 
-    Only rounds that all seeds of a label have are drawn.
-
-    Args:
-        axes: axes of one panel.
-        runs: label -> one dict of values by round per seed.
-        panels: title -> labels, of the whole figure: a label looks the same in all of them.
-        limits: smallest and largest value of a band.
+    Only rounds that all seeds of a label have are drawn. `runs` has one dict of values by round per seed, `panels` the
+    labels of the whole figure, because a label looks the same in all panels.
     """
     axes.locator_params(axis="x", integer=True)
     styles = figures.styles(dict.fromkeys(label for labels in panels.values() for label in labels))

@@ -28,10 +28,7 @@ _STYLE: Any = {  # matplotlib's types list its settings one by one
 
 
 def styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that draws: letters and lines get the sizes that they have on a paper's page.
-
-    Matplotlib's global settings do not change.
-    """
+    """Decorate a function that draws: letters and lines get the sizes that they have on a paper's page."""
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,9 +50,29 @@ def new(width: float, height: float) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: str | Path) -> Path:
+def shape(count: int) -> tuple[int, int]:
+    """Return the numbers of rows and columns of `count` panels, three in a row."""
+    columns = min(3, count)
+    return -(-count // columns), columns
+
+
+def panels(figure: Figure, count: int, **options: Any) -> list[Any]:
+    """Return the axes of `count` panels, three in a row."""
+    every = list(figure.subplots(*shape(count), squeeze=False, **options).flatten())
+    for axes in every[count:]:
+        axes.set_axis_off()
+    return every[:count]
+
+
+def close(figure: Figure, path: str | Path, title: str) -> Path:
+    """Write the title above the figure, and save it."""
+    if title:
+        figure.suptitle(wrapped(title, figure.get_figwidth()))
+    return save(figure, Path(path))
+
+
+def save(figure: Figure, path: Path) -> Path:
     """Save the figure as PNG, and as SVG and PDF with the same stem. Return the PNG's path."""
-    path = Path(path)
     figure.savefig(path, dpi=200)
     figure.set_layout_engine("none")  # as it is: the other files need not find the places again
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
@@ -115,14 +132,8 @@ def legend(figure: Figure, panels: Iterable[Any]) -> None:
         return
     letters = max(map(len, entries))
     columns = max(1, min(len(entries), int(figure.get_figwidth() / (0.065 * letters + 0.65))))
-    figure.legend(
-        list(entries.values()),
-        list(entries),
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        handlelength=4,
-    )
+    look: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False, "handlelength": 4}
+    figure.legend(list(entries.values()), list(entries), **look)
 
 
 def logarithmic(axes: Any, which: str = "y") -> None:

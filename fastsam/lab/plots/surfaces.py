@@ -22,16 +22,15 @@ def surfaces(grids: Mapping[str, np.ndarray], radius: float, path: str | Path, t
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
-    columns = min(3, len(grids))
-    rows = -(-len(grids) // columns)
+    rows, columns = figures.shape(len(grids))
     side = min((figures.PAGE - 0.7) / columns, 2.6)
     figure = figures.new(side * columns + 0.7, (side + 0.2) * rows + 0.3)
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    panels = figures.panels(figure, len(grids))
     every = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
     low = max(float(every.min()), 1e-12) if every.size else 1.0
     high = min(max(float(every.max(initial=low)), 1.001 * low), _SPAN * low)
     levels = np.geomspace(low, high, 16)
-    for axes, (label, grid) in zip(panels, grids.items(), strict=False):
+    for axes, (label, grid) in zip(panels, grids.items(), strict=True):
         axis = np.linspace(-radius, radius, len(grid))
         shown = np.clip(np.nan_to_num(grid, nan=high, posinf=high), low, high)
         norm = LogNorm(levels[0], levels[-1])
@@ -40,15 +39,10 @@ def surfaces(grids: Mapping[str, np.ndarray], radius: float, path: str | Path, t
         axes.plot(0, 0, marker="+", color="red", markersize=6, markeredgewidth=1.2)
         axes.set(title=figures.wrapped(label, side - 0.3), aspect="equal", xlabel="direction 1", ylabel="direction 2")
         axes.label_outer()
-    for axes in panels[len(grids) :]:
-        axes.set_axis_off()
-    bar = figure.colorbar(
-        image, ax=list(panels), label="training loss", shrink=min(0.9, 4 / figure.get_figheight()), aspect=30
-    )
+    shrink = min(0.9, 4 / figure.get_figheight())
+    bar = figure.colorbar(image, ax=panels, label="training loss", shrink=shrink, aspect=30)
     if high < 10 * low:  # hardly a power of ten in it: round losses
         bar.ax.yaxis.set_major_locator(MaxNLocator(6))
         bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    if title:
-        figure.suptitle(title)
-    return figures.save(figure, path)
+    return figures.close(figure, path, title)

@@ -28,19 +28,15 @@ class Document:
     """The content of a report.
 
     Args:
-        title: first heading.
-        facts: listed below the title.
         tables, figures: in this order.
-        runs: name and directory of each run.
-        command: repeats all of it.
     """
 
     title: str
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # listed below the title
     tables: Sequence[Table]
     figures: Sequence[Figure]
-    runs: Sequence[tuple[str, str]]
-    command: str
+    runs: Sequence[tuple[str, str]]  # name and directory of each run
+    command: str  # repeats all of it
 
     def write(self, directory: Path) -> None:
         """Write `report.md` and `report.html` into the directory, which has the figures."""

@@ -13,7 +13,7 @@ import numpy as np
 from fastsam.fed.common.atomic_files import write_json
 from fastsam.fed.measures.surface import RADIUS
 from fastsam.lab import plots
-from fastsam.lab.plots.curves import NAMES
+from fastsam.lab.plots.curves import NAMES, deviation
 from fastsam.lab.report.document import Document, Figure
 from fastsam.lab.report.finished import (
     FinishedRun,
@@ -27,7 +27,6 @@ from fastsam.lab.report.finished import (
     values,
 )
 from fastsam.lab.report.tables import all_tables
-from fastsam.lab.seeds import deviation
 
 # Files of a comparison's directory in addition to one sub-directory per run. There may be more figures.
 COMPARISON_FILES = {
@@ -38,21 +37,13 @@ COMPARISON_FILES = {
 
 @dataclass(frozen=True)
 class Context:
-    """Content of a comparison's report in addition to its runs.
-
-    Args:
-        title: title of the report.
-        facts: lines below the title.
-        command: command that repeats the comparison.
-        counts: numbers of samples `[clients, classes]`, by the swept values of the data.
-        surfaces: loss surfaces by label.
-    """
+    """Content of a comparison's report in addition to its runs."""
 
     title: str
-    facts: Mapping[str, Any]
-    command: str
-    counts: Mapping[str, np.ndarray]
-    surfaces: Mapping[str, np.ndarray] = field(default_factory=dict)
+    facts: Mapping[str, Any]  # lines below the title
+    command: str  # command that repeats the comparison
+    counts: Mapping[str, np.ndarray]  # numbers of samples `[clients, classes]`, by the swept values of the data
+    surfaces: Mapping[str, np.ndarray] = field(default_factory=dict)  # loss surfaces by label
 
 
 def write_comparison(runs: Sequence[FinishedRun], context: Context, directory: Path) -> None:
@@ -106,10 +97,7 @@ def draw_plots(
     Each figure is saved in `directory` as PNG, SVG and PDF.
 
     Args:
-        runs: finished runs.
         counts: numbers of samples `[clients, classes]`, by the swept values of the data; under "" if none was swept.
-        directory: directory of the figures.
-        title: title of every figure.
     """
     held = plots.classes(counts, directory / "classes.png", f"who holds which classes: {title}")
     return [*draw_curves(runs, directory, title), Figure(held, "Who holds which classes")]

@@ -7,30 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastsam.lab.plots.curves import value_text
+
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run.
+    """A finished run."""
 
-    Args:
-        label: name of its line in the report: the algorithm, and the values of a sweep.
-        seed: random seed.
-        summary: content of its summary.json.
-        history: its records.
-        run_dir: its directory.
-        algorithm: short name of the algorithm.
-        point: swept keys that it took, with their values.
-        lr: local learning rate; None if it is not a number.
-    """
-
-    label: str
+    label: str  # name of its line in the report: the algorithm, and the values of a sweep
     seed: int
-    summary: Mapping[str, Any]
-    history: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]  # content of its summary.json
+    history: Sequence[Mapping[str, Any]]  # its records
     run_dir: Path
-    algorithm: str = ""
-    point: Mapping[str, Any] = field(default_factory=dict)
-    lr: float | None = None
+    algorithm: str = ""  # short name of the algorithm
+    point: Mapping[str, Any] = field(default_factory=dict)  # swept keys that it took, with their values
+    lr: float | None = None  # local learning rate; None if it is not a number
 
 
 Group = Sequence[FinishedRun]
@@ -66,11 +57,6 @@ def metrics_of(runs: Iterable[FinishedRun]) -> list[str]:
 def target_of(runs: Iterable[FinishedRun]) -> float | None:
     """Return the target accuracy of the first run that has one."""
     return next((run.summary["target"] for run in runs if run.summary.get("target") is not None), None)
-
-
-def value_text(value: Any) -> str:
-    """Return a swept value as it is shown in a label."""
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def shared_keys(runs: Iterable[FinishedRun]) -> tuple[str, ...]:

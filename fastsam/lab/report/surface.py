@@ -27,14 +27,10 @@ def loss_surfaces(
 ) -> Mapping[str, np.ndarray]:
     """Return the surface of every label's first run, `[points, points]` over [-1, 1]^2; also write surfaces.npz.
 
-    Args:
-        runs: finished runs.
-        build: function that returns a run's model (with any weights), its clients' data and its loss.
-        points: number of points on a side.
-        directory: directory of surfaces.npz.
+    Raises FileNotFoundError if a run has no model.safetensors.
 
-    Raises:
-        FileNotFoundError: a run has no model.safetensors.
+    Args:
+        build: function that returns a run's model (with any weights), its clients' data and its loss.
     """
     grids: dict[str, np.ndarray] = {}
     for label, group in by_label(runs).items():

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
+    """A table of texts."""
 
-    Args:
-        title: heading, which is not part of the rendered table.
-        head: texts above the columns, which may have several lines.
-        rows: texts of each row, one for each column.
-        note: explanation of the numbers, which is not part of the rendered table either.
-        aligned: `l` or `r` per column; by default the first column is on the left and the others on the right.
-    """
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-    aligned: str = ""
+    title: str  # heading, which is not part of the rendered table
+    head: Sequence[str]  # texts above the columns, which may have several lines
+    rows: Sequence[Sequence[str]]  # texts of each row, one for each column
+    note: str = ""  # explanation of the numbers, which is not part of the rendered table either
+    aligned: str = ""  # `l` or `r` per column; by default the first column is on the left and the others on the right
 
     @property
     def sides(self) -> str:
@@ -63,6 +59,11 @@ class Table:
             if not number:
                 lines.append("  ".join("─" * w for w in widths))
         return "\n".join(lines)
+
+    def show(self, console: Console) -> None:
+        """Print title, table and note on a terminal. Numbers are never cut: long lines run over its edge."""
+        parts = ["", self.title, "", self.text(console.width), self.note]
+        console.print("\n".join(parts), soft_wrap=True, highlight=False, markup=False)
 
     def lines(self) -> list[Sequence[str]]:
         """Return head and rows, each cell in one line."""

@@ -8,10 +8,9 @@ from functools import partial
 
 import numpy as np
 
-from fastsam.lab.plots.curves import NAMES
+from fastsam.lab.plots.curves import NAMES, deviation
 from fastsam.lab.report.finished import FinishedRun, Group, baseline, by_label, metrics_of, target_of, values
 from fastsam.lab.report.table import Table
-from fastsam.lab.seeds import deviation
 
 NONE = "–"
 

@@ -12,7 +12,6 @@ from fastsam.fed.common.atomic_files import make_directory, write_json
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare
 from fastsam.lab.config import ConfigError
-from fastsam.lab.report.document import Document
 from fastsam.lab.reproduce import ordering, runner, tuning
 from fastsam.lab.reproduce.page import algorithm_name, document, record
 from fastsam.lab.reproduce.table import load, names
@@ -20,8 +19,6 @@ from fastsam.lab.reproduce.table import load, names
 if TYPE_CHECKING:
     from rich.console import Console
 
-_NUMBER = 20  # longer texts may break in a terminal
-_PAGE = 400  # no table is wider
 FILES = {"report": "report.html", "report (text)": "report.md", "summary": "summary.json"}
 
 
@@ -47,13 +44,9 @@ def reproduce(
     """Run a table and write its report. Return 1 if a run failed, else 0.
 
     Args:
-        name: name of the table.
         scale: scale of the runs; None for the paper's.
-        seeds: seeds in place of the table's.
         flags: keys of the config that override the table's.
-        directory: directory of the results.
         resume: continue interrupted runs in `directory`.
-        console: terminal for progress and tables.
         tune: values that each method is tuned over before the runs, see `tuning.grid`; None to tune nothing.
 
     Raises:
@@ -87,29 +80,10 @@ def reproduce(
     found = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
     found |= {"tuning": tuning.record(tuned, grid)} if grid else {}
     write_json(directory / "summary.json", {**asked, "title": made.title, **found})
-    show(made, console)
-    return 1 if any(outcome.failed for outcome in outcomes.values()) else 0
-
-
-def show(made: Document, console: Console) -> None:
-    """Print the tables of a report on a terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.measure import Measurement
-    from rich.table import Table as RichTable
-
     console.print(made.title, markup=False, highlight=False, soft_wrap=True)
-    for table in made.tables:
-        printed = RichTable(title=table.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        rows = [[cell.replace(" ± ", "±") for cell in row] for row in table.rows]
-        for i, head in enumerate(table.head):
-            numbers = max((len(row[i]) for row in rows if len(row[i]) <= _NUMBER), default=0)
-            printed.add_column(head, justify="left" if i == 0 else "right", min_width=numbers, overflow="fold")
-        for row in rows:
-            printed.add_row(*row)
-        # Numbers are never cut: where the terminal is too narrow, lines run over its edge.
-        least = Measurement.get(console, console.options.update(max_width=_PAGE), printed).minimum
-        console.print(printed, width=max(console.width, least), crop=False)
-        console.print(table.note, markup=False, highlight=False, soft_wrap=True)
+    for part in made.tables:
+        part.show(console)
+    return 1 if any(outcome.failed for outcome in outcomes.values()) else 0
 
 
 def _numbers(seeds: Sequence[str]) -> list[int]:
@@ -125,28 +99,18 @@ def _numbers(seeds: Sequence[str]) -> list[int]:
 def _check_directory(plans: Mapping[Any, Any], asked: Mapping[str, Any], directory: Path, resume: bool) -> None:
     """Check that the directory is new or empty, or has earlier runs of the same table at the same scale.
 
-    Raises:
-        RunDirectoryError: the directory has other content, or it is not empty and `resume` is False.
+    Raises RunDirectoryError if the directory has other content, or it is not empty and `resume` is False.
     """
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+    if compare.is_new(directory, resume):
         return
-    if not resume:
-        raise RunDirectoryError(
-            f"the directory {directory} exists; continue it with --resume, or choose another --run-dir"
-        )
     try:
         before = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
         before = {}
-    if (
-        not isinstance(before, dict)
-        or before.get("reproduce") != asked["reproduce"]
-        or before.get("scale") != asked["scale"]
-    ):
-        raise RunDirectoryError(
-            f"{directory} is not a directory of `{_command({**asked, 'flags': [], 'seeds': []})}`; choose another "
-            f"--run-dir"
-        )
+    same = isinstance(before, dict) and all(before.get(key) == asked[key] for key in ("reproduce", "scale"))
+    if not same:
+        command = _command({**asked, "flags": [], "seeds": []})
+        raise RunDirectoryError(f"{directory} is not a directory of `{command}`; choose another --run-dir")
     for part, plan in plans.items():
         compare.check_directory(plan, directory / part.slug, resume)
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.rundir.result import to_target
+from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import Column, Part
-from fastsam.lab.seeds import deviation
 
 NONE = "–"
 Number = Callable[[FinishedRun, float | None], float | None]
@@ -22,29 +22,17 @@ Groups = Sequence[Sequence[FinishedRun]]
 
 @dataclass(frozen=True)
 class Metric:
-    """A kind of cell.
+    """A kind of cell."""
 
-    Args:
-        head: text in the head of a column.
-        number: function from a run and the column's target to the number.
-        form: format of the number.
-        spread: function for a second number, shown in parentheses.
-        seeds: show the standard deviation over seeds.
-        relative: show the multiple of FedAvg's number after the number, as in "1.26x".
-        ratio: show this multiple in place of the number.
-        timed: the number counts until the column's target was reached.
-        better: 1 if a larger number is better, -1 if a smaller number is better.
-    """
-
-    head: str
-    number: Number
-    form: str
-    spread: Number | None = None
-    seeds: bool = False
-    relative: bool = False
-    ratio: bool = False
-    timed: bool = False
-    better: int = -1
+    head: str  # text in the head of a column
+    number: Number  # function from a run and the column's target to the number
+    form: str  # format of the number
+    spread: Number | None = None  # function for a second number, shown in parentheses
+    seeds: bool = False  # show the standard deviation over seeds
+    relative: bool = False  # show the multiple of FedAvg's number after the number, as in "1.26x"
+    ratio: bool = False  # show this multiple in place of the number
+    timed: bool = False  # the number counts until the column's target was reached
+    better: int = -1  # 1 if a larger number is better, -1 if a smaller number is better
 
 
 def _percent(key: str) -> Number:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from fastsam.fed.algorithms import registry
+from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import Part, Section, Table
-from fastsam.lab.seeds import deviation
 
 OWN = {
     "fedsam": ("fedsam", "mofedsam"),
@@ -32,27 +32,16 @@ Outcomes = Mapping[Part, Outcome]
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper: `ahead` is ahead of `other`.
-
-    Args:
-        section: title of the section.
-        metric: name of the metric.
-        ahead: the better method.
-        other: the method that it is compared with.
-        columns: number of the section's columns in which the paper has `ahead` ahead.
-        paper: mean margin over these columns in the paper.
-        ours: mean margin over these columns in our runs, one number per seed.
-        sample: margin of one test sample, or 0 for numbers that are not accuracies.
-    """
+    """A claim of a paper: `ahead` is ahead of `other`."""
 
     section: str
     metric: str
-    ahead: str
-    other: str
-    columns: int
-    paper: float
-    ours: tuple[float, ...]
-    sample: float = 0.0
+    ahead: str  # the better method
+    other: str  # the method that it is compared with
+    columns: int  # number of the section's columns in which the paper has `ahead` ahead
+    paper: float  # mean margin over these columns in the paper
+    ours: tuple[float, ...]  # mean margin over these columns in our runs, one number per seed
+    sample: float = 0.0  # margin of one test sample, or 0 for numbers that are not accuracies
 
     @property
     def undecided(self) -> bool:

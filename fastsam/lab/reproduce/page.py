@@ -40,11 +40,6 @@ def document(
     """Return the report. Its figures are drawn into `directory`.
 
     Args:
-        table: the table.
-        plans: comparison of each part.
-        outcomes: finished runs of each part.
-        directory: directory of the report.
-        command: command that repeats all of it.
         beside: further tables, of work done before the runs.
     """
     title = f"{table.name}: {table.title}"

@@ -13,13 +13,12 @@ import torch
 
 from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import FREE
-from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare, experiment
 from fastsam.lab.compare import Plan
 from fastsam.lab.config import Source, parse_flags, resolve
-from fastsam.lab.keys import RunConfig, short_name
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.reproduce.table import Part, Table, source
+from fastsam.lab.run_config import RunConfig, short_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,28 +39,19 @@ _NAMED = 4  # places that a change names before it counts the others
 
 @dataclass(frozen=True)
 class Outcome:
-    """The finished runs of a part, and the data of its figures.
-
-    Args:
-        runs: finished runs.
-        failed: reason of each failed run, by the run's name.
-        counts: numbers of samples, `[clients, classes]`.
-        surfaces: loss surfaces by label.
-        samples: number of test samples, 0 if unknown.
-    """
+    """The finished runs of a part, and the data of its figures."""
 
     runs: Sequence[FinishedRun]
-    failed: Mapping[str, str]
-    counts: np.ndarray
-    surfaces: Mapping[str, np.ndarray]
-    samples: int = 0
+    failed: Mapping[str, str]  # reason of each failed run, by the run's name
+    counts: np.ndarray  # numbers of samples, `[clients, classes]`
+    surfaces: Mapping[str, np.ndarray]  # loss surfaces by label
+    samples: int = 0  # number of test samples, 0 if unknown
 
 
 def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
     """Return the config of each part.
 
     Args:
-        table: the table.
         flags: keys that override the keys of config files. A key in an algorithm's table applies to the parts that run
             this algorithm.
     """
@@ -87,8 +77,7 @@ def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Pl
 def check_data(plans: Mapping[Part, Plan]) -> None:
     """Open each data set once, so that a missing archive is reported before anything runs.
 
-    Raises:
-        FileNotFoundError: the files of a data set are missing.
+    Raises FileNotFoundError if the files of a data set are missing.
     """
     seen: dict[Any, RunConfig] = {}
     for plan in plans.values():
@@ -118,12 +107,8 @@ def _run_part(table: Table, part: Part, plan: Plan, directory: Path, resume: boo
 
     data = compare.load_all(plan)
     compare.write_record(plan, directory)
-    try:
-        finished, failed = compare.train_all(plan, data, directory, resume, Console(quiet=table.scale is not None), "")
-    except RunDirectoryError:
-        raise
-    except RuntimeError as error:
-        finished, failed = [], {part.slug: str(error)}
+    quiet = Console(quiet=table.scale is not None)
+    finished, failed = compare.train_all(plan, data, directory, resume, quiet, "")
     points = ({part.same_axis.get(key, key): value for key, value in run.point.items()} for run in finished)
     finished = [replace(run, point=point) for run, point in zip(finished, points, strict=True)]
     shown = data[compare.data_key(plan.configs[0])]
@@ -197,12 +182,7 @@ def _text(value: Any) -> str:
 
 
 def _where(found: Mapping[str, set[str]], every: Mapping[str, set[str]]) -> str:
-    """Return the names of parts or whole sections, and of algorithms if a change does not affect all of them.
-
-    Args:
-        found: affected algorithms, by part.
-        every: all algorithms, by part.
-    """
+    """Return the names of parts or whole sections, and of algorithms if a change does not affect all of them."""
     names = []
     for part in found:
         section = part.rpartition(", ")[0]

@@ -15,29 +15,21 @@ from typing import Any
 
 from fastsam.fed.common.checks import nearest
 from fastsam.lab.config import ConfigError, Source, tomllib
-from fastsam.lab.keys import TABLES
+from fastsam.lab.run_config import TABLES
 
 SCALES = ("digits",)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One comparison.
-
-    Args:
-        title: name of the part.
-        algorithms: names of the algorithms.
-        keys: keys of the config at the chosen scale, with the algorithms' tables.
-        paper: keys of the config at the paper's scale.
-        sweep: swept keys with their values.
-        same_axis: swept keys that figures show on the axis of another key.
-    """
+    """One comparison."""
 
     title: str
     algorithms: tuple[str, ...]
-    keys: Mapping[str, Any] = field(hash=False)
-    paper: Mapping[str, Any] = field(hash=False)
-    sweep: tuple[str, ...] = ()
+    keys: Mapping[str, Any] = field(hash=False)  # keys of the config at the chosen scale, with the algorithms' tables
+    paper: Mapping[str, Any] = field(hash=False)  # keys of the config at the paper's scale
+    sweep: tuple[str, ...] = ()  # swept keys with their values
+    # swept keys that figures show on the axis of another key
     same_axis: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -48,51 +40,32 @@ class Part:
 
 @dataclass(frozen=True)
 class Column:
-    """A column, whose numbers are means over its parts.
+    """A column, whose numbers are means over its parts."""
 
-    Args:
-        name: text in the head.
-        parts: comparisons.
-        target: accuracy in 0..1 for numbers of rounds, or None.
-    """
-
-    name: str
+    name: str  # text in the head
     parts: tuple[Part, ...]
-    target: float | None = None
+    target: float | None = None  # accuracy in 0..1 for numbers of rounds, or None
 
 
 @dataclass(frozen=True)
 class Section:
-    """A block of a table.
-
-    Args:
-        title: heading of the block.
-        columns: its columns.
-        published: the paper's cells as printed, by algorithm: for each column one cell per metric.
-    """
+    """A block of a table."""
 
     title: str
     columns: tuple[Column, ...]
+    # the paper's cells as printed, by algorithm: for each column one cell per metric
     published: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Distrust:
-    """Published cells that cannot be right.
+    """Published cells that cannot be right."""
 
-    Args:
-        reason: explanation for the report.
-        section: title of a section; empty for all.
-        columns: names of columns; empty for all.
-        algorithms: names of algorithms; empty for all.
-        metrics: names of metrics; empty for all.
-    """
-
-    reason: str
-    section: str = ""
-    columns: tuple[str, ...] = ()
-    algorithms: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ()
+    reason: str  # explanation for the report
+    section: str = ""  # title of a section; empty for all
+    columns: tuple[str, ...] = ()  # names of columns; empty for all
+    algorithms: tuple[str, ...] = ()  # names of algorithms; empty for all
+    metrics: tuple[str, ...] = ()  # names of metrics; empty for all
 
     def covers(self, section: str, column: str, algorithm: str, metric: str) -> bool:
         """Return True if this entry covers the cell."""
@@ -104,21 +77,15 @@ class Distrust:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper at one scale.
-
-    Args:
-        scale: name of the scale; None for the paper's.
-        metrics: names of `fastsam.lab.reproduce.metrics.METRICS`.
-        figures: names among curves, measures, classes, surfaces, ablations.
-    """
+    """A table or figure of a paper at one scale."""
 
     name: str
     title: str
     source: str
-    scale: str | None
+    scale: str | None  # name of the scale; None for the paper's
     note: str
-    metrics: tuple[str, ...]
-    figures: tuple[str, ...]
+    metrics: tuple[str, ...]  # names of `fastsam.lab.reproduce.metrics.METRICS`
+    figures: tuple[str, ...]  # names among curves, measures, classes, surfaces, ablations
     algorithms: tuple[str, ...]
     seeds: tuple[int, ...]
     surface_points: int

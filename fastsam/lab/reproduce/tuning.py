@@ -18,14 +18,13 @@ import torch
 
 from fastsam.fed.common import seeds
 from fastsam.fed.data import FederatedData
-from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare
 from fastsam.lab.compare import Plan
 from fastsam.lab.config import ConfigError, Source, parse_flags
-from fastsam.lab.keys import short_name
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.table import Part
+from fastsam.lab.run_config import short_name
 from fastsam.lab.sweep import Axis, parse_axis
 
 if TYPE_CHECKING:
@@ -41,15 +40,10 @@ Point = tuple[tuple[str, str], ...]  # a method's values, as they are written in
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of `--tune`.
+    """The grid of `--tune`."""
 
-    Args:
-        axes: keys and their values.
-        seed: seed of the runs.
-    """
-
-    axes: tuple[Axis, ...]
-    seed: int = SEED
+    axes: tuple[Axis, ...]  # keys and their values
+    seed: int = SEED  # seed of the runs
 
     @property
     def texts(self) -> list[str]:
@@ -58,13 +52,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Found:
-    """The results of tuning one part: held-out accuracy of each point of each algorithm.
+    """The results of tuning one part: held-out accuracy of each point of each algorithm."""
 
-    Args:
-        accuracies: algorithm -> point -> accuracy.
-    """
-
-    accuracies: Mapping[str, Mapping[Point, float]] = field(hash=False)
+    accuracies: Mapping[str, Mapping[Point, float]] = field(hash=False)  # algorithm -> point -> accuracy
 
     def taken(self, algorithm: str) -> Point:
         """Return the best point; empty if no run was finished, or the algorithm takes no key of the grid."""
@@ -75,13 +65,10 @@ class Found:
 def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> Grid:
     """Return the grid of `--tune`.
 
+    Raises ConfigError if a text is not a grid of numbers, or a key is both tuned and given by a flag.
+
     Args:
         asked: texts such as "lr=0.1,0.2"; "" for the grid of this module.
-        numbers: seeds of the table.
-        flags: keys that override the table's.
-
-    Raises:
-        ConfigError: a text is not a grid of numbers, or a key is both tuned and given by a flag.
     """
     axes = tuple(parse_axis(text) for text in ([text for text in asked if text] or GRID))
     if any(axis.table is not None for axis in axes):
@@ -140,12 +127,7 @@ def _run(trial: Plan, keys: set[str], directory: Path, resume: bool) -> Found:
 
     data = {key: held_out(shown) for key, shown in compare.load_all(trial).items()}
     compare.write_record(trial, directory)
-    try:
-        runs, _ = compare.train_all(trial, data, directory, resume, Console(quiet=True), "")
-    except RuntimeError as error:
-        if isinstance(error, RunDirectoryError):
-            raise
-        runs = []
+    runs, _ = compare.train_all(trial, data, directory, resume, Console(quiet=True), "")
     return Found(_accuracies(runs, keys))
 
 
@@ -170,10 +152,7 @@ def _accuracies(runs: Sequence[FinishedRun], keys: set[str]) -> dict[str, dict[P
 def held_out(data: FederatedData) -> FederatedData:
     """Return the data with a fifth of each client's samples moved to the test set, which has only these samples.
 
-    A client of fewer than five samples keeps all of them.
-
-    Raises:
-        ValueError: no client has five samples.
+    A client of fewer than five samples keeps all of them. Raises ValueError if no client has five samples.
     """
     kept, others = [], []
     for client, (x, y) in enumerate(data.clients):
@@ -194,8 +173,6 @@ def text_tables(found: Mapping[Part, Found], grid: Grid, name: Callable[[str], s
     """Return one table of the chosen values for each part.
 
     Args:
-        found: results of the tuning, by part.
-        grid: the grid.
         name: function that returns a method's name for the report.
     """
     tables = []

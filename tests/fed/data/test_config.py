@@ -14,7 +14,7 @@ from fastsam.fed import data, models
 from fastsam.fed.data import partition
 from fastsam.lab import cli, config, experiment
 from fastsam.lab.config import ConfigError
-from fastsam.lab.keys import RunConfig
+from fastsam.lab.run_config import RunConfig
 from tests.helpers.places import ROOT
 from tests.helpers.small_archives import SMALL, small_cifar, small_emnist, write_folders
 

@@ -115,12 +115,12 @@ def test_samples_and_labels_that_are_not_there() -> None:
 
     take(x, y, wanted)
     for place in (9, -1):
-        with pytest.raises(RuntimeError, match="places in x and y, 0 to 8"):
+        with pytest.raises(RuntimeError, match="indices of x and y, 0 to 8"):
             take(x, y, torch.where(wanted == 3, place, wanted))
     with pytest.raises(RuntimeError, match="Target 4 is out of bounds"):
         take(x, torch.full_like(y, 4), wanted)
     for bad in ((x[:, :4], y, wanted, 5), (x, y, wanted, 4), (x, y, wanted[:1], 5), (x.double(), y, wanted, 5)):
-        with pytest.raises(RuntimeError, match=r"contiguous|wanted must be|batches of another shape"):
+        with pytest.raises(RuntimeError, match=r"contiguous|sample_indices must be|batches of another shape"):
             take(*bad)
 
 

@@ -80,10 +80,7 @@ class RunConfig(Settings, ModelKeys, DataKeys):
     """All keys of one run, resolved. Import paths are checked later.
 
     `options` are the algorithm's hyper-parameters. There is no key of this name: they are written in the algorithm's
-    table.
-
-    Raises:
-        ValueError: a value is out of range.
+    table. Raises ValueError if a value is out of range.
     """
 
     # fmt: off
