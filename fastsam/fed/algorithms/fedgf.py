@@ -18,6 +18,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
+    checked,
 )
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
@@ -44,16 +45,10 @@ class FedGF(Algorithm):
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = 0.05
-    rho_g: Scheduled = 0.05
-    threshold: float = 1.0
-    window: int = 10
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        check_scheduled("rho_g", self.rho_g)
-        number("threshold", self.threshold, at_least=0)
-        integer("window", self.window, at_least=1)
+    rho: Scheduled = checked(0.05, check_scheduled)
+    rho_g: Scheduled = checked(0.05, check_scheduled)
+    threshold: float = checked(1.0, number, at_least=0)
+    window: int = checked(10, integer, at_least=1)
 
     def init_server(self, w0: Tensor) -> State:
         apart = torch.zeros(self.window, dtype=torch.float64, device=w0.device)
