@@ -339,7 +339,7 @@ class Client:
     def _sum_losses(self) -> None:
         """Add up the losses of the steps since the last call, weighted by samples."""
         row = self._row
-        if self._sizes == row.batch_sizes:  # those of the run's local work
+        if self._sizes == row.batch_sizes:  # the batches of the run's local work
             total = row.sum_of_losses(row.sizes)
         elif self._sizes:
             total = row.sum_of_losses(to_device(torch.tensor(self._sizes, dtype=torch.float64), row.z.device))

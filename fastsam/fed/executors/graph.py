@@ -94,8 +94,8 @@ class CapturableTrainer(ClientTrainer):
 
 
 def shape_of(batch: Batch) -> Hashable:
-    """Return the properties that two batches must share to have one pair of inputs: those on which libraries' rounding
-    depends. The address of the labels is left out, because each of its 16 alignments would have separate graphs."""
+    """Return the properties that two batches must share to have one pair of inputs. Libraries' rounding depends on
+    them. The address of the labels is left out, because each of its 16 alignments would have separate graphs."""
     return tuple((t.shape, t.stride(), t.dtype, _offset(t) if t.is_floating_point() else 0) for t in batch)
 
 
