@@ -2,9 +2,8 @@
 
 from fastsam import fed
 
-data = fed.digits(clients=50, alpha=0.3)
-result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50)
-result.model, result.history, result.summary()
+data = fed.digits(clients=50, alpha=0.3) result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50) result.model,
+result.history, result.summary()
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, an
 from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.clients.batch_loss import BatchLoss
-from fastsam.fed.clients.client_test_sets import ClientTestSets
 from fastsam.fed.clients.lazy import LazyClients
+from fastsam.fed.clients.prepare import ClientTestSets
 from fastsam.fed.executors import ClientError
 from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError

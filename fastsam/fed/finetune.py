@@ -16,7 +16,6 @@ from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
 from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer
-from fastsam.fed.loop import trial_batch
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.result import Result
@@ -56,7 +55,7 @@ def finetune(
     given = cast("Loss | BatchLoss", settings.loss)
     weights = next(p for p in model.parameters() if p.requires_grad)
     population = prepare(clients, test, weights.dtype, weights.device, isinstance(given, BatchLoss), collate)
-    loss = trial_batch.batch_loss(given, population)
+    loss = population.loss_of(given)
     evaluator = Evaluator(cast(Loss, loss), population, _classifies(result), settings.client_test_split, settings.seed)
     if not evaluator.classifies:
         raise ValueError(

@@ -32,31 +32,31 @@ class AccumulationCheck:
     def __init__(self) -> None:
         self._steps_left = FIRST
         self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
-        self._used: list[tuple[int, int]] | None = []  # None: not noted
+        self._used_grads: list[tuple[int, int]] | None = []  # None: not noted
 
     def reset(self) -> None:
         """Forget the known gradients, because a step failed or was made in two halves."""
-        self._used = None
+        self._used_grads = None
 
     def record(self, groups: Groups) -> None:
         """Record the present gradients, which were all used."""
-        self._used = None
+        self._used_grads = None
         if not self._steps_left:
             return
         self._steps_left -= 1
         grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
         self._oldest = weakref.ref(grads[0]) if grads else None
-        self._used = _marks(grads)
+        self._used_grads = _marks(grads)
 
     def check(self, groups: Groups) -> None:
         """Warn once if there are other gradients now, which the step that begins would clear."""
-        used = self._used
-        self._used = None  # until this step is made
-        if used is None:
+        used_grads = self._used_grads
+        self._used_grads = None  # until this step is made
+        if used_grads is None:
             return
         grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
         fresh = self._oldest is None or self._oldest() is None
-        if not grads or (not fresh and _marks(grads) == used):
+        if not grads or (not fresh and _marks(grads) == used_grads):
             return
         if any(g.layout != torch.strided or bool(to_local(g).any()) for g in grads):
             self._steps_left = 0

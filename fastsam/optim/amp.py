@@ -57,12 +57,12 @@ class GradScalerTracker:
     def observe(self, grad_scale: Tensor | None, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]) -> None:
         """Record the scaler of this step. Its `grad_scale` is None if it has unscaled gradients since its last update.
         sumsq: squared norm of the first gradients."""
-        known = None if self._scaler is None else self._scaler()
-        if known is not None and grad_scale is not None:
+        last_scaler = None if self._scaler is None else self._scaler()
+        if last_scaler is not None and grad_scale is not None:
             return
         self._scaler = _calling_scaler()
         scaler = None if self._scaler is None else self._scaler()
-        if grad_scale is None and scaler is not known:
+        if grad_scale is None and scaler is not last_scaler:
             _check_unscaled(scaler, sumsq, [p.grad for p in parameters_of(groups) if p.grad is not None])
 
     def g1_scale(self, grad_scale: Tensor | None) -> Tensor | None:

@@ -56,10 +56,10 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
     if not isinstance(base, Optimizer):
         raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")
     _check_no_wrapper(base)
-    taken = sorted(set(OWN_OPTIONS) & set(base.defaults))
-    if taken:
+    reserved = sorted(set(OWN_OPTIONS) & set(base.defaults))
+    if reserved:
         raise ValueError(
-            f"{type(base).__name__} has its own options called {', '.join(taken)}, which are SAM's here; it cannot "
+            f"{type(base).__name__} has its own options called {', '.join(reserved)}, which are SAM's here; it cannot "
             f"be the base"
         )
     closure = inspect.signature(unhooked_step(base)).parameters.get("closure")
@@ -116,19 +116,19 @@ def _check_known(factory: Callable[..., Optimizer], options: dict[str, Any]) -> 
 
     A base optimizer that takes any option is not checked.
     """
-    taken = inspect.signature(factory).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+    parameters = inspect.signature(factory).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     for name in options:
-        if name not in taken:
-            known = [*list(taken)[1:], *CONSTRUCTOR_OPTIONS]  # the first are the parameters
+        if name not in parameters:
+            names = [*list(parameters)[1:], *CONSTRUCTOR_OPTIONS]  # the first are the parameters
             meant = FOREIGN_NAMES.get(name.lower())
-            close = [meant] if meant in known else get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+            close = [meant] if meant in names else get_close_matches(name.lower(), names, n=1, cutoff=0.8)
             hint = f"; did you mean {close[0]}?" if close else ""
             base = getattr(factory, "__name__", "the base optimizer")
             raise TypeError(
                 f"unexpected keyword {name!r}: neither FusedSAM nor {base} has such an option (there are "
-                f"{', '.join(known)}){hint}"
+                f"{', '.join(names)}){hint}"
             )
 
 

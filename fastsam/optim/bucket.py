@@ -62,17 +62,17 @@ class Bucket:
 
     def select(self, slots: tuple[int, ...]) -> Selection:
         """Return the parameters in `slots`, always the same object."""
-        found = self._selections.get(slots)
-        if found is None:
-            found = self._selections[slots] = Selection(
+        selection = self._selections.get(slots)
+        if selection is None:
+            selection = self._selections[slots] = Selection(
                 slots, self.params, self.aliases, self.tensors, self.layout, self.backup.can_swap
             )
-        return found
+        return selection
 
     def gather(self) -> tuple[Selection, list[Tensor]]:
         """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements."""
-        found = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
-        slots, grads = present(found, self.tensors, self.numbers)
+        parameter_grads = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
+        slots, grads = present(parameter_grads, self.tensors, self.numbers)
         return self.select(slots), grads
 
     def direct_calls(self, selection: Selection) -> Any:
@@ -80,11 +80,11 @@ class Bucket:
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
         target = self.backup.target
-        found = selection.direct_calls.get(target, target)
-        if found is target:
+        calls = selection.direct_calls.get(target, target)
+        if calls is target:
             make, operands = getattr(self.kernels, "direct_calls", None), self.backup.operands(selection)
-            found = selection.direct_calls[target] = make and make(*operands, selection.table, self.hparams)
-        return None if found is None or found.watched() else found
+            calls = selection.direct_calls[target] = make and make(*operands, selection.table, self.hparams)
+        return None if calls is None or calls.watched() else calls
 
     def field(self, name: str) -> Tensor:
         """Return a field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
@@ -94,9 +94,9 @@ class Bucket:
 
     def store_g1(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Copy these gradients, because their memory may be written in the second pass. Other parameters get zeros."""
-        kept = self.arena.field(G1, self.dtype)
+        field = self.arena.field(G1, self.dtype)
         if selection is not self.whole:
-            kept.zero_()
+            field.zero_()
         if grads:
             torch._foreach_copy_(self.g1_views(selection), list(grads))
 
@@ -122,10 +122,10 @@ class Bucket:
         if MEMORY not in self.arena:
             return self._rounded(choose(g, g[:, :0], g[:, :0]), selection)
         memory, after = self.field(MEMORY), self.field(NEXT)
-        found = choose(g, memory, after)
-        if selection is not self.whole and (others := self._others(selection)).slots:
-            torch._foreach_copy_(others.views(after), others.views(memory))
-        return self._rounded(found, selection)
+        direction = choose(g, memory, after)
+        if selection is not self.whole and (complement := self._complement(selection)).slots:
+            torch._foreach_copy_(complement.views(after), complement.views(memory))
+        return self._rounded(direction, selection)
 
     def _gathered(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
         """Return these gradients as one vector, which is zero elsewhere."""
@@ -142,7 +142,7 @@ class Bucket:
             vector = self.arena.field(ROUNDED, self.dtype).copy_(vector)
         return selection.views(vector)
 
-    def _others(self, selection: Selection) -> Selection:
+    def _complement(self, selection: Selection) -> Selection:
         return self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
 
     # --- other memory for perturbed weights ---
@@ -284,8 +284,8 @@ def buckets_of(
                 members.setdefault((p.dtype, shard_groups_of(p)), []).append((p, number, group_number))
             number += 1
     buckets = []
-    for (dtype, _), found in members.items():
-        params, numbers, group_numbers = zip(*found, strict=True)
+    for (dtype, _), members_of_bucket in members.items():
+        params, numbers, group_numbers = zip(*members_of_bucket, strict=True)
         kernels = bind(backend, device, dtype)
         buckets.append(Bucket(params, numbers, group_numbers, kernels, hparams, fused, exclusive))
     return buckets

@@ -18,7 +18,7 @@ from fastsam.optim.gradients import present
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import summed
+from fastsam.optim.sharded import all_reduced
 from fastsam.optim.state_dict_format import STEPS
 from fastsam.optim.update_calls import UpdateInputs, rule_of
 from fastsam.optim.variants.sam import SAM, Memory
@@ -113,9 +113,9 @@ class Engine(ParamTracker):
         seed, phase = self._seed, self.weight_state
         if phase is not WeightState.PERTURBED:
             phase = WeightState.PERTURBING
-        alone = len(calls) == 1 and seed is None and not (self.uses_separate_norm or self.has_sharded_params)
+        is_single_call = len(calls) == 1 and seed is None and not (self.uses_separate_norm or self.has_sharded_params)
         direct = None
-        if alone:
+        if is_single_call:
             bucket, selection, grads = calls[0]
             direct = bucket.swap(selection, grads, donate) if selection.swap is not None else None
             direct = direct or bucket.direct_calls(selection)
@@ -335,7 +335,7 @@ class Engine(ParamTracker):
             self._sum.copy_(largest(calls, self._sum).square())
             return
         if self.has_sharded_params:
-            self._sum.copy_(summed(calls, self._sum, lambda b, part, g, s: b.norm_(part, g, s, adaptive, True)))
+            self._sum.copy_(all_reduced(calls, self._sum, lambda b, part, g, s: b.norm_(part, g, s, adaptive, True)))
             return
         accumulate = False
         for bucket, selection, grads in calls:
@@ -348,18 +348,18 @@ class Engine(ParamTracker):
     def numbers(self) -> dict[str, float]:
         """Return the counts of perturbations and steps on which the next ones depend, and the unit of a direction's
         memory."""
-        found: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
+        numbers: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
         if not self.perturbs_every_step:
-            found["steps"] = self.steps
+            numbers["steps"] = self.steps
         if self.combiner.unit is not None:
-            found["unit"] = float(self.combiner.unit)
-        return found
+            numbers["unit"] = float(self.combiner.unit)
+        return numbers
 
 
 def _perturbed_subset(moves: Sequence[bool], bucket: Bucket, part: Selection, grads: list[Tensor]) -> BucketGrads:
     """Return the parameters that the variant perturbs. moves: for each group, if it perturbs it."""
-    found = [(i, g) for i, g in zip(part.slots, grads, strict=True) if moves[bucket.groups[i]]]
-    return bucket, bucket.select(tuple(i for i, _ in found)), [g for _, g in found]
+    subset = [(i, g) for i, g in zip(part.slots, grads, strict=True) if moves[bucket.groups[i]]]
+    return bucket, bucket.select(tuple(i for i, _ in subset)), [g for _, g in subset]
 
 
 def _check_not_freed(calls: Sequence[BucketGrads]) -> None:

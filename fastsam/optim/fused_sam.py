@@ -119,8 +119,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         **base_options: Any,
     ) -> None:
         if not callable(base_optimizer):
-            got = type(base_optimizer).__name__
-            raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {got}")
+            kind = type(base_optimizer).__name__
+            raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {kind}")
         base_options = options_of_base(base_options, base_kwargs)
         parameters.check_given(params)
         parameters.check_not_zero_redundancy()
@@ -142,8 +142,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         self._engine = make_engine(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
         self.max_grad_norm = max_grad_norm
         if optimizer_in_backward:
-            whole = {"skip_nonfinite=True": skip_nonfinite, "max_grad_norm": max_grad_norm is not None}
-            in_backward.check(self.base_optimizer, variant, assume_no_alias, whole)
+            whole_gradient_options = {"skip_nonfinite=True": skip_nonfinite, "max_grad_norm": max_grad_norm is not None}
+            in_backward.check(self.base_optimizer, variant, assume_no_alias, whole_gradient_options)
             self._engine.in_backward = in_backward.InBackwardHooks()
         self._scaler_tracker = amp.GradScalerTracker()
         self._accumulation_check, self._clip_check = AccumulationCheck(), ClipCheck()

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.optim.bucket import G1, MEMORY, NEXT, Bucket, BucketGrads
 from fastsam.optim.hparams import HParamTensor, LossScales
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import summed, to_local
+from fastsam.optim.sharded import all_reduced, to_local
 from fastsam.optim.update_calls import UpdateInputs, op_calls
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.constants import CLIP_EPS
@@ -93,17 +93,17 @@ class GradCombiner:
         perturbed: bool,
     ) -> UpdateInputs:
         """Write the result of `combine` into the gradients, for a base optimizer that makes its own step."""
-        here = scales.relative
+        scale = scales.relative
         if not perturbed:
-            inputs = self.combine_single(scalars, calls, here, found_inf)
+            inputs = self.combine_single(scalars, calls, scale, found_inf)
         elif self.coefficients.wsam_weight:
-            inputs = self._split_sharpness(calls, sumsq, here, found_inf)
+            inputs = self._split_sharpness(calls, sumsq, scale, found_inf)
         else:
-            inputs = self.combine(scalars, calls, sumsq, here, found_inf)
-        weighed = inputs.g1_field is not None or (perturbed and self.coefficients.g2 != 1)
-        for bucket, selection, _ in calls if weighed else ():
+            inputs = self.combine(scalars, calls, sumsq, scale, found_inf)
+        uses_coefficients = inputs.g1_field is not None or (perturbed and self.coefficients.g2 != 1)
+        for bucket, selection, _ in calls if uses_coefficients else ():
             a, b = (bucket.hparams[0, 0, column].to(bucket.dtype) for column in (HParam.G2_COEF, HParam.G1_COEF))
-            last = _written(bucket, selection)
+            last = _writable_grads(bucket, selection)
             for g2 in last:
                 g2.mul_(a)
             if inputs.g1_field is not None:
@@ -112,12 +112,12 @@ class GradCombiner:
         return inputs
 
     def _split_sharpness(
-        self, calls: Sequence[BucketGrads], sumsq: Tensor, here: LossScales, found_inf: Tensor | None
+        self, calls: Sequence[BucketGrads], sumsq: Tensor, scales: LossScales, found_inf: Tensor | None
     ) -> UpdateInputs:
         """Give the base optimizer the first gradients, and keep `g2 - g1` for after its step."""
         for bucket, selection, _ in calls:
-            for g2, g1 in zip(_written(bucket, selection), bucket.g1_views(selection), strict=True):
-                one = g1 if here.g1 is None else g1 / here.g1.to(g1.dtype)
+            for g2, g1 in zip(_writable_grads(bucket, selection), bucket.g1_views(selection), strict=True):
+                one = g1 if scales.g1 is None else g1 / scales.g1.to(g1.dtype)
                 difference = g2 - one
                 g2.copy_(one)
                 g1.copy_(difference)
@@ -162,7 +162,7 @@ class GradCombiner:
 
     def _orthogonal(self, calls: Sequence[BucketGrads], sumsq: Tensor, found_inf: Tensor | None) -> list[partial[Any]]:
         """Return the calls that keep the part of g2 that is orthogonal to g1."""
-        inner = summed(
+        inner = all_reduced(
             calls,
             sumsq.new_zeros(1, 2),
             lambda b, part, grads, total: b.kernels.inner_(total, grads, b.g1_views(part), part.table, True),
@@ -171,12 +171,12 @@ class GradCombiner:
         fine = (or_nonfinite(found_inf, sumsq) == 0) & along.isfinite()
         after = []
         for bucket, selection, grads in calls:
-            kept, memory = bucket.arena.field(G1, bucket.dtype), bucket.arena.field(MEMORY, bucket.dtype)
-            kept.mul_(-along)
+            g1, memory = bucket.arena.field(G1, bucket.dtype), bucket.arena.field(MEMORY, bucket.dtype)
+            g1.mul_(-along)
             if grads:
                 torch._foreach_add_(bucket.g1_views(selection), list(grads))
-            torch.where(fine, kept, memory, out=kept)
-            after.append(copy_call(memory, kept))
+            torch.where(fine, g1, memory, out=g1)
+            after.append(copy_call(memory, g1))
         return after
 
 
@@ -195,7 +195,7 @@ def c_call(function: Callable[..., Any], *operands: Any) -> partial[Any]:
 
 def _inner(calls: Sequence[BucketGrads]) -> Tensor:
     """Return `<g1, g2>` and `||g2||^2`, float64 `[1, 2]`."""
-    return summed(
+    return all_reduced(
         calls,
         _zeros(calls, 1, 2),
         lambda b, part, grads, total: b.kernels.inner_(total, b.g1_views(part), grads, part.table, True),
@@ -216,7 +216,7 @@ def update_norm(inputs: UpdateInputs, hparams: Tensor | None = None) -> Tensor:
         numbers = bucket.hparams if hparams is None else hparams
         bucket.kernels.update_norm_(total, part.tensors, None, grads, part.table, numbers, **options)
 
-    return summed(inputs.calls, _zeros(inputs.calls, 1), add)
+    return all_reduced(inputs.calls, _zeros(inputs.calls, 1), add)
 
 
 def largest(calls: Sequence[BucketGrads], like: Tensor) -> Tensor:
@@ -232,18 +232,18 @@ def _ratio(calls: Sequence[BucketGrads]) -> Tensor:
 
     The coefficient of gradients is 1 or -1 at this time.
     """
-    kept = [(b, part, part.views(b.arena.field(MEMORY, b.dtype))) for b, part, _ in calls]
-    g, m = update_norm(UpdateInputs(calls)), update_norm(UpdateInputs(kept))
+    parts = [(b, part, part.views(b.arena.field(MEMORY, b.dtype))) for b, part, _ in calls]
+    g, m = update_norm(UpdateInputs(calls)), update_norm(UpdateInputs(parts))
     return torch.where((m > 0) & g.isfinite(), (g / m).sqrt(), 0.0)
 
 
 def or_nonfinite(found_inf: Tensor | None, sumsq: Tensor) -> Tensor:
     """Return float32 `[1]`, which is not 0 if `found_inf` is not 0, or if this sum of squares is not finite."""
-    found = (~sumsq.isfinite()).to(torch.float32)
-    return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
+    is_nonfinite = (~sumsq.isfinite()).to(torch.float32)
+    return is_nonfinite if found_inf is None else torch.maximum(is_nonfinite, found_inf.reshape(1))
 
 
-def _written(bucket: Bucket, selection: Selection) -> list[Tensor]:
+def _writable_grads(bucket: Bucket, selection: Selection) -> list[Tensor]:
     """Return the gradients that a base optimizer will read."""
     return [to_local(g) for i in selection.slots if (g := bucket.params[i].grad) is not None]
 
@@ -261,7 +261,7 @@ def clip_in_memory(calls: Sequence[BucketGrads], limit: float, sharpness: float,
 
     `sharpness` is the coefficient of `g2 - g1`, which is where the first gradients were, and `scale` its loss scale.
     """
-    kept = [(bucket, part, _written(bucket, part)) for bucket, part, _ in calls]
+    parts = [(bucket, part, _writable_grads(bucket, part)) for bucket, part, _ in calls]
 
     def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
         combined = [g.double() for g in grads]
@@ -271,8 +271,8 @@ def clip_in_memory(calls: Sequence[BucketGrads], limit: float, sharpness: float,
         for g in combined:
             total.add_(g.square().sum())
 
-    clipping = (limit / (summed(kept, _zeros(calls, 1), add).sqrt() + CLIP_EPS)).clamp(max=1.0)
-    for bucket, part, grads in kept:
+    clipping = (limit / (all_reduced(parts, _zeros(calls, 1), add).sqrt() + CLIP_EPS)).clamp(max=1.0)
+    for bucket, part, grads in parts:
         for g in (*grads, *(bucket.g1_views(part) if sharpness else ())):
             g.mul_(clipping.to(g.dtype))
 

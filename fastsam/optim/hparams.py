@@ -132,30 +132,30 @@ class HParamTensor:
             options += ("maximize",)
         self._options = options
         self._values: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
-        self._seen: list[tuple[Any, ...]] = []
+        self._last_values: list[tuple[Any, ...]] = []
         # group, column, place in `tensor`, the user's tensor, if it is negated
         self.live: list[tuple[int, int, Tensor, Tensor, bool]] = []
         self.specs: tuple[StateSpec, ...] = ()  # per group; another object when one of them changed
         self.adaptive = False
         self.read(groups)
 
-    def changed(self, groups: Sequence[Group]) -> bool:
+    def has_changed(self, groups: Sequence[Group]) -> bool:
         """Return True if an option of a group was replaced since the last `read`."""
-        if len(groups) != len(self._seen):
+        if len(groups) != len(self._last_values):
             return True
         if torch.compiler.is_compiling():  # which guards on values, and has no identity of numbers
             values = [group[name] for group in groups for name in self._options]
-            return any(map(_differ, values, chain(*self._seen)))
+            return any(map(_differ, values, chain(*self._last_values)))
         try:
             if len(groups) == 1:
-                return any(map(is_not, self._values(groups[0]), self._seen[0]))
-            return any(map(is_not, chain(*map(self._values, groups)), chain(*self._seen)))
+                return any(map(is_not, self._values(groups[0]), self._last_values[0]))
+            return any(map(is_not, chain(*map(self._values, groups)), chain(*self._last_values)))
         except KeyError:  # `read` says which
             return True
 
     def set_max_grad_norm(self, limit: float | None) -> None:
         """Set the limit of the combined gradient, from the next step on."""
-        self.max_grad_norm, self._seen = limit, []
+        self.max_grad_norm, self._last_values = limit, []
 
     def read(self, groups: Sequence[Group]) -> None:
         """Read the options.
@@ -164,10 +164,10 @@ class HParamTensor:
         """
         rows, live = [], []
         for number, group in enumerate(groups):
-            if missing := [name for name in self._options if name not in group]:
+            if absent := [name for name in self._options if name not in group]:
                 raise ValueError(
-                    f"parameter group {number} has no {', '.join(missing)}, which every group needs. It was taken "
-                    f"away. Set param_groups[{number}][{missing[0]!r}] again"
+                    f"parameter group {number} has no {', '.join(absent)}, which every group needs. It was taken "
+                    f"away. Set param_groups[{number}][{absent[0]!r}] again"
                 )
             _check_radius(group, number)
             row = [0.0] * NUM_HPARAMS
@@ -197,7 +197,7 @@ class HParamTensor:
             self.specs = kinds
         self.adaptive = any(bool(group["adaptive"]) for group in groups)
         # A list can be changed in place, so a group that holds one is read again in every step.
-        self._seen = [tuple(object() if isinstance(v, list) else v for v in self._values(g)) for g in groups]
+        self._last_values = [tuple(object() if isinstance(v, list) else v for v in self._values(g)) for g in groups]
 
     def _columns(self, group: Group) -> Iterator[tuple[int, Any]]:
         rho = group["rho"]

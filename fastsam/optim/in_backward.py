@@ -30,14 +30,14 @@ RANKS = (
 )
 
 
-def check(base: Optimizer, variant: SAM, exclusive: bool, whole: dict[str, bool]) -> None:
+def check(base: Optimizer, variant: SAM, exclusive: bool, whole_gradient_options: dict[str, bool]) -> None:
     """Raise ValueError if no update can be made before all gradients are there. whole: options that need all gradients,
     and if they are given."""
     problem = None
     if not exclusive:
         problem = "without assume_no_alias=True: weights that the pass still reads would be overwritten; give both"
-    elif given := [name for name, is_given in whole.items() if is_given]:
-        problem = f"with {given[0]}, which needs all gradients before the first update; give one of them"
+    elif names := [name for name, is_given in whole_gradient_options.items() if is_given]:
+        problem = f"with {names[0]}, which needs all gradients before the first update; give one of them"
     elif type(variant) is not SAM:
         problem = f"with {type(variant).__name__}; it serves SAM and ASAM"
     elif rule_of(base) is None:

@@ -30,7 +30,7 @@ MOMENTA = {"sgd": "momentum_buffer", "rmsprop": "momentum_buffer", "adam": "exp_
 IN_EVALUATION = (
     "step() in evaluation: the weights are the clean ones since eval(); call train() before the forward pass"
 )
-WRITTEN = (
+WRITTEN_WEIGHTS = (
     "somebody wrote the weights while they rest at the perturbed point, and this step, which starts from the clean "
     "ones, would lose it. Call eval() "
     "before and train() after what writes them (a model's load_state_dict(), a clamp, an average that is swapped in)"
@@ -76,7 +76,7 @@ class OnePass(Engine):
         elif self._versions != self._versions_now():
             self._sync_params()
             if self._versions is not None and not self._is_perturbed(self._last_perturbation):
-                raise RuntimeError(WRITTEN)
+                raise RuntimeError(WRITTEN_WEIGHTS)
 
     def _require_arrival(self) -> None:
         """Check the weights after a state was loaded."""
@@ -120,12 +120,12 @@ class OnePass(Engine):
                 bucket.backup.begin_update(Target.BACKUP)
 
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
-        found = super()._post_update_calls(calls, found_inf)
+        calls_after = super()._post_update_calls(calls, found_inf)
         if self.variant.memory is Memory.GRADIENT and any(grads for _, _, grads in calls):
-            found += [_gradient_call(*call, found_inf) for call in calls]
+            calls_after += [_gradient_call(*call, found_inf) for call in calls]
         if self._seed is not None:
-            found.append(c_call(self._seed.add_, 1))
-        return found
+            calls_after.append(c_call(self._seed.add_, 1))
+        return calls_after
 
     # --- the point between steps ---
 
@@ -138,14 +138,14 @@ class OnePass(Engine):
         self._refresh_options(self.base.param_groups)
         self._perturb_next(False)
 
-    def _perturb_next(self, whole: bool) -> None:
+    def _perturb_next(self, has_all_grads: bool) -> None:
         """Perturb the updated weights. whole: every parameter had a gradient in the last step."""
-        moves = self._next_perturbation(whole)
+        moves = self._next_perturbation(has_all_grads)
         if self.weight_state is WeightState.PERTURBED and any(
             part is not bucket.backed_up for bucket, part, _ in moves
         ):
             self.restore_weights()
-            moves = self._next_perturbation(whole)
+            moves = self._next_perturbation(has_all_grads)
         for bucket in self.buckets:
             bucket.backup.begin_step(has_weights=self.weight_state is WeightState.PERTURBED)
         self._calls = moves
@@ -154,24 +154,24 @@ class OnePass(Engine):
         if not torch.compiler.is_compiling():
             self._versions = self._versions_now()
 
-    def _next_perturbation(self, whole: bool) -> list[BucketGrads]:
+    def _next_perturbation(self, has_all_grads: bool) -> list[BucketGrads]:
         """Return the calls of the next perturbation. whole: every parameter had a gradient in the last step."""
         if self.variant.one_pass_direction is OnePassDirection.GRADIENT:
-            return [_last_gradient(bucket, whole) for bucket in self.buckets]
+            return [_last_gradient(bucket, has_all_grads) for bucket in self.buckets]
         assert self.rule is not None
         name, state = MOMENTA[self.rule.name], self.base.state
         has = [name in kind.fields for kind in self._hparams.specs]
-        found = []
+        result = []
         for bucket in self.buckets:
             part = bucket.whole
-            if not whole or not all(has):
+            if not has_all_grads or not all(has):
                 slots = zip(bucket.params, bucket.groups, strict=True)
                 part = bucket.select(tuple(i for i, (p, group) in enumerate(slots) if has[group] and p in state))
             vector = bucket.field(name)
             if bucket.dtype != bucket.compute:
                 vector = bucket.arena.field(ROUNDED, bucket.dtype).copy_(vector)
-            found.append((bucket, part, _views(bucket, part, vector)))
-        return found
+            result.append((bucket, part, _views(bucket, part, vector)))
+        return result
 
     def abort_step(self) -> None:
         self.restore_weights()
@@ -243,9 +243,9 @@ def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
             )
 
 
-def _last_gradient(bucket: Bucket, whole: bool) -> BucketGrads:
+def _last_gradient(bucket: Bucket, has_all_grads: bool) -> BucketGrads:
     part = bucket.whole
-    if not whole:
+    if not has_all_grads:
         part = bucket.select(tuple(i for i, p in enumerate(bucket.params) if p.requires_grad))
     return bucket, part, _views(bucket, part, bucket.arena.field(MEMORY, bucket.dtype))
 
@@ -264,11 +264,11 @@ def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], fou
     memory = bucket.arena.field(MEMORY, bucket.dtype)
     if found_inf is None and part is bucket.whole:
         return c_call(torch._foreach_copy_, _views(bucket, part, memory), list(grads))
-    taken = bucket.arena.field(GRADIENT, bucket.dtype)
+    field = bucket.arena.field(GRADIENT, bucket.dtype)
     if part is not bucket.whole:
-        taken.zero_()
+        field.zero_()
     if grads:
-        torch._foreach_copy_(part.views(taken), list(grads))
+        torch._foreach_copy_(part.views(field), list(grads))
     if found_inf is not None:
-        torch.where(found_inf == 0, taken, memory, out=taken)
-    return copy_call(memory, taken)
+        torch.where(found_inf == 0, field, memory, out=field)
+    return copy_call(memory, field)

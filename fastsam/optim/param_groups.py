@@ -65,10 +65,10 @@ def describe(optimizer: Any) -> str:
     """Return a line for each of the base optimizer, the variant and the backend."""
     variant, backend = optimizer._engine.variant, optimizer._engine.backend
     options = [f"{f.name}={getattr(variant, f.name)!r}" for f in fields(variant) if f.name not in OWN_OPTIONS]
-    used = {select(backend, p.device, p.dtype).name for p in parameters_of(optimizer.param_groups)}
+    names = {select(backend, p.device, p.dtype).name for p in parameters_of(optimizer.param_groups)}
     head = {
         "base optimizer": type(optimizer.base_optimizer).__name__,
         "variant": f"{type(variant).__name__}({', '.join(options)})",
-        "backend": ", ".join(sorted(used)),
+        "backend": ", ".join(sorted(names)),
     }
     return "".join(f"\n{name}: {value}" for name, value in head.items())

@@ -168,10 +168,10 @@ class ParamGuard:
         if self._orphans is not None and min(map(sys.getrefcount, self.params), default=0) > self._most:
             return []
         counts = zip(map(sys.getrefcount, self.params), self._counts_alone(state), strict=True)
-        alone = [i for i, (count, count_alone) in enumerate(counts) if count <= count_alone]
+        slots = [i for i, (count, count_alone) in enumerate(counts) if count <= count_alone]
         if self._orphans is None:
-            self._orphans = {id(self.params[i]) for i in alone if self.params[i].grad is not None}
-        return [i for i in alone if id(self.params[i]) not in self._orphans]
+            self._orphans = {id(self.params[i]) for i in slots if self.params[i].grad is not None}
+        return [i for i in slots if id(self.params[i]) not in self._orphans]
 
     # --- all at once ---
 
@@ -184,8 +184,8 @@ class ParamGuard:
         expected = []
         for memory, (bucket, selection, grads) in zip(self._memories, calls, strict=True):
             params = bucket.params
-            own = [params[i].grad for i in selection.slots]
-            if TensorGuards is None or not grads or bucket.sharded or not all(map(is_, own, grads)):
+            bucket_grads = [params[i].grad for i in selection.slots]
+            if TensorGuards is None or not grads or bucket.sharded or not all(map(is_, bucket_grads, grads)):
                 return
             absent = None if selection is bucket.whole else [p.grad is None for p in params]
             guard = _guard_of([*params, *grads] if first else grads)

@@ -78,13 +78,13 @@ class ParamTracker:
         Raises RuntimeError if another engine is, over some of the same parameters: one of them would lose its update.
         """
         if _between and (len(_between) > 1 or self._ref not in _between):
-            own = set(map(id, parameters_of(self.base.param_groups)))
-            for found in _between - {self._ref}:
-                other = found()
-                if other is None or other.weight_state is WeightState.ORIGINAL:
-                    _between.discard(found)
-                elif own.intersection(map(id, parameters_of(other.base.param_groups))):
-                    end = "eval()" if other.one_pass else "second_step() or restore()"
+            param_ids = set(map(id, parameters_of(self.base.param_groups)))
+            for reference in _between - {self._ref}:
+                tracker = reference()
+                if tracker is None or tracker.weight_state is WeightState.ORIGINAL:
+                    _between.discard(reference)
+                elif param_ids.intersection(map(id, parameters_of(tracker.base.param_groups))):
+                    end = "eval()" if tracker.one_pass else "second_step() or restore()"
                     raise RuntimeError(
                         f"another FusedSAM has perturbed some of these parameters, and its step has not ended. "
                         f"Call its {end} first"
@@ -140,7 +140,7 @@ class ParamTracker:
             bucket.backup.swap_back()
 
     def _refresh_options(self, groups: list[Group]) -> None:
-        if self._hparams.changed(groups):
+        if self._hparams.has_changed(groups):
             self._read_options()
         if self._hparams.live:
             self._hparams.copy_live()

@@ -21,14 +21,14 @@ def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
 
 def check(params: Sequence[Tensor]) -> None:
     """Raise TypeError or ValueError for parameters that cannot be optimized. Messages count them from 0."""
-    seen: dict[int, int] = {}
+    index_of: dict[int, int] = {}
     for i, p in enumerate(params):
         _check_one(i, p)
-        if id(p) in seen:
+        if id(p) in index_of:
             raise ValueError(
-                f"duplicate parameters: parameter {i} is parameter {seen[id(p)]} again; pass every parameter once"
+                f"duplicate parameters: parameter {i} is parameter {index_of[id(p)]} again; pass every parameter once"
             )
-        seen[id(p)] = i
+        index_of[id(p)] = i
     devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
         raise ValueError(
@@ -143,14 +143,14 @@ def _check_cluster(params: Sequence[Tensor], cluster: Sequence[tuple[int, int, i
     total = 0
     for begin, _, i in cluster:
         p, size = params[i], params[i].element_size()
-        mine = covered.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), begin - start)
-        if mine.any():
-            others = [j for _, _, j in cluster if j != i]
+        cells = covered.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), begin - start)
+        if cells.any():
+            overlapping = [j for _, _, j in cluster if j != i]
             raise ValueError(
-                f"parameter {i} shares memory with another parameter (one of {others}), so one update would undo the "
-                "other; tie weights by using one Parameter in both places, and pass it once"
+                f"parameter {i} shares memory with another parameter (one of {overlapping}), so one update would undo "
+                "the other; tie weights by using one Parameter in both places, and pass it once"
             )
-        mine.fill_(1)
+        cells.fill_(1)
         total += p.numel() * size
         if int(covered.sum()) != total:
             raise ValueError(

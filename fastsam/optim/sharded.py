@@ -29,16 +29,16 @@ ShardGroups = tuple[ShardGroup, ...]
 def is_dtensor(tensor: Tensor) -> bool:
     """Return True if it is a DTensor, split or replicated."""
     # Looked up among the loaded modules: importing DTensor takes a second, and a tensor that is one has imported it.
-    found = sys.modules.get("torch.distributed.tensor")
-    return found is not None and isinstance(tensor, found.DTensor)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def to_local(tensor: Tensor) -> Any:
     """Return the local tensor of a DTensor, or any other tensor as it is."""
     if not is_dtensor(tensor):
         return tensor
-    here = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local()` of a Parameter is another view each time
-    return here.wait() if hasattr(here, "wait") else here  # on its way from other ranks
+    local = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local()` of a Parameter is another view each time
+    return local.wait() if hasattr(local, "wait") else local  # on its way from other ranks
 
 
 def shard_groups_of(parameter: Tensor) -> ShardGroups:
@@ -92,7 +92,7 @@ def check_options(stochastic_rounding: bool, exclusive: bool) -> None:
 # --- between ranks ---
 
 
-def summed(calls: Iterable[Any], like: Tensor, add: Callable[[Any, Any, Any, Tensor], object]) -> Tensor:
+def all_reduced(calls: Iterable[Any], like: Tensor, add: Callable[[Any, Any, Any, Tensor], object]) -> Tensor:
     """Return the sum over all elements of all parameters, in a fixed order. `add` adds the part of a call (bucket,
     selection and tensors) to its last argument, a tensor like `like`."""
     parts: dict[ShardGroups, Tensor] = {}
@@ -110,8 +110,8 @@ def _add_up(totals: Sequence[Tensor], axis: ShardGroup) -> None:
     """Add up all totals in one all-reduce."""
     together = torch.stack(list(totals)).to(axis.device)
     torch.distributed.all_reduce(together, group=axis.group)
-    for total, found in zip(totals, together.to(totals[0].device), strict=True):
-        total.copy_(found)
+    for total, value in zip(totals, together.to(totals[0].device), strict=True):
+        total.copy_(value)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -132,13 +132,13 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 # --- state ---
 
 
-def as_dtensor_like(here: Tensor, parameter: Tensor) -> Tensor:
+def as_dtensor_like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return a local tensor as a DTensor, placed as the parameter, or as it is for other parameters."""
     if not is_dtensor(parameter):
-        return here
+        return local
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     make = sys.modules["torch.distributed.tensor"].DTensor.from_local
-    return make(here, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return make(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def local_part_like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -162,11 +162,11 @@ def fsdp_modules_of(params: Iterable[Tensor]) -> list[weakref.ref[Any]]:
     states = sys.modules.get("torch.distributed._composable_state")
     if states is None or "torch.distributed.fsdp" not in sys.modules:
         return []
-    ours, kind = set(map(id, params)), sys.modules["torch.distributed.fsdp"].FSDPModule
+    param_ids, kind = set(map(id, params)), sys.modules["torch.distributed.fsdp"].FSDPModule
     return [
         weakref.ref(module)
         for module in list(states._module_state_mapping)  # private to torch, which keeps no other list of them
-        if isinstance(module, kind) and any(id(p) in ours for p in _gathered_by(module))
+        if isinstance(module, kind) and any(id(p) in param_ids for p in _gathered_by(module))
     ]
 
 

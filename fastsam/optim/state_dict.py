@@ -52,14 +52,14 @@ def make_state_dict(optimizer: Any) -> dict[str, Any]:
     perturbed = engine.weight_state is not WeightState.ORIGINAL
     if perturbed and called_by_checkpoint("_get_optim_state_dict"):
         raise RuntimeError(NOT_THERE.format("eval" if engine.one_pass else "restore"))
-    own = {"perturbed": perturbed, "variant": type(engine.variant).__name__, **engine.numbers()}
+    facts = {"perturbed": perturbed, "variant": type(engine.variant).__name__, **engine.numbers()}
     if engine.one_pass:
-        own["training"] = engine.training
+        facts["training"] = engine.training
     if (uninitialized := engine.uninitialized_numbers()) is not None:
-        own["left_out"] = uninitialized
+        facts["left_out"] = uninitialized
     if engine.variant.memory is Memory.DIRECTION and optimizer._scaler_tracker.scale is not None:
-        own["scale"] = float(optimizer._scaler_tracker.scale)
-    state_dict = pack(optimizer.base_optimizer.state_dict(), params, engine.saved(), own)
+        facts["scale"] = float(optimizer._scaler_tracker.scale)
+    state_dict = pack(optimizer.base_optimizer.state_dict(), params, engine.saved(), facts)
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         result = post_hook(optimizer, state_dict)
         state_dict = state_dict if result is None else result

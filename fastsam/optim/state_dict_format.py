@@ -66,34 +66,34 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
 
 def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
     """Restore the result of `saved_weights` for a new bucket, whose dtype and device may be others."""
-    held = []
+    backups = []
     for slot, parameter in enumerate(bucket.params):
-        found = {name: local_part_like(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
-        weights = found.get(MASTER) if bucket.backup.is_master else None
-        if MEMORY in found and MEMORY in bucket.arena:
-            bucket.arena.views(MEMORY)[slot].copy_(found[MEMORY])
-            if NEXT in found:
-                bucket.layout.views(bucket.field(NEXT)[0])[slot].copy_(found[NEXT])
-        if perturbed and UNPERTURBED in found:
-            held.append(slot)
-            if G1 in found:
+        tensors = {name: local_part_like(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
+        weights = tensors.get(MASTER) if bucket.backup.is_master else None
+        if MEMORY in tensors and MEMORY in bucket.arena:
+            bucket.arena.views(MEMORY)[slot].copy_(tensors[MEMORY])
+            if NEXT in tensors:
+                bucket.layout.views(bucket.field(NEXT)[0])[slot].copy_(tensors[NEXT])
+        if perturbed and UNPERTURBED in tensors:
+            backups.append(slot)
+            if G1 in tensors:
                 if G1 not in bucket.arena:
                     bucket.arena.field(G1, bucket.dtype)
-                bucket.arena.views(G1)[slot].copy_(found[G1])
-            unperturbed = found[UNPERTURBED].to(bucket.device, bucket.dtype)
+                bucket.arena.views(G1)[slot].copy_(tensors[G1])
+            unperturbed = tensors[UNPERTURBED].to(bucket.device, bucket.dtype)
             # A master copy counts only if it rounds to the weights, because a conversion from another half precision
             # may have rounded them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
             bucket.select((slot,)).views(bucket.backup.weights)[0].copy_(weights)
-    bucket.backed_up = bucket.select(tuple(held))
+    bucket.backed_up = bucket.select(tuple(backups))
 
 
 def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
     return torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype))
 
 
-def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, own: dict[str, Any]) -> dict[str, Any]:
+def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, facts: dict[str, Any]) -> dict[str, Any]:
     """Complete a state dict of the base optimizer, and add `own` to it. Tensors become copies, which later steps do not
     change."""
     state = {
@@ -104,7 +104,7 @@ def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, own: dict
         if parameter in saved:
             state[i] = {**state.get(i, {}), **{name: tensor.clone() for name, tensor in saved[parameter].items()}}
     groups = [{name: _copied(value) for name, value in group.items()} for group in packed["param_groups"]]
-    return {**packed, "state": state, "param_groups": groups, "fastsam": {"format": FORMAT, **own}}
+    return {**packed, "state": state, "param_groups": groups, "fastsam": {"format": FORMAT, **facts}}
 
 
 def _copied(value: Any) -> Any:
@@ -121,28 +121,28 @@ class Loaded:
     def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: UpdateRule | None, sam: SAM) -> None:
         _check_form(state_dict)
         entries, saved_groups = state_dict["state"], state_dict["param_groups"]
-        counted = saved_groups[0].get(STEPS, 0) if saved_groups else 0
-        ours = {"steps": counted, **state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})}
-        if ours.get("format") != FORMAT:
+        steps = saved_groups[0].get(STEPS, 0) if saved_groups else 0
+        facts = {"steps": steps, **state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})}
+        if facts.get("format") != FORMAT:
             raise ValueError(
-                f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; "
+                f"this state dict has format {facts.get('format')!r}, this version of fastsam reads format {FORMAT}; "
                 f"update fastsam"
             )
-        self.perturbed = _is(bool, ours.get("perturbed"), "'perturbed' of 'fastsam'")
-        self.training = _is(bool, ours.get("training", True), "'training' of 'fastsam'")
-        self.perturbations = _is(int, ours.get("perturbations", 0), "'perturbations' of 'fastsam'")
-        self.steps = _is(int, ours["steps"], "'steps' of 'fastsam'")
+        self.perturbed = _is(bool, facts.get("perturbed"), "'perturbed' of 'fastsam'")
+        self.training = _is(bool, facts.get("training", True), "'training' of 'fastsam'")
+        self.perturbations = _is(int, facts.get("perturbations", 0), "'perturbations' of 'fastsam'")
+        self.steps = _is(int, facts["steps"], "'steps' of 'fastsam'")
         self.unit, self.scale = (
             None
-            if ours.get(name) is None
-            else torch.tensor(_is(float, ours[name], f"{name!r} of 'fastsam'"), device="cpu")
+            if facts.get(name) is None
+            else torch.tensor(_is(float, facts[name], f"{name!r} of 'fastsam'"), device="cpu")
             for name in ("unit", "scale")
         )
-        self.uninitialized_numbers = _numbers(ours.get("left_out"), sum(len(group["params"]) for group in groups))
+        self.uninitialized_numbers = _numbers(facts.get("left_out"), sum(len(group["params"]) for group in groups))
         keeps = any(isinstance(entry, dict) and MEMORY in entry for entry in entries.values())
-        saved = _is(str, ours.get("variant", type(sam).__name__), "'variant' of 'fastsam'")
+        saved = _is(str, facts.get("variant", type(sam).__name__), "'variant' of 'fastsam'")
         if saved != type(sam).__name__ and (keeps or self.perturbed):
-            midway = "between its two passes" if "training" not in ours else "in training, at its perturbed point"
+            midway = "between its two passes" if "training" not in facts else "in training, at its perturbed point"
             raise ValueError(
                 f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and "
                 f"this optimizer's is {type(sam).__name__}. Build it with variant={saved}(...), or load the state dict "
@@ -177,9 +177,9 @@ class Loaded:
         if rule is not None and rule.counter is not None and rule.counter in entry:
             _check_count(entry[rule.counter], f"{rule.counter} of parameter {key}")
         self._state[key] = {name: value for name, value in entry.items() if name not in SAM_KEYS + COPIED}
-        found = {name: entry[name].detach().clone() for name in SAM_KEYS if name in entry}
-        if found:
-            self.weights[parameter] = found
+        entries = {name: entry[name].detach().clone() for name in SAM_KEYS if name in entry}
+        if entries:
+            self.weights[parameter] = entries
 
     def for_base(self) -> dict[str, Any]:
         """Return the state dict for the base optimizer's own `load_state_dict`."""
@@ -196,20 +196,20 @@ class Loaded:
             if p is None or not isinstance(entry, dict):
                 state[key] = deepcopy(entry)
                 continue
-            mine = {
+            entries = {
                 n: v.detach().to(p.device, compute_dtype(p.dtype), copy=True)
                 for n, v in entry.items()
                 if n in rule.state and isinstance(v, Tensor)
             }
-            state[p] = {**{n: _copied(v) for n, v in entry.items() if v is not None}, **mine}
+            state[p] = {**{n: _copied(v) for n, v in entry.items() if v is not None}, **entries}
         return state
 
 
 def _is(kind: type[T], value: Any, what: str) -> T:
     """Return `value`. Raises ValueError unless it is of that kind."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        got = type(value).__name__
-        raise ValueError(f"not a state dict of an optimizer: {what} must be {KINDS[kind]}, got {got}")
+        type_name = type(value).__name__
+        raise ValueError(f"not a state dict of an optimizer: {what} must be {KINDS[kind]}, got {type_name}")
     return value
 
 
@@ -264,23 +264,23 @@ def _check_count(value: Any, what: str) -> None:
     """Raise ValueError unless it is a number of steps: a Python number, or a tensor of one element."""
     one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
     if not one and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"not a state dict of an optimizer: {what} must be a number of steps, got {got}")
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"not a state dict of an optimizer: {what} must be a number of steps, got {kind}")
 
 
 def _merged(saved: list[Group], groups: list[Group], rule: UpdateRule | None) -> list[Group]:
     """Return the saved options on top of the present ones, each group checked."""
     sizes = [len(g["params"]) for g in groups]
-    found = [len(g["params"]) for g in saved]
-    if sizes != found:
+    num_params = [len(g["params"]) for g in saved]
+    if sizes != num_params:
         raise ValueError(
-            f"this is the state of another model: its parameter groups have {found} parameters, and this optimizer's "
-            f"groups have {sizes}"
+            f"this is the state of another model: its parameter groups have {num_params} parameters, and this "
+            f"optimizer's groups have {sizes}"
         )
-    missing = sorted({name for g in saved for name in (rule.options if rule else ()) if name not in g})
-    if missing:
+    absent = sorted({name for g in saved for name in (rule.options if rule else ()) if name not in g})
+    if absent:
         raise ValueError(
-            f"this is the state of another base optimizer: its parameter groups have no {', '.join(missing)}; build "
+            f"this is the state of another base optimizer: its parameter groups have no {', '.join(absent)}; build "
             "FusedSAM with the base optimizer that was saved"
         )
     merged = []

@@ -31,8 +31,8 @@ def worth_swapping(params: Sequence[Tensor]) -> bool:
 def grad_storage_reusable(params: Sequence[Tensor], slots: Sequence[int], grads: Sequence[Tensor]) -> bool:
     """Return True if these are the gradients of the parameters in `slots`, and each has separate memory, which a part
     of a larger tensor (a bucket of DistributedDataParallel) has not."""
-    alone = len(set(map(id, grads))) == len(grads)
-    return alone and all(params[i].grad is g for i, g in zip(slots, grads, strict=True)) and _own_memory(grads)
+    is_unshared = len(set(map(id, grads))) == len(grads)
+    return is_unshared and all(params[i].grad is g for i, g in zip(slots, grads, strict=True)) and _own_memory(grads)
 
 
 def _own_memory(tensors: Sequence[Tensor]) -> bool:
@@ -61,11 +61,11 @@ class StorageSwap:
     each parameter, see `ParamGuard.abandoned`.
     """
 
-    def __init__(self, params: Sequence[Tensor], slots: Sequence[int], own: Sequence[Tensor]) -> None:
-        self._params, self._slots, self._own = params, slots, own
+    def __init__(self, params: Sequence[Tensor], slots: Sequence[int], originals: Sequence[Tensor]) -> None:
+        self._params, self._slots, self._original_places = params, slots, originals
         self.targets: list[Tensor] = []  # memory of the perturbed weights
         self._donated = False  # the targets were gradients
-        self._sizes, self._strides = list(map(_size, own)), list(map(_stride, own))
+        self._sizes, self._strides = list(map(_size, originals)), list(map(_stride, originals))
         self._swapped_to: list[Place] = []  # places of the parameters after `swap_in`
 
     def set_targets(self, targets: Sequence[Tensor], donated: bool) -> None:
@@ -89,16 +89,18 @@ class StorageSwap:
             return False
         if self._donated:
             _record_stream(self.targets[i : i + 1])
-        p.data = self.targets[i] = self._own[i]  # nothing of the perturbed weights stays here
+        p.data = self.targets[i] = self._original_places[i]  # nothing of the perturbed weights stays here
         return True
 
     def swap_back(self) -> None:
         """Give parameters their own memory back, except parameters that were moved or cut, or that have it already."""
         params = [self._params[i] for i in self._slots]
-        for p, own, here, swapped in zip(params, self._own, _places(params), self._swapped_to, strict=True):
-            if here == swapped:
-                p.data = own
+        for p, original, place, swapped in zip(
+            params, self._original_places, _places(params), self._swapped_to, strict=True
+        ):
+            if place == swapped:
+                p.data = original
         if self._donated:
             _record_stream(self.targets)
         self.targets = []  # the memory of a gradient goes back
-        torch._C._increment_version(self._own)  # a graph that saved the perturbed weights then raises
+        torch._C._increment_version(self._original_places)  # a graph that saved the perturbed weights then raises

@@ -37,7 +37,7 @@ class UpdatePlan:
 
     specs: tuple[StateSpec, ...]
     parts: list[UpdatePart] = field(default_factory=list)
-    missing: State = field(default_factory=dict)  # new entries of the state, after the update
+    new_entries: State = field(default_factory=dict)  # new entries of the state, after the update
 
 
 class FusedUpdate:
@@ -64,7 +64,7 @@ class FusedUpdate:
     def make_initial_state(self, specs: tuple[StateSpec, ...], state: State) -> None:
         """Make the state as it is before a first update, for parameters with a gradient and without state."""
         slots = tuple(i for i, p in enumerate(self.bucket.params) if p.grad is not None)
-        state.update(self._plan(self.bucket.select(slots), specs, state).missing)
+        state.update(self._plan(self.bucket.select(slots), specs, state).new_entries)
         self.reset()
 
     def prepare(
@@ -87,24 +87,24 @@ class FusedUpdate:
             self._reconcile(selection, grads)
         plan = self._plans.get(selection)
         # A compiled step is traced after the state was made, and torch traces again when an option changes.
-        if plan is None or not (torch.compiler.is_compiling() or (plan.specs is specs and not plan.missing)):
+        if plan is None or not (torch.compiler.is_compiling() or (plan.specs is specs and not plan.new_entries)):
             plan = self._plans[selection] = self._plan(selection, specs, state)
         # If a first update is skipped, the next one is the first, so the host has to know.
         if inputs.found_inf is not None and any(p.first for p in plan.parts) and inputs.found_inf.item() != 0:
             return [partial(bucket.backup.restore, selection)]
         calls: list[partial[Any]] = []
         for part in plan.parts:
-            mine = grads if part.index is None else [grads[i] for i in part.index]
+            part_grads = grads if part.index is None else [grads[i] for i in part.index]
             if inputs.plain:
                 direct = bucket.direct_calls(part.selection)
                 if direct is not None:
-                    calls += self._direct_calls(part, direct, mine)
+                    calls += self._direct_calls(part, direct, part_grads)
                     continue
-            calls += calls_of(self.rule, bucket, part.selection, mine, part.spec, part.first, inputs)
+            calls += calls_of(self.rule, bucket, part.selection, part_grads, part.spec, part.first, inputs)
         if selection.indirect and target is not Target.BACKUP:
             calls.append(partial(selection.store))
-        if plan.missing:
-            afterwards.append(partial(state.update, plan.missing))
+        if plan.new_entries:
+            afterwards.append(partial(state.update, plan.new_entries))
         return calls
 
     def _direct_calls(self, part: UpdatePart, direct: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
@@ -123,27 +123,27 @@ class FusedUpdate:
 
     def copies(self) -> dict[str, Tensor]:
         """Return copies of all that an update writes in addition to the weights."""
-        return {name: tensor.clone() for name, tensor in self._written().items()}
+        return {name: tensor.clone() for name, tensor in self._new_backups().items()}
 
     def put_back(self, copies: dict[str, Tensor]) -> None:
         """Take back an update that was interrupted, with the result of `copies` from before the update."""
-        for name, tensor in self._written().items():
+        for name, tensor in self._new_backups().items():
             if name in copies:
                 tensor.copy_(copies[name])
 
-    def _written(self) -> dict[str, Tensor]:
+    def _new_backups(self) -> dict[str, Tensor]:
         bucket = self.bucket
         fields = {name: bucket.field(name) for name in self.rule.state if name in bucket.arena}
         return {**fields, "steps": bucket.steps, "backup": bucket.backup.weights}
 
     def _reconcile(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Restore parameters without a second gradient, and save parameters without a first gradient."""
-        bucket, held = self.bucket, set(self.bucket.backed_up.slots)
-        bucket.backup.restore(bucket.select(tuple(sorted(held.difference(selection.slots)))))
-        late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
-        if late:
-            saved = bucket.select(tuple(i for i, _ in late))
-            bucket.save_(saved, [g for _, g in late])
+        bucket, backed_up = self.bucket, set(self.bucket.backed_up.slots)
+        bucket.backup.restore(bucket.select(tuple(sorted(backed_up.difference(selection.slots)))))
+        added = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in backed_up]
+        if added:
+            saved = bucket.select(tuple(i for i, _ in added))
+            bucket.save_(saved, [g for _, g in added])
         bucket.backed_up = selection
 
     def _plan(self, selection: Selection, specs: tuple[StateSpec, ...], state: State) -> UpdatePlan:
@@ -156,7 +156,7 @@ class FusedUpdate:
             fresh = bool(spec.keys) and not self._adopt(slot, spec, state)
             if fresh:
                 parameter = bucket.params[slot]
-                plan.missing[parameter] = {**state.get(parameter, {}), **self._state_of(slot, spec)}
+                plan.new_entries[parameter] = {**state.get(parameter, {}), **self._state_of(slot, spec)}
             first = fresh and spec.initializes_in_first_step
             parts.setdefault((spec, first), []).append(position)
         for (spec, first), index in parts.items():
@@ -192,7 +192,7 @@ class FusedUpdate:
             elif value is not view:
                 found_value = torch.as_tensor(value, device=view.device).detach()
                 to_local(view).copy_(local_part_like(found_value, view))
-        found = any(isinstance(entry.get(name), (Tensor, float, int)) for name in views)
-        if found:
+        has_state = any(isinstance(entry.get(name), (Tensor, float, int)) for name in views)
+        if has_state:
             entry.update(views)
-        return found
+        return has_state

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastsam import fed
 from fastsam.fed.common.option import table
 from fastsam.fed.privacy.accountant import Accountant, law
-from fastsam.fed.privacy.clip import shorten_
+from fastsam.fed.stages.clip import shorten_
 
 CLIENTS = 8
 PRIVACY = frozenset(table(fed.Privacy))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastsam.arena import Layout
+from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import LocalOptions, Setup
@@ -27,6 +28,6 @@ def setup_of(
 ) -> Setup:
     """Return the facts of a run of `model` on `clients`."""
     model = nn.Linear(1, 1) if model is None else model
-    population = Population(clients, None, None, None, store=store, place=torch.device(device))
+    population = Population(PairClients(clients, store), torch.device(device))
     facts = {"backend": "reference", **facts}
     return Setup(model, Layout.of(trainable(model)), loss, options or LocalOptions(), population, **facts)

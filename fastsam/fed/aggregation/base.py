@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import ClassVar
 
 import torch
@@ -24,13 +25,11 @@ class Rule(ABC):
 
     Attributes:
         supports_weights: the rule takes the run's weights, and so `weighting="samples"`.
-        chooses: the rule leaves whole clients out.
         only_deltas: the rule is for deltas. Other uploads have their weighted mean.
     """
 
     name: ClassVar[str]
     supports_weights: ClassVar[bool] = False
-    chooses: ClassVar[bool] = False
     only_deltas: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -43,12 +42,8 @@ class Rule(ABC):
         return list(range(len(displacements)))
 
     def mean(self, rows: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-        """Return what replaces the mean of one upload, float64.
-
-        Args:
-            rows: the rows `[...]` of the chosen clients.
-            weights: their weights.
-        """
+        """Return what replaces the mean of one upload, float64, from the rows `[...]` of the chosen clients and their
+        weights."""
         total = torch.zeros_like(rows[0], dtype=torch.float64)
         for row, weight in zip(rows, weights, strict=True):
             total.add_(row, alpha=weight)
@@ -71,3 +66,9 @@ def middle(rows: Sequence[Tensor], k: int) -> Tensor:
 def norms(rows: Sequence[Tensor]) -> list[float]:
     """Return the norm of each row in float64, which holds the squares of all float32 numbers."""
     return [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
+
+
+def of_clients(share: float, n: int) -> int:
+    """The least whole number of clients that is `share * n` or more; 0.1 of 30 are 3, whatever the product's last bit
+    says."""
+    return ceil(share * n - 1e-9)

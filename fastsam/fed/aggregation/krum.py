@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule
-from fastsam.fed.aggregation.share import of_clients
+from fastsam.fed.aggregation.base import Rule, of_clients
 from fastsam.fed.common.checks import number
 
 
@@ -24,15 +23,13 @@ class Krum(Rule):
 
     The paper needs 2f + 2 < n, so f is at most (n - 3)/2. If several clients have the least score, the one with the
     smallest id is chosen. All clients but one are rejected, so on heterogeneous clients the model follows one client at
-    a time.
-    Memory: the rows of the round. Time: n^2/2 distances, one read of all rows for each client.
+    a time. Memory: the rows of the round. Time: n^2/2 distances, one read of all rows for each client.
 
     Args:
         share: share of the clients that may send arbitrary values, f = ceil(share * n).
     """
 
     name: ClassVar[str] = "krum"
-    chooses: ClassVar[bool] = True
 
     share: float = 0.2
 

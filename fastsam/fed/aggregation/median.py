@@ -20,8 +20,7 @@ class Median(Rule):
 
     If fewer than half of the clients send arbitrary values, every element stays within the range of the other clients.
     The median is not a mean: on heterogeneous clients it is biased towards what most clients have in common. All
-    clients count alike, so there are no weights.
-    Memory: the rows of the round. Time: a sort of n numbers per element.
+    clients count alike, so there are no weights. Memory: the rows of the round. Time: a sort of n numbers per element.
     """
 
     name: ClassVar[str] = "median"

@@ -25,13 +25,11 @@ class NormFilter(Rule):
     weights and costs no accuracy on heterogeneous clients. A client that stays moves the mean by at most factor/n
     medians. Long deltas are rejected and not clipped, because a clipped delta keeps its meaningless direction.
     (`fed.Privacy(clip=)` clips at a length that the user knows.) The rule sees only lengths: a client that sends a
-    wrong direction of the usual length stays.
-    Memory: the rows of the round. Time: one more read of them.
+    wrong direction of the usual length stays. Memory: the rows of the round. Time: one more read of them.
     """
 
     name: ClassVar[str] = "norm_filter"
     supports_weights: ClassVar[bool] = True
-    chooses: ClassVar[bool] = True
 
     factor: float = 10.0
 

@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule, middle
-from fastsam.fed.aggregation.share import of_clients
+from fastsam.fed.aggregation.base import Rule, middle, of_clients
 from fastsam.fed.common.checks import number
 
 
@@ -22,8 +21,7 @@ class TrimmedMean(Rule):
 
     share: beta of the paper, of the clients that may send anything; at most 1/2. The paper takes share*n to be whole;
     we round up, and leave one value or two where more would be cut. share = 0 is the mean. One client counts like
-    another, so there are no weights.
-    Memory: the rows of the round. Time: a sort of n numbers per element.
+    another, so there are no weights. Memory: the rows of the round. Time: a sort of n numbers per element.
     """
 
     name: ClassVar[str] = "trimmed_mean"

@@ -84,8 +84,7 @@ class Callback:
 
     def on_start(self, run: RunView) -> None:
         """Called before the first round of this call. In a resumed run `run.history` has the earlier rounds, so
-        counters
-        can start from them."""
+        counters can start from them."""
 
     def on_evaluation(self, run: RunView, record: Record) -> None:
         """After a round in which the global model was evaluated, before its `on_round`. record: the round's, as in

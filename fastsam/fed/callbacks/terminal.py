@@ -95,11 +95,7 @@ def counted(things: Sequence[T], what: str, console: Console) -> Iterator[T]:
 
 
 class Countdown:
-    """Names the next of several runs and estimates the time of all of them. Runs that were done before take no time.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Names the next of several runs and estimates the time of all of them. Runs that were done before take no time."""
 
     def __init__(self, runs: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.runs, self.clock = runs, clock

@@ -50,15 +50,17 @@ class BatchLoss:
         return self.predict is not None
 
     def evaluated(self, model: nn.Module, batch: Any, predicted: bool) -> tuple[float, Any, Any]:
-        """Return the loss and, if `predicted`, outputs and labels. Raises ValueError if `predict` returns something
-        else."""
+        """Return the loss and, if `predicted`, outputs and labels."""
         value = float(self(model, batch))
-        if not predicted or self.predict is None:
-            return value, None, None
+        return (value, *self.predicted(model, batch)) if predicted and self.predicts else (value, None, None)
+
+    def predicted(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Return outputs and labels. Raises ValueError if `predict` returns something else."""
+        assert self.predict is not None
         made = self.predict(model, batch)
         if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(t, Tensor) for t in made):
             raise ValueError(f"predict(model, batch) must return two tensors, (outputs, labels), got {_brief(made)}")
-        return value, *made
+        return made
 
 
 class PairLoss(BatchLoss):
@@ -75,9 +77,12 @@ class PairLoss(BatchLoss):
         return self.of_outputs(call(model, x), y)
 
     def evaluated(self, model: nn.Module, batch: Any, predicted: bool) -> tuple[float, Any, Any]:
-        x, y = parted(batch)
-        outputs = call(model, x)
+        outputs, y = self.predicted(model, batch)
         return float(self.of_outputs(outputs, y)), outputs, y
+
+    def predicted(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        x, y = parted(batch)
+        return call(model, x), y
 
 
 def parted(batch: Any) -> tuple[Any, Any]:
@@ -85,8 +90,7 @@ def parted(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
             f"loss(outputs, y) takes batches (x, y), got {_brief(batch)}; say loss=fed.BatchLoss(f) with f(model, "
-            f"batch) -> scalar, "
-            "or hand over samples (x, y)"
+            "batch) -> scalar, or hand over samples (x, y)"
         )
     return batch[0], batch[1]
 

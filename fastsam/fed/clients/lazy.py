@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
 
-from fastsam.fed.clients.batched import BatchedClients, check_kind
+from fastsam.fed.clients.all_clients import Clients, check_kind
 from fastsam.fed.clients.prefetcher import Prefetcher
-from fastsam.fed.clients.reading import LARGEST_READ, as_samples, read, source
-from fastsam.fed.clients.samples import ClientDataset, Collate, generators, hashed, seeded
+from fastsam.fed.clients.reading import LARGEST_READ, read, source
+from fastsam.fed.clients.samples import ClientDataset, Collate, as_samples, generators, hashed, seeded
 from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer
 
@@ -83,7 +84,7 @@ class LazySizes(Sequence[int]):
         return self.known[client]
 
 
-class LazyClientData(BatchedClients):
+class LazyClientData(Clients):
     """The clients of a `LazyClients`. Nothing of a client is kept but its number of samples and a digest, by which
     other data are noticed."""
 
@@ -103,25 +104,26 @@ class LazyClientData(BatchedClients):
         self.draws, self._reads_draw = self.draws or first.draws, first.draws
         self._first = first.kinds
         wanted = self._seconds > _INSTANT if lazy.ahead is None else lazy.ahead > 0
-        self._ahead = Prefetcher(self._early) if wanted and not self.draws else None
+        self.prefetches = wanted and not self.draws
+        self._ahead = Prefetcher(self._early) if self.prefetches else None
 
-    def __len__(self) -> int:
-        return len(self.lazy)
+    def known_size(self, client: int) -> int:
+        return self._known.get(client, 0)
 
     @property
     def known_sizes(self) -> Mapping[int, int]:
         return self._known
 
     @property
-    def prefetches(self) -> bool:
-        return self._ahead is not None
+    def sized(self) -> bool:
+        return len(self._known) == len(self)
 
     def prefetch(self, clients: Sequence[int], together: int) -> None:
         if self._ahead is not None:
             self._ahead.prefetch(clients, together if self.lazy.ahead is None else self.lazy.ahead)
 
-    def digest(self) -> bytes:
-        return hashed(len(self), [str(self.lazy.sizes), self._digests[0].hex()])
+    def hash(self, digest: blake2b) -> None:
+        digest.update(hashed(len(self), [str(self.lazy.sizes), self._digests[0].hex()]))
 
     def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
         early = None if self._ahead is None else self._ahead.take(client)
@@ -140,8 +142,7 @@ class LazyClientData(BatchedClients):
 
     def _early(self, client: int) -> ClientDataset | RawClientData:
         """Return what can be prepared before the client trains: everything on the CPU. The memory of a GPU belongs to
-        the
-        stream that requests it."""
+        the stream that requests it."""
         return self._loaded(client) if self.device.type == "cpu" else RawClientData(self._given(client, False))
 
     def _loaded(self, client: int, early: RawClientData | None = None) -> ClientDataset:

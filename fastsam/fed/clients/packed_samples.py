@@ -17,13 +17,7 @@ LARGEST = 256 * 2**20  # largest number of bytes in addition to the user's tenso
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """The samples of all clients in one pair of tensors. Between two clients there may be zeros.
-
-    Attributes:
-        x, y: `[samples, ...]`.
-        begins: index of each client's first sample.
-        sizes: number of samples of each client.
-    """
+    """The samples of all clients in one pair of tensors, `[samples, ...]`. Between two clients there may be zeros."""
 
     x: Tensor
     y: Tensor

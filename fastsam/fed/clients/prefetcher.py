@@ -29,13 +29,8 @@ class Prefetcher(Generic[T]):
         self._works, self._most = False, 0
 
     def prefetch(self, clients: Sequence[int], most: int) -> None:
-        """Announce the clients that will be taken, in this order, each once. Loaded clients that are not among them are
-        dropped.
-
-        Args:
-            clients: client ids.
-            most: largest number of loaded clients that wait.
-        """
+        """Announce the clients that will be taken, in this order, each once. Other loaded clients are dropped, and at
+        most `most` loaded clients wait."""
         with self._changed:
             self._wanted, self._most = set(clients), most
             self._found = {i: one for i, one in self._found.items() if i in self._wanted}

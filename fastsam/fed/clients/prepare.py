@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -11,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.batched import InMemoryClients, check_kind
-from fastsam.fed.clients.client_test_sets import ClientTestSets
+from fastsam.fed.clients.all_clients import InMemoryClients, PairClients, check_kind
 from fastsam.fed.clients.lazy import LazyClientData, LazyClients
 from fastsam.fed.clients.packed_samples import LARGEST, PackedSamples, StoredPairs, store_of, stored
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
-from fastsam.fed.clients.reading import LARGEST_READ, Source, as_samples, read, source
-from fastsam.fed.clients.samples import ClientDataset, Collate
+from fastsam.fed.clients.reading import LARGEST_READ, Source, read, source
+from fastsam.fed.clients.samples import ClientDataset, Collate, PairSamples, as_samples
 
 Watched = Callable[[Sequence[Any]], Iterable[Any]]
 
@@ -38,12 +36,7 @@ def prepare(
     int64.
 
     Args:
-        clients: a sequence of clients' data, a `LazyClients`, or a FederatedData.
-        test: a client's data, a `ClientTestSets`, or None for the test set of the FederatedData.
-        dtype: dtype of the model.
-        device: device of training.
         whole: the loss takes batches, also of pairs.
-        collate: makes batches of lists of samples.
         watched: wraps the iteration over the clients, to show progress.
 
     Raises:
@@ -54,7 +47,9 @@ def prepare(
     if isinstance(test, ClientTestSets):
         test, test_sizes = test.joined(len(clients), dtype, device)
     if isinstance(clients, LazyClients):
-        return replace(_lazy(clients, test, collate, dtype, device, whole), test_sizes=test_sizes)
+        lazy = LazyClientData(clients, whole, collate, dtype, device)
+        found_test = _test_samples(_read([], test, collate, dtype, device)[1], whole)
+        return Population(lazy, device, found_test, test_sizes=test_sizes)
     if (
         isinstance(clients, (str, bytes, Tensor, dict))
         or not hasattr(clients, "__len__")
@@ -76,12 +71,12 @@ def prepare(
     }
     made = None if whole or collate is not None else _together(given, dtype, device)
     if made is not None and (test is None or _is_pair(test)):
-        checked = None if test is None else checked_pair(test, "the test set", dtype, device)
-        return Population(StoredPairs(made), checked, store=made, **about)
+        checked = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
+        return Population(PairClients(StoredPairs(made), made), device, checked, **about)
     found, tested = _read(given, test, collate, dtype, device, watched)
     if not whole and not any(isinstance(own, ClientDataset) for own in (*found, tested)):
         pairs, store = stored(cast(list[Pair], found)) if made is None else (StoredPairs(made), made)
-        return Population(pairs, cast("Pair | None", tested), store=store, **about)
+        return Population(PairClients(pairs, store), device, tested and PairSamples(cast(Pair, tested)), **about)
     if about["augment"] is not None:
         raise ValueError(
             "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the "
@@ -90,17 +85,7 @@ def prepare(
     samples = [as_samples(own) for own in found]
     for i, own in enumerate(samples):
         check_kind(own, f"client {i}", samples[0].kinds if i else None, whole)
-    return Population(
-        [], None, samples=InMemoryClients(samples), test_samples=_test_samples(tested, whole), place=device, **about
-    )
-
-
-def _lazy(
-    clients: LazyClients, test: Any, collate: Collate | None, dtype: torch.dtype, device: torch.device, whole: bool
-) -> Population:
-    tested = _read([], test, collate, dtype, device)[1]
-    samples = LazyClientData(clients, whole, collate, dtype, device)
-    return Population([], None, None, None, samples=samples, test_samples=_test_samples(tested, whole), place=device)
+    return Population(InMemoryClients(samples), device, _test_samples(tested, whole), **about)
 
 
 def _test_samples(tested: Pair | ClientDataset | None, whole: bool) -> ClientDataset | None:
@@ -162,3 +147,52 @@ def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
     except ValueError:
         return None
     return store_of(x, y, sizes)
+
+
+class ClientTestSets:
+    """Test sets of the clients, in their order, None for a client without one.
+
+        fed.run(..., test=fed.ClientTestSets([(x0, y0), None, ...]))
+
+    Each test set is a pair (x, y) of tensors or arrays, all with samples of one shape. The global model is tested on
+    all of them together. Accuracies and metrics of a client are on its own test set, and the records have them client
+    by client.
+
+    Raises:
+        ValueError: `tests` is not a list, or no client has a test set.
+    """
+
+    def __init__(self, tests: Sequence[Any]) -> None:
+        if not isinstance(tests, (list, tuple)):
+            raise ValueError(
+                f"ClientTestSets takes a list of test sets (x, y), or None, one per client; got {type(tests).__name__}"
+            )
+        if all(one is None for one in tests):
+            raise ValueError("ClientTestSets: no client has a test set; leave test= out, or give one of them some")
+        self.tests = list(tests)
+
+    def joined(self, clients: int, dtype: torch.dtype, device: torch.device) -> tuple[Pair, list[int]]:
+        """Return all test sets in one pair, and the number of samples of each client. Raises ValueError, with the
+        client, for a bad test set."""
+        if len(self.tests) != clients:
+            raise ValueError(
+                f"ClientTestSets needs a test set, or None, for each of the {clients} clients; got {len(self.tests)}"
+            )
+        found = {
+            i: checked_pair(one, f"the test set of client {i}", dtype, device)
+            for i, one in enumerate(self.tests)
+            if one is not None
+        }
+        first, wanted = next((i, _kinds(*pair)) for i, pair in found.items())
+        for i, pair in found.items():
+            if _kinds(*pair) != wanted:
+                raise ValueError(
+                    f"the test set of client {i} has samples {_kinds(*pair)}, the test set of client {first} "
+                    f"{wanted}; they must be built alike"
+                )
+        x, y = (torch.cat(parts) for parts in zip(*found.values(), strict=True))
+        return (x, y), [len(found[i][1]) if i in found else 0 for i in range(clients)]
+
+
+def _kinds(x: Tensor, y: Tensor) -> str:
+    return ", ".join(f"{name} {t.dtype} {list(t.shape[1:])}" for name, t in (("x", x), ("y", y)))

@@ -55,16 +55,8 @@ class Source:
 
 
 def source(given: Any, who: str, collated: bool = False) -> Any:
-    """Return a `Source` of a data set, a list of samples or a loader. Columns are returned as they are.
-
-    Args:
-        given: the data.
-        who: name of the client, for messages.
-        collated: a `collate` takes samples.
-
-    Raises:
-        ValueError: it is of a different type.
-    """
+    """Return a `Source` of a data set, a list of samples or a loader. Columns are returned as they are. `collated`: a
+    `collate` takes samples. Raises ValueError, with the name `who`, for anything else."""
     if isinstance(given, DataLoader):
         return _of_loader(given, who, collated)
     if isinstance(given, (IterableDataset, Iterator)):
@@ -134,10 +126,7 @@ def read(
     """Return a `source` as a pair of tensors or as samples.
 
     Args:
-        given: the source.
-        who: name of the client, for messages.
         collate: function of the run; it wins over a loader's.
-        dtype, device: dtype and device of the tensors.
         per_sample: largest number of bytes of a sample that is kept in memory.
         draws: reading draws random numbers. None: find out, by a look at generators that other threads might use.
 
@@ -162,11 +151,6 @@ def read(
         made.draws = found or (draws is None and _collate_draws(made))
         made.ahead = isinstance(given.data, MappedRows) and not made.draws
         return made
-
-
-def as_samples(own: Pair | ClientDataset) -> ClientDataset:
-    """A pair as samples, too."""
-    return own if isinstance(own, ClientDataset) else TensorSamples(list(own), len(own[1]))
 
 
 def _of_columns(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset:
@@ -210,8 +194,7 @@ def _look(data: Any, who: str) -> tuple[bool, int]:
     if not draws and not _same(first, _items(data, [0], who)[0]):
         raise ValueError(
             f"{who}: sample 0 is another one when it is read again, and the numbers are not from torch's, numpy's or "
-            f"Python's own generators, "
-            "which a run seeds for every batch; draw from one of these"
+            "Python's own generators, which a run seeds for every batch; draw from one of these"
         )
     sizes = (np.asarray(leaf).nbytes if not isinstance(leaf, Tensor) else leaf.nbytes for _, leaf in leaves(first))
     return draws, sum(sizes)
@@ -238,8 +221,7 @@ def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.devic
     except Exception as error:
         raise ValueError(
             f"{who}: its samples make no batch ({type(error).__name__}: {error}); hand over collate=, a function of a "
-            f"list of samples "
-            "that returns tensors, or samples of tensors, arrays and numbers"
+            "list of samples that returns tensors, or samples of tensors, arrays and numbers"
         ) from error
     if isinstance(tree, (tuple, list)) and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
         return checked_pair(tree, who, dtype, device)
@@ -255,8 +237,7 @@ def _check_alike(items: list[Any], who: str) -> None:
             said = [s.get(part, "missing") for s in (found, wanted)]
             raise ValueError(
                 f"{who}: sample {i} differs from sample 0: {_named(part)} is {said[0]}, there {said[1]}; samples of "
-                f"variable length need "
-                "collate=, a function of a list of samples that pads them to a batch"
+                "variable length need collate=, a function of a list of samples that pads them to a batch"
             )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.pairs import check_unmasked
+from fastsam.fed.clients.pairs import Pair, check_unmasked
 
 IGNORED = -100  # the label that torch's losses ignore by default
 Collate = Callable[[list[Any]], Any]  # samples -> batch
@@ -165,11 +165,28 @@ class TensorSamples(ClientDataset):
         return hashed(self.samples, self.tree)
 
     def ignored(self) -> str:
-        own = [t for _, t in leaves(self.tree) if t.dtype == torch.int64 and bool((t == IGNORED).any())]
+        parts = [t for _, t in leaves(self.tree)] if self.labels is None else [self.labels]
+        own = [t for t in parts if t.dtype == torch.int64 and bool((t == IGNORED).any())]
         if not own:
             return ""
         count = int((own[0] == IGNORED).sum())
         return f" ({count} of its {own[0].numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
+
+
+class PairSamples(TensorSamples):
+    """A pair (x, y) of tensors, whose batches in stored order are views."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(list(pair), len(pair[1]))
+
+    def batches(self, size: int) -> Iterator[tuple[Any, int]]:
+        x, y = self.tree
+        yield from (((a, b), len(b)) for a, b in zip(x.split(size), y.split(size), strict=True))
+
+
+def as_samples(own: Pair | ClientDataset) -> ClientDataset:
+    """Return samples, of a pair too."""
+    return own if isinstance(own, ClientDataset) else TensorSamples(list(own), len(own[1]))
 
 
 class DatasetSamples(ClientDataset):
@@ -190,8 +207,7 @@ class DatasetSamples(ClientDataset):
         if not any(isinstance(leaf, Tensor) for _, leaf in leaves(made)):
             raise ValueError(
                 f"the collate of {self.who} must make a batch of tensors (a tensor, or a tuple, list or dict of them) "
-                f"of a list of "
-                f"{len(items)} samples, got {type(batch).__name__}"
+                f"of a list of {len(items)} samples, got {type(batch).__name__}"
             )
         return made
 

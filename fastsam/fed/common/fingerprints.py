@@ -46,8 +46,7 @@ def hyperparameters(algorithm: Any) -> dict[str, Any]:
 
 def references(function: Any) -> dict[str, Any]:
     """Return the objects that a callable refers to, by name: globals, closure variables, defaults and attributes, and
-    the
-    references of functions among its attributes."""
+    the references of functions among its attributes."""
     if isinstance(function, partial):
         arguments = {str(place): value for place, value in enumerate(function.args)} | function.keywords
         return references(function.func) | arguments
@@ -68,12 +67,8 @@ def references(function: Any) -> dict[str, Any]:
 
 
 def behaviour(value: Any, depth: int = 2) -> Any:
-    """Return a JSON description of a function or a module: its code and the objects that it refers to.
-
-    Args:
-        value: function, module, or an object that they refer to.
-        depth: number of calls that are followed from a function to the functions that it calls.
-    """
+    """Return a JSON description of a function or a module: its code and the objects that it refers to. `depth` is the
+    number of calls that are followed."""
     if isinstance(value, nn.Module):
         own = {type(m) for m in value.modules() if not type(m).__module__.startswith("torch.")}
         forward = {c.__qualname__: _code(c.forward.__code__) for c in own if inspect.isfunction(c.forward)}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from fastsam.fed.common.checks import choice, integer, nearest, number
 
+Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -108,12 +109,26 @@ def check(options: object) -> None:
         object.__setattr__(options, name, row.check(getattr(options, name)))
 
 
+def made_of(made: type[Options], value: Any, what: str) -> Options:
+    """Return the options `value`, or options made of a mapping.
+
+    Raises:
+        ValueError: `value` is something else, or a key of the mapping is unknown. `what` is the name for messages.
+    """
+    if isinstance(value, made):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} must be a fed.{made.__name__}, or a table of its options; got {value!r}")
+    known = table(made)  # type: ignore[arg-type]
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{what} has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}")
+    return made(**value)
+
+
 def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:
     """Return a decorator that raises TypeError for a keyword that the function does not have, with the right one.
-
-    Args:
-        replaced: for keywords that became part of another one, the new spelling.
-    """
+    `replaced` has the new spelling of keywords that became part of another one."""
 
     def decorate(function: Function) -> Function:
         known = inspect.signature(function).parameters

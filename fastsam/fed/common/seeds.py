@@ -1,6 +1,5 @@
 """Random numbers as functions of their purpose: (seed, round, client, step, purpose). They do not depend on the order
-in
-which clients run."""
+in which clients run."""
 
 from __future__ import annotations
 

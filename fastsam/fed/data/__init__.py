@@ -6,15 +6,12 @@ from collections.abc import Callable
 from fastsam.fed.data.augment import AUGMENTS, Augment, FlipCrop
 from fastsam.fed.data.dealing import Partition, draw
 from fastsam.fed.data.domains import by_domain, digits_domains
-from fastsam.fed.data.federated import FederatedData, as_tensors, split_data, stratified_test
+from fastsam.fed.data.federated import FederatedData, as_tensors, split, split_data, stratified_test
 from fastsam.fed.data.files import from_client_files, from_function, from_npz
 from fastsam.fed.data.folders import domainnet, officehome, read_domains
 from fastsam.fed.data.handwritten import digits
 from fastsam.fed.data.images import cifar10, cifar100, emnist
-from fastsam.fed.data.lists import own
-from fastsam.fed.data.partition import SPLITS, dirichlet, iid, pathological
-from fastsam.fed.data.per_class import dirichlet_per_class
-from fastsam.fed.data.subsets import split
+from fastsam.fed.data.partition import SPLITS, dirichlet, dirichlet_per_class, iid, own, pathological
 
 SETS: dict[str, Callable[..., FederatedData]] = {
     "digits": digits,

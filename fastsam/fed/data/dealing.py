@@ -103,8 +103,7 @@ def check_labels(labels: Any, classes: int | None = None, what: str = "labels") 
         bad = low if low < 0 else high
         raise ValueError(
             f"{what} must be in 0..{classes - 1} ({classes} classes), got {bad} at position "
-            f"{int(np.flatnonzero(whole == bad)[0])}; "
-            "number the classes from 0, or set the number of classes"
+            f"{int(np.flatnonzero(whole == bad)[0])}; number the classes from 0, or set the number of classes"
         )
     return whole, classes
 
@@ -191,15 +190,11 @@ def draw(
     last to the first. When a class has run out:
 
     - ``exhausted="reset"`` (FL-Simulator, FedLESAM): its list starts anew and the class is drawn again, so later draws
-    repeat samples; - ``exhausted="redraw"`` (FedDyn): only the class is drawn again, so no sample is used twice. When a
-    client's classes are all used up, it takes from the remaining samples in proportion (FedDyn's loop would not end).
+    repeat samples;
+    - ``exhausted="redraw"`` (FedDyn): only the class is drawn again, so no sample is used twice. When a client's
+    classes are all used up, it takes from the remaining samples in proportion (FedDyn's loop would not end).
 
-    Args:
-        labels: [samples] integers >= 0.
-        priors: [clients, classes].
-        sizes: [clients] integers >= 0.
-        rng: random generator, advanced in place.
-        exhausted: see above.
+    The priors are [clients, classes], the labels integers >= 0. `rng` is advanced in place.
 
     Raises:
         ValueError: shapes do not fit, a prior is invalid, or slots cannot be filled.

@@ -39,11 +39,7 @@ def by_domain(
         domains: by name, x [n, *shape] and y [n] int64.
         held_out: the domain that is the test set and is not trained on. None: the test set is a stratified
             `test_fraction` of every domain.
-        clients_per_domain: number of clients of each domain.
         seed: random seed of the split of each domain.
-        test_fraction: see `held_out`.
-        classes: number of classes.
-        name: name for reports.
         **more: fields of `FederatedData`.
 
     Raises:

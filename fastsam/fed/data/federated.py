@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from fastsam.fed.clients.pairs import all_finite
 from fastsam.fed.data import partition
 from fastsam.fed.data.augment import Augment
+from fastsam.fed.data.partition import dirichlet, iid
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no single truth value
@@ -148,8 +150,7 @@ def split_data(
     x: [n, ...]; y: [n] int64. test: the common test set. split: a name of `fastsam.fed.data.partition.SPLITS`;
     `options` are that split's own (`alpha`, `exhausted` for "dirichlet"; `balanced` for "iid"; ...). clients may be
     None for the split "own", which knows them. classes: default, one more than the largest label in training and test
-    set.
-    augment: for the `FederatedData`.
+    set. augment: for the `FederatedData`.
     """
     if classes is None:
         classes = 1 + max(int(y.max()), int(test[1].max()))
@@ -183,3 +184,43 @@ def stratified_test(labels: np.ndarray, fraction: float, seed: int = 0) -> tuple
     is_test = np.zeros(labels.size, dtype=bool)
     is_test[np.concatenate(chosen)] = True
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
+
+
+def split(dataset: Any, *, clients: int, alpha: float | None, seed: int = 20, labels: Any = None) -> list[Subset[Any]]:
+    """Deal a data set out to clients of equal size, each sample to one of them.
+
+    Args:
+        dataset (Dataset): any data set with `__len__` and `__getitem__`, such as one of torchvision.
+        clients (int): number of clients.
+        alpha (float | None): concentration of the Dirichlet distribution from which each client draws its shares of the
+            classes, > 0. Small values make unlike clients; None makes them alike (a random split).
+        seed (int): random seed of the split.
+        labels: class numbers `[len(dataset)]`. By default `dataset.targets`, `dataset.labels`, or the last tensor of a
+            `TensorDataset`; for other data sets every sample `(x, y)` is read once.
+
+    Returns:
+        A `torch.utils.data.Subset` for each client.
+
+    Raises:
+        ValueError: if there are more clients than samples, if `alpha` is not positive, or if a label is not a class
+            number.
+
+    Example:
+        data = fed.split(torchvision.datasets.MNIST(...), clients=50, alpha=0.3)
+        result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=100)
+    """
+    found = _labels(dataset) if labels is None else labels
+    made = iid(found, clients, seed) if alpha is None else dirichlet(found, clients, alpha, seed, exhausted="redraw")
+    return [Subset(dataset, indices.tolist()) for indices in made.indices]
+
+
+def _labels(dataset: Any) -> Any:
+    """Return the labels of all samples of a data set, `[len(dataset)]`."""
+    if isinstance(dataset, Subset):
+        return np.asarray(_labels(dataset.dataset))[list(dataset.indices)]
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[-1].cpu().numpy()
+    known = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if known is None:
+        known = [int(dataset[i][1]) for i in range(len(dataset))]
+    return known.cpu().numpy() if isinstance(known, Tensor) else np.asarray(known)

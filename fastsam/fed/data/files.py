@@ -67,14 +67,8 @@ def from_client_files(pattern: str, test_path: str | Path, classes: int | None =
 
 
 def from_function(path: str, options: dict[str, Any]) -> FederatedData:
-    """Return the value of a user's function: a `FederatedData`, or ``(clients, test)`` with a sequence of (x, y) and
-    one
-    (x, y).
-
-    Args:
-        path: "package.module:function" or "file.py:function".
-        options: keyword arguments of the function.
-    """
+    """Return the value of a user's function ("package.module:function" or "file.py:function"): a `FederatedData`, or
+    ``(clients, test)`` with a sequence of (x, y) and one (x, y)."""
     made = call_with_options(import_object(path, "data"), options, f"data_options of {path}")
     if isinstance(made, FederatedData):
         return made

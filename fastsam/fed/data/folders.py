@@ -146,9 +146,8 @@ def _root(folder_set: FolderSet, data_dir: Path) -> Path:
         return root
     raise FileNotFoundError(
         f"no {folder_set.name} in {data_dir.resolve()}; put {', '.join(folder_set.archives)} there (from "
-        f"{folder_set.source}) or unpack it, so "
-        f"that there is {folder_set.folders[0]}/{folder_set.domains[0]}/<class>/<image>, or name its directory with "
-        f"data_dir"
+        f"{folder_set.source}) or unpack it, so that there is "
+        f"{folder_set.folders[0]}/{folder_set.domains[0]}/<class>/<image>, or name its directory with data_dir"
     )
 
 
@@ -183,14 +182,9 @@ def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[d
 
     The values are x uint8 [n, 3, size, size], a memory-mapped file, and y int64 [n].
 
-    Args:
-        root: directory of the domains.
-        domains: names of the domains.
-        size: side in pixels, >= 8.
-
     Raises:
         FileNotFoundError: a domain has no folder.
-        ValueError: a domain has no images, or a file is not a complete image.
+        ValueError: a domain has no images, a file is not a complete image, or `size` is below 8.
     """
     integer("size", size, at_least=8)
     found = {domain: _named(root, domain) for domain in domains}

@@ -38,11 +38,7 @@ def digits(
     client 0 has the remainder too (65 in all).
 
     Args:
-        clients: number of clients.
-        split: name of the split.
         alpha: concentration, for the splits that take one.
-        seed: random seed of the split.
-        test_fraction: share of the test set.
         augment: a name of `fastsam.fed.data.augment.AUGMENTS`; "auto" means no augmentation.
         **options: further options of the split.
 

@@ -44,8 +44,7 @@ def cifar10(
         url: address of a mirror.
 
     Raises:
-        ImportError: torchvision is missing.
-        FileNotFoundError: the archive is missing.
+        ImportError, FileNotFoundError: torchvision or the archive is missing.
         ArchiveError: the archive is damaged or a different one.
         ConnectionError: the download failed.
         ValueError: the split cannot be made.

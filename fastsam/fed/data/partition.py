@@ -9,11 +9,13 @@ split can be compared with theirs sample by sample.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fastsam.fed.common.atomic_files import read_json
 from fastsam.fed.common.checks import choice, integer, number
 from fastsam.fed.data.dealing import (
     Partition,
@@ -22,10 +24,9 @@ from fastsam.fed.data.dealing import (
     check_shares,
     draw,
     equal_sizes,
+    frequencies,
     split_generator,
 )
-from fastsam.fed.data.lists import own
-from fastsam.fed.data.per_class import dirichlet_per_class
 
 
 def dirichlet(
@@ -64,13 +65,9 @@ def pathological(
     """Give each client samples of `classes_per_client` classes, chosen uniformly, with equal client sizes
     (FL-Simulator's procedure).
 
-    Each chosen class has the prior ``1 / classes_per_client``, from which samples are drawn. So the classes of a
-    client are nearly balanced. The shards of McMahan et al. (2017) are a different split.
-
-    Args:
-        labels, clients, seed, exhausted, classes: as in `dirichlet`. With ``exhausted="redraw"`` a client cannot be
-            filled if other clients have used up its classes.
-        classes_per_client: number of classes of a client.
+    Each chosen class has the prior ``1 / classes_per_client``, from which samples are drawn. So the classes of a client
+    are nearly balanced. The shards of McMahan et al. (2017) are a different split. With ``exhausted="redraw"`` a client
+    cannot be filled if other clients have used up its classes.
 
     Raises:
         ValueError: there are too few classes or samples, or a client would need classes that were not chosen for it.
@@ -113,22 +110,15 @@ def _check_own_classes(labels: np.ndarray, made: Partition, exhausted: str) -> N
         if (prior[labels[indices]] == 0).any():
             raise ValueError(
                 f"exhausted={exhausted!r}: the classes {np.flatnonzero(prior).tolist()} of client {client} were used "
-                f"up; "
-                "use exhausted='reset', more classes per client, or another split_seed"
+                "up; use exhausted='reset', more classes per client, or another split_seed"
             )
 
 
 def iid(labels: Any, clients: int, seed: int = 20, balanced: bool = False, classes: int | None = None) -> Partition:
     """Shuffle and cut into consecutive blocks of equal size (the remainder goes to client 0, the first block).
 
-    Every client's prior is the class distribution of the whole training set.
-
-    Args:
-        labels: class of each sample.
-        clients: number of clients.
-        seed: random seed.
-        balanced: every client gets the same number of samples of each class (the simulators' CIFAR-100 case).
-        classes: number of classes.
+    Every client's prior is the class distribution of the whole training set. `balanced`: every client gets the same
+    number of samples of each class (the simulators' CIFAR-100 case).
 
     Raises:
         ValueError: an argument is invalid, or `balanced` needs a class that cannot be divided.
@@ -149,6 +139,128 @@ def iid(labels: Any, clients: int, seed: int = 20, balanced: bool = False, class
     else:
         blocks = np.split(order, np.cumsum(equal_sizes(labels.size, clients))[:-1])
     return Partition([np.asarray(block) for block in blocks], np.tile(counts / labels.size, (clients, 1)))
+
+
+_ATTEMPTS = 1000  # at leaving no client with too few samples
+
+
+def dirichlet_per_class(
+    labels: Any, clients: int, alpha: float, seed: int = 20, min_samples: int = 10, classes: int | None = None
+) -> Partition:
+    """Return the unbalanced Dirichlet split of other libraries: each class is divided among the clients in proportions
+    ``Dir(alpha * 1)``.
+
+    Every sample is used once and client sizes differ. The procedure and its random numbers agree with NIID-Bench (Li et
+    al., ICDE 2022; ``noniid-labeldir``), which FedLab follows: a client that has its equal share gets nothing of later
+    classes, and the whole is repeated until each client has `min_samples`. `priors` are the class frequencies that came
+    out.
+
+    Raises:
+        ValueError: there are fewer than `clients * min_samples` samples, or 1000 attempts left a client with fewer.
+    """
+    labels, classes = check_labels(labels, classes)
+    check_clients(clients, labels.size)
+    alpha = number("alpha", alpha, above=0)
+    least = integer("min_samples", min_samples, at_least=1)
+    if least * clients > labels.size:
+        raise ValueError(
+            f"min_samples={least}: {clients} clients would need {least * clients} training samples, there are "
+            f"{labels.size}"
+        )
+    rng = split_generator(seed)
+    pools = [np.flatnonzero(labels == c) for c in range(classes)]
+    for _ in range(_ATTEMPTS):
+        parts = _deal_classes(pools, clients, alpha, labels.size / clients, rng)
+        if min(map(len, parts)) >= least:
+            for part in parts:
+                rng.shuffle(part)
+            return Partition(parts, frequencies(labels, parts, classes))
+    raise ValueError(
+        f"alpha={alpha!r} left a client of {clients} with less than {least} samples in each of {_ATTEMPTS} attempts; "
+        "take a larger alpha, fewer clients or a smaller min_samples"
+    )
+
+
+def _deal_classes(
+    pools: list[np.ndarray], clients: int, alpha: float, share: float, rng: np.random.RandomState
+) -> list[np.ndarray]:
+    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    sizes = np.zeros(clients, dtype=np.int64)
+    for pool in pools:
+        pool = pool.copy()
+        rng.shuffle(pool)
+        proportions = rng.dirichlet([alpha] * clients) * (sizes < share)
+        total = proportions.sum()
+        # A tiny alpha can put nothing on the clients that still want samples: they share the class equally then.
+        proportions = proportions / total if total > 0 else (sizes < share) / max(1, (sizes < share).sum())
+        cuts = (np.cumsum(proportions) * len(pool)).astype(int)[:-1]
+        for client, piece in enumerate(np.split(pool, cuts)):
+            parts[client].append(piece)
+            sizes[client] += len(piece)
+    return [np.concatenate(pieces) for pieces in parts]
+
+
+def own(
+    labels: Any,
+    clients: int | None = None,
+    seed: int = 20,
+    indices: str | Path | Sequence[Any] | None = None,
+    duplicates: bool = False,
+    classes: int | None = None,
+) -> Partition:
+    """Return the user's split: for each client the indices of its samples in the training set, in that order.
+
+    Samples that no client names are left out. `priors` are the clients' class frequencies.
+
+    Args:
+        clients: expected number of lists, or None for any number.
+        seed: has no effect, because nothing is drawn.
+        indices: a list of integer lists, or a JSON file with one.
+        duplicates: a sample may be named more than once.
+
+    Raises:
+        ValueError: it is not a list, a list is empty, an index is not an integer or outside the training set, or a
+            sample is named twice without `duplicates`.
+        FileNotFoundError: the file does not exist.
+    """
+    labels, classes = check_labels(labels, classes)
+    lists = _read_lists(indices) if isinstance(indices, (str, Path)) else indices
+    if not isinstance(lists, Sequence) or not len(lists):
+        raise ValueError(
+            f"indices must be one list of positions per client, or a JSON file of such lists, got {lists!r}"
+        )
+    if clients is not None and len(lists) != clients:
+        raise ValueError(f"indices holds the lists of {len(lists)} clients, and clients is {clients}")
+    parts = [_positions(part, labels.size, i) for i, part in enumerate(lists)]
+    everything = np.sort(np.concatenate(parts))
+    twice = everything[1:][everything[1:] == everything[:-1]]
+    if twice.size and not duplicates:
+        raise ValueError(
+            f"indices name sample {twice[0]} more than once ({twice.size} such entries); say duplicates=True if that "
+            f"is meant"
+        )
+    return Partition(parts, frequencies(labels, parts, classes))
+
+
+def _read_lists(path: str | Path) -> Any:
+    try:
+        return read_json(Path(path))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no file {path} with the clients' indices (looked in {Path.cwd()})") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON file ({error}); expected [[positions of client 0], [...], ...]") from error
+
+
+def _positions(part: Any, samples: int, client: int) -> np.ndarray:
+    array = np.asarray(part)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"indices of client {client} must be a list with one position or more, got {part!r}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"indices of client {client} must be integers, got {array.dtype}")
+    if array.min() < 0 or array.max() >= samples:
+        bad = array.min() if array.min() < 0 else array.max()
+        raise ValueError(f"indices of client {client} must be in 0..{samples - 1} (the training set), got {bad}")
+    return array.astype(np.int64)
 
 
 SPLITS: dict[str, Callable[..., Partition]] = {

@@ -56,7 +56,7 @@ class BatchGatherer:
     def sample_indices(self, k: int, count: int) -> SampleIndices:
         """The samples of batches k to k + count - 1, which are of one epoch."""
         orders = self.orders(k, count)
-        store = self.setup.population.store
+        store = self.setup.population.clients.store
         if store is None:
             x, y = self._gather(orders)
             return SampleIndices(
@@ -80,7 +80,7 @@ class BatchGatherer:
                     orders = orders[:, :n]
             else:
                 orders = torch.arange(n).expand(len(self.tasks), n)
-            if (store := self.setup.population.store) is not None:
+            if (store := self.setup.population.clients.store) is not None:
                 # `tensor` of a list takes its time
                 offsets = array("q", [store.offsets[task.client] for task in self.tasks])
                 orders = orders + torch.frombuffer(offsets, dtype=torch.int64).unsqueeze(1)
@@ -89,7 +89,7 @@ class BatchGatherer:
 
     def _batches(self, orders: Tensor) -> list[Batch]:
         """The batches of a block."""
-        if self.setup.population.store is None:
+        if self.setup.population.clients.store is None:
             return list(zip(*(part.split(self.size, 1) for part in self._gather(orders)), strict=True))
         return self._side_by_side(orders)
 
@@ -106,7 +106,7 @@ class BatchGatherer:
     def _gather(self, orders: Tensor) -> Batch:
         """The samples of each row at `orders`, `[rows, samples]`; in a store, where this is one gather, also
         `[batches, rows, samples]`."""
-        tasks, store = self.tasks, self.setup.population.store
+        tasks, store = self.tasks, self.setup.population.clients.store
         wanted = to_device(orders.contiguous(), tasks[0].y.device)
         if store is not None:
             x, y = (part.index_select(0, wanted.flatten()).unflatten(0, orders.shape) for part in (store.x, store.y))
@@ -123,6 +123,6 @@ def gather_keys(tasks: Sequence[Task]) -> Sequence[object]:
     population = tasks[0].setup.population
     if population.augment is not None:  # one batch by itself
         return range(len(tasks))
-    if population.store is not None:  # in it all samples are alike
-        return [population.sizes[task.client] for task in tasks]
+    if population.clients.store is not None:  # in it all samples are alike
+        return [population.clients.sizes[task.client] for task in tasks]
     return [(task.x.shape, task.y.shape) for task in tasks]

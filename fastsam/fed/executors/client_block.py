@@ -62,7 +62,7 @@ class ClientBlock:
     @property
     def samples(self) -> Batch:
         """Return the memory of the samples, `[n, ...]`, of all clients, or of the first client."""
-        task, store = self.tasks[0], self.tasks[0].setup.population.store
+        task, store = self.tasks[0], self.tasks[0].setup.population.clients.store
         return (task.x, task.y) if store is None else (store.x, store.y)
 
     @property

@@ -90,7 +90,7 @@ class ClientTrainer:
         self.start, self.buffers = start if own is None else own, buffers
         self.k, self.extra_backward_passes, self.losses, self.snapshots = 0, 0, [], {}
         self.eps = self.gradient = self.norms = None
-        if task.setup.population.samples is not None:
+        if task.setup.population.clients.is_batched:
             with self.client_errors:
                 task.open()
         for own, new in zip(self.replica.buffers, buffers, strict=True):

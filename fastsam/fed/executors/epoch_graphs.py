@@ -42,7 +42,7 @@ class EpochGraphs:
     def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
         """The block's next epoch, in the rows of `row_slice`, whose variant is set; False where its steps have to be
         taken one by one."""
-        if block.k % block.epoch or block.gatherer is None or block.tasks[0].setup.population.store is None:
+        if block.k % block.epoch or block.gatherer is None or block.tasks[0].setup.population.clients.store is None:
             return False
         if any(task.snapshots for task in block.tasks) or block.k + block.epoch > block.steps:
             return False

@@ -101,7 +101,7 @@ class Setup:
     def orders(self, round: int, clients: Sequence[int], epoch: int) -> Tensor:
         """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. The
         first elements of a row are valid, one for each sample of the client."""
-        sizes = self.population.sizes
+        sizes = self.population.clients.sizes
         return seeds.permutations(clients, [sizes[i] for i in clients], self.options.seed, "shuffle", round, epoch)
 
     def draw_orders(self, round: int, clients: Sequence[int]) -> dict[int, list[Tensor]]:
@@ -109,7 +109,7 @@ class Setup:
         epochs."""
         if self.options.local_steps is not None:
             return {}
-        sizes = self.population.sizes
+        sizes = self.population.clients.sizes
         epochs = [self.orders(round, clients, epoch).unbind() for epoch in range(self.options.local_epochs)]
         return {i: [order[: sizes[i]] for order in own] for i, *own in zip(clients, *epochs, strict=True)}
 
@@ -164,17 +164,17 @@ class Task:
 
     def open(self) -> None:
         """Load the client's samples if they come in batches."""
-        if self.setup.population.samples is not None:
-            self.own = self.setup.population.samples[self.client]
+        if self.setup.population.clients.is_batched:
+            self.own = self.setup.population.clients[self.client]
 
     @property
     def x(self) -> Tensor:
         """The inputs of the client. With a store they are in it from `store.offsets[client]` on."""
-        return self.setup.population.clients[self.client][0]
+        return self.setup.population.clients.pairs[self.client][0]
 
     @property
     def y(self) -> Tensor:
-        return self.setup.population.clients[self.client][1]
+        return self.setup.population.clients.pairs[self.client][1]
 
     def vector(self, name: str) -> Tensor | None:
         """Its own vector of the step, `[row_size]`."""
@@ -204,7 +204,7 @@ class Task:
     @property
     def samples(self) -> int:
         """The number of samples of the client."""
-        return self.setup.population.sizes[self.client]
+        return self.setup.population.clients.sizes[self.client]
 
     @property
     def local_steps(self) -> int | None:

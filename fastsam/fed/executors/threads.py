@@ -96,7 +96,7 @@ def why_not(setup: Setup) -> str | None:
     """Why threads cannot train this; None when they can."""
     if setup.device.type != "cpu":
         return f"it runs on the CPU, the run on {setup.device}"
-    if setup.population.reads_draw:
+    if setup.population.clients.draws:
         return (
             "reading a batch draws random numbers from generators that are one for all clients that train at the same "
             "time"

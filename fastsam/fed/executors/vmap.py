@@ -209,7 +209,7 @@ class Vmap(Executor):
         known = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
         if not isinstance(known, RowPass) or not all(map(known.serves, blocks)):
             return False
-        joins = known.side_by_side and blocks[0].tasks[0].setup.population.store is not None
+        joins = known.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None
         for together in [blocks] if joins else [[block] for block in blocks]:
             try:
                 row_slice = self.rows.gathered(together)

@@ -1,6 +1,5 @@
 """Storage of clients' states between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the run's device, in host
-memory,
-or in files.
+memory, or in files.
 
 `RunState.clients` maps a client to its state. The store determines what kind of tensors these are. A cohort reads a
 state with `get` and stores the new one with `put`. Nothing in a RunState is written again, so a round that is
@@ -14,7 +13,6 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,33 +33,30 @@ State = dict[str, Tensor]
 States = Mapping[int, State]
 
 
-class ClientStateStorage(Protocol):
-    """A store of clients' states.
+class ClientStateStorage:
+    """A store of clients' states, which keeps them as the algorithm made them, on the device of the run.
 
-    Attributes:
-        where: "device", "host" or "disk".
-        reason: why, for the record.
-        prefetches: the store can use the clients of the next round.
+    `reason` says for the record why the states are `where` they are. A store that prefetches can use the clients of the
+    next round.
     """
 
-    where: str
-    prefetches: bool
-    reason: str
+    where = "device"
+    prefetches = False
+
+    def __init__(self, device: torch.device, reason: str) -> None:
+        self.device, self.reason = device, reason
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        """Begin a round.
-
-        Args:
-            states: states of all clients.
-            order: clients whose states will be read.
-            later: clients that are likely to be in the next round.
-        """
+        """Begin a round: the states of the clients in `order` will be read, and the clients in `later` are likely to be
+        in the next round."""
 
     def get(self, client: int, state: State) -> State:
         """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
+        return state
 
     def put(self, client: int, state: State) -> State:
         """Store the new state of `client` and return the form in which RunState keeps it."""
+        return state
 
     def commit(self) -> None:
         """End the round. After it returns, all results of `put` can be read from anywhere."""
@@ -69,29 +64,6 @@ class ClientStateStorage(Protocol):
     def adopt(self, tensor: Tensor) -> Tensor:
         """Return a tensor of a RunState from a tensor on the CPU that was read from a file or came from another
         rank."""
-
-
-class DeviceStateStorage:
-    """States are tensors on the device of the run, as the algorithm made them. Nothing here costs anything."""
-
-    where, prefetches = "device", False
-
-    def __init__(self, device: torch.device, reason: str) -> None:
-        self.device, self.reason = device, reason
-
-    def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        pass
-
-    def get(self, client: int, state: State) -> State:
-        return state
-
-    def put(self, client: int, state: State) -> State:
-        return state
-
-    def commit(self) -> None:
-        pass
-
-    def adopt(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
 
@@ -104,7 +76,7 @@ class PrefetchedState:
     ready: torch.cuda.Event
 
 
-class HostStateStorage:
+class HostStateStorage(ClientStateStorage):
     """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most `ahead`
     states earlier.
 
@@ -115,11 +87,12 @@ class HostStateStorage:
     several states share (a past model) is copied once and stays shared.
     """
 
-    where, prefetches = "host", True
+    prefetches = True
 
     def __init__(self, device: torch.device, reason: str, ahead: int, pool: HostPool | None = None) -> None:
         """Make the store. pool: a pool of memory other than pinned memory."""
-        self.device, self.reason, self.ahead = device, reason, ahead
+        super().__init__(device, reason)
+        self.ahead = ahead
         self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
         self.where = "host" if pool is None else "disk"
         self.stream = self.cuda.stream()
@@ -203,31 +176,26 @@ class HostStateStorage:
         return tensor.device.type == self.device.type
 
 
-class DiskStateStorage:
+class DiskStateStorage(ClientStateStorage):
     """States of a run on the CPU are rows of mapped files, of which the system keeps in memory what it has room for. A
     client trains on a copy.
 
     A tensor that several states share (a past model) is written once, and stays shared.
     """
 
-    where, prefetches = "disk", False
+    where = "disk"
 
-    def __init__(self, reason: str) -> None:
-        self.reason, self.pool = reason, HostPool(make_mapped)
+    def __init__(self, device: torch.device, reason: str) -> None:
+        super().__init__(device, reason)
+        self.pool = HostPool(make_mapped)
         self._file: WeakTensorMap[Tensor] = WeakTensorMap()  # tensor in memory -> copy in a file
         self._copy: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # tensor in a file -> copy in memory
-
-    def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        pass
 
     def get(self, client: int, state: State) -> State:
         return {name: self._read(t) for name, t in state.items()}
 
     def put(self, client: int, state: State) -> State:
         return {name: self._written(t) for name, t in state.items()}
-
-    def commit(self) -> None:
-        pass
 
     def adopt(self, tensor: Tensor) -> Tensor:
         return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
@@ -250,35 +218,25 @@ class DiskStateStorage:
 
 
 def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStateStorage:
-    """Return the store for `where` (one of `CHOICES`).
+    """Return the store for `where` (one of `CHOICES`). The bits of a run do not depend on it.
 
-    "auto" is a rule on sizes and not on free memory: the device, if all states take at most `SHARE` of its memory; the
-    host, if they take at most `HOST_SHARE` of its memory; else files. On the CPU device and host are the same. The bits
-    of a run do not depend on the store.
-
-    Args:
-        where: name of the store.
-        device: device of the run.
-        nbytes: bytes of the states of all clients.
-        ahead: see `HostStateStorage`.
+    "auto" is a rule on the size of all clients' states (`nbytes`) and not on free memory: the device, if they take at
+    most `SHARE` of its memory; the host, if they take at most `HOST_SHARE` of its memory; else files. On the CPU device
+    and host are the same.
     """
     reason = "it was asked for"
     if where == "auto":
         where, reason = _place(device, nbytes)
     log.info("client states: %s, %s", where, reason)
     if where == "disk":
-        return (
-            HostStateStorage(device, reason, max(ahead, _AHEAD), HostPool(make_mapped))
-            if apart(device)
-            else DiskStateStorage(reason)
-        )
+        if apart(device):
+            return HostStateStorage(device, reason, max(ahead, _AHEAD), HostPool(make_mapped))
+        return DiskStateStorage(device, reason)
     if not apart(device):
-        return DeviceStateStorage(device, "the device of the run is the CPU, whose memory is host memory")
-    return (
-        DeviceStateStorage(device, reason)
-        if where == "device"
-        else HostStateStorage(device, reason, max(ahead, _AHEAD))
-    )
+        return ClientStateStorage(device, "the device of the run is the CPU, whose memory is host memory")
+    if where == "device":
+        return ClientStateStorage(device, reason)
+    return HostStateStorage(device, reason, max(ahead, _AHEAD))
 
 
 def _place(device: torch.device, nbytes: float) -> tuple[str, str]:

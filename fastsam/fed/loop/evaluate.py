@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.clients.batch_loss import BatchLoss
+from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.population import IGNORED, Loss, Population
 from fastsam.fed.common import seeds
 from fastsam.fed.measures.metrics import Metric
@@ -41,7 +41,7 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     if population.test_sizes is not None:
         ends = np.cumsum(population.test_sizes)
         return [np.arange(end - n, end) for end, n in zip(ends, population.test_sizes, strict=True)]
-    clients = len(population.sizes)
+    clients = len(population.clients)
     rng = np.random.RandomState(seeds.derive(seed, "validation") % 2**32)
     if mode == "iid":
         # With fewer test samples than clients the shuffled set is used again, so that every client has a sample.
@@ -62,7 +62,7 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
 
 def _observed(population: Population) -> np.ndarray:
     """`[clients, classes]`: each client's own class frequencies."""
-    own, test = population.labels_together(), population.test_labels
+    own, test = population.clients.labels_together(), population.test_labels
     assert own is not None and test is not None
     labels, number = _integers(own[0]), len(own[1])
     classes = 1 + max(int(labels.max()), int(_integers(test).max()))
@@ -81,15 +81,17 @@ def _integers(y: Tensor) -> np.ndarray:
 def _two_classes(population: Population) -> bool:
     """Return True if every sample has one label, 0 or 1 (or a bool): classes, although the model has no output for
     each."""
-    own, test = population.labels_together(), population.test_labels
-    if own is None or test is None or list(own[1]) != list(population.sizes) or test.numel() != population.test_size:
+    own, test = population.clients.labels_together(), population.test_labels
+    if own is None or test is None or test.numel() != population.test_size:
+        return False
+    if list(own[1]) != list(population.clients.sizes):
         return False
     return all(bool(((y == 0) | (y == 1)).all()) for y in (own[0], test))
 
 
 def _known_labels(population: Population) -> bool:
     """Return True if the classes of each client and of the test set are known before a batch is made."""
-    known = population.priors is not None or population.labels is not None
+    known = population.priors is not None or population.clients.labels is not None
     return known and population.test_labels is not None
 
 
@@ -104,15 +106,19 @@ def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
     return torch.cat(list(parts))
 
 
+def statistics(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """Return the statistics of a value over clients, by their keys in a record."""
+    array = np.array(values)
+    found = zip(_SPREAD, (array.mean(), array.std(), array.min(), array.max()), strict=True)
+    return {f"client_{name}_{k}": float(v) for k, v in found}
+
+
 class Evaluator:
     """One pass over the test set per call, in eval mode.
 
     Args:
-        loss: the run's loss.
-        population: the clients and the test set.
         classifies: outputs are one per class, so there is an accuracy.
         mode: value of `client_test_split`.
-        seed: random seed of the run.
         metrics: functions by name, over all test samples and over each client's.
         batch_size: batch size of a test set whose samples come in batches.
 
@@ -130,19 +136,18 @@ class Evaluator:
         metrics: Mapping[str, Metric] | None = None,
         batch_size: int = _BATCH,
     ) -> None:
-        self.loss, self.test, self.metrics = loss, population.test, dict(metrics or {})
-        self.samples, self.count = population.test_samples, population.test_size
+        self.loss = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
+        self.test, self.count, self.metrics = population.test, population.test_size, dict(metrics or {})
         if self.metrics and not self.count:
             raise ValueError(
                 f"metrics ({', '.join(self.metrics)}) are of the test set, and there is none; hand over test=(x, y)"
             )
-        if self.metrics and isinstance(loss, BatchLoss) and not loss.predicts:
+        if self.metrics and not self.loss.predicts:
             raise ValueError(
                 f"metrics ({', '.join(self.metrics)}) are of outputs and labels, which a loss of a whole batch does "
-                f"not give; say "
-                "fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
+                "not give; say fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
             )
-        self.classifies, self.batch_size = classifies and self.count > 0, batch_size
+        self.classifies, self.batch_size = classifies and self.count > 0, batch_size if population.batched else _BATCH
         # Class distributions need labels that are classes. Equal parts of the test set need nothing. The same holds for
         # test sets of clients.
         mode = mode if population.test_sizes is None else OWN
@@ -156,6 +161,9 @@ class Evaluator:
         self._served = [i for i, part in enumerate(parts) if len(part)]
         self._samples = np.concatenate([*parts, np.empty(0, np.int64)])
         self._begins = np.cumsum([0, *(len(parts[i]) for i in self._served)])[:-1]
+        own = (key for name in self.metrics for key in (f"test_{name}", *(f"client_{name}_{k}" for k in _SPREAD)))
+        each = (f"client_{name}_each" for name in ("accuracy", *self.metrics) if self.mode == OWN)
+        self._keys = (*KEYS, *own, *each)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, Any]:
@@ -167,10 +175,12 @@ class Evaluator:
         clients with the smallest and the largest accuracy, None if all clients have the same test samples.
         """
         values = self.nothing()
-        if not self.count:
+        if self.test is None:
             return values
         total, right, outputs, labels = 0.0, [], [], []
-        for loss, samples, output, y in self._passes(model.eval()):
+        model.eval()
+        for batch, samples in self.test.batches(self.batch_size):
+            loss, output, y = self.loss.evaluated(model, batch, self.classifies or bool(self.metrics))
             total += loss * samples
             if self.classifies:
                 right.append(output.argmax(1) == y)
@@ -188,73 +198,43 @@ class Evaluator:
     def of_client(self, model: nn.Module, client: int) -> float | None:
         """Return the accuracy of a model on the client's own test samples, in 0..1, or None without samples or
         classes."""
-        assert self.classifies
-        if self.test is None:
-            return self._of_client_batches(model.eval(), client)
-        x, y = self.test
-        if self._slices is not None:
-            part = torch.from_numpy(self._slices[client]).to(y.device)
-            x, y = x[part], y[part]
+        assert self.classifies and self.test is not None
+        own = np.arange(self.count) if self._slices is None else self._slices[client]
+        if not len(own):
+            return None
         model.eval()
-        right = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(_BATCH), y.split(_BATCH), strict=True))
-        return right / len(y) if len(y) else None
+        right = 0
+        for part in torch.from_numpy(own).split(self.batch_size):
+            _, output, y = self.loss.evaluated(model, self.test.take(part, int(part[0])), True)
+            right += int((output.argmax(1) == y).sum())
+        return right / len(own)
 
     def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
-        """Return the accuracies over the clients, each with the client's model on the client's test samples.
-
-        Args:
-            models: models of all clients, in their order. Each is used before the next one is made.
-        """
+        """Return the accuracies over the clients, each with the client's own model on the client's test samples. Each
+        of `models` is used before the next one is made."""
         if not self.classifies:
             return {}
         found = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
         if not found:
             return {}
-        values = np.array([*found.values()])
-        spread = zip(_SPREAD, (values.mean(), values.std(), values.min(), values.max()), strict=True)
         who = {"client_worst": min(found, key=found.__getitem__), "client_best": max(found, key=found.__getitem__)}
         each = self._each("accuracy", found) if self.mode == OWN else {}
-        return {**{f"client_accuracy_{k}": float(v) for k, v in spread}, **who, **each}
-
-    def _of_client_batches(self, model: nn.Module, client: int) -> float | None:
-        """`of_client` where samples come in batches."""
-        assert self.samples is not None and isinstance(self.loss, BatchLoss)
-        own = np.arange(self.count) if self._slices is None else self._slices[client]
-        right = 0
-        for part in torch.from_numpy(own).split(self.batch_size):
-            _, output, y = self.loss.evaluated(model, self.samples.take(part, int(part[0])), True)
-            right += int((output.argmax(1) == y).sum())
-        return right / len(own) if len(own) else None
-
-    def _passes(self, model: nn.Module) -> Iterator[tuple[float, int, Any, Any]]:
-        """Loss, samples, outputs and labels of each batch of the test set."""
-        if self.test is not None:
-            for x, y in zip(self.test[0].split(_BATCH), self.test[1].split(_BATCH), strict=True):
-                output = model(x)
-                yield float(self.loss(output, y)), len(y), output, y
-            return
-        assert self.samples is not None and isinstance(self.loss, BatchLoss)
-        for batch, samples in self.samples.batches(self.batch_size):
-            loss, output, y = self.loss.evaluated(model, batch, self.classifies or bool(self.metrics))
-            yield loss, samples, output, y
+        return statistics("accuracy", [*found.values()]) | who | each
 
     def nothing(self) -> dict[str, Any]:
-        """The keys of a round without evaluation."""
-        own = (key for name in self.metrics for key in (f"test_{name}", *(f"client_{name}_{k}" for k in _SPREAD)))
-        each = (f"client_{name}_each" for name in ("accuracy", *self.metrics) if self.mode == OWN)
-        return dict.fromkeys((*KEYS, *own, *each))
+        """Return the values of a round without evaluation."""
+        return dict.fromkeys(self._keys)
 
     def _accuracies(self, right: Sequence[Tensor]) -> dict[str, Any]:
         correct = torch.cat(list(right)).cpu().numpy()
-        accuracy = float(correct.mean())
-        extremes: dict[str, Any] = {}
-        clients = np.empty(0)
-        if self._served:
-            counts = np.add.reduceat(correct[self._samples], self._begins, dtype=np.int64)
-            clients = counts / np.diff(self._begins, append=len(self._samples))
-            extremes["client_worst"] = self._served[int(clients.argmin())]
-            extremes["client_best"] = self._served[int(clients.argmax())]
-        return {"test_accuracy": accuracy, **self._spread("accuracy", accuracy, clients.tolist()), **extremes}
+        found = {"test_accuracy": float(correct.mean())}
+        if not self._served:
+            return found | self._spread("accuracy", found["test_accuracy"], [])
+        counts = np.add.reduceat(correct[self._samples], self._begins, dtype=np.int64)
+        clients = counts / np.diff(self._begins, append=len(self._samples))
+        worst, best = (self._served[int(place)] for place in (clients.argmin(), clients.argmax()))
+        found |= self._spread("accuracy", found["test_accuracy"], clients.tolist())
+        return found | {"client_worst": worst, "client_best": best}
 
     def _measured(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -269,9 +249,7 @@ class Evaluator:
         samples."""
         if self.mode is None or (self._slices is not None and not clients):
             return {}
-        values = np.array(clients if self._slices is not None else [value])
-        found = zip(_SPREAD, (values.mean(), values.std(), values.min(), values.max()), strict=True)
-        made: dict[str, Any] = {f"client_{name}_{k}": float(v) for k, v in found}
+        made = statistics(name, clients if self._slices is not None else [value])
         return made | self._each(name, dict(zip(self._served, clients, strict=True))) if self.mode == OWN else made
 
     def _each(self, name: str, found: Mapping[int, float]) -> dict[str, Any]:

@@ -25,11 +25,7 @@ class HostPool:
     """Tensors in host memory. Each is a row of a slab, with one kind of slab per shape and dtype.
 
     A row is used again only after the tensor that was made of it is gone. A reference to an old state keeps its memory
-    allocated.
-
-    Args:
-        pinned: makes `[rows, *shape]` in pinned memory. If it fails, the log says so, and this slab and all later ones
-            use ordinary memory.
+    allocated. If `pinned`, which makes `[rows, *shape]`, fails, the log says so, and later slabs use ordinary memory.
     """
 
     def __init__(self, pinned: Callable[[Sequence[int], torch.dtype], Tensor] | None = None) -> None:

@@ -26,11 +26,7 @@ Progress = Callable[[dict[str, Any]], None]
 
 class Listeners:
     """A context manager around the parts of a run. Every listener whose start was called gets the end, however the run
-    ends.
-
-    Attributes:
-        stopped: the reason of a callback to stop the run, or None; the same on all ranks.
-    """
+    ends. `stopped` is the reason of a callback to stop the run, or None; the same on all ranks."""
 
     def __init__(self, callbacks: Sequence[Any], progress: Progress | bool | None, label: str, rounds: int) -> None:
         self.callbacks, self.progress = _checked(callbacks), _progress(progress)
@@ -63,16 +59,8 @@ class Listeners:
         export: Callable[[RunState], nn.Module],
         keys: Sequence[str] | None = None,
     ) -> None:
-        """Begin the run at `state`; collective.
-
-        Args:
-            ranks: the processes of the run.
-            state: first state.
-            directory: the run directory, or None.
-            config: returns the config for callbacks.
-            export: returns the model of a state.
-            keys: see `RunView`.
-        """
+        """Begin the run at `state`; collective. `config` returns the config for callbacks, `export` the model of a
+        state; `keys` as in `RunView`."""
         self._ranks = ranks
         if ranks.first and self.progress is True:
             self.progress = self._shown = self._bar.enter_context(_bar(self._label, self._rounds))

@@ -20,15 +20,13 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
-from fastsam.fed.loop.algorithm_calls import Contract
 from fastsam.fed.loop.client_state import ClientStateStorage
-from fastsam.fed.loop.contract import check_finite
+from fastsam.fed.loop.contract import Contract, check_finite
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.personal import ClientModels
-from fastsam.fed.loop.round import Cohort
+from fastsam.fed.loop.round import Cohort, warn
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.model_copy import Replica
@@ -47,10 +45,7 @@ class Loop:
     """The parts of a run, and its rounds. It does not depend on the algorithm or the executor.
 
     Args:
-        contract: calls the algorithm.
         view: the replica on which the global model is evaluated.
-        states: the store of the clients' states.
-        layout: the parameters of a row.
         stages: the chain between the clients' local work and the server's step.
         weights: the weights of all clients if the user gives them.
         personal: makes the clients' own models, or None.
@@ -115,7 +110,7 @@ class Loop:
     def sampler(self) -> sampling.Sampler:
         """The sampler of the clients of a round."""
         settings = self.settings
-        clients = len(self.population.sizes)
+        clients = len(self.population.clients)
         return sampling.make(settings.sampler, clients, settings.share_of(clients), not self._may_empty)
 
     @cached_property
@@ -150,11 +145,7 @@ class Loop:
 
     def _rounds_of(self, t: int, cohort_size: int) -> tuple[Round, Round]:
         """Return round t, and the same as the algorithm may see it."""
-        settings = self.settings
-        round = visible = Round(
-            t, settings.lr_of(t), settings.local_epochs, len(self.population.sizes), cohort_size,
-            settings.server_lr_of(t), settings.lr_of(0), self.layout, settings.momentum, settings.seed,
-        )  # fmt: skip
+        round = visible = self.settings.round(t, len(self.population.clients), cohort_size, self.layout)
         for stage in self.stages:
             visible = stage.visible_round(visible)
         return round, visible
@@ -164,7 +155,7 @@ class Loop:
         clients of this rank."""
         if self.ranks.size == 1:
             return state, client_ids
-        dealt = self.ranks.deal(client_ids, {i: self.population.sizes[i] for i in client_ids}, state.homes)
+        dealt = self.ranks.deal(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
         state = replace(state, clients=self.ranks.move_states(state.clients, dealt, state.homes, self.states.adopt))
         return state, [i for i in client_ids if dealt[i] == self.ranks.rank]
 
@@ -185,7 +176,7 @@ class Loop:
 
     def _sample(self, t: int, state: RunState) -> list[int]:
         """Return the clients of round t, the same on all ranks."""
-        settings, num_clients = self.settings, len(self.population.sizes)
+        settings, num_clients = self.settings, len(self.population.clients)
         if settings.available is None:
             client_ids = sampling.draw(self.sampler, t, num_clients, settings.seed, self._may_empty)
         else:
@@ -236,13 +227,12 @@ class Loop:
 
     def _next(self, t: int) -> list[int]:
         """Return the clients of the round after round t, for prefetching. It is empty if they are not needed, or not
-        known
-        because a callable is called once a round."""
+        known because a callable is called once a round."""
         settings = self.settings
-        looks = self.states.prefetches or self.population.prefetches
+        looks = self.states.prefetches or self.population.clients.prefetches
         if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
-        return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed, self._may_empty)
+        return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed, self._may_empty)
 
     def _evaluate(self, state: RunState, completed: int) -> dict[str, Any]:
         if not self._evaluates(completed):
@@ -253,7 +243,7 @@ class Loop:
 
     def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:
         """The model of every client, one after the other in the same module."""
-        for i in range(len(self.population.sizes)):
+        for i in range(len(self.population.clients)):
             own = state.clients.get(i)
             self.view.load(personal.row(state.server, own), personal.buffers(state.buffers, own))
             yield self.view.module
@@ -265,9 +255,7 @@ class Loop:
     def _traffic(self, cohort_size: int) -> dict[str, float]:
         """Return the megabytes (1e6 bytes) that all clients of a round receive and send: the vectors that the algorithm
         declares, and the additions of stages."""
-        added = [stage.traffic(self.view) for stage in self.stages]
-        ways = {"down": self.algorithm.download_vectors, "up": self.algorithm.upload_vectors}
-        return {
-            f"megabytes_{way}": cohort_size * (vectors * self.view.nbytes + sum(more[i] for more in added)) / 1e6
-            for i, (way, vectors) in enumerate(ways.items())
-        }
+        added, nbytes = [stage.traffic(self.view) for stage in self.stages], self.view.nbytes
+        down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in added)
+        up = self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in added)
+        return {"megabytes_down": cohort_size * down / 1e6, "megabytes_up": cohort_size * up / 1e6}

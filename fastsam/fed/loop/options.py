@@ -14,11 +14,11 @@ from fastsam.fed import executors
 from fastsam.fed.aggregation import Aggregation, Rule, rule_of
 from fastsam.fed.aggregation import names as aggregations
 from fastsam.fed.aggregation.function import FunctionRule
+from fastsam.fed.algorithms.base import Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
-from fastsam.fed.clients.sampling import Available, Sampler, check_available
-from fastsam.fed.clients.weights import Weighting, checked_weighting
+from fastsam.fed.clients.sampling import Available, Sampler, Weighting, check_available, checked_weighting
 from fastsam.fed.common.checks import decayed, nearest
 from fastsam.fed.common.fingerprints import describe
 from fastsam.fed.common.option import check, option, table
@@ -32,6 +32,7 @@ from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
 from fastsam.fed.step.memory_format import FORMATS
+from fastsam.fed.step.parameter_layout import ParameterLayout
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 
@@ -149,7 +150,7 @@ class Settings:
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
         object.__setattr__(self, "compression", compression_of(self.compression))
-        named(self.measures)
+        object.__setattr__(self, "measures", named(self.measures) or self.measures)
         resolve(self.metrics)
         requirements.check(requirements.Facts(self))
         self._check_rates()
@@ -198,6 +199,13 @@ class Settings:
         known = {"lr": self.lr_of(index), "first_lr": self.lr_of(0)}
         return rate_at("server_lr", self.server_lr, index, known, at_least=0)
 
+    def round(self, index: int, num_clients: int, cohort_size: int, layout: ParameterLayout) -> Round:
+        """Return round `index` (from 0) as algorithms see it."""
+        return Round(
+            index, self.lr_of(index), self.local_epochs, num_clients, cohort_size, self.server_lr_of(index),
+            self.lr_of(0), layout, self.momentum, self.seed,
+        )  # fmt: skip
+
     def _check_rates(self) -> None:
         """Raise ValueError for a rate without a value in some round, or out of range."""
         steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
@@ -244,7 +252,6 @@ def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:
     if loss not in known:
         raise ValueError(
             "loss must be the name of a function of torch.nn.functional (e.g. 'cross_entropy') or a function "
-            "loss(model(x), y) "
-            f"(in a config its import path), got {loss!r}{nearest(loss, known)}"
+            f"loss(model(x), y) (in a config its import path), got {loss!r}{nearest(loss, known)}"
         )
     return known[loss]

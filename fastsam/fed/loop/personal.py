@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.executors.client import Client
@@ -25,31 +25,22 @@ OWN = "personal"  # the name of a client's local parameters in its state
 _MASKED = ("delta", "gradient", "dual", "eps")  # rows of results that an algorithm sees without local parameters
 
 
-class ClientModels(Protocol):
-    """The source of the clients' models. A `state` is the client's state, or None before its first round."""
-
-    def row(self, server: State, state: State | None) -> Tensor:
-        """Its weights, `[row_size]`."""
-
-    def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
-        """Return the client's buffers. common: buffers of the global model."""
-
-
 class AlgorithmModels:
     """Models that the algorithm keeps in addition to the global one (`Algorithm.own_models`). A client that has not
-    taken
-    part yet has the global model."""
+    taken part yet has the global model."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
 
     def row(self, server: State, state: State | None) -> Tensor:
+        """Return the client's weights, `[row_size]`."""
         w = server["w"]
         if state is None:
             return w
         return self.algorithm.own_model(server, {name: x.to(w.device) for name, x in state.items()})
 
     def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
+        """Return the client's buffers, which are the global model's."""
         return common
 
 
@@ -58,13 +49,7 @@ class PersonalizedAlgorithm:
     algorithm sees zeros.
 
     So the global model keeps their initial values, sums and control variates are zero there, and a proximal term pulls
-    to the client's own start.
-
-    Args:
-        inner: the algorithm.
-        layout: the parameters of a row.
-        patterns: names or patterns of the parameters that stay.
-        buffers: the initial buffers if each client keeps its own, else empty.
+    to the client's own start. `buffers` are the initial buffers if each client keeps its own, else empty.
 
     Raises:
         ValueError: a pattern matches no parameter (see `ParameterLayout.mask`), or all.
@@ -175,22 +160,23 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
     return replace(settings, buffers="local")
 
 
-def own_parameters_of(algorithm: object, model: nn.Module) -> list[str]:
-    """Return the names or patterns of the parameters that the algorithm keeps with the clients."""
-    return list(getattr(algorithm, "own_parameters", lambda model: ())(model))
+ClientModels = AlgorithmModels | PersonalizedAlgorithm  # a state is None before a client's first round
 
 
 def client_models_of(
-    algorithm: Algorithm, settings: Settings, layout: ParameterLayout, buffers: Sequence[Tensor]
+    algorithm: Algorithm,
+    settings: Settings,
+    layout: ParameterLayout,
+    own_parameters: Sequence[str],
+    buffers: Sequence[Tensor],
 ) -> ClientModels | None:
     """Return the source of the clients' own models, or None if the clients have none.
 
     A `PersonalizedAlgorithm` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and
-    the algorithm name. `buffers` are the initial buffers if training changes them, else empty.
+    the algorithm (`own_parameters`) name. `buffers` are the initial buffers if training changes them, else empty.
     """
     names = settings.local_parameters
-    patterns = [] if names is None else [names] if isinstance(names, str) else [*names]
-    patterns += own_parameters_of(algorithm, layout.template)
+    patterns = [*([names] if isinstance(names, str) else names or ()), *own_parameters]
     local = settings.buffers == "local"
     if getattr(algorithm, "own_models", False):
         return AlgorithmModels(algorithm)

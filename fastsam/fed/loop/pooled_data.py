@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.population import Population
 from fastsam.fed.common import seeds
 
@@ -25,18 +26,18 @@ def pooled(population: Population, participation: float, seed: int) -> Populatio
 
     Raises ValueError for samples that come in batches.
     """
-    if population.samples is not None:
+    if population.batched:
         raise ValueError(
             f"a centralised baseline pools pairs of tensors, and {population.batched}; hand over one client that holds "
             f"all samples, with FedAvg()"
         )
-    x, y = (torch.cat([pair[i] for pair in population.clients]) for i in (0, 1))
+    x, y = (torch.cat([pair[i] for pair in population.clients.pairs]) for i in (0, 1))
     blocks = min(max(1, round(1 / participation)), len(y))
     if blocks == 1:
-        return replace(population, clients=[(x, y)], priors=None, store=None)
+        return replace(population, clients=PairClients([(x, y)]), priors=None)
     order = seeds.permutation(len(y), seed, "pool", 0).to(y.device)
     parts = [(x.index_select(0, part), y.index_select(0, part)) for part in order.tensor_split(blocks)]
-    return replace(population, clients=parts, priors=None, store=None)
+    return replace(population, clients=PairClients(parts), priors=None)
 
 
 def in_turn(blocks: int) -> Callable[[int, torch.Generator], list[int]]:

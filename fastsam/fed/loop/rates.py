@@ -23,17 +23,10 @@ def check_formula(name: str, value: Any) -> None:
 
 
 def rate_at(name: str, rate: Rate, index: int, known: Mapping[str, float], **bounds: float) -> float:
-    """Return the rate in round `index` (from 0).
-
-    Args:
-        name: name of the option.
-        rate: number, formula or function.
-        index: number of the round.
-        known: names besides `round` that a formula may have.
-        **bounds: bounds, as in `number`.
+    """Return the rate in round `index` (from 0). A formula may have `round` and the names in `known`.
 
     Raises:
-        ValueError: it has no value, or its value is out of bounds.
+        ValueError: it has no value, or its value is out of bounds, which are as in `number`.
     """
     if isinstance(rate, str):
         found: Any = formula(name, rate, index, known)

@@ -1,15 +1,14 @@
-"""Combinations of options that a run refuses, in a table of needs, contradictions and remedies.
+"""Combinations of options that a run refuses: what an option needs, what the run has, and a remedy.
 
-`check` compares the rows of `REQUIREMENTS` with the facts of a run. It is called when the options are known, when the
-algorithm and the clients are known, and after the trial of the algorithm. A row whose facts are not known yet is passed
-over.
+`check` is called when the options are known, when the algorithm and the clients are known, and after the trial of the
+algorithm. Facts that are not known yet contradict nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
@@ -17,6 +16,7 @@ from fastsam.fed.executors.torch_updates import SERVED
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 FEWEST = 3  # least clients of a round with a majority against one client
+Contradiction = tuple[str, str, str, str]  # an option, its need, what the run has instead, and a remedy
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,11 @@ class Facts:
     """A run, as far as it is known.
 
     Args:
-        settings: the options (`fastsam.fed.loop.options.Settings`).
         algorithm: the algorithm of the user, not yet wrapped.
-        ranks: number of processes.
         cohort_size: the largest likely number of clients in a round.
         changed_buffers: buffers that training changes.
         own_parameters: patterns of parameters that the algorithm keeps with the clients.
         sized: the numbers of samples of all clients are known.
-        measured: the run has measures.
         path_measures: names of the measures that follow a client's local steps.
         update: constants of a first client.
         has_phases: the algorithm's loop is more than one path of steps over the run's batches.
@@ -40,6 +37,7 @@ class Facts:
     settings: Any
     algorithm: Any = None
     ranks: int = 1
+    num_clients: int | None = None
     cohort_size: int | None = None
     changed_buffers: Sequence[str] = ()
     own_parameters: Sequence[str] = ()
@@ -59,94 +57,162 @@ class Facts:
         return bool(getattr(self.algorithm, flag, False))
 
 
-class Requirement(NamedTuple):
-    """An option that needs something.
-
-    Args:
-        asked: function that returns the name of the option for messages, or None if it is not used.
-        needs: text of the need.
-        lacks: function that returns the contradiction in the run, or None if nothing is wrong.
-        remedy: text of the remedy, or a function that returns it.
-    """
-
-    asked: Callable[[Facts], str | None]
-    needs: str
-    lacks: Callable[[Facts], str | None]
-    remedy: str | Callable[[], str]
-
-
 def check(facts: Facts) -> None:
-    """Raises ValueError for the first requirement that the run does not meet."""
-    for row in REQUIREMENTS:
-        asked = row.asked(facts)
-        lack = None if asked is None else row.lacks(facts)
-        if asked is not None and lack is not None:
-            raise ValueError(_message(asked, row, lack))
+    """Raises ValueError for the first contradiction in a run."""
+    for part in (_of_steps, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes):
+        for asked, needs, lack, remedy in part(facts):
+            raise ValueError(f"{asked} needs {needs}, but {lack}. {remedy}")
 
 
-def _message(asked: str, row: Requirement, lack: str) -> str:
-    remedy = row.remedy if isinstance(row.remedy, str) else row.remedy()
-    return f"{asked} needs {row.needs}, but {lack}. {remedy}"
+def _of_steps(facts: Facts) -> Iterator[Contradiction]:
+    settings = facts.settings
+    if settings.local_steps is not None and settings.local_epochs != 1:
+        lack = f"the run has local_epochs={settings.local_epochs}"
+        yield f"local_steps={settings.local_steps}", "local_epochs at its default", lack, "Name one of the two"
+    if settings.cohort is not None and settings.participation != 0.2:
+        lack = f"the run has participation={settings.participation:g}"
+        yield f"cohort={settings.cohort}", "participation at its default", lack, "Name one of the two"
+    if settings.cohort is not None and facts.num_clients is not None and settings.cohort > facts.num_clients:
+        needs, lack = f"at least {settings.cohort} clients", f"there are {facts.num_clients}"
+        yield f"cohort={settings.cohort}", needs, lack, "Use a smaller cohort"
+    if settings.lr_decay != 1 and not isinstance(settings.lr, float):
+        needs, lack = "a learning rate that is a number", f"the run has lr={settings.lr!r}"
+        yield f"lr_decay={settings.lr_decay:g}", needs, lack, "Put the factor into lr, and leave lr_decay at 1"
+    if settings.optimizer is None:
+        return
+    plain = {"momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
+    used = [f"{name}={getattr(settings, name)}" for name, value in plain.items() if getattr(settings, name) != value]
+    if used:
+        needs = "momentum, weight_decay and clip_norm at their defaults, because it has its own"
+        remedy = "Put them into the optimizer: partial(torch.optim.SGD, momentum=0.9), say"
+        yield "optimizer", needs, f"the run has {', '.join(used)}", remedy
+    unserved = () if facts.update is None else sorted(facts.update.constants.variant.needs - SERVED)
+    if unserved:
+        lack = f"{facts.name} has steps with {', '.join(unserved)}"
+        yield "optimizer", "plain local steps, or steps of SAM", lack, "Use another algorithm, or leave optimizer out"
 
 
-# --- options, as messages name them ---
+def _of_noise(facts: Facts) -> Iterator[Contradiction]:
+    settings, privacy = facts.settings, facts.settings.privacy
+    if privacy.noise_multiplier == 0:
+        if privacy.noise == "local":
+            remedy = "Use privacy=fed.Privacy(clip=..., noise_multiplier=1.0, noise='local'), say"
+            yield "noise='local'", "noise", "noise_multiplier is 0", remedy
+        return
+    noise = f"noise_multiplier={privacy.noise_multiplier:g}"
+    if privacy.clip is None:
+        needs = "a bound on the deltas, because no noise hides a client without one"
+        yield (
+            noise,
+            needs,
+            "clip is not set",
+            "Use privacy=fed.Privacy(clip=...) with about the norm of a delta (1.0, say)",
+        )
+    yield from _unlike_weights(noise, settings.weighting, "Use weighting='uniform'")
+    if privacy.noise == "central" and settings.aggregation != "mean":
+        remedy = "Use aggregation='mean', or noise='local', which is on every delta before a rule sees it"
+        lack = f"the run has aggregation={settings.aggregation!r}"
+        yield "noise='central'", "a server's mean that clip bounds", lack, remedy
+    if settings.local_parameters is not None:
+        lack = f"the run has local_parameters={settings.local_parameters!r}"
+        remedy = "Leave out local_parameters, and use fed.finetune(...) after the run"
+        yield noise, "clients that keep nothing", lack, remedy
+    if privacy.accountant is not None and (unknown := _unknown_law(settings)):
+        samplers = f"sampler={', '.join(map(repr, ACCOUNTED[:-1]))} or {ACCOUNTED[-1]!r}"
+        remedy = f"Use {samplers} among all clients, or accountant=None: noise, and no guarantee"
+        yield f"accountant={privacy.accountant!r}", "the law by which clients are sampled", unknown, remedy
+    if facts.algorithm is not None and not only_deltas(facts.algorithm):
+        needs = "clients that send only their delta and keep nothing"
+        yield noise, needs, _more_than_delta(facts), f"Use one of {_names(only_deltas)}"
+    if facts.changed_buffers and settings.buffers in ("average", "local"):
+        lack = f"the run has buffers={settings.buffers!r}"
+        yield noise, "buffers that hold no data of clients", lack, "Use buffers='keep', or a model with group norms"
 
 
-def _value(name: str, default: object) -> Callable[[Facts], str | None]:
-    """Return a function that names an option if it has another value than `default`."""
-
-    def asked(facts: Facts) -> str | None:
-        value = getattr(facts.settings, name)
-        return None if value == default else f"{name}={value!r}"
-
-    return asked
-
-
-def _noise(facts: Facts) -> str | None:
-    z = facts.settings.privacy.noise_multiplier
-    return f"noise_multiplier={z:g}" if z > 0 else None
-
-
-def _central_noise(facts: Facts) -> str | None:
-    return "noise='central'" if _noise(facts) and facts.settings.privacy.noise == "central" else None
-
-
-def _optimizer(facts: Facts) -> str | None:
-    return None if facts.settings.optimizer is None else "optimizer"
-
-
-def _sgd_options(facts: Facts) -> str:
-    used = {"momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
-    values = {name: getattr(facts.settings, name) for name in used}
-    return ", ".join(f"{name}={value}" for name, value in values.items() if value != used[name])
-
-
-def _accountant(facts: Facts) -> str | None:
-    accountant = facts.settings.privacy.accountant
-    return f"accountant={accountant!r}" if _noise(facts) and accountant is not None else None
+def _of_rules(facts: Facts) -> Iterator[Contradiction]:
+    settings, rule = facts.settings, facts.settings.rule
+    if rule is None:
+        return
+    asked = f"aggregation={rule.name!r}"
+    if not rule.supports_weights:
+        remedy = "Use weighting='uniform', or aggregation='norm_filter', which takes the weights"
+        yield from _unlike_weights(asked, settings.weighting, remedy)
+    if facts.is_("pools_data"):
+        yield asked, "clients", f"{facts.name} has none", "Use aggregation='mean'"
+    if facts.is_("uses_sums"):
+        lack = f"the server of {facts.name} keeps a sum of what its clients keep"
+        remedy = f"Use aggregation='mean' with privacy=fed.Privacy(clip=...), or one of {_names(only_means)}"
+        yield asked, "a server that reads only means", lack, remedy
+    if facts.is_("sends_weights"):
+        lack = f"the clients of {facts.name} send weights of their own"
+        yield asked, "the run's weights", lack, "Use aggregation='mean' with privacy=fed.Privacy(clip=...)"
+    if facts.ranks > 1:
+        yield asked, "one process", f"the run has {facts.ranks}", "Use one process, or aggregation='mean'"
+    if not rule.only_deltas and facts.cohort_size is not None and facts.cohort_size < FEWEST:
+        needs = f"{FEWEST} clients in a round, to tell which one is far from the others"
+        remedy = "Use a larger participation, or aggregation='mean'"
+        yield asked, needs, f"this run has rounds of {facts.cohort_size}", remedy
+    if rule.only_deltas and facts.algorithm is not None and not _is_plain(facts.algorithm, "finish_client"):
+        lack, plain = (
+            f"the clients of {facts.name} send other vectors",
+            _names(lambda one: _is_plain(one, "finish_client")),
+        )
+        yield asked, "clients that send only their delta", lack, f"Use aggregation='mean', or one of {plain}"
 
 
-def _rule(facts: Facts) -> str | None:
-    return None if facts.settings.rule is None else f"aggregation={facts.settings.rule.name!r}"
+def _of_compression(facts: Facts) -> Iterator[Contradiction]:
+    settings = facts.settings
+    if settings.compression is None:
+        return
+    asked = f"compression=TopK(share={settings.compression.share:g})"
+    if settings.privacy.noise_multiplier != 0:
+        lack = f"the run has noise_multiplier={settings.privacy.noise_multiplier:g}"
+        yield asked, "no noise, whose bound its error feedback breaks", lack, "Use one of the two"
+    if settings.rule is not None:
+        lack = f"aggregation={settings.rule.name!r} compares deltas that were not sent"
+        yield asked, "the mean of the deltas", lack, "Use aggregation='mean'"
 
 
-def _unweighted_rule(facts: Facts) -> str | None:
-    rule = facts.settings.rule
-    return None if rule is None or rule.supports_weights else f"aggregation={rule.name!r}"
+def _of_client_models(facts: Facts) -> Iterator[Contradiction]:
+    """Local parameters, buffers and models."""
+    settings, own_models = facts.settings, facts.is_("own_models")
+    parts = _local_parts(facts)
+    if parts and facts.is_("pools_data"):
+        yield parts, "clients", f"{facts.name} has none", "Leave it out"
+    if parts and parts != "buffers='local'" and settings.rule is not None:
+        lack = f"aggregation={settings.rule.name!r} compares whole models"
+        yield parts, "the mean of the clients", lack, "Use aggregation='mean'"
+    asked = facts.name if own_models else parts
+    if asked and facts.ranks > 1:
+        needs = "one process, in which the models of all clients can be evaluated"
+        yield asked, needs, f"the run has {facts.ranks}", "Use one process"
+    if own_models and settings.local_parameters is not None:
+        lack = f"the run has local_parameters={settings.local_parameters!r}"
+        remedy = "Leave out local_parameters: the clients have whole models of their own"
+        yield facts.name, "clients that share all parameters", lack, remedy
+    if own_models and facts.changed_buffers and settings.buffers != "keep":
+        needs, lack = "one set of buffers for the two models of a client", f"the run has buffers={settings.buffers!r}"
+        yield facts.name, needs, lack, "Use buffers='keep', or a model with GroupNorm"
 
 
-def _function_rule(facts: Facts) -> str | None:
-    rule = facts.settings.rule
-    return f"aggregation={rule.name!r}" if rule is not None and rule.only_deltas else None
+def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
+    """Measures, and data whose sizes are not known."""
+    if facts.path_measures and facts.has_phases:
+        lack = f"{facts.name} has phases of its own"
+        yield f"measures={list(facts.path_measures)!r}", "one path of local steps", lack, "Leave them out"
+    askers = {
+        "weighting='samples'": facts.settings.weighting == "samples",
+        "a run with measures": facts.measured,
+        "a run of several processes": facts.ranks > 1,
+    }
+    for asked in () if facts.sized else [name for name, used in askers.items() if used]:
+        remedy = "Pass them: fed.LazyClients(n, load, sizes=[...])"
+        yield asked, "the clients' sizes before the clients are loaded", "they are not known", remedy
 
 
-def _compression(facts: Facts) -> str | None:
-    options = facts.settings.compression
-    return None if options is None else f"compression=TopK(share={options.share:g})"
-
-
-def _plain_upload(algorithm: object) -> bool:
-    return type(algorithm).finish_client is Algorithm.finish_client  # type: ignore[attr-defined]
+def _unlike_weights(asked: str, weighting: Any, remedy: str) -> Iterator[Contradiction]:
+    if weighting != "uniform":
+        yield asked, "clients that count alike", f"weighting={weighting!r} makes some of them count more", remedy
 
 
 def _local_parts(facts: Facts) -> str | None:
@@ -158,28 +224,7 @@ def _local_parts(facts: Facts) -> str | None:
     return "buffers='local'" if facts.settings.buffers == "local" else None
 
 
-def _client_models(facts: Facts) -> str | None:
-    return facts.name if facts.is_("own_models") else _local_parts(facts)
-
-
-# --- what a run lacks ---
-
-
-def _pools_data(facts: Facts) -> str | None:
-    return f"{facts.name} has none" if facts.is_("pools_data") else None
-
-
-def _unlike_weights(facts: Facts) -> str | None:
-    weighting = facts.settings.weighting
-    return None if weighting == "uniform" else f"weighting={weighting!r} makes some of them count more"
-
-
-def _processes(facts: Facts) -> str | None:
-    return f"the run has {facts.ranks}" if facts.ranks > 1 else None
-
-
-def _unknown_law(facts: Facts) -> str | None:
-    settings = facts.settings
+def _unknown_law(settings: Any) -> str | None:
     if not isinstance(settings.sampler, str):
         return "there is none for a sampler of your own"
     if settings.sampler not in ACCOUNTED:
@@ -187,141 +232,31 @@ def _unknown_law(facts: Facts) -> str | None:
     return "there is none for available=..." if settings.available is not None else None
 
 
-def _more_than_delta(facts: Facts) -> str | None:
+def _more_than_delta(facts: Facts) -> str:
     """Return why the server learns more of a client than its clipped delta."""
-    algorithm, kind = facts.algorithm, type(facts.algorithm)
-    if algorithm is None or only_deltas(algorithm):
-        return None
     if facts.is_("pools_data"):
         return f"{facts.name} has no clients"
-    if getattr(kind, "finish_client", None) is not Algorithm.finish_client:
+    if not _is_plain(facts.algorithm, "finish_client"):
         return f"the clients of {facts.name} send or keep more"
     return f"the clients of {facts.name} keep something, which depends on the rounds in which they took part"
 
 
+def _is_plain(algorithm: object, *methods: str) -> bool:
+    """Return True if the algorithm does not override any of the methods."""
+    return all(getattr(type(algorithm), name, None) is getattr(Algorithm, name) for name in methods)
+
+
 def only_deltas(algorithm: object) -> bool:
     """Return True if the delta is all that the server learns of a client, and a client keeps nothing."""
-    kind, methods = type(algorithm), ("init_client", "finish_client", "own_parameters")
-    plain = all(getattr(kind, f, None) is getattr(Algorithm, f) for f in methods)
+    plain = _is_plain(algorithm, "init_client", "finish_client", "own_parameters")
     return plain and not getattr(algorithm, "pools_data", False)
 
 
 def only_means(algorithm: Algorithm) -> bool:
     """Return True if the clients' deltas are whole models, and the server reads only means with the run's weights."""
-    stays = type(algorithm).own_parameters is not Algorithm.own_parameters
-    return not (algorithm.uses_sums or algorithm.sends_weights or algorithm.pools_data or stays)
+    plain = _is_plain(algorithm, "own_parameters")
+    return plain and not (algorithm.uses_sums or algorithm.sends_weights or algorithm.pools_data)
 
 
 def _names(serves: Callable[[Any], bool]) -> str:
     return ", ".join(sorted(one.__name__ for one in registry.values() if serves(one())))
-
-
-def _phases(facts: Facts) -> str | None:
-    return f"{facts.name} has phases of its own" if facts.has_phases else None
-
-
-REQUIREMENTS = (
-    Requirement(_value("local_steps", None), "local_epochs at its default",
-                lambda f: None if f.settings.local_epochs == 1
-                else f"the run has local_epochs={f.settings.local_epochs}",
-                "Name one of the two"),
-    Requirement(_value("cohort", None), "participation at its default",
-                lambda f: None if f.settings.participation == 0.2
-                else f"the run has participation={f.settings.participation:g}",
-                "Name one of the two"),
-    Requirement(lambda f: None if f.settings.lr_decay == 1 else f"lr_decay={f.settings.lr_decay:g}",
-                "a learning rate that is a number",
-                lambda f: None if isinstance(f.settings.lr, float) else f"the run has lr={f.settings.lr!r}",
-                "Put the factor into lr, and leave lr_decay at 1"),
-    Requirement(_optimizer, "momentum, weight_decay and clip_norm at their defaults, because it has its own",
-                lambda f: f"the run has {unserved}" if (unserved := _sgd_options(f)) else None,
-                "Put them into the optimizer: partial(torch.optim.SGD, momentum=0.9), say"),
-    Requirement(_optimizer, "plain local steps, or steps of SAM",
-                lambda f: f"{f.name} has steps with {', '.join(unserved)}"
-                if f.update is not None and (unserved := sorted(f.update.constants.variant.needs - SERVED)) else None,
-                "Use another algorithm, or leave optimizer out"),
-    # noise
-    Requirement(lambda f: "noise='local'" if f.settings.privacy.noise == "local" else None, "noise",
-                lambda f: "noise_multiplier is 0" if f.settings.privacy.noise_multiplier == 0 else None,
-                "Use privacy=fed.Privacy(clip=..., noise_multiplier=1.0, noise='local'), say"),
-    Requirement(_noise, "a bound on the deltas, because no noise hides a client without one",
-                lambda f: "clip is not set" if f.settings.privacy.clip is None else None,
-                "Use privacy=fed.Privacy(clip=...) with about the norm of a delta (1.0, say)"),
-    Requirement(_noise, "clients that count alike", _unlike_weights, "Use weighting='uniform'"),
-    Requirement(_central_noise, "a server's mean that clip bounds",
-                lambda f: None if f.settings.aggregation == "mean"
-                else f"the run has aggregation={f.settings.aggregation!r}",
-                "Use aggregation='mean', or noise='local', which is on every delta before a rule sees it"),
-    Requirement(_noise, "clients that keep nothing",
-                lambda f: None if f.settings.local_parameters is None
-                else f"the run has local_parameters={f.settings.local_parameters!r}",
-                "Leave out local_parameters, and use fed.finetune(...) after the run"),
-    Requirement(_accountant, "the law by which clients are sampled", _unknown_law,
-                f"Use sampler={', '.join(map(repr, ACCOUNTED[:-1]))} or {ACCOUNTED[-1]!r} among all clients, or "
-                "accountant=None: noise, and no guarantee"),
-    Requirement(_noise, "clients that send only their delta and keep nothing", _more_than_delta,
-                lambda: f"Use one of {_names(only_deltas)}"),
-    Requirement(_noise, "buffers that hold no data of clients",
-                lambda f: f"the run has buffers={f.settings.buffers!r}"
-                if f.changed_buffers and f.settings.buffers in ("average", "local") else None,
-                "Use buffers='keep', or a model with group norms"),
-    # robust rules
-    Requirement(_unweighted_rule, "clients that count alike", _unlike_weights,
-                "Use weighting='uniform', or aggregation='norm_filter', which takes the weights"),
-    Requirement(_rule, "clients", _pools_data, "Use aggregation='mean'"),
-    Requirement(_rule, "a server that reads only means",
-                lambda f: f"the server of {f.name} keeps a sum of what its clients keep" if f.is_("uses_sums") else
-                None,
-                lambda: f"Use aggregation='mean' with privacy=fed.Privacy(clip=...), or one of {_names(only_means)}"),
-    Requirement(_rule, "the run's weights",
-                lambda f: f"the clients of {f.name} send weights of their own" if f.is_("sends_weights") else None,
-                "Use aggregation='mean' with privacy=fed.Privacy(clip=...)"),
-    Requirement(_rule, "one process", _processes, "Use one process, or aggregation='mean'"),
-    Requirement(lambda f: None if _function_rule(f) else _rule(f),
-                f"{FEWEST} clients in a round, to tell which one is far from the others",
-                lambda f: f"this run has rounds of {f.cohort_size}"
-                if f.cohort_size is not None and f.cohort_size < FEWEST else None,
-                "Use a larger participation, or aggregation='mean'"),
-    Requirement(_function_rule, "clients that send only their delta",
-                lambda f: f"the clients of {f.name} send other vectors" if f.algorithm is not None
-                and getattr(type(f.algorithm), "finish_client", None) is not Algorithm.finish_client else None,
-                lambda: f"Use aggregation='mean', or one of {_names(_plain_upload)}"),
-    # compression
-    Requirement(_compression, "no noise, whose bound its error feedback breaks",
-                lambda f: None if f.settings.privacy.noise_multiplier == 0
-                else f"the run has noise_multiplier={f.settings.privacy.noise_multiplier:g}",
-                "Use one of the two"),
-    Requirement(_compression, "the mean of the deltas",
-                lambda f: None if f.settings.rule is None
-                else f"aggregation={f.settings.rule.name!r} compares deltas that were not sent",
-                "Use aggregation='mean'"),
-    # local parameters, buffers and models
-    Requirement(_local_parts, "clients", _pools_data, "Leave it out"),
-    Requirement(lambda f: None if _local_parts(f) == "buffers='local'" else _local_parts(f), "the mean of the clients",
-                lambda f: None if f.settings.rule is None
-                else f"aggregation={f.settings.rule.name!r} compares whole models",
-                "Use aggregation='mean'"),
-    Requirement(_client_models, "one process, in which the models of all clients can be evaluated", _processes,
-                "Use one process"),
-    Requirement(lambda f: f.name if f.is_("own_models") else None, "clients that share all parameters",
-                lambda f: None if f.settings.local_parameters is None
-                else f"the run has local_parameters={f.settings.local_parameters!r}",
-                "Leave out local_parameters: the clients have whole models of their own"),
-    Requirement(lambda f: f.name if f.is_("own_models") else None, "one set of buffers for the two models of a client",
-                lambda f: f"the run has buffers={f.settings.buffers!r}"
-                if f.changed_buffers and f.settings.buffers != "keep" else None,
-                "Use buffers='keep', or a model with GroupNorm"),
-    # measures, and data whose sizes are not known
-    Requirement(lambda f: f"measures={list(f.path_measures)!r}" if f.path_measures else None,
-                "one path of local steps", _phases, "Leave them out"),
-    *(
-        Requirement(asked, "the clients' sizes before the clients are loaded",
-                    lambda f: None if f.sized else "they are not known",
-                    "Pass them: fed.LazyClients(n, load, sizes=[...])")
-        for asked in (
-            lambda f: "weighting='samples'" if f.settings.weighting == "samples" else None,
-            lambda f: "a run with measures" if f.measured else None,
-            lambda f: "a run of several processes" if f.ranks > 1 else None,
-        )
-    ),
-)  # fmt: skip

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastsam.fed.clients.population import Population
 from fastsam.fed.common.atomic_files import read_bytes, write_json
-from fastsam.fed.common.fingerprints import behaviour, difference, structure
+from fastsam.fed.common.fingerprints import behaviour, describe, difference, structure
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
 from fastsam.fed.rundir.environment import environment
 from fastsam.fed.rundir.lock import Lock
+from fastsam.fed.step.memory_format import order
 
 log = logging.getLogger("fastsam.fed")
 
@@ -31,14 +31,14 @@ def open_directory(
     start: RunState,
     identity: dict[str, Any],
     config: dict[str, Any] | None,
-    place: torch.device,
     lock: Lock,
     behaviours: dict[str, Any],
 ) -> tuple[RunDirectory, RunState]:
     """Return the run directory, new or continued, and the state to continue from: `start` or the one in the
     directory."""
-    ranks = loop.ranks
-    directory, found = RunDirectory.open(run_dir, resume, identity, place, ranks, loop.states.adopt, lock)
+    ranks, place = loop.ranks, loop.population.device
+    directory = RunDirectory(Path(run_dir), identity, place, ranks, loop.states.adopt, lock)
+    found = directory.read(resume)
     ranks.gather(None)  # all ranks have read before one writes
     if found is None:
         directory.start(
@@ -96,19 +96,30 @@ def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], sett
 
 
 def identity_of(
-    facts: dict[str, Any], settings: Settings, model: nn.Module, population: Population, place: torch.device
+    facts: dict[str, Any],
+    settings: Settings,
+    loop: Loop,
+    models: tuple[nn.Module, nn.Module],
+    population: Population,
+    collate: object,
 ) -> dict[str, Any]:
-    """Return the options and facts that must be the same when the run is resumed."""
+    """Return the options and facts that must be the same when the run is resumed. `models` are the user's model and
+    the trained one."""
+    numbers = loop.chosen.executor.numbers
+    if numbers != "exact" and loop.ranks.size > 1:  # the ranks decide which clients are stacked together
+        numbers += f", {loop.ranks.size} ranks"
     own = {
-        "model": structure(model),
+        "model": structure(models[0]),
         "data": population.fingerprint(),
         "backend": facts["backend"],
-        "device": place.type,
+        "device": population.device.type,
+        "numbers": numbers,
+        "memory_format": order(models[1]),
     }
-    return {**settings_of(facts, settings), **own}
+    return settings_of(facts, settings) | own | ({} if collate is None else {"collate": describe(collate)})
 
 
 def settings_of(facts: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """The algorithm and the options of a run, as JSON has them."""
+    """Return the algorithm and the options of a run, as JSON has them."""
     algorithm = {"algorithm": facts["algorithm"], **{f"algorithm.{k}": v for k, v in facts["hyperparameters"].items()}}
     return {**algorithm, **settings.identity()}

@@ -22,29 +22,27 @@ from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
-from fastsam.fed.clients.sampling import Available, Sampler
-from fastsam.fed.clients.weights import Weighting
+from fastsam.fed.clients.sampling import Available, Sampler, Weighting
 from fastsam.fed.common.checks import choice, integer
-from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
+from fastsam.fed.common.fingerprints import digest, hyperparameters
 from fastsam.fed.common.option import suggesting, table, with_help
-from fastsam.fed.loop import trial_batch, trial_step
 from fastsam.fed.loop.assembly import assemble
-from fastsam.fed.loop.concurrent_runs import registered, trials
 from fastsam.fed.loop.contract import check_algorithm
-from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
+from fastsam.fed.loop.determinism import autograd_kept, pick_device, registered, repeatable, trials
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Optimizer, Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
-from fastsam.fed.measures import Measures, NamedMeasures, named
+from fastsam.fed.loop.trial import check_buffers, try_model
+from fastsam.fed.measures import Measures, NamedMeasures
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.stages.compression import TopK
-from fastsam.fed.step.memory_format import keep_freed, order, reorder
+from fastsam.fed.step.memory_format import keep_freed, reorder
 from fastsam.fed.step.model_copy import check_model, export, trainable
 from fastsam.fed.sums.ranks import join_ranks
 
@@ -158,7 +156,7 @@ def run(
     population = prepare(clients, test, dtype, place, isinstance(given, BatchLoss), collate, listeners.reading)
     if not population.test_size:
         log.warning("there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)")
-    loss = cast(Loss, trial_batch.batch_loss(given, population))
+    loss = cast(Loss, population.loss_of(given))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,
         "hyperparameters": hyperparameters(algorithm),
@@ -168,41 +166,20 @@ def run(
     keep_freed(place)
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
         with trials:
-            tried = (
-                trial_batch.try_batches(trained, population, loss, batch_size)
-                if isinstance(loss, BatchLoss)
-                else trial_step.try_pairs(trained, population, loss, batch_size)
-            )
-        registration.update(tried.draws is not None or population.reads_draw)
-        trial_step.check_buffers(tried, settings.buffers)
-        loop, state = assemble(
-            model,
-            trained,
-            population,
-            algorithm,
-            settings,
-            loss,
-            tried,
-            backend,
-            named(measures) or cast(Measures, measures),
-            ranks,
-        )
+            tried = try_model(trained, population, loss, batch_size)
+        registration.update(tried.draws is not None or population.clients.draws)
+        check_buffers(tried, settings.buffers)
+        loop, state = assemble(model, trained, population, algorithm, settings, loss, tried, backend, ranks)
         run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))
         directory, identity = None, dict[str, Any]()
         if run_dir is not None or ranks.size > 1:
-            numbers = loop.chosen.executor.numbers
-            if numbers != "exact" and ranks.size > 1:  # the ranks decide which clients are stacked together
-                numbers += f", {ranks.size} ranks"
-            own = {"numbers": numbers, "memory_format": order(trained)}
-            own |= {} if collate is None else {"collate": describe(collate)}
-            identity = identity_of(facts, settings, model, population, place) | own
+            identity = identity_of(facts, settings, loop, (model, trained), population, collate)
         if ranks.size > 1:
             here = {"weights": digest(model), "callbacks": listeners.names()}
             ranks.agree(identity | settings.of_this_call() | here)
         if run_dir is not None:
-            directory, state = open_directory(
-                run_dir, resume, loop, state, identity, config, place, lock, behaviours_of(model, settings, collate)
-            )
+            behaviours = behaviours_of(model, settings, collate)
+            directory, state = open_directory(run_dir, resume, loop, state, identity, config, lock, behaviours)
         exported = partial(_export, model, loop)
         listeners.start(
             ranks, state, directory, lambda: config or settings_of(facts, settings), exported, loop.record_keys()
@@ -215,7 +192,7 @@ def run(
         theirs = (
             None
             if loop.personal is None
-            else partial(_client_model, model, loop.view.layout, loop.personal, state, len(population.sizes))
+            else partial(_client_model, model, loop.view.layout, loop.personal, state, len(population.clients))
         )
         result = Result(final, state.history, facts, None if directory is None else directory.path, settings, theirs)
         if directory is not None and ranks.first:

@@ -1,7 +1,7 @@
 """One look at a training pass before round 1: the tensors that it reads, and its side effects.
 
-`trial_step.try_pairs` and `trial_batch.try_batches` call `look` with a copy of the model and one batch. The checks of
-models and losses in training are here.
+`trial.try_model` calls `look` with a copy of the model and one batch. The checks of models and losses in training are
+here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def look(
     Args:
         model: the user's model.
         trial: the copy that is tried. Afterwards its buffers have the values after one pass.
-        loss: the user's loss, to name what it refers to.
         batch: the tensors that the pass reads.
         compute: returns the loss of `trial` on the batch.
         failed: first words of the error if the model or the loss raises.
@@ -45,10 +44,7 @@ def look(
         The functions of torch that draw random numbers (see `Setup.draws`), and the names of the buffers that change.
 
     Raises:
-        ValueError: the pass raises; the loss is not a scalar with a gradient, or depends on trainable tensors that are
-            not parameters of `trial`; gradients are missing or sparse; the pass changes its batch or a frozen
-            parameter, or replaces a buffer; the repeated pass has another loss, or draws from Python's or numpy's
-            generator; a parameter has hooks.
+        ValueError: the pass raises, or one of the checks below fails.
     """
     _check_hooks(model)
     device = trainable(trial)[0].device
@@ -131,9 +127,8 @@ def _check_hooks(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"the parameter {name!r} has hooks, and clients train on copies without them. Remove the hooks; "
-                "a mask of gradients becomes a mask in forward(), or requires_grad=False, or a LocalUpdate of the "
-                "algorithm"
+                f"the parameter {name!r} has hooks, and clients train on copies without them. Remove the hooks; a mask "
+                "of gradients becomes a mask in forward(), or requires_grad=False, or a LocalUpdate of the algorithm"
             )
 
 
@@ -200,24 +195,18 @@ def _check_replaced(trial: nn.Module, buffers: Mapping[str, Tensor], changed: Se
 
 
 def _check_repeated(first: Tensor, repeated: Tensor, changed: str | None) -> None:
-    """Raise ValueError if a pass depends on more than weights, buffers, batch and torch's generators.
-
-    Args:
-        first: loss of the pass.
-        repeated: loss of the same pass, repeated.
-        changed: state of Python that differs between them.
-    """
+    """Raise ValueError if a pass depends on more than weights, buffers, batch and torch's generators. `changed` is the
+    state of Python that differs after its repetition."""
     drawn = [name for name in _GENERATORS if name in (changed or "")]
     a, b = first.item(), repeated.item()
     alike = math.isclose(a, b, rel_tol=_ROUNDING.get(first.dtype, 1e-5)) or (math.isnan(a) and math.isnan(b))
     if alike and not drawn:
         return
     raise ValueError(
-        f"a training pass, repeated from the same weights, batch and seed, gives the loss {b:.9g} after {a:.9g}, "
-        "and it changes "
-        f"{changed or 'something that is not in the model'}. Results must depend only on weights, buffers and "
-        "batch: draw random numbers with torch, and keep counters in buffers (register_buffer) that forward() writes "
-        "in place"
+        f"a training pass, repeated from the same weights, batch and seed, gives the loss {b:.9g} after {a:.9g}, and "
+        f"it changes {changed or 'something that is not in the model'}. Results must depend only on weights, buffers "
+        "and batch: draw random numbers with torch, and keep counters in buffers (register_buffer) that forward() "
+        "writes in place"
     )
 
 

@@ -7,9 +7,8 @@ its rounds.
 
 from __future__ import annotations
 
-from fastsam.fed.measures.base import Measures
 from fastsam.fed.measures.hook import make
 from fastsam.fed.measures.objective import Objective, subset, unit
-from fastsam.fed.measures.options import NAMES, NamedMeasures, named
+from fastsam.fed.measures.options import NAMES, Measures, NamedMeasures, named
 
 __all__ = ["NAMES", "Measures", "NamedMeasures", "Objective", "make", "named", "subset", "unit"]

@@ -15,9 +15,8 @@ from fastsam.arena import Layout
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.measures import diagnostics, drift, sharpness
-from fastsam.fed.measures.base import Measures
 from fastsam.fed.measures.objective import Objective, subset, unit
-from fastsam.fed.measures.options import NAMES, NamedMeasures
+from fastsam.fed.measures.options import NAMES, Measures, NamedMeasures
 from fastsam.fed.measures.own import OwnMeasures
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import Replica
@@ -68,12 +67,11 @@ class RoundMeasures:
         if population.batched:
             raise ValueError(
                 f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}; "
-                f"metrics and measures of your "
-                "own (an object) serve here"
+                "metrics and measures of your own (an object) serve here"
             )
         device = population.device
         self.replica = Replica.new(model, layout, device)
-        self.pairs = subset(population.clients, options.samples, seed)
+        self.pairs = subset(population.clients.pairs, options.samples, seed)
         self.pooled = Objective.pooled(self.replica, loss, self.pairs)
         self.fair = Objective.mean_of(self.replica, loss, self.pairs)
         self._round = -1
@@ -232,13 +230,8 @@ class RoundMeasures:
         return weights, perturbed
 
 
-def make(measures: NamedMeasures | Measures, buffers: str | None, **parts: Any) -> Measures | None:
-    """Return the measures of a run, or None.
-
-    Args:
-        measures: names and settings, or a user's object.
-        buffers: the run's option.
-        **parts: keywords of `RoundMeasures`.
+def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:
+    """Return the measures of a run, or None. `parts` are keywords of `RoundMeasures`.
 
     Raises:
         ValueError: the object lacks a method, or the run averages buffers, which the measures would not see.
@@ -248,8 +241,7 @@ def make(measures: NamedMeasures | Measures, buffers: str | None, **parts: Any) 
         if missing:
             raise ValueError(
                 f"measures must be a list of names ({', '.join(NAMES)}) or an object with the methods of "
-                f"fastsam.fed.measures.Measures, "
-                f"got {type(measures).__name__} without {', '.join(missing)}"
+                f"fastsam.fed.measures.Measures, got {type(measures).__name__} without {', '.join(missing)}"
             )
         return OwnMeasures(measures)
     if measures.names and buffers in ("average", "local"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from fastsam.fed.common.checks import integer, nearest, number
-from fastsam.fed.common.option import option, table
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Aggregate, Round, State
+from fastsam.fed.common.checks import integer, number
+from fastsam.fed.common.option import made_of, option
+from fastsam.fed.step.local_update import ClientResults
 
 # Each measure with its keys in a round's record.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -69,12 +73,31 @@ def named(measures: Any) -> NamedMeasures | None:
         return NamedMeasures(measures)
     if not isinstance(measures, Mapping):
         return None
-    known = table(NamedMeasures)
-    wrong = [name for name in measures if name not in known]
-    if wrong:
-        raise ValueError(
-            f"measures has no option {wrong[0]!r}{nearest(wrong[0], known)}; its options: {', '.join(known)}"
-        )
-    if measures and not measures.get("names"):
+    made = made_of(NamedMeasures, measures, "measures")
+    if measures and not made.names:
         raise ValueError("measures has settings, but no names. Name what to measure, or leave the settings out")
-    return NamedMeasures(**measures)
+    return made
+
+
+class Measures(Protocol):
+    """Measures of a run. A user's measures get vectors `[..., P]` in torch's order (`fastsam.fed.measures.own`).
+
+    Numbers of clients are added to the round's sums in any order. Numbers of rounds enter the records.
+
+    With several ranks each rank has its own object: `clients` is called where clients trained, `round` on rank 0. An
+    object that keeps more than numbers has a method `join(ranks, about)`, which is called on all ranks between the two.
+    """
+
+    def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
+        """The local steps (from 0) before which a row is kept (`ClientResults.snapshots`), for a client that takes
+        `steps` of them."""
+
+    def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
+        """Numbers of n clients, n under each name; their sums over all clients are `aggregate.scalar(name)` in `round`.
+
+        A number that is not finite excludes its client.
+        """
+
+    def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
+        """Return numbers for the round's record, from the server's states before and after the round, and the
+        aggregate."""

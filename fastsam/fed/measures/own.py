@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Round, State
-from fastsam.fed.measures.base import Measures
+from fastsam.fed.measures.options import Measures
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.ranks import Ranks

@@ -35,9 +35,7 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
     Args:
         name: name in `MODELS`, or the import path ("package.module:attribute", "file.py:attribute") of a class or
             function that makes a module, or of a module, which is copied.
-        in_shape: shape of one sample, passed to functions that have a parameter of this name.
-        classes: number of classes, passed in the same way.
-        seed: random seed.
+        in_shape, classes: shape of a sample and number of classes, for functions with parameters of these names.
         **options: passed in any case.
 
     Raises:

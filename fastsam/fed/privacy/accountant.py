@@ -31,13 +31,9 @@ NEIGHBOURS = {
 
 @dataclass(frozen=True)
 class Law:
-    """The events of a run, for the accountant.
-
-    Args:
-        relation: name in `dp_accounting.NeighboringRelation` of the relation between two sets of clients that cannot be
-            told apart.
-        events: returns the events of a number of rounds.
-    """
+    """The events of a run, for the accountant: `events` returns the events of a number of rounds. `relation` is the
+    name in `dp_accounting.NeighboringRelation` of the relation between two sets of clients that cannot be told
+    apart."""
 
     relation: str
     events: Callable[[int], Events]
@@ -46,19 +42,11 @@ class Law:
 def law(
     noise: str, sampler: str, participation: float, clients: int, z: float, most: Callable[[int], int] | None = None
 ) -> Law:
-    """Return the law of a run with noise multiplier z.
+    """Return the law of a run with noise multiplier z, "central" or "local" noise, and `participation` of the
+    `clients`.
 
     A replaced client moves the sum by twice the clip, and `REPLACE_ONE` counts the noise in units of that movement: z /
-    2.
-
-    Args:
-        noise: "central" or "local".
-        sampler: name of the sampler.
-        participation: share of the clients in a round.
-        clients: number of all clients.
-        z: noise multiplier.
-        most: with local noise, function of a number of rounds that returns the largest number of these rounds in which
-            one client took part.
+    2. `most` returns the largest number of the first rounds in which one client took part, for local noise.
     """
     import dp_accounting as dp
 
@@ -98,8 +86,7 @@ class Accountant:
 
     def epsilon(self, rounds: int) -> float:
         """Return epsilon of the first `rounds` rounds together, rounds >= 1, as `dp_accounting.rdp.RdpAccountant`
-        computes
-        it."""
+        computes it."""
         if rounds not in self._known:
             several = range(rounds, rounds + min(rounds, _AT_ONCE))  # a short run computes at most twice its rounds
             self._known = dict(zip(several, self._epsilons(several), strict=True))
@@ -144,11 +131,8 @@ def _without_warnings() -> Iterator[None]:
 
 
 class Participations:
-    """Counter of the rounds in which clients took part.
-
-    Args:
-        draw: returns the clients of a round, the same in every call.
-    """
+    """Counter of the rounds in which clients took part. `draw` returns the clients of a round, the same in every
+    call."""
 
     def __init__(self, draw: Callable[[int], Sequence[int]]) -> None:
         self._draw = draw

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from fastsam.fed.common.checks import nearest
-from fastsam.fed.common.option import check, option, table
+from fastsam.fed.common.option import check, made_of, option
 
 NOISES = ("central", "local")
 
@@ -16,15 +15,9 @@ NOISES = ("central", "local")
 class Privacy:
     """Clipping of the clients' deltas, and noise on them: differential privacy of whole clients.
 
-    Without noise it is clipping only.
-
-    Args:
-        clip: largest norm of a client's delta. A longer delta is scaled down before any use of it. None: no limit.
-        noise_multiplier: standard deviation of the noise in units of `clip`. 0: no noise.
-        noise: "central", if the server adds noise to the sum of the deltas, or "local", if each client adds noise to
-            its own delta.
-        delta: delta of the guarantee (epsilon, delta) in the records. None: num_clients**-1.1.
-        accountant: "rdp" computes epsilon; None: noise without a guarantee.
+    Without noise it is clipping only. A delta longer than `clip` is scaled down before any use of it. `noise` is
+    "central", if the server adds noise to the sum of the deltas, or "local", if each client adds noise to its own
+    delta.
 
     Raises:
         ValueError: a value is out of range.
@@ -45,34 +38,8 @@ class Privacy:
 
 
 def privacy_of(value: Privacy | Mapping[str, Any] | None) -> Privacy:
-    """Return the options of privacy: `value`, or one made of a mapping, or no clipping and no noise for None.
-
-    Raises:
-        ValueError: it is something else, or a key of the mapping is unknown.
-    """
-    if isinstance(value, Privacy):
-        return value
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"privacy must be a fed.Privacy, or a table of its options; got {value!r}")
-    options, known = dict(value or {}), table(Privacy)
-    for name in options:
-        if name not in known:
-            raise ValueError(f"privacy has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}")
-    return Privacy(**options)
-
-
-class RunOptions(Protocol):
-    """The options of a run that noise depends on."""
-
-    @property
-    def privacy(self) -> Any: ...  # a Privacy
-    @property
-    def sampler(self) -> Any: ...
-    @property
-    def available(self) -> Any: ...
-    def share_of(self, clients: int) -> float: ...
-    @property
-    def seed(self) -> int: ...
+    """Return the options of privacy, for None without clipping and noise. Raises ValueError as `made_of` does."""
+    return made_of(Privacy, {} if value is None else value, "privacy")
 
 
 def delta_of(privacy: Privacy, clients: int) -> float:
@@ -81,8 +48,7 @@ def delta_of(privacy: Privacy, clients: int) -> float:
         return float(clients**-1.1) if clients > 1 else 1e-5
     if privacy.delta >= 1 / clients:
         raise ValueError(
-            f"delta must be in (0, 1/clients): publishing the data of one random client of {clients} "
-            f"keeps delta = "
+            f"delta must be in (0, 1/clients): publishing the data of one random client of {clients} keeps delta = "
             f"{1 / clients:.3g}; got {privacy.delta!r}. Use 1e-5, say, or leave it out for clients**-1.1 = "
             f"{clients**-1.1:.3g}"
         )

@@ -57,20 +57,18 @@ class RunState:
 
     Attributes:
         round: number of completed rounds.
-        server: state of the server.
-        buffers: buffers of the global model.
         clients: states of the clients of this rank.
         history: one list for all states of a run; its first `round` records belong to this state. Only rank 0 has
             records.
         homes: the rank of each client's state, with several ranks.
     """
 
-    round: int  # completed
+    round: int
     server: State
     buffers: list[Tensor]
     clients: dict[int, State] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
-    homes: dict[int, int] = field(default_factory=dict)  # rank of each client's state
+    homes: dict[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +78,7 @@ class RunState:
 
 
 class RunDirectory:
-    """Writes a run's files. Made by `open`."""
+    """The files of a run. `adopt` moves a tensor of a client's state to the place where the run keeps it."""
 
     def __init__(
         self,
@@ -99,62 +97,40 @@ class RunDirectory:
         self._hashes: dict[str, str] = {}
         self._holdings = Holdings()  # usage of the files of clients' states
 
-    @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        resume: bool,
-        identity: Mapping[str, Any],
-        device: torch.device,
-        ranks: Ranks,
-        adopt: Callable[[Tensor], Tensor],
-        lock: Lock,
-    ) -> tuple[RunDirectory, RunState | None]:
-        """Return the directory, and the state to continue from on `device` (None for a new run). Write nothing.
-
-        Args:
-            path: the run directory.
-            resume: continue the run in it.
-            identity: the options that must not change.
-            device: device of the state.
-            ranks: the processes of the run.
-            adopt: moves a tensor of a client's state to the place where the run keeps it.
-            lock: locks the directory.
+    def read(self, resume: bool) -> RunState | None:
+        """Return the state to continue from, or None for a new run. Write nothing.
 
         Raises:
             RunDirectoryError: another run works in it; the directory is not empty and `resume` is False; it is not a
                 run directory; its run had another identity (the message names the key); or a file of the checkpoint is
                 missing, cut or foreign.
         """
-        directory = cls(Path(path), identity, device, ranks, adopt, lock)
-        if directory.path.exists() and not directory.path.is_dir():
-            raise RunDirectoryError(f"{path} is a file, not a run directory; choose another run_dir")
-        found = sorted(os.listdir(directory.path)) if directory.path.exists() else []
+        if self.path.exists() and not self.path.is_dir():
+            raise RunDirectoryError(f"{self.path} is a file, not a run directory; choose another run_dir")
+        found = sorted(os.listdir(self.path)) if self.path.exists() else []
         if not found:
-            return directory, None
-        if ranks.first:
-            lock.take(directory.path)
+            return None
+        if self.ranks.first:
+            self.lock.take(self.path)
         if not resume:
             raise RunDirectoryError(
-                f"the run directory {path} exists and is not empty; continue its run with resume=True (the flag "
-                f"--resume), "
-                "or choose another run_dir"
+                f"the run directory {self.path} exists and is not empty; continue its run with resume=True (the flag "
+                "--resume), or choose another run_dir"
             )
-        directory._check_places()
-        if not directory._manifest.exists():
+        self._check_places()
+        if not self._manifest.exists():
             foreign = [name for name in found if name.removesuffix(".tmp") not in _OURS]
             if foreign:
                 raise RunDirectoryError(
-                    f"{path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): "
+                    f"{self.path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): "
                     "it is not the directory of a run; choose another run_dir"
                 )
-            return directory, None
-        return directory, directory._load()
+            return None
+        return self._load()
 
     def _check_places(self) -> None:
         """Raise RunDirectoryError if something else has the name of a file of the run, before the training and not at
-        its
-        end."""
+        its end."""
         for path in (self.path / name for name in _FILES):
             if (path.exists() or path.is_symlink()) and (path.is_symlink() or not path.is_file()):
                 raise RunDirectoryError(

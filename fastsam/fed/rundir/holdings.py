@@ -1,6 +1,5 @@
 """Usage of the files of clients' states: their bytes, and how many of them are live. It is updated as states come and
-go,
-so that clients that did not take part need no look."""
+go, so that clients that did not take part need no look."""
 
 from __future__ import annotations
 

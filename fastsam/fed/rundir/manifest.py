@@ -138,9 +138,8 @@ def check_identity(directory: Path, stored: Mapping[str, Any], now: Mapping[str,
     if found is not None:
         key, before, after = found
         raise RunDirectoryError(
-            f"the run in {directory} cannot be resumed with another {key}: "
-            f"it was started with {_short(before)}, now it is {_short(after)}{_MEANING.get(key, '')}. "
-            "Resume it as it was started, or choose another run_dir"
+            f"the run in {directory} cannot be resumed with another {key}: it was started with {_short(before)}, now "
+            f"it is {_short(after)}{_MEANING.get(key, '')}. Resume it as it was started, or choose another run_dir"
         )
 
 

@@ -47,11 +47,10 @@ class Result:
         client_*: over the clients, in the last evaluated round; client_worst and client_best are client ids.
         rounds_to_target: completed rounds when the test accuracy first reached the target; seconds_to_target and
         megabytes_to_target of these rounds, the seconds without evaluation. seconds_per_round: median with evaluation
-        and measures; seconds_training: median without them. megabytes: 1e6 bytes, both directions, all rounds.
-        privacy: for a run with noise the neighbouring sets (`neighbours`), epsilon at the end, and delta; else None.
-        measures: values of the last measured round. metrics: values of the last evaluated round, over the test set and
-        over clients. state_megabytes: states of server and clients at the end; client_state: place of the clients'
-        states.
+        and measures; seconds_training: median without them. megabytes: 1e6 bytes, both directions, all rounds. privacy:
+        for a run with noise the neighbouring sets (`neighbours`), epsilon at the end, and delta; else None. measures:
+        values of the last measured round. metrics: values of the last evaluated round, over the test set and over
+        clients. state_megabytes: states of server and clients at the end; client_state: place of the clients' states.
         client_megabytes: weights, one gradient, and further memory of a local step, as the algorithm declares.
         """
         return summary(self.history, self._facts)

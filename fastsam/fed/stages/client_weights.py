@@ -70,8 +70,7 @@ def own_weights_of(upload: Upload, sends_weights: bool, n: int, device: torch.de
     if (upload.weight is not None) != sends_weights:
         raise ValueError(
             "finish_client must return an Upload with a weight in every round if the class says sends_weights = True, "
-            "and never otherwise; got "
-            f"{'none with' if sends_weights else 'one without'} sends_weights = True"
+            f"and never otherwise; got {'none with' if sends_weights else 'one without'} sends_weights = True"
         )
     if upload.weight is None:
         return None

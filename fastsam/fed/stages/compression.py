@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round
-from fastsam.fed.common.checks import nearest, number
-from fastsam.fed.common.option import option, table
+from fastsam.fed.common.checks import number
+from fastsam.fed.common.option import made_of, option
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.step.model_copy import Replica
 
@@ -41,20 +41,8 @@ class TopK:
 
 
 def compression_of(value: TopK | Mapping[str, Any] | None) -> TopK | None:
-    """Return the compression of a run: `value`, or one made of a mapping.
-
-    Raises:
-        ValueError: it is something else, or a key of the mapping is unknown.
-    """
-    if value is None or isinstance(value, TopK):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError(f"compression must be a fed.TopK, or a table of its options; got {value!r}")
-    known = table(TopK)
-    for name in value:
-        if name not in known:
-            raise ValueError(f"compression has no option {name!r}{nearest(name, known)}; its options: share")
-    return TopK(**value)
+    """Return the compression of a run, or None. Raises ValueError as `made_of` does."""
+    return None if value is None else made_of(TopK, value, "compression")
 
 
 class Compress(Stage):

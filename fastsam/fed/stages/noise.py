@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastsam.extras import install_command
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients import sampling
+from fastsam.fed.common import seeds
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
-from fastsam.fed.privacy.noise import normals
-from fastsam.fed.privacy.options import RunOptions, delta_of
+from fastsam.fed.privacy.options import delta_of
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.step.parameter_layout import ParameterLayout
@@ -23,19 +24,14 @@ DELTA = "delta"  # the upload of `Algorithm.finish_client`
 
 
 class Noise(Stage):
-    """Common parts of both kinds of noise.
+    """Common parts of both kinds of noise. `mask` is 1 where a row has a parameter and 0 in its padding, float64
+    `[row_size]`."""
 
-    Args:
-        options: the run's options.
-        mask: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`.
-        accountant: computes epsilon, or None.
-    """
-
-    def __init__(self, options: RunOptions, mask: Tensor, accountant: Accountant | None) -> None:
-        self.options, self.mask, self.accountant = options, mask, accountant
+    def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None) -> None:
+        self.settings, self.mask, self.accountant = settings, mask, accountant
         self.record_keys = () if accountant is None else ("epsilon", "delta")
-        assert options.privacy.clip is not None
-        self.std = options.privacy.noise_multiplier * options.privacy.clip  # standard deviation of the noise
+        assert settings.privacy.clip is not None
+        self.std = settings.privacy.noise_multiplier * settings.privacy.clip  # standard deviation of the noise
 
     def record(self, round: Round) -> dict[str, Any]:
         """Return epsilon and delta of all rounds up to this one, or nothing without an accountant."""
@@ -55,23 +51,20 @@ class LocalNoise(Noise):
 
     def process_results(self, results: ClientResults, round: Round) -> None:
         """Add noise to the deltas, in float64, rounded once."""
-        rows, seed = results.delta, self.options.seed
+        rows, seed = results.delta, self.settings.seed
         noise = torch.stack([normals(rows.shape[1], seed, "local noise", round.index, i) for i in results.client_ids])
         rows.copy_(torch.addcmul(rows.double(), noise.to(rows.device), self.mask, value=self.std))
 
 
 class CentralNoise(Noise):
-    """Noise that the server adds to the sum of the clipped deltas. The server must not learn the cohort's size.
+    """Noise that the server adds to the sum of the clipped deltas. The server must not learn the cohort's size, so it
+    reads the expected number `cohort`; None: the true number."""
 
-    Args:
-        cohort: expected number of clients in a round, or None if the true number is used.
-    """
-
-    def __init__(self, options: RunOptions, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
-        super().__init__(options, mask, accountant)
+    def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
+        super().__init__(settings, mask, accountant)
         self.cohort = cohort
         # A round in which Poisson sampling chose no client is a round: drawing again would change the law.
-        self.keeps_empty_rounds = options.sampler == "bernoulli" and options.available is None
+        self.keeps_empty_rounds = settings.sampler == "bernoulli" and settings.available is None
         self._sums: FixedPointAggregate | None = None
 
     def visible_round(self, round: Round) -> Round:
@@ -87,22 +80,15 @@ class CentralNoise(Noise):
 
     def process_aggregate(self, aggregate: Aggregate | None, server: State, round: Round) -> Aggregate:
         """Return the noisy mean, of noise only if no client was sampled."""
-        noise = normals(len(self.mask), self.options.seed, "noise", round.index).to(server["w"].device)
+        noise = normals(len(self.mask), self.settings.seed, "noise", round.index).to(server["w"].device)
         sums, self._sums = self._sums, None
         cohort = self.cohort or round.cohort_size
         return PrivateAggregate(None if aggregate is None else sums, noise, self.mask, self.std, cohort)
 
 
 class PrivateAggregate:
-    """The noisy mean `(sum of the clipped deltas + noise) / cohort`, and nothing else.
-
-    Args:
-        sums: the sums of the round, or None if no client was sampled.
-        normals: standard normal numbers, float64 `[row_size]`.
-        mask: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`.
-        std: standard deviation of the noise on the sum.
-        cohort: expected number of clients in a round.
-    """
+    """The noisy mean `(sum of the clipped deltas + noise) / cohort`, and nothing else. `sums` is None if no client was
+    sampled; `normals` are standard normal numbers, float64 `[row_size]`."""
 
     def __init__(
         self, sums: FixedPointAggregate | None, normals: Tensor, mask: Tensor, std: float, cohort: float
@@ -144,27 +130,27 @@ def _expected_size(cohort: float) -> int:
     return max(1, round(cohort))
 
 
-def noise_of(options: RunOptions, layout: ParameterLayout, num_clients: int, device: torch.device) -> Noise | None:
+def noise_of(settings: Any, layout: ParameterLayout, num_clients: int, device: torch.device) -> Noise | None:
     """Return the stage of a run with noise, None for a run without.
 
     Raises:
         ValueError: delta is too large, or the package that computes epsilon is missing.
     """
-    if options.privacy.noise_multiplier == 0:
+    if settings.privacy.noise_multiplier == 0:
         return None
     mask = torch.zeros(layout.row_size, dtype=torch.float64, device=device)
     for s in layout.segments:
         mask[s.offset : s.offset + s.length] = 1
-    accountant = _accountant(options, num_clients)
-    if options.privacy.noise == "local":
-        return LocalNoise(options, mask, accountant)
-    sampled = options.available is None
-    cohort = sampling.expected(options.sampler, options.share_of(num_clients), num_clients) if sampled else None
-    return CentralNoise(options, mask, accountant, cohort)
+    accountant = _accountant(settings, num_clients)
+    if settings.privacy.noise == "local":
+        return LocalNoise(settings, mask, accountant)
+    sampled = settings.available is None
+    cohort = sampling.expected(settings.sampler, settings.share_of(num_clients), num_clients) if sampled else None
+    return CentralNoise(settings, mask, accountant, cohort)
 
 
-def _accountant(options: RunOptions, num_clients: int) -> Accountant | None:
-    privacy = options.privacy
+def _accountant(settings: Any, num_clients: int) -> Accountant | None:
+    privacy = settings.privacy
     if privacy.accountant is None:
         return None
     delta = delta_of(privacy, num_clients)
@@ -175,10 +161,19 @@ def _accountant(options: RunOptions, num_clients: int) -> Accountant | None:
             f"epsilon is computed by the package dp-accounting, which is not installed: {install_command('privacy')}, "
             "or fed.Privacy(accountant=None): noise, and no guarantee"
         ) from error
-    share = options.share_of(num_clients)
-    draws = sampling.make(options.sampler, num_clients, share)
-    taken = Participations(lambda t: sampling.draw(draws, t, num_clients, options.seed))
+    share = settings.share_of(num_clients)
+    draws = sampling.make(settings.sampler, num_clients, share)
+    taken = Participations(lambda t: sampling.draw(draws, t, num_clients, settings.seed))
     return Accountant(
-        law(privacy.noise, options.sampler, share, num_clients, privacy.noise_multiplier, taken.most),
+        law(privacy.noise, settings.sampler, share, num_clients, privacy.noise_multiplier, taken.most),
         delta,
     )
+
+
+def normals(n: int, *parts: int | str) -> Tensor:
+    """Return n standard normal numbers, float64 `[n]` on the CPU.
+
+    They are the numbers of a counter-based generator (Philox) from counter 0. Its key is made of `parts`.
+    """
+    key = np.array([seeds.derive(*parts), 0], np.uint64)
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).standard_normal(n))

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from fastsam.fed.aggregation import Rule
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.measures import Measures
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.stages.buffers import AverageBuffers
 from fastsam.fed.stages.client_weights import ClientWeights
 from fastsam.fed.stages.clip import Clip
-from fastsam.fed.stages.compression import Compress, TopK
+from fastsam.fed.stages.compression import Compress
 from fastsam.fed.stages.measuring import Measuring
 from fastsam.fed.stages.noise import LocalNoise, Noise
 from fastsam.fed.stages.robust import Robust
 
 
 def chain(
-    algorithm: Algorithm,
-    *,
-    clip: float | None,
-    buffers: str | None,
-    rule: Rule | None,
-    measures: Measures | None,
-    noise: Noise | None,
-    compression: TopK | None,
-    numel: int,
+    algorithm: Algorithm, settings: Any, measures: Measures | None, noise: Noise | None, numel: int
 ) -> Sequence[Stage]:
-    """Return the stages of a run.
-
-    Args:
-        numel: number of parameters.
+    """Return the stages of a run with the options `settings` (`fastsam.fed.loop.options.Settings`).
 
     Deltas are clipped first. Local noise follows, so it is on all that leaves a client. Measures come before central
     noise, so they read the true means. A run with noise has no buffers that training changes, so none are averaged.
     """
-    local = isinstance(noise, LocalNoise)
+    local, clip, rule = isinstance(noise, LocalNoise), settings.privacy.clip, settings.rule
     stages: list[Stage | None] = [
         None if clip is None else Clip(clip),
         noise if local else None,
-        AverageBuffers() if buffers == "average" and noise is None else None,
-        None if compression is None else Compress(compression, numel),
+        AverageBuffers() if settings.buffers == "average" and noise is None else None,
+        None if settings.compression is None else Compress(settings.compression, numel),
         ClientWeights() if getattr(algorithm, "sends_weights", False) else None,
         None if rule is None else Robust(rule, type(algorithm).__name__),
         None if measures is None else Measuring(measures),

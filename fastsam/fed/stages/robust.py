@@ -15,12 +15,8 @@ DELTA = "delta"
 
 
 class Robust(Stage):
-    """Keep the rows of the round's clients, and let a rule make the means of them.
-
-    Args:
-        rule: the rule.
-        algorithm: name of the algorithm, for messages.
-    """
+    """Keep the rows of the round's clients, and let a rule make the means of them. `algorithm` is a name for
+    messages."""
 
     def __init__(self, rule: Rule, algorithm: str) -> None:
         self.rule, self.algorithm = rule, algorithm

@@ -11,7 +11,8 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from fastsam.arena import Layout
-from fastsam.fed.clients.population import Loss, Pair
+from fastsam.fed.clients.pairs import Pair
+from fastsam.fed.clients.population import Loss
 from fastsam.fed.loop.determinism import repeatable
 from fastsam.fed.measures import Objective
 from fastsam.fed.measures.surface import RADIUS, directions, surface

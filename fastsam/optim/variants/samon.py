@@ -34,18 +34,18 @@ class SAMON(SAM):
 
         Raises ValueError for a model without such layers.
         """
-        own = {
+        norm_params = {
             id(p) for module in model.modules() if isinstance(module, layers) for p in module.parameters(recurse=False)
         }
         params: list[nn.Parameter] = list(model.parameters())
-        if not own:
+        if not norm_params:
             raise ValueError(
                 f"{type(model).__name__} has no parameters in {', '.join(layer.__name__ for layer in layers)}; name "
                 "the classes of its normalisation layers: SAMON.groups(model, layers=(MyNorm,))"
             )
-        perturbed = {"params": [p for p in params if id(p) in own]}
-        rest = {"params": [p for p in params if id(p) not in own], "rho": 0.0}
-        return [perturbed, rest]
+        perturbed = {"params": [p for p in params if id(p) in norm_params]}
+        unperturbed = {"params": [p for p in params if id(p) not in norm_params], "rho": 0.0}
+        return [perturbed, unperturbed]
 
     def perturbs_group(self, group: Mapping[str, Any]) -> bool:
         return isinstance(group["rho"], Tensor) or group["rho"] != 0

@@ -148,17 +148,17 @@ def test_the_blocks_are_the_data_dealt_out_evenly(participation, seed, sizes):
     made = pooled(population(sizes), participation, seed)
     total = sum(sizes)
     assert len(made.clients) == min(max(1, round(1 / participation)), total)
-    assert max(made.sizes) - min(made.sizes) <= 1
-    assert sorted(torch.cat([x for x, _ in made.clients])[:, 0].tolist()) == list(range(total))
-    assert all(torch.equal(y, x[:, 0].long() % 2) for x, y in made.clients)
+    assert max(made.clients.sizes) - min(made.clients.sizes) <= 1
+    assert sorted(torch.cat([x for x, _ in made.clients.pairs])[:, 0].tolist()) == list(range(total))
+    assert all(torch.equal(y, x[:, 0].long() % 2) for x, y in made.clients.pairs)
     again = pooled(population(sizes), participation, seed)
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(made.clients, again.clients))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(made.clients.pairs, again.clients.pairs))
 
 
 def test_blocks_mix_the_clients():
-    blocks = [x[:, 0] for x, _ in pooled(population((50, 50)), 0.5, 0).clients]
+    blocks = [x[:, 0] for x, _ in pooled(population((50, 50)), 0.5, 0).clients.pairs]
     assert all(15 < (x < 50).sum() < 35 for x in blocks)
-    other = pooled(population((50, 50)), 0.5, 1).clients[0][0][:, 0]
+    other = pooled(population((50, 50)), 0.5, 1).clients.pairs[0][0][:, 0]
     assert not torch.equal(blocks[0], other)
 
 

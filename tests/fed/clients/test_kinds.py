@@ -21,10 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastsam import fed
 from fastsam.fed.clients import packed_samples, population
 from fastsam.fed.clients import prepare as preparing
+from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.mapped_rows import one_ahead
 from fastsam.fed.clients.pairs import ALIGNMENT, all_finite
 from fastsam.fed.clients.population import Population, check_labels
 from fastsam.fed.clients.prepare import prepare
+from fastsam.fed.clients.samples import TensorSamples
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import KINDS, OfParts, Rows, in_another_collate, model, pairs, run, weights
 
@@ -35,9 +37,9 @@ CPU = torch.device("cpu")
 def test_pairs_in_a_data_set_are_stacked_once_and_are_then_pairs(kind: str) -> None:
     made = prepare([KINDS[kind](x, y) for x, y in pairs()], KINDS[kind](*pairs()[0]), torch.float32, CPU)
     plain = prepare(pairs(), pairs()[0], torch.float32, CPU)
-    assert made.samples is None and made.test_samples is None
+    assert made.clients.pairs and isinstance(made.test, TensorSamples)
     assert made.fingerprint() == plain.fingerprint()
-    assert (made.store is None) == (plain.store is None)
+    assert (made.clients.store is None) == (plain.clients.store is None)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
@@ -64,7 +66,7 @@ def test_a_data_set_larger_than_the_limit_is_read_batch_by_batch(monkeypatch: Mo
     monkeypatch.setattr(preparing, "LARGEST_READ", 1000)
     clients = [Rows(x, y) for x, y in pairs()]
     made = prepare(clients, None, torch.float32, CPU)
-    assert made.samples is not None and max(data.reads for data in clients) < 10, "looked at, not read"
+    assert not made.clients.pairs and max(data.reads for data in clients) < 10, "looked at, not read"
     assert torch.equal(weights(run(clients)), weights(plain))
 
 
@@ -230,8 +232,8 @@ def test_the_bits_are_those_of_columns_in_memory(tmp_path: Path, large: None, ex
 def test_a_look_reads_only_the_first_samples(tmp_path: Path, large: None) -> None:
     clients = in_files(tmp_path)
     made = prepare(clients, None, torch.float32, torch.device("cpu"))
-    assert made.samples is not None and all(max(x.taken) <= 2 for x, _ in clients), [x.taken for x, _ in clients]
-    assert all(own.ahead and not own.draws for own in made.samples)  # type: ignore[attr-defined]
+    assert not made.clients.pairs and all(max(x.taken) <= 2 for x, _ in clients), [x.taken for x, _ in clients]
+    assert all(own.ahead and not own.draws for own in made.clients)  # type: ignore[attr-defined]
 
 
 def test_trees_of_columns(tmp_path: Path, large: None) -> None:
@@ -242,7 +244,7 @@ def test_trees_of_columns(tmp_path: Path, large: None) -> None:
 
 def test_small_ones_are_read_once(tmp_path: Path) -> None:
     made = prepare(in_files(tmp_path), None, torch.float32, torch.device("cpu"))
-    assert made.samples is None and torch.equal(made.clients[0][0], pairs()[0][0])
+    assert torch.equal(made.clients.pairs[0][0], pairs()[0][0])
 
 
 def test_columns_of_unequal_length(tmp_path: Path) -> None:
@@ -312,15 +314,16 @@ def test_clients_are_checked_once_together(monkeypatch: MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
 def test_pairs_together_equal_pairs_one_by_one(sizes: list[int], dtype: torch.dtype, monkeypatch: MonkeyPatch) -> None:
     data = [(x.abs().to(dtype), y) for x, y in clients(sizes)]
-    ours, theirs = prepare(data, None, torch.float32, CPU), one_by_one(data, monkeypatch)
+    both = prepare(data, None, torch.float32, CPU), one_by_one(data, monkeypatch)
+    ours, theirs = (made.clients for made in both)
     assert ours.store is not None and theirs.store is not None
     assert ours.store.x.dtype == (torch.uint8 if dtype == torch.uint8 else torch.float32), "bytes stay bytes"
     assert list(ours.store.offsets) == list(theirs.store.offsets) and ours.sizes == theirs.sizes
-    for mine, other in zip(ours.clients, theirs.clients, strict=True):
+    for mine, other in zip(ours.pairs, theirs.pairs, strict=True):
         for a, b in zip(mine, other, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % ALIGNMENT == 0
     assert torch.equal(ours.store.x, theirs.store.x) and torch.equal(ours.store.y, theirs.store.y)
-    assert ours.fingerprint() == Population(theirs.clients, None, None, None).fingerprint(), "older checkpoints"
+    assert both[0].fingerprint() == Population(PairClients(theirs.pairs), CPU).fingerprint(), "older checkpoints"
 
 
 def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: MonkeyPatch) -> None:
@@ -360,7 +363,7 @@ def test_a_client_costs_few_calls_before_the_first_round() -> None:
 
 def test_a_client_of_a_store_becomes_tensors_when_it_is_asked_for() -> None:
     data = clients([4, 1, 9])
-    found = prepare(data, None, torch.float32, CPU).clients
+    found = prepare(data, None, torch.float32, CPU).clients.pairs
     assert len(found) == 3 and found[1] is found[1]
     for taken in (list(found), [found[i] for i in range(3)]):
         assert all(torch.equal(a, b) for own, pair in zip(taken, data, strict=True) for a, b in zip(own, pair))
@@ -372,9 +375,9 @@ def test_of_much_data_there_is_no_second_copy(monkeypatch: MonkeyPatch) -> None:
     data = clients([4, 1, 9])
     for module in (preparing, packed_samples):
         monkeypatch.setattr(module, "LARGEST", 100)
-    found = prepare(data, None, torch.float32, CPU)
+    found = prepare(data, None, torch.float32, CPU).clients
     aligned = [(x, y) for x, y in data if x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0]
-    kept = {t.data_ptr() for pair in found.clients for t in pair}
+    kept = {t.data_ptr() for pair in found.pairs for t in pair}
     assert found.store is None and aligned and all(t.data_ptr() in kept for pair in aligned for t in pair)
 
 

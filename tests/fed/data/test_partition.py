@@ -182,7 +182,7 @@ def population(split: str, **options: object) -> Population:
 )
 def test_prior_is_the_splits_routine_on_the_test_set(own: dict) -> None:
     people = population(**own)
-    labels = people.test[1].numpy()
+    labels = people.test_labels.numpy()
     made = client_slices("prior", people, seed=4)
     rng = np.random.RandomState(seeds.derive(4, "validation") % 2**32)
     order = rng.permutation(360)
@@ -198,7 +198,7 @@ def test_prior_follows_the_distribution_of_each_client() -> None:
     counts = np.zeros((12, 10))
     for seed in range(60):
         for client, part in enumerate(client_slices("prior", people, seed)):
-            counts[client] += np.bincount(people.test[1].numpy()[part], minlength=10)
+            counts[client] += np.bincount(people.test_labels.numpy()[part], minlength=10)
     assert np.abs(counts / (60 * 30) - people.priors).max() < 0.05  # five standard deviations of 1,800 draws
 
 

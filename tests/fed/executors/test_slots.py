@@ -11,7 +11,7 @@ from fastsam import fed
 from fastsam.fed.clients import sampling
 from fastsam.fed.loop import round as rounds
 from fastsam.fed.loop.round import Cohort
-from fastsam.fed.privacy.clip import shorten_
+from fastsam.fed.stages.clip import shorten_
 from fastsam.fed.step.local_update import ClientResults
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest

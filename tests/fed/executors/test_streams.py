@@ -335,7 +335,7 @@ def rule_of(monkeypatch: MonkeyPatch, options: Any = None, **changes: object) ->
     monkeypatch.setattr(auto, "_not_stacked", lambda setup: "not in this test")
     setup = oracle_tasks()[2]
     population, options = (
-        replace(setup.population, place=torch.device("cuda")),
+        replace(setup.population, device=torch.device("cuda")),
         replace(setup.options, **(options or {})),
     )
     return auto.rule(replace(setup, population=population, options=options, **changes))

@@ -6,7 +6,8 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.fed.algorithms.base import has_loop
-from fastsam.fed.loop.algorithm_calls import CheckedContract, Contract, contract_of
+from fastsam.fed.loop.checked_contract import CheckedContract, contract_of
+from fastsam.fed.loop.contract import Contract
 from fastsam.fed.loop.personal import PersonalizedAlgorithm
 from tests.helpers import fed_cases as cases
 from tests.helpers.fed_runs import FIRST, digest, run

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastsam import fed
 from fastsam.fed.clients import sampling
 from fastsam.fed.loop import client_state
-from fastsam.fed.loop.client_state import DeviceStateStorage, DiskStateStorage, HostStateStorage
+from fastsam.fed.loop.client_state import ClientStateStorage, DiskStateStorage, HostStateStorage
 from fastsam.fed.loop.host_pool import HostPool
 from fastsam.fed.sums.ranks import Ranks
 from fastsam_kernels.weak_tensors import WeakTensorMap
@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.integers(0, 2**32), st.integers(0, 6))
 def test_whatever_is_asked_the_store_answers_as_a_dict_would(seed: int, ahead: int) -> None:
     """Cohorts, predictions that are right and wrong, rounds that are given up, exclusions, tensors that are shared."""
-    draw, store = random.Random(seed), HostStateStorage(CPU, "", ahead) if ahead else DiskStateStorage("")
+    draw, store = random.Random(seed), HostStateStorage(CPU, "", ahead) if ahead else DiskStateStorage(CPU, "")
     kept: dict[int, Any] = {}
     truth: dict[int, list[float]] = {}
     later: list[int] = []
@@ -78,7 +78,7 @@ def test_the_host_holds_two_versions_of_a_state_at_most() -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
-    store = HostStateStorage(CPU, "", 4) if kind == "host" else DiskStateStorage("")
+    store = HostStateStorage(CPU, "", 4) if kind == "host" else DiskStateStorage(CPU, "")
     kept = store.put(0, {"a": torch.ones(3), "b": torch.zeros(2)})
     again = store.put(0, {**store.get(0, kept), "b": torch.ones(2)})
     assert again["a"] is kept["a"] and again["b"] is not kept["b"]
@@ -90,7 +90,7 @@ def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
 def test_states_on_disk_lie_in_files_that_go_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    store = DiskStateStorage("")
+    store = DiskStateStorage(CPU, "")
     kept = store.put(0, {"c_i": torch.arange(5.0), "n": torch.tensor(3)})
     assert kept["c_i"].tolist() == [0, 1, 2, 3, 4] and kept["n"].item() == 3 and not list(tmp_path.iterdir())
     for tensor in kept.values():
@@ -198,8 +198,8 @@ class Pair(Ranks):
     "kinds",
     [
         (HostStateStorage, HostStateStorage),
-        (HostStateStorage, DeviceStateStorage),
-        (DeviceStateStorage, HostStateStorage),
+        (HostStateStorage, ClientStateStorage),
+        (ClientStateStorage, HostStateStorage),
     ],
 )
 def test_a_state_moves_to_where_the_other_rank_keeps_its_own(kinds: Any) -> None:

@@ -8,10 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from fastsam import fed
+from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.population import Population
+from fastsam.fed.clients.samples import as_samples
 from fastsam.fed.loop.evaluate import Evaluator, client_slices
 from fastsam.fed.rundir.result import to_target
 from tests.helpers import oracle
+
+CPU = torch.device("cpu")
 
 
 class Oracle(torch.nn.Module):
@@ -26,7 +30,7 @@ def population(labels, clients, wrong=(), priors=None):
     y = torch.tensor(labels)
     x = torch.stack([y.float(), torch.zeros(len(y))], dim=1)
     x[list(wrong), 1] = 1.0
-    return Population(clients, (x, y), None, priors)
+    return Population(PairClients(clients), CPU, as_samples((x, y)), priors=priors)
 
 
 def client(*labels):

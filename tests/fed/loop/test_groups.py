@@ -20,6 +20,7 @@ from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, same_bits
 from tests.helpers.setups import setup_of
+from tests.helpers.sums import add_client_
 
 SIZES = (9, 9, 4, 9, 9, 17, 9)
 
@@ -51,13 +52,13 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
     together, alone = (FixedPointAggregate(n, 30) for _ in range(2))
     first = torch.zeros(size, dtype=dtype)
     for aggregate in (together, alone):  # the sum exists for any number of accepted clients
-        assert aggregate.add_(1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
+        assert add_client_(aggregate, 1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
     known = {0: "it is known to be bad"} if data.draw(st.booleans()) else {}
     problems = together.add_rows_(weights, {"delta": rows}, {"plain": rows}, {"loss": losses}, known)
     assert known.items() <= problems.items()
     for i, (row, weight, loss) in enumerate(zip(rows, weights, losses, strict=True)):
         if i not in known:
-            assert alone.add_(weight, {"delta": row}, {"plain": row}, {"loss": loss}) == problems.get(i)
+            assert add_client_(alone, weight, {"delta": row}, {"plain": row}, {"loss": loss}) == problems.get(i)
     assert torch.equal(together.mean("delta"), alone.mean("delta"))
     assert torch.equal(together.sum("plain"), alone.sum("plain"))
     assert (together.num_clients, together.weight) == (alone.num_clients, alone.weight)

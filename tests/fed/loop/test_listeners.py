@@ -13,7 +13,7 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.fed.loop import listeners
-from fastsam.fed.loop.outliers import FAR, outliers
+from fastsam.fed.loop.round import FAR, outliers
 from tests.helpers import oracle
 from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import records, start

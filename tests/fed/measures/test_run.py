@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed.algorithms import Round
+from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.population import Population
 from fastsam.fed.measures import NAMES, Objective, diagnostics, sharpness, unit
 from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
@@ -172,8 +173,8 @@ def measured(names, **options):
     pairs = [tuple(torch.randn(4, n, generator=generator).double() for n in (2, 1)) for _ in range(3)]
     layout = Layout.of([model.weight.detach()])
     return RoundMeasures(
-        fed.NamedMeasures(names, **options), model, layout, Population(pairs, None, None, None), F.mse_loss,
-        batch_size=2, rounds=5, seed=0, classifies=False,
+        fed.NamedMeasures(names, **options), model, layout, Population(PairClients(pairs), torch.device("cpu")),
+        F.mse_loss, batch_size=2, rounds=5, seed=0, classifies=False,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from fastsam import fed
 from fastsam.fed.algorithms import registry
 from fastsam.fed.common import seeds
 from fastsam.fed.loop.requirements import only_deltas
-from fastsam.fed.privacy.noise import normals
+from fastsam.fed.stages.noise import normals
 from tests.helpers import privacy_checks
 from tests.helpers import privacy_checks as checks
 from tests.helpers.mutants.apply import replaced

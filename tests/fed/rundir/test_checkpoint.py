@@ -316,7 +316,8 @@ def test_one_of_several_ranks_rescues_nothing(tmp_path):
     for size in (1, 2):
         path = tmp_path / f"{size}"
         (path / "checkpoint").mkdir(parents=True)
-        directory, _ = RunDirectory.open(path, True, {}, device, Ranks(0, size), lambda t: t, Lock())
+        directory = RunDirectory(path, {}, device, Ranks(0, size), lambda t: t, Lock())
+        directory.read(resume=True)
         directory.saved_round = 2
         directory.rescue(state)
         assert (path / "metrics.jsonl").exists() == (path / "checkpoint" / "manifest.json").exists() == (size == 1)

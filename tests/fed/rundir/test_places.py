@@ -157,17 +157,16 @@ def test_two_runs_in_one_directory(tmp_path):
 
 def test_two_runs_that_begin_at_once(tmp_path):
     """Both have found no directory; one of them makes it."""
-    opened = [
-        RunDirectory.open(tmp_path / "run", False, {}, torch.device("cpu"), Ranks(), lambda t: t, Lock()) for _ in "12"
-    ]
+    opened = [RunDirectory(tmp_path / "run", {}, torch.device("cpu"), Ranks(), lambda t: t, Lock()) for _ in "12"]
+    assert [one.read(resume=False) for one in opened] == [None, None]
     state = RunState(0, {"w": torch.zeros(4)}, [])
-    opened[0][0].start(state, {}, {})
+    opened[0].start(state, {}, {})
     with pytest.raises(fed.RunDirectoryError, match="another run is working in"):
-        opened[1][0].start(state, {}, {})
-    with opened[0][0].lock:
+        opened[1].start(state, {}, {})
+    with opened[0].lock:
         pass
     with pytest.raises(fed.RunDirectoryError, match="another run has just begun in"):
-        opened[1][0].start(state, {}, {})
+        opened[1].start(state, {}, {})
 
 
 def test_an_error_leaves_no_lock(tmp_path):

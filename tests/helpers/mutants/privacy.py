@@ -5,25 +5,25 @@ from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""
 # the noise on the sum, its denominator, and that of the clients
-stages.noise Noise.__init__: options.privacy.noise_multiplier * options.privacy.clip => options.privacy.noise_multiplier
-    @ scales
-stages.noise Noise.__init__: options.privacy.noise_multiplier * options.privacy.clip => options.privacy.noise_multiplier
-    * options.privacy.clip ** 2 @ scales
+stages.noise Noise.__init__: settings.privacy.noise_multiplier * settings.privacy.clip =>
+    settings.privacy.noise_multiplier @ scales
+stages.noise Noise.__init__: settings.privacy.noise_multiplier * settings.privacy.clip =>
+    settings.privacy.noise_multiplier * settings.privacy.clip ** 2 @ scales
 stages.noise CentralNoise.process_aggregate: self.cohort or round.cohort_size => round.cohort_size @ scales
 stages.noise CentralNoise.process_aggregate: self.cohort or round.cohort_size => round.cohort_size @ denominator
 stages.noise PrivateAggregate.mean: self._std / self._cohort => self._std @ scales
 stages.noise PrivateAggregate.mean: self._sums.share(DELTA, self._cohort) => self._sums.mean(DELTA) @
     denominator
-stages.noise Noise.__init__: options.privacy.noise_multiplier * options.privacy.clip => options.privacy.noise_multiplier
-    @ local_scale
+stages.noise Noise.__init__: settings.privacy.noise_multiplier * settings.privacy.clip =>
+    settings.privacy.noise_multiplier @ local_scale
 # all of them the same
 stages.noise LocalNoise.process_results: normals(rows.shape[1], seed, 'local noise', round.index, i) =>
     normals(rows.shape[1], seed, 'local noise', round.index) @ local_scale
 clients.sampling expected: participation * clients => float(clients) @ scales
 # the clip
-privacy.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped
-privacy.clip shorten_: norm <= limit => norm <= 2 * limit @ clipped
-privacy.clip shorten_: most / norm => most / norm ** 2 @ clipped
+stages.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped
+stages.clip shorten_: norm <= limit => norm <= 2 * limit @ clipped
+stages.clip shorten_: most / norm => most / norm ** 2 @ clipped
 # epsilon
 privacy.accountant law: dp.PoissonSampledDpEvent(participation, every) => dp.GaussianDpEvent(z) @ poisson
 privacy.accountant law: dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2)) =>

@@ -1,0 +1,197 @@
+"""All clients of a run in one interface, whether their samples are pairs of tensors or come in batches."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from torch import Tensor
+
+from fastsam.fed.clients.batch_loss import parted
+from fastsam.fed.clients.packed_samples import PackedSamples
+from fastsam.fed.clients.pairs import Pair
+from fastsam.fed.clients.samples import ClientDataset, as_samples
+
+_TOGETHER = 4096  # clients whose samples are copied to be hashed in one piece
+
+
+class Clients(Sequence[ClientDataset]):
+    """The clients of a run: client i is `clients[i]`.
+
+    Attributes:
+        sizes: number of samples of each client.
+        draws: reading a batch draws random numbers.
+        prefetches: clients can be loaded before they are needed.
+        is_batched: samples come in batches.
+        pairs: the clients as pairs of tensors, empty if samples come in batches.
+        store: memory with the samples of all clients, or None.
+    """
+
+    sizes: Sequence[int]
+    draws: bool = False
+    prefetches: bool = False
+    is_batched: bool = True
+    pairs: Sequence[Pair] = ()
+    store: PackedSamples | None = None
+
+    @abstractmethod
+    def __getitem__(self, client: int) -> ClientDataset: ...  # type: ignore[override]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def labels(self) -> Sequence[Tensor] | None:
+        """y of each client, or None if labels are only in batches."""
+        return None
+
+    def known_size(self, client: int) -> int:
+        """Return the number of samples of a client, 0 if the client has not been loaded."""
+        return self.sizes[client]
+
+    @property
+    def known_sizes(self) -> Mapping[int, int]:
+        """Number of samples by client, for the clients whose size is known before they are loaded."""
+        return dict(enumerate(self.sizes))
+
+    @property
+    def sized(self) -> bool:
+        """True if the size of every client is known before the first round."""
+        return True
+
+    def labels_together(self) -> tuple[Tensor, Sequence[int]] | None:
+        """Return y of all clients in one flat tensor, and the number of labels of each client; None if labels are only
+        in batches."""
+        labels = self.labels
+        if labels is None:
+            return None
+        parts = [y.flatten() for y in labels]
+        return torch.cat(parts), [len(y) for y in parts]
+
+    def prefetch(self, clients: Sequence[int], together: int) -> None:
+        """Announce the clients that will train, in this order, `together` at once."""
+
+    @abstractmethod
+    def hash(self, digest: blake2b) -> None:
+        """Add to `digest` what the same clients are recognized by."""
+
+    def about_ignored(self, client: int) -> str:
+        """Return a note about a client's labels, for a loss that is not finite."""
+        return ""
+
+
+class PairClients(Clients):
+    """Clients whose samples are pairs of tensors (x, y), views of a store if there is one."""
+
+    is_batched = False
+
+    def __init__(self, pairs: Sequence[Pair], store: PackedSamples | None = None) -> None:
+        self.pairs, self.store = pairs, store
+        self.sizes = [len(y) for _, y in pairs] if store is None else store.sizes
+
+    def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
+        return as_samples(self.pairs[client])
+
+    @property
+    def labels(self) -> Sequence[Tensor]:
+        return [y for _, y in self.pairs]
+
+    def labels_together(self) -> tuple[Tensor, Sequence[int]] | None:
+        if self.store is None:
+            return super().labels_together()
+        y = self.store.labels()
+        each = y[0].numel()
+        return y.flatten(), [n * each for n in self.sizes]
+
+    def hash(self, digest: blake2b) -> None:
+        """Add all samples. Neighbouring clients of one size in a store are added at once."""
+        store = self.store
+        if store is None:
+            for pair in self.pairs:
+                hash_pair(digest, pair)
+            return
+        both = [(np.frombuffer(_raw(t), np.uint8), t[0].nbytes, t) for t in (store.x, store.y)]
+        at = 0
+        for n, alike in groupby(store.sizes):
+            count = sum(1 for _ in alike)
+            step = (store.offsets[at + 1] - store.offsets[at]) if count > 1 else n
+            for first in range(at, at + count, _TOGETHER):
+                some = min(_TOGETHER, at + count - first)
+                parts = []
+                for raw, row, t in both:
+                    kind = np.frombuffer(_kind(t.dtype, (n, *t.shape[1:])), np.uint8)
+                    begin = raw[store.offsets[first] * row :]
+                    own = as_strided(begin, (some, n * row), (step * row, 1), writeable=False)
+                    parts += [np.broadcast_to(kind, (some, len(kind))), own]
+                digest.update(np.concatenate(parts, axis=1).data)
+            at += count
+
+    def about_ignored(self, client: int) -> str:
+        return self[client].ignored()
+
+
+class InMemoryClients(Clients):
+    """Clients whose samples come in batches, and that are there from the start."""
+
+    def __init__(self, clients: Sequence[ClientDataset]) -> None:
+        self.clients, self.sizes = list(clients), [len(own) for own in clients]
+        self.draws = any(own.draws for own in clients)
+        self._labels = [y for own in clients if (y := own.labels) is not None]
+
+    def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
+        return self.clients[client]
+
+    @property
+    def labels(self) -> Sequence[Tensor] | None:
+        return self._labels if len(self._labels) == len(self.clients) else None
+
+    def hash(self, digest: blake2b) -> None:
+        made = blake2b(digest_size=16)
+        for own in self.clients:
+            made.update(own.digest())
+        digest.update(made.digest())
+
+    def about_ignored(self, client: int) -> str:
+        return self.clients[client].ignored()
+
+
+def hash_pair(digest: blake2b, pair: Sequence[Tensor]) -> None:
+    """Add the dtypes, shapes and bytes of tensors to `digest`."""
+    for tensor in pair:
+        digest.update(_kind(tensor.dtype, tensor.shape))
+        digest.update(_raw(tensor))
+
+
+def _kind(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    return repr((dtype, tuple(shape))).encode()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def check_kind(own: ClientDataset, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
+    """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from client 0's
+    samples, whose `kinds` are `first`. `whole`: the loss takes any batch."""
+    if not whole:
+        try:
+            parted(own.take(torch.zeros(1, dtype=torch.int64), 0))
+        except ValueError as error:
+            raise ValueError(
+                f"{who} must be a pair (x, y) of tensors or arrays, or have samples (x, y): {error}"
+            ) from None
+    if first is not None and own.kinds != first:
+        raise ValueError(
+            f"{who}: a batch has {_words(own.kinds)}, a batch of client 0 {_words(first)}. Clients' samples must "
+            "be built alike"
+        )
+
+
+def _words(kinds: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path or 'a tensor'} ({kind})" for path, kind in kinds.items()) or "nothing"

@@ -1,0 +1,213 @@
+"""The trial of a model before round 1: one training step on a copy, so that errors come early and with their reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
+from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
+from fastsam.fed.clients.samples import ClientDataset, leaves
+from fastsam.fed.executors import split_epoch
+from fastsam.fed.executors.randomness import RandomOps
+from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
+from fastsam.fed.step.model_copy import copied, trainable
+
+log = logging.getLogger("fastsam.fed")
+_CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
+_KINDS = 64  # largest number of kinds of samples that are tried
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The findings of the trial.
+
+    Attributes:
+        classifies: outputs are one per class, and labels are class numbers.
+        changed_buffers: names of the buffers that training changes.
+        draws: functions that draw random numbers in a training pass (`Setup.draws`).
+        example: the batch of the trial, or None if samples come in batches.
+    """
+
+    classifies: bool
+    changed_buffers: tuple[str, ...]
+    draws: RandomOps | None
+    example: tuple[Tensor, Tensor] | None
+
+
+def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int) -> Trial:
+    """Try `model` on the client with most samples: outputs and labels, a training pass, other clients, the test set.
+
+    The model, and torch's random state, stay as they are.
+
+    Raises:
+        ValueError: the model or the loss does not work on the data, or not in training (see `look`); labels are outside
+            the model's outputs; the model has another number of outputs than the data have classes; or `augment`
+            returns something else than a batch like its input, or writes into that. The message names client and batch.
+    """
+    _check_function(loss.of_outputs if isinstance(loss, PairLoss) else loss)
+    of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
+    client = population.largest_client()
+    batch = _first(population.clients[client], f"client {client}", batch_size)
+    trained, evaluated = (copied(model).to(population.device) for _ in range(2))
+    failed = f"a trial step on client {client} ({_about(batch, of_batch)}) failed"
+    with random_state_kept(population.device):
+        if population.augment is not None:
+            _check_augment(population.augment, batch[0])
+        classifies = _classifies(evaluated.eval(), population, of_batch, batch, failed)
+        tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
+        draws, changed = look(model, trained.train(), loss, tensors, lambda: of_batch(trained, batch), failed)
+        _try_others(evaluated, population, client, of_batch, batch_size)
+    return Trial(classifies, changed, draws, None if population.clients.is_batched else tuple(batch))
+
+
+@torch.no_grad()
+def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, failed: str) -> bool:
+    """Return True if outputs are one per class and labels are class numbers."""
+    if not loss.predicts:
+        return False
+    with explain(failed):
+        outputs, labels = loss.predicted(trial, batch)
+    is_class = isinstance(outputs, Tensor) and outputs.dim() >= 2 and isinstance(labels, Tensor)
+    if not is_class or labels.dtype != torch.int64 or labels.dim() != outputs.dim() - 1:
+        return False
+    if not isinstance(loss, PairLoss):  # outputs of a user's `predict` are one per class
+        known = bool(((labels >= 0) & (labels < outputs.shape[1]) | (labels == IGNORED)).all())
+        return labels.dim() == 1 and outputs.shape[1] > 1 and known
+    function = loss.of_outputs
+    if function in _CLASS_LOSSES or isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        if population.classes not in (None, outputs.shape[1]):
+            raise ValueError(
+                f"the model has {outputs.shape[1]} outputs and the data {population.classes} classes; a model class or "
+                "function with a parameter 'classes' is made with the right number, others may take it in model_options"
+            )
+        check_labels(population, outputs.shape[1], getattr(function, "ignore_index", IGNORED))
+        return labels.dim() == 1
+    own, test = population.clients.labels_together(), population.test_labels
+    every = [labels, *([] if own is None else [own[0]]), *([] if test is None else [test])]
+    return labels.dim() == 1 and _is_one_per_class(outputs, every, function)
+
+
+def _is_one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> bool:
+    """Return True if a user's loss reads `output` `[n, classes]` as one number per class, the larger the likelier.
+
+    There must be several classes, every label must be a class number, and the loss must be lowest if the largest output
+    is the label's. A regression on one of the outputs, or on a mean and a variance, does not pass. (A loss that fails
+    on artificial batches is not tried.)
+    """
+    classes = output.shape[1]
+    known = all(int(y.max()) < classes and bool(((y >= 0) | (y == IGNORED)).all()) for y in labels)
+    if classes < 2 or not known:
+        return False
+    own = torch.arange(min(classes, _KINDS), device=output.device)
+    likely = torch.full((len(own), classes), 0.1 / (classes - 1), dtype=output.dtype, device=output.device)
+    try:
+        values = [float(loss(likely.scatter(1, own.roll(by)[:, None], 0.9), own)) for by in range(len(own))]
+    except Exception as problem:
+        log.info(
+            "the loss could not be tried on a made-up batch, outputs are taken for one number per class: %s", problem
+        )
+        return True
+    return all(values[0] < other for other in values[1:])
+
+
+@torch.no_grad()
+def _try_others(trial: nn.Module, population: Population, client: int, loss: BatchLoss, batch_size: int) -> None:
+    """Evaluate samples of other kinds than the client's, and the test set. They would end the run in a later round."""
+    pairs = population.clients.pairs if population.clients.store is None else ()  # in a store all are alike
+    known = {_kind(pairs[client])} if pairs else set()
+    for i, pair in enumerate(pairs):
+        if len(known) < _KINDS and _kind(pair) not in known:
+            known.add(_kind(pair))
+            with explain(
+                f"the model and the loss work on client {client}, but not on client {i} ({_about(pair, loss)})"
+            ):
+                loss(trial, [part[:1] for part in pair])
+    if population.test is not None:
+        first = _first(population.test, "the test set", batch_size)
+        with explain(
+            f"the model and the loss work on the clients' data, but not on the test set ({_about(first, loss)})"
+        ):
+            loss.evaluated(trial, first, loss.predicts)
+
+
+def _first(samples: ClientDataset, who: str, count: int) -> Any:
+    """Return a batch of the first samples, in separate memory, because the model may write into it."""
+    with explain(f"{who}: its first batch cannot be made"):
+        return samples.take(torch.arange(min(count, len(samples))), 0)
+
+
+def _kind(pair: Sequence[Tensor]) -> tuple[object, ...]:
+    return tuple((part.dtype, part.shape[1:]) for part in pair)
+
+
+def _about(batch: Any, loss: BatchLoss) -> str:
+    """Return names, dtypes and shapes of the parts of a batch, for messages."""
+    names, parts = {"0": "x", "1": "y"} if isinstance(loss, PairLoss) else {}, []
+    for path, leaf in leaves(batch):
+        name = names.get(path, path) or "batch"
+        kind = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        whole = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        note = ": no floating-point inputs, which are not converted" if name == "x" and whole else ""
+        parts.append(f"{name} {kind}{note}")
+    return ", ".join(parts)
+
+
+def _check_augment(augment: Augment, x: Tensor) -> None:
+    """Check that it makes a batch like `x` and leaves `x` alone, which may be the data themselves."""
+    given, generator = x.clone(), torch.Generator(x.device)
+    with explain(f"augment failed on a batch ({x.dtype} {list(x.shape)})"):
+        augmented(augment, given, generator.manual_seed(0))
+    if given._version:
+        raise ValueError(
+            "augment wrote into the batch that it was given; it must return a new tensor (x + y, not x.add_(y))"
+        )
+
+
+def _check_function(loss: object) -> None:
+    if not callable(loss) or isinstance(loss, type):
+        hint = f"; write {loss.__name__}()" if isinstance(loss, type) else ""
+        raise ValueError(f"loss must be a function loss(model(x), y) -> scalar tensor, got {loss!r}{hint}")
+    if isinstance(loss, nn.Module) and trainable(loss):
+        names = ", ".join(name for name, p in loss.named_parameters() if p.requires_grad)
+        raise ValueError(f"loss has trainable parameters ({names}), which no run trains; make them part of the model")
+
+
+def check_smallest(
+    model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int, drop_last: bool
+) -> None:
+    """Raises ValueError for a model with BatchNorm that cannot train on the smallest of all batches: one sample may
+    have no variance."""
+    sizes = population.clients.known_sizes
+    if not sizes or not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return
+    # The last batch of an epoch.
+    rest = {i: split_epoch(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
+    client = min(rest, key=rest.__getitem__)
+    trial = copied(model).to(population.device).train()
+    what = (
+        f"the last batch of client {client}, with batch_size={batch_size}, has {rest[client]} of its {sizes[client]} "
+        "samples, on which the model cannot train; use drop_last=True (for a client with fewer samples than a batch "
+        "leave it out), or another batch_size"
+    )
+    of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
+    with random_state_kept(population.device), torch.no_grad(), explain(what):
+        of_batch(trial, _first(population.clients[client], f"client {client}", rest[client]))
+
+
+def check_buffers(trial: Trial, buffers: str | None) -> None:
+    """Raises ValueError when training changes buffers and the run does not say what to do with them."""
+    if buffers is None and trial.changed_buffers:
+        names = ", ".join(trial.changed_buffers[:3]) + (", ..." if len(trial.changed_buffers) > 3 else "")
+        raise ValueError(
+            f"training changes buffers of the model ({names}: BatchNorm?), and clients' buffers are not parameters. "
+            "Say buffers='average' (mean over the clients), 'keep' (those of the start) or 'local' (each client's "
+            "own), or use GroupNorm"
+        )
