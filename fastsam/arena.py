@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 SEGMENT_ALIGNMENT = 16  # elements: 128-bit accesses for every dtype; with less, Triton falls back to 32-bit loads
+KEPT = 256  # tables of some segments that a layout keeps
 ROW_ALIGNMENT = 256  # bytes: cuBLASLt picks algorithms by pointer alignment, so rows must not differ in it
 
 
@@ -52,6 +53,7 @@ class Layout:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = tuple(segments)
+        self._subtables: dict[tuple[int, ...], Tensor] = {}
         end = max((s.offset + s.length for s in segments), default=0)
         # 256 elements are 256 bytes or more in every dtype, so one row size serves all the fields of an arena.
         self.row_size = max(-(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT, ROW_ALIGNMENT)
@@ -81,12 +83,17 @@ class Layout:
     @cached_property
     def table(self) -> Tensor:
         """int64 `[segments, 4]` on the CPU: offset, length, group, slot (the form in which ops take a layout)."""
-        return self.subtable(range(len(self.segments)))
+        return self.subtable(tuple(range(len(self.segments))))
 
-    def subtable(self, slots: Sequence[int]) -> Tensor:
-        """The table of some of the segments, for a call that leaves the others untouched."""
-        rows = [(self.segments[i].offset, self.segments[i].length, self.segments[i].group, i) for i in slots]
-        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
+    def subtable(self, slots: tuple[int, ...]) -> Tensor:
+        """Return the table of some of the segments, for a call that leaves the others untouched. It is kept."""
+        found = self._subtables.get(slots)
+        if found is None:
+            if len(self._subtables) == KEPT:
+                self._subtables.clear()
+            rows = [(self.segments[i].offset, self.segments[i].length, self.segments[i].group, i) for i in slots]
+            found = self._subtables[slots] = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
+        return found
 
     def views(self, row: Tensor) -> list[Tensor]:
         """One view per segment of `row` (`[row_size]` or `[rows, row_size]`), shaped and strided like the tensor it

@@ -32,7 +32,7 @@ class Selection:
             can_swap: True if parameters may get other memory for their perturbed weights.
         """
         self.slots, self._params = slots, params
-        self.table = layout.table if len(slots) == len(params) else layout.subtable(slots)
+        self.table = layout.table if len(slots) == len(params) else layout.subtable(tuple(slots))
         self._segments = [layout.segments[i] for i in slots]
         self._tensors = [tensors[i] for i in slots]
         aliases = [aliases[i] for i in slots]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update, checked
 from fastsam.fed.common.checks import choice, number
 
 
@@ -25,12 +25,6 @@ class AdaptiveServer(Algorithm):
     beta1: float
     tau: float
     V0: float
-
-    def check_adaptive(self) -> None:
-        """Raises ValueError for options outside their range."""
-        number("beta1", self.beta1, at_least=0, at_most=1)
-        number("tau", self.tau, above=0)
-        number("V0", self.V0, at_least=0)
 
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "m": torch.zeros_like(w0), "V": torch.full_like(w0, self.V0)}
@@ -64,12 +58,9 @@ class FedAdagrad(AdaptiveServer):
     allows tau^2. Per round and client 1 P down and 1 P up; state: w, m, V. One backward pass a step.
     """
 
-    beta1: float = 0.0
-    tau: float = 0.01
-    V0: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.check_adaptive()
+    beta1: float = checked(0.0, number, at_least=0, at_most=1)
+    tau: float = checked(0.01, number, above=0)
+    V0: float = checked(0.0, number, at_least=0)
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
         return V + square
@@ -83,16 +74,14 @@ class FedAdam(AdaptiveServer):
     step is about `server_lr*(1 - beta1)/sqrt(1 - beta2)` in every element that moves.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 0.01
-    bias_correction: bool = False
-    V0: float = 0.0
+    beta1: float = checked(0.9, number, at_least=0, at_most=1)
+    beta2: float = checked(0.99, number, at_least=0, at_most=1)
+    tau: float = checked(0.01, number, above=0)
+    bias_correction: bool = checked(False, choice, (True, False))
+    V0: float = checked(0.0, number, at_least=0)
 
     def __post_init__(self) -> None:
-        self.check_adaptive()
-        number("beta2", self.beta2, at_least=0, at_most=1)
-        choice("bias_correction", self.bias_correction, (True, False))
+        super().__post_init__()
         if self.bias_correction and (self.V0 or self.beta1 == 1 or self.beta2 == 1):
             raise ValueError(
                 "bias_correction undoes the start at zero: it needs V0 = 0 and beta1, beta2 < 1, "
@@ -112,14 +101,10 @@ class FedYogi(AdaptiveServer):
     """FedAdagrad with Yogi on the server: `V <- V - (1 - beta2)*D^2*sign(V - D^2)` moves by a bounded part of its
     distance."""
 
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 0.01
-    V0: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.check_adaptive()
-        number("beta2", self.beta2, at_least=0, at_most=1)
+    beta1: float = checked(0.9, number, at_least=0, at_most=1)
+    beta2: float = checked(0.99, number, at_least=0, at_most=1)
+    tau: float = checked(0.01, number, above=0)
+    V0: float = checked(0.0, number, at_least=0)
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
         return V - (1 - self.beta2) * square * (V - square).sign()

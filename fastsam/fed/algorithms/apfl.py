@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, checked
 from fastsam.fed.common.checks import number
 
 
@@ -37,11 +37,11 @@ class APFL(Algorithm):
     backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
-    alpha: float = 0.5
+    alpha: float = checked(0.5, number, at_least=0, at_most=1)
     eta_alpha: float | None = None
 
     def __post_init__(self) -> None:
-        number("alpha", self.alpha, at_least=0, at_most=1)
+        super().__post_init__()
         if self.eta_alpha is not None:
             number("eta_alpha (None for the local learning rate)", self.eta_alpha, at_least=0)
 

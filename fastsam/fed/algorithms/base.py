@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -146,6 +146,12 @@ class Algorithm:
                 raise TypeError(f"{cls.__name__} has no option {name!r}{hint}; its options: {takes}")
         return super().__new__(cls)
 
+    def __post_init__(self) -> None:
+        """Check the options (see `checked`). Raises ValueError for a value out of its range."""
+        for option in fields(cast(Any, self)):
+            if "check" in option.metadata:
+                option.metadata["check"](option.name, getattr(self, option.name))
+
     def own_parameters(self, model: nn.Module) -> Sequence[str]:
         """Return names or patterns of the model's parameters that stay with the clients, as with the run's
         `local_parameters`."""
@@ -197,6 +203,11 @@ class Algorithm:
         """Return a client's own model, `[row_size]`, from its state. It is evaluated on the client's test samples if
         `own_models` is True."""
         return server["w"]
+
+
+def checked(default: Any, check: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
+    """Return a field of an algorithm whose values are checked by `check(name, value, *arguments, **limits)`."""
+    return field(default=default, metadata={"check": lambda name, value: check(name, value, *arguments, **limits)})
 
 
 def has_loop(algorithm: object) -> bool:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload, checked
 from fastsam.fed.common.checks import integer, number
 
 
@@ -32,11 +32,11 @@ class Ditto(Algorithm):
     backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
-    lam: float = 1.0
+    lam: float = checked(1.0, number, at_least=0)
     epochs: int | None = None
 
     def __post_init__(self) -> None:
-        number("lam", self.lam, at_least=0)
+        super().__post_init__()
         if self.epochs is not None:
             integer("epochs", self.epochs, at_least=1)
 

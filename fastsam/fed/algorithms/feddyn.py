@@ -18,6 +18,7 @@ from fastsam.fed.algorithms.base import (
     State,
     Upload,
     apply_update,
+    checked,
     no_server_lr,
 )
 from fastsam.fed.common.checks import decayed, number
@@ -68,12 +69,6 @@ def attraction(phi: float, server: State, client: State) -> Tensor:
     return phi * (client["h_i"] - server["w"])
 
 
-def check_phi(phi: float, phi_decay: float = 1.0) -> None:
-    """Raises ValueError for values outside their range."""
-    number("phi", phi, at_least=0)
-    number("phi_decay", phi_decay, above=0)
-
-
 @dataclass(frozen=True)
 class FedDyn(DynamicRegularizer):
     """Local SGD on a loss with a linear and a proximal term that move its minimum to the global one.
@@ -88,11 +83,8 @@ class FedDyn(DynamicRegularizer):
     client 1 P down and 1 P up; state: w, H, and h_i on every client. One backward pass a step.
     """
 
-    phi: float = 0.1
-    phi_decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_phi(self.phi, self.phi_decay)
+    phi: float = checked(0.1, number, at_least=0)
+    phi_decay: float = checked(1.0, number, above=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)

@@ -18,6 +18,7 @@ from fastsam.fed.algorithms.base import (
     State,
     Upload,
     apply_update,
+    checked,
     no_server_lr,
 )
 from fastsam.fed.common.checks import choice, number
@@ -39,12 +40,8 @@ class FedExP(Algorithm):
 
     server_vectors: ClassVar[float] = 2
 
-    eps: float = 1e-3
-    average: bool = True
-
-    def __post_init__(self) -> None:
-        number("eps", self.eps, above=0)
-        choice("average", self.average, (True, False))
+    eps: float = checked(1e-3, number, above=0)
+    average: bool = checked(True, choice, (True, False))
 
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "x": w0}

@@ -18,6 +18,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
+    checked,
 )
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
@@ -30,13 +31,13 @@ class FedGF(Algorithm):
     point is nearer to the global model if clients move far.
 
         p^t = w^t + rho_g * D/||D||,   D = w^{t-1} - w^t;                    no p in round 0
-        w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t;   the server's step is
-        FedAvg's c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
+        w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t
+        c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
 
-    In the first rounds c is a share of the completed rounds. The authors' code has no defaults for its T_D and W. A
-    threshold of 1 and 10 rounds are our choice, and the threshold depends on the model. c = 0 is FedSAM. rho and rho_g
-    are numbers or schedules. Per round and client 2 P down (w, p) and 1 P up, and a number; state: w, d = D/||D||, and
-    `window` numbers. Two backward passes a step.
+    The server's step is FedAvg's. In the first rounds c is a share of the completed rounds. The authors' code has no
+    defaults for its T_D and W. A threshold of 1 and 10 rounds are our choice, and the threshold depends on the model. c
+    = 0 is FedSAM. rho and rho_g are numbers or schedules. Per round and client 2 P down (w, p) and 1 P up, and a
+    number; state: w, d = D/||D||, and `window` numbers. Two backward passes a step.
     """
 
     download_vectors: ClassVar[float] = 2
@@ -44,16 +45,10 @@ class FedGF(Algorithm):
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = 0.05
-    rho_g: Scheduled = 0.05
-    threshold: float = 1.0
-    window: int = 10
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        check_scheduled("rho_g", self.rho_g)
-        number("threshold", self.threshold, at_least=0)
-        integer("window", self.window, at_least=1)
+    rho: Scheduled = checked(0.05, check_scheduled)
+    rho_g: Scheduled = checked(0.05, check_scheduled)
+    threshold: float = checked(1.0, number, at_least=0)
+    window: int = checked(10, integer, at_least=1)
 
     def init_server(self, w0: Tensor) -> State:
         apart = torch.zeros(self.window, dtype=torch.float64, device=w0.device)

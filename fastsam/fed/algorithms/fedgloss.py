@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State
-from fastsam.fed.algorithms.feddyn import DynamicRegularizer, check_phi
+from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.feddyn import DynamicRegularizer
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
+from fastsam.fed.common.checks import number
 from fastsam.fed.step.local_update import NU
 
 
@@ -37,15 +38,10 @@ class FedGloSS(DynamicRegularizer):
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 3
 
-    rho: Scheduled = 0.15
-    rho_local: Scheduled = 0.15
-    phi: float = 0.1
-    phi_decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        check_scheduled("rho_local", self.rho_local)
-        check_phi(self.phi, self.phi_decay)
+    rho: Scheduled = checked(0.15, check_scheduled)
+    rho_local: Scheduled = checked(0.15, check_scheduled)
+    phi: float = checked(0.1, number, at_least=0)
+    phi_decay: float = checked(1.0, number, above=0)
 
     @property
     def backward_passes(self) -> int:  # type: ignore[override]

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Client, LocalUpdate, Round, State
+from fastsam.fed.algorithms.base import Aggregate, Client, LocalUpdate, Round, State, checked
 from fastsam.fed.algorithms.distillation import divergence
-from fastsam.fed.algorithms.feddyn import DynamicRegularizer, check_phi
+from fastsam.fed.algorithms.feddyn import DynamicRegularizer
 from fastsam.fed.common.checks import number
 
 
@@ -44,17 +44,11 @@ class FedGMT(DynamicRegularizer):
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 2
 
-    gamma: float = 1.0
-    alpha: float = 0.95
-    tau: float = 3.0
-    phi: float = 0.1
-    phi_decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        number("gamma", self.gamma, at_least=0)
-        number("alpha", self.alpha, at_least=0, at_most=1)
-        number("tau", self.tau, above=0)
-        check_phi(self.phi, self.phi_decay)
+    gamma: float = checked(1.0, number, at_least=0)
+    alpha: float = checked(0.95, number, at_least=0, at_most=1)
+    tau: float = checked(3.0, number, above=0)
+    phi: float = checked(0.1, number, at_least=0)
+    phi_decay: float = checked(1.0, number, above=0)
 
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "e": w0}

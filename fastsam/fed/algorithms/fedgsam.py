@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, checked
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 
@@ -30,15 +30,13 @@ class FedGSAM(Algorithm):
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = 0.05
-    alpha: float = 0.1
+    rho: Scheduled = checked(0.05, check_scheduled)
+    alpha: float = checked(0.1, number, at_least=0)
     rho_min: float | None = None
-    lr_min: float = 0.0
+    lr_min: float = checked(0.0, number, at_least=0)
 
     def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        number("alpha", self.alpha, at_least=0)
-        number("lr_min", self.lr_min, at_least=0)
+        super().__post_init__()
         if self.rho_min is not None:
             number("rho_min", self.rho_min, at_least=0)
         elif self.lr_min:

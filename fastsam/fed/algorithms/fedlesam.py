@@ -16,8 +16,9 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
+    checked,
 )
-from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction, check_phi
+from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -52,12 +53,6 @@ class LocalEstimate(Algorithm):
     def client_vectors(self) -> float:  # type: ignore[override]
         """Vectors that a client keeps."""
         return super().client_vectors + (self.reference == "client")
-
-    def check_estimate(self) -> None:
-        """Raises ValueError for options outside their range."""
-        check_scheduled("rho", self.rho)
-        choice("initial_perturbation", self.initial_perturbation, ("origin", "none"))
-        choice("reference", self.reference, ("client", "last_round"))
 
     def estimate_step(self, server: State, client: State, round: Round, **constants: Any) -> LocalUpdate:
         """The local step with this perturbation and the other constants given."""
@@ -100,12 +95,9 @@ class FedLESAM(LocalEstimate):
 
     working_vectors: ClassVar[float] = 1
 
-    rho: Scheduled = 0.01
-    initial_perturbation: str = "origin"
-    reference: str = "client"
-
-    def __post_init__(self) -> None:
-        self.check_estimate()
+    rho: Scheduled = checked(0.01, check_scheduled)
+    initial_perturbation: str = checked("origin", choice, ("origin", "none"))
+    reference: str = checked("client", choice, ("client", "last_round"))
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return self.estimate_step(server, client, round)
@@ -126,15 +118,11 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
     step.
     """
 
-    rho: Scheduled = 0.1
-    phi: float = 0.1
-    initial_perturbation: str = "origin"
-    reference: str = "client"
-    phi_decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.check_estimate()
-        check_phi(self.phi, self.phi_decay)
+    rho: Scheduled = checked(0.1, check_scheduled)
+    phi: float = checked(0.1, number, at_least=0)
+    initial_perturbation: str = checked("origin", choice, ("origin", "none"))
+    reference: str = checked("client", choice, ("client", "last_round"))
+    phi_decay: float = checked(1.0, number, above=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)
@@ -147,9 +135,8 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
 class FedLESAM_S(LocalEstimate, SCAFFOLD):  # type: ignore[override]
     """FedLESAM's perturbation in SCAFFOLD.
 
-        w <- w - lr * (g + control_scale*(c - c_i) + weight_decay*w),  g the batch gradient at w + eps, eps as in
-        FedLESAM
-        c_i, c: as in SCAFFOLD;  w_old_i <- w^t
+        w <- w - lr * (g + control_scale*(c - c_i) + weight_decay*w),  g the batch gradient at w + eps
+        eps as in FedLESAM;  c_i, c as in SCAFFOLD;  w_old_i <- w^t
 
     rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over
     the active clients in place of the sum of their changes over N. Its code and SCAFFOLD have the equations above.
@@ -158,14 +145,10 @@ class FedLESAM_S(LocalEstimate, SCAFFOLD):  # type: ignore[override]
     step.
     """
 
-    rho: Scheduled = 0.1
-    initial_perturbation: str = "origin"
-    reference: str = "client"
-    control_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.check_estimate()
-        number("control_scale", self.control_scale, at_least=0)
+    rho: Scheduled = checked(0.1, check_scheduled)
+    initial_perturbation: str = checked("origin", choice, ("origin", "none"))
+    reference: str = checked("client", choice, ("client", "last_round"))
+    control_scale: float = checked(1.0, number, at_least=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return self.estimate_step(

@@ -9,7 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Direction, LocalUpdate, Round, State, apply_update
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    Direction,
+    LocalUpdate,
+    Round,
+    State,
+    apply_update,
+    checked,
+)
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
 
@@ -33,14 +42,9 @@ class FedNSAM(Algorithm):
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 1
 
-    rho: Scheduled = 0.05
-    gamma: float = 0.85
-    perturb: str = "gradient"
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        number("gamma", self.gamma, at_least=0, at_most=1)
-        choice("perturb", self.perturb, ("gradient", "momentum"))
+    rho: Scheduled = checked(0.05, check_scheduled)
+    gamma: float = checked(0.85, number, at_least=0, at_most=1)
+    perturb: str = checked("gradient", choice, ("gradient", "momentum"))
 
     @property
     def download_vectors(self) -> float:  # type: ignore[override]

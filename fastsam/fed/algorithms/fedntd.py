@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Client, Round, State, checked
 from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.common.checks import number
 
@@ -32,12 +32,8 @@ class FedNTD(Algorithm):
 
     working_vectors: ClassVar[float] = 1
 
-    beta: float = 1.0
-    tau: float = 1.0
-
-    def __post_init__(self) -> None:
-        number("beta", self.beta, at_least=0)
-        number("tau", self.tau, above=0)
+    beta: float = checked(1.0, number, at_least=0)
+    tau: float = checked(1.0, number, above=0)
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
         teacher = client.teacher(server["w"])

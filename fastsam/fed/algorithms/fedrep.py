@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fastsam.fed.algorithms.base import Algorithm, Client, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Client, Round, State, checked
 from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import integer
 
@@ -30,10 +30,10 @@ class FedRep(Algorithm):
     """
 
     head: str | None = None
-    head_epochs: int = 10
+    head_epochs: int = checked(10, integer, at_least=1)
 
     def __post_init__(self) -> None:
-        integer("head_epochs", self.head_epochs, at_least=1)
+        super().__post_init__()
         if self.head is not None and (not isinstance(self.head, str) or not self.head):
             raise ValueError(
                 f"head must be the name of a module or a parameter, or None for the last layer, got {self.head!r}"

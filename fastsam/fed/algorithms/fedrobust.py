@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, checked
 from fastsam.fed.common.checks import choice, integer, number
 from fastsam.fed.models.pixels import Pixels
 
@@ -40,18 +40,16 @@ class FedRobust(Algorithm):
         radius: (e1, e2) for the constraints ||Lam - I|| <= e1 and ||delta|| <= e2 in place of the penalty.
     """
 
-    lam: float = 1.0
+    lam: float = checked(1.0, number, at_least=0)
     eta_2: float | None = None
-    ascent_steps: int = 1
-    form: str | None = None
+    ascent_steps: int = checked(1, integer, at_least=1)
+    form: str | None = checked(None, choice, (*FORMS, None))
     radius: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        number("lam", self.lam, at_least=0)
+        super().__post_init__()
         if self.eta_2 is not None:
             number("eta_2 (None for the local learning rate)", self.eta_2, at_least=0)
-        integer("ascent_steps", self.ascent_steps, at_least=1)
-        choice("form", self.form, (*FORMS, None))
         if self.radius is not None:
             object.__setattr__(self, "radius", _pair(self.radius))
 

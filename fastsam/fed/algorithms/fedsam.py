@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, checked
 from fastsam.fed.algorithms.fedcm import COUNTS, ServerDirection
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -30,14 +30,12 @@ class FedSAM(Algorithm):
     working_vectors: ClassVar[float] = 1
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = 0.05
-    adaptive: bool = False
-    eta: float = 0.0
+    rho: Scheduled = checked(0.05, check_scheduled)
+    adaptive: bool = checked(False, choice, (True, False))
+    eta: float = checked(0.0, number, at_least=0)
 
     def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        number("eta", self.eta, at_least=0)
-        choice("adaptive", self.adaptive, (True, False))
+        super().__post_init__()
         if self.eta and not self.adaptive:
             raise ValueError(f"eta belongs to adaptive=True (ASAM), got eta={self.eta!r} with adaptive=False")
 
@@ -65,14 +63,9 @@ class MoFedSAM(ServerDirection):
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = 0.05
-    beta: float = 0.1
-    momentum_K: str = "steps"
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        number("beta", self.beta, at_least=0, at_most=1)
-        choice("momentum_K", self.momentum_K, COUNTS)
+    rho: Scheduled = checked(0.05, check_scheduled)
+    beta: float = checked(0.1, number, at_least=0, at_most=1)
+    momentum_K: str = checked("steps", choice, COUNTS)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)

@@ -19,6 +19,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
+    checked,
 )
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -31,17 +32,16 @@ class FedSCAM(Algorithm):
     """FedSAM with a smaller radius and less weight for clients whose gradients at w^t are long, or turned away from the
     last global step.
 
-        h_i = mean_b ||g_b||,   c_i = cos(-mean_b g_b, w^t - w^{t-1}),    g_b the gradients of the first `pilots`
-        batches at w^t h_i <- h_i * max(0, 1 - kappa*c_i),    rho_i = rho / (1 + alpha*h_i) in the SAM steps of the
-        round w^{t+1} = w^t + server_lr * sum_i S_i*Delta_i / sum_i S_i,    S_i = n_i * max(0, 1 + beta*c_i) / (1 +
-        gamma*h_i)
+        h_i = mean_b ||g_b||,   c_i = cos(-mean_b g_b, w^t - w^{t-1})
+        h_i <- h_i * max(0, 1 - kappa*c_i),    rho_i = rho / (1 + alpha*h_i) in the SAM steps of the round
+        w^{t+1} = w^t + server_lr * sum_i S_i*Delta_i / sum_i S_i,    S_i = n_i * max(0, 1 + beta*c_i) / (1 + gamma*h_i)
 
-    n_i is the run's weight of the client; the paper's are samples, weighting="samples". c_i = 0 in round 0. alpha =
-    beta = gamma = 0 is FedSAM.
-    rho: the largest radius, a number or a schedule. Our choice, for want of the paper's words: the sign in c_i,
-    evaluation mode for the g_b, and that they are of the batches with which local training begins. The paper's optional
-    clusters and projections of the directions are left out. Per round and client 2 P down (w, w^t - w^{t-1}) and 1 P
-    up, and a number; state: w, u = w^t - w^{t-1}. Two backward passes a step, and one more for each pilot.
+    g_b are the gradients of the first `pilots` batches at w^t. n_i is the run's weight of the client; the paper's are
+    samples, weighting="samples". c_i = 0 in round 0. alpha = beta = gamma = 0 is FedSAM. rho: the largest radius, a
+    number or a schedule. Our choice, for want of the paper's words: the sign in c_i, evaluation mode for the g_b, and
+    that they are of the batches with which local training begins. The paper's optional clusters and projections of the
+    directions are left out. Per round and client 2 P down (w, w^t - w^{t-1}) and 1 P up, and a number; state: w, u =
+    w^t - w^{t-1}. Two backward passes a step, and one more for each pilot.
     """
 
     download_vectors: ClassVar[float] = 2
@@ -50,18 +50,12 @@ class FedSCAM(Algorithm):
     backward_passes: ClassVar[int] = 2
     sends_weights: ClassVar[bool] = True
 
-    rho: Scheduled = 0.05
-    alpha: float = 1.0
-    gamma: float = 1.0
-    beta: float = 0.8
-    kappa: float = 1.0
-    pilots: int = 3
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        for name in ("alpha", "gamma", "beta", "kappa"):
-            number(name, getattr(self, name), at_least=0)
-        integer("pilots", self.pilots, at_least=1)
+    rho: Scheduled = checked(0.05, check_scheduled)
+    alpha: float = checked(1.0, number, at_least=0)
+    gamma: float = checked(1.0, number, at_least=0)
+    beta: float = checked(0.8, number, at_least=0)
+    kappa: float = checked(1.0, number, at_least=0)
+    pilots: int = checked(3, integer, at_least=1)
 
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "u": torch.zeros_like(w0)}

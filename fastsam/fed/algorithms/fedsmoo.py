@@ -18,8 +18,9 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
+    checked,
 )
-from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction, check_phi
+from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
 from fastsam.fed.step.local_update import NU
@@ -31,9 +32,9 @@ RULES = ("paper", "mu_active", "mu_all")
 class FedSMOO(DynamicRegularizer):
     """FedDyn whose clients agree on one perturbation s by the method of multipliers.
 
-        d = alpha*(g1 - mu_i) - s,   eps = rho * d/||d||,   then mu_i <- mu_i + (eps - s)/alpha          in every local
-        step w <- w - lr * (g2 + phi*(h_i + w - w^t) + weight_decay*w),   g2 at w + eps
-        s <- rho * r/||r||,   r = mean_i (alpha*mu_i - eps_i),   eps_i that of the last step
+        d = alpha*(g1 - mu_i) - s,   eps = rho * d/||d||,   then mu_i <- mu_i + (eps - s)/alpha     in every local step
+        w <- w - lr * (g2 + phi*(h_i + w - w^t) + weight_decay*w),   g2 at w + eps
+        s <- rho * r/||r||,   r = mean_i (alpha*mu_i - eps_i),   eps_i the eps of the last step
 
     and h_i, H and w^{t+1} as in FedDyn. All vectors start at zero, so the first step is a SAM step; rho = 0 is FedDyn.
     alpha: penalty of the perturbation's sub-problem. phi: 1/beta of the paper. rho: a number or a schedule.
@@ -48,19 +49,12 @@ class FedSMOO(DynamicRegularizer):
     upload_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = 0.1
-    alpha: float = 1.0
-    phi: float = 0.1
-    s_rule: str = "paper"
-    dyn: bool = True
-    phi_decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        number("alpha", self.alpha, above=0)
-        check_phi(self.phi, self.phi_decay)
-        choice("s_rule", self.s_rule, RULES)
-        choice("dyn", self.dyn, (True, False))
+    rho: Scheduled = checked(0.1, check_scheduled)
+    alpha: float = checked(1.0, number, above=0)
+    phi: float = checked(0.1, number, at_least=0)
+    s_rule: str = checked("paper", choice, RULES)
+    dyn: bool = checked(True, choice, (True, False))
+    phi_decay: float = checked(1.0, number, above=0)
 
     @property
     def server_vectors(self) -> float:  # type: ignore[override]

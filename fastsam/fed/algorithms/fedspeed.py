@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Upload
-from fastsam.fed.algorithms.feddyn import attraction, check_phi
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Upload, checked
+from fastsam.fed.algorithms.feddyn import attraction
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 
@@ -31,14 +31,9 @@ class FedSpeed(Algorithm):
     working_vectors: ClassVar[float] = 3
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = 0.1
-    alpha: float = 1.0
-    phi: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        number("alpha", self.alpha, at_least=0, at_most=1)
-        check_phi(self.phi)
+    rho: Scheduled = checked(0.1, check_scheduled)
+    alpha: float = checked(1.0, number, at_least=0, at_most=1)
+    phi: float = checked(0.1, number, at_least=0)
 
     def init_client(self, server: State) -> State:
         return {"h_i": torch.zeros_like(server["w"])}

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload
+from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload, checked
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -24,31 +24,25 @@ class FedWMSAM(SCAFFOLD):
     by control variates.
 
         D_i = D + alpha/(1 - alpha) * (c - c_i)
-        d_k = (w^t + k*D_i) - w,   eps = rho * d_k/||d_k||             in local step k = 0, 1, ...; eps = 0 in the first
-        one w <- w - lr * (alpha*g + (1 - alpha)*D_i + weight_decay*w),    g the batch gradient at w + eps
+        d_k = (w^t + k*D_i) - w,   eps = rho * d_k/||d_k||      in local step k = 0, 1, ...; eps = 0 in the first step
+        w <- w - lr * (alpha*g + (1 - alpha)*D_i + weight_decay*w),    g the batch gradient at w + eps
         D <- -mean_i (w_i - w^t)/(lr_t*K_i);    c_i, c and the server's step as in SCAFFOLD
-        alpha <- (1 - alpha_rate)*alpha + alpha_rate*clip(1 + mean_i cos(w_i - w^t, D), 0.1, 0.9)      with the D that
-        was sent
+        alpha <- (1 - alpha_rate)*alpha + alpha_rate*clip(1 + mean_i cos(w_i - w^t, D), 0.1, 0.9)
 
-    D is signed like a gradient: the global model moves along -D. So both parts of d_k, k*D_i and the way back to w^t,
-    lead uphill, as a perturbation of SAM must. The authors' code subtracts d_k, and shifts each tensor by one number of
-    it; we follow the paper. alpha: the first one; rho: a number or a schedule. With alpha_rate = 0 and rho = 0 it is
-    FedCM with control variates. Per round and client 3 P down (w, D, c) and 2 P up, and a number; state: w, D, c, and
-    c_i on every client. One backward pass a step.
+    The cosine is with the D that was sent. D is signed like a gradient: the global model moves along -D. So both parts
+    of d_k, k*D_i and the way back to w^t, lead uphill, as a perturbation of SAM must. The authors' code subtracts d_k,
+    and shifts each tensor by one number of it; we follow the paper. alpha: the first one; rho: a number or a schedule.
+    With alpha_rate = 0 and rho = 0 it is FedCM with control variates. Per round and client 3 P down (w, D, c) and 2 P
+    up, and a number; state: w, D, c, and c_i on every client. One backward pass a step.
     """
 
     download_vectors: ClassVar[float] = 3
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 6
 
-    rho: Scheduled = 0.01
-    alpha: float = 0.1
-    alpha_rate: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_scheduled("rho", self.rho)
-        number("alpha", self.alpha, above=0, at_most=MOST)
-        number("alpha_rate", self.alpha_rate, at_least=0, at_most=1)
+    rho: Scheduled = checked(0.01, check_scheduled)
+    alpha: float = checked(0.1, number, above=0, at_most=MOST)
+    alpha_rate: float = checked(0.01, number, at_least=0, at_most=1)
 
     def init_server(self, w0: Tensor) -> State:
         alpha = torch.full((1,), self.alpha, dtype=torch.float64, device=w0.device)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, checked
 from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import nearest, number
 
@@ -38,13 +38,12 @@ class MOON(Algorithm):
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 2
 
-    mu: float = 1.0
-    tau: float = 0.5
+    mu: float = checked(1.0, number, at_least=0)
+    tau: float = checked(0.5, number, above=0)
     features: str | None = None
 
     def __post_init__(self) -> None:
-        number("mu", self.mu, at_least=0)
-        number("tau", self.tau, above=0)
+        super().__post_init__()
         if self.features is not None and (not isinstance(self.features, str) or not self.features):
             raise ValueError(
                 f"features must be the name of a module, or None for the input of the last layer, got {self.features!r}"

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload, checked
 from fastsam.fed.common.checks import integer, number
 
 
@@ -40,14 +40,9 @@ class pFedMe(Algorithm):
     working_vectors: ClassVar[float] = 2
     own_models: ClassVar[bool] = True
 
-    lam: float = 15.0
-    K: int = 5
-    eta: float = 0.005
-
-    def __post_init__(self) -> None:
-        number("lam", self.lam, above=0)
-        integer("K", self.K, at_least=1)
-        number("eta", self.eta, above=0)
+    lam: float = checked(15.0, number, above=0)
+    K: int = checked(5, integer, at_least=1)
+    eta: float = checked(0.005, number, above=0)
 
     def init_client(self, server: State) -> State:
         return {"theta": server["w"]}

@@ -14,7 +14,6 @@ from torch import nn
 
 from fastsam.fed.executors import graph, stacked, streams, threads
 from fastsam.fed.executors.base import Executor, registry
-from fastsam.fed.executors.capturable import changes_python
 from fastsam.fed.executors.task import Setup
 
 log = logging.getLogger("fastsam.fed")
@@ -91,7 +90,7 @@ def _not_captured(setup: Setup) -> str | None:
     if _hooked(setup.model):
         return "the model has hooks, which would be called at the capture alone"
     against = graph.Graph.why_not(setup)
-    if against is None and (changed := changes_python(setup)) is not None:
+    if against is None and (changed := graph.changes_python(setup)) is not None:
         return f"a pass changes Python's state ({changed}), which a capture would freeze"
     return against
 

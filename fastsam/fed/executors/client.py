@@ -339,7 +339,7 @@ class Client:
     def _sum_losses(self) -> None:
         """Add up the losses of the steps since the last call, weighted by samples."""
         row = self._row
-        if self._sizes == row.batch_sizes:  # those of the run's local work
+        if self._sizes == row.batch_sizes:  # the batches of the run's local work
             total = row.sum_of_losses(row.sizes)
         elif self._sizes:
             total = row.sum_of_losses(to_device(torch.tensor(self._sizes, dtype=torch.float64), row.z.device))
@@ -372,21 +372,8 @@ def train(
     buffers: Sequence[Tensor],
     stopped: Callable[[], bool] | None = None,
 ) -> ClientResults | None:
-    """Do the local work of a client in a row.
-
-    Args:
-        row: the row.
-        task: the client's task.
-        start: weights of the global model, `[row_size]`.
-        buffers: the global model's buffers.
-        stopped: function that returns True if the work is to end early.
-
-    Returns:
-        the results, or None if it ended early.
-
-    Raises:
-        ClientError: the model or the loss raised.
-    """
+    """Do the local work of a client in a row, from the global model's weights and buffers. Return None if `stopped`
+    ended it early. Raises ClientError if the model or the loss raised."""
     row.open(task, start, buffers)
     if task.loop is not None:
         try:

@@ -52,7 +52,6 @@ class Passes:
         self.replica, self.layout, self.loss = replica, layout, loss
         self.of_batch = loss if isinstance(loss, BatchLoss) else None
         self._all = tuple(range(len(replica.parameters)))
-        self._subtables: dict[tuple[int, ...], Tensor] = {self._all: layout.table}
 
     def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
         """The loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch `x` that
@@ -69,20 +68,8 @@ class Passes:
     def run_objective(
         self, x: Any, y: Any, penalty: Objective | None = None, objective: Objective | None = None
     ) -> tuple[Tensor, Gradients]:
-        """As `run`, with the gradient of another function of the outputs.
-
-        Args:
-            x: inputs of the batch.
-            y: labels of the batch.
-            penalty: term that is added to the loss.
-            objective: function whose gradient takes the place of the loss's.
-
-        Returns:
-            the loss of the data (detached), and the gradients.
-
-        Raises:
-            ValueError: the samples come in batches that only the loss can read.
-        """
+        """As `run`, with the gradient of another function of the outputs: of the loss plus a penalty, or of an
+        objective in its place. Raises ValueError if samples come in batches that only the loss can read."""
         self.check_pairs()
         outputs = self.replica.module(x)
         loss = check_scalar(self.loss(outputs, y))
@@ -101,11 +88,8 @@ class Passes:
             )
 
     def mean_gradient(self, batches: Iterable[tuple[Any, Any, float]], out: Tensor, norms: Tensor | None = None) -> int:
-        """The mean gradient over batches that have these shares in it, in evaluation mode, into `out` (`[row_size]`);
-        returns their number.
-
-        norms: float64 `[1]`, to which the mean of the norms of their gradients is added.
-        """
+        """Write the mean gradient over batches with these shares, in evaluation mode, into `out` `[row_size]`, and add
+        the mean of their norms to `norms`, float64 `[1]`. Return the number of batches."""
         views, done = self.layout.views(out.zero_()), 0
         training = self.replica.module.training
         self.replica.module.eval()
@@ -127,8 +111,6 @@ class Passes:
         slots = self._all
         if len(present) < len(parameters):
             slots = tuple(i for i, p in enumerate(parameters) if p.grad is not None)
-            if slots not in self._subtables:
-                self._subtables[slots] = self.layout.subtable(slots)
         for p in parameters:
             p.grad = None
-        return Gradients(present, slots, self._subtables[slots])
+        return Gradients(present, slots, self.layout.subtable(slots))

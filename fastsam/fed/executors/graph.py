@@ -10,13 +10,15 @@ from torch import Tensor
 
 from fastsam.fed.executors import streams
 from fastsam.fed.executors.base import refusal
-from fastsam.fed.executors.capturable import looks_at_values
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.executors.cuda import Replay
+from fastsam.fed.executors.cuda import Cuda, Replay
+from fastsam.fed.executors.gradient_passes import Passes
 from fastsam.fed.executors.randomness import PassRandomness
+from fastsam.fed.executors.recording import difference, python_state
 from fastsam.fed.executors.streams import Lane, Streams
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
+from fastsam.fed.step.model_copy import Replica
 
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins
@@ -92,12 +94,8 @@ class CapturableTrainer(ClientTrainer):
 
 
 def shape_of(batch: Batch) -> Hashable:
-    """Return the properties that two batches must share to have one pair of inputs, including the strides, on which
-    libraries' rounding depends.
-
-    The address of the labels does not affect any rounding. Batches of 50 labels begin at 16 different alignments, and
-    each would otherwise have its own graphs.
-    """
+    """Return the properties that two batches must share to have one pair of inputs. Libraries' rounding depends on
+    them. The address of the labels is left out, because each of its 16 alignments would have separate graphs."""
     return tuple((t.shape, t.stride(), t.dtype, _offset(t) if t.is_floating_point() else 0) for t in batch)
 
 
@@ -259,3 +257,47 @@ class Graph(Streams):
         for part in (0, 1):
             inputs = [row.static(batch)[part] for row, batch in pairs if isinstance(row, CapturableTrainer)]
             torch._foreach_copy_(inputs, [batch[part] for _, batch in pairs])
+
+
+def looks_at_values(setup: Setup, cuda: Cuda) -> str | None:
+    """Why a step cannot be captured; None when it can, or where there is no example batch to try."""
+    tried = _trial(setup)
+    if tried is None:
+        return None
+    _, run = tried
+    try:
+        with cuda.no_wait():
+            run()
+    except RuntimeError as error:
+        return f"the model or the loss looks at values on the host ({str(error).strip().splitlines()[0]})"
+    return None
+
+
+def changes_python(setup: Setup) -> str | None:
+    """Return a description of the Python state of the model that a pass changes, buffers aside, or None. A captured
+    step would freeze it."""
+    tried = _trial(setup)
+    if tried is None:
+        return None
+    replica, run = tried
+    buffers = dict(replica.module.named_buffers())
+
+    def state() -> dict[str, object]:
+        return {name: value for name, value in python_state(replica.module).items() if name not in buffers}
+
+    before = state()
+    run()
+    return difference(before, state())
+
+
+def _trial(setup: Setup) -> tuple[Replica, Callable[[], object]] | None:
+    """Return a copy of the model in training mode, because a capture that fails ends the run, and a pass of it on the
+    example batch, after the first pass, in which libraries are set up."""
+    if setup.example is None:
+        return None
+    x, y = setup.example
+    replica = Replica.new(setup.model, setup.layout, setup.device)
+    replica.module.train()
+    passes = Passes(replica, setup.layout, setup.loss)
+    passes.run(x, y)
+    return replica, lambda: passes.run(x, y)

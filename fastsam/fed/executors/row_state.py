@@ -94,10 +94,8 @@ class RowSlice:
         return [view.detach().requires_grad_() for view in self.layout.views(self.z)]
 
     def set_variant(self, variant: StepVariant) -> None:
-        """Take the fields that steps of `variant` work on, if the last steps were of another one.
-
-        `q` is then the field of that name; an owner may put another tensor there.
-        """
+        """Take the fields that steps of `variant` work on, if the last steps were of another one. An owner may put
+        another tensor than the field in `q`."""
         if variant is not self.variant:
             self._select(variant)
 

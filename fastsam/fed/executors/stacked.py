@@ -77,7 +77,6 @@ class StackedPasses:
         self.module, self.layout, self.classifies = replica.module, layout, _is_cross_entropy(setup.loss)
         self.places = [_places(replica.module, p) for p in replica.parameters]
         self.own = replica.parameters
-        self._subtables: dict[tuple[int, ...], Tensor] = {tuple(range(len(layout.segments))): layout.table}
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
         self.loss = setup.loss
@@ -91,14 +90,14 @@ class StackedPasses:
         if found is None:
             return self.plain(row_slice, x, y)
         losses, grads, slots = found
-        return losses, Gradients(grads, slots, self._table(slots))
+        return losses, Gradients(grads, slots, self.layout.subtable(slots))
 
     def plain(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """Run a pass through the model's Python code, torch.vmap and autograd. This is the meaning of `run`."""
         losses, grads = self.gradients(row_slice.leaves, x, y)
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
-        return losses, Gradients(present, slots, self._table(slots))
+        return losses, Gradients(present, slots, self.layout.subtable(slots))
 
     def gradients(self, leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in whatever order of
@@ -134,11 +133,6 @@ class StackedPasses:
             for places, parameter in zip(self.places, self.own, strict=True):
                 for held, name in places:
                     held[name] = parameter
-
-    def _table(self, slots: tuple[int, ...]) -> Tensor:
-        if slots not in self._subtables:
-            self._subtables[slots] = self.layout.subtable(slots)
-        return self._subtables[slots]
 
 
 def _is_cross_entropy(loss: Loss) -> bool:

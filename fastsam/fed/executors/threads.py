@@ -145,12 +145,8 @@ class _Team:
             return error
 
     def next_end(self) -> ClientResults | BaseException:
-        """Return the results of a client that has ended, or its error.
-
-        Raises:
-            KeyboardInterrupt: at Ctrl-C, also if another thread received the signal. Python handles it in this thread
-                only after a wait.
-        """
+        """Return the results of a client that has ended, or its error. Ctrl-C comes out here, also if another thread
+        received the signal, because Python handles it in this thread after a wait."""
         while True:
             try:
                 return self.done.get(timeout=_PATIENCE)

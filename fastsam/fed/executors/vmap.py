@@ -239,16 +239,8 @@ class Vmap(Executor):
         ends: bool,
         kept: Sequence[Kept] = (),
     ) -> None:
-        """Take a step on the device.
-
-        Args:
-            blocks: the clients.
-            row_slice: their rows.
-            x: inputs, `[rows, batch, ...]`.
-            y: labels, `[rows, batch, ...]`.
-            ends: the step is the last one of some clients.
-            kept: rows whose perturbation is copied for snapshots.
-        """
+        """Take a step of the blocks' rows on the device, on x and y `[rows, batch, ...]`. ends: it is the last step of
+        some clients. kept: rows whose perturbation is copied for snapshots."""
         if row_slice.variant.uses_path:
             row_slice.perturb_along_path()
             for i, snapshots, k in kept:

@@ -203,7 +203,7 @@ def run(
 
 def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
     """Return a copy of the user's model with the global weights after a run."""
-    return export(model, loop.view.layout, state.server["w"], state.buffers)
+    return export(model, loop.view.layout.views(state.server["w"]), state.buffers)
 
 
 def _client_model(
@@ -213,7 +213,7 @@ def _client_model(
     if integer("client", client, at_least=0) >= clients:
         raise ValueError(f"client must be one of the run's clients 0 to {clients - 1}, got {client!r}")
     own = state.clients.get(client)
-    return export(model, layout, personal.row(state.server, own), personal.buffers(state.buffers, own))
+    return export(model, layout.views(personal.row(state.server, own)), personal.buffers(state.buffers, own))
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:

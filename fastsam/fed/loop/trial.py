@@ -16,7 +16,7 @@ from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
 from fastsam.fed.clients.samples import ClientDataset, leaves
 from fastsam.fed.executors import split_epoch
-from fastsam.fed.executors.random_ops import RandomOps
+from fastsam.fed.executors.randomness import RandomOps
 from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
 from fastsam.fed.step.model_copy import copied, trainable
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastsam.fed.common.fingerprints import references
 from fastsam.fed.executors.gradient_passes import check_scalar
-from fastsam.fed.executors.random_ops import RandomOpRecorder, RandomOps
+from fastsam.fed.executors.randomness import RandomOpRecorder, RandomOps
 from fastsam.fed.executors.recording import difference, python_state
 from fastsam.fed.step.model_copy import trainable
 

@@ -98,13 +98,13 @@ class Replica:
         return [b.detach().clone() for b in self.buffers]
 
 
-def export(model: nn.Module, layout: Layout, weights: Tensor, buffers: Sequence[Tensor]) -> nn.Module:
-    """Return a copy of the user's model, on its device, with these weights `[row_size]` and buffers. It shares no
+def export(model: nn.Module, weights: Iterable[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
+    """Return a copy of the user's model, on its device, with these trainable parameters and buffers. It shares no
     memory."""
     made = copied(model)
     with torch.no_grad():
-        for parameter, view in zip(trainable(made), layout.views(weights), strict=True):
-            parameter.copy_(view)
+        for parameter, value in zip(trainable(made), weights, strict=True):
+            parameter.copy_(value)
         for own, new in zip(made.buffers(), buffers, strict=True):
             own.copy_(new)
     return made

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsam.arena import Layout, Segment
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.model_copy import copied, trainable
+from fastsam.fed.step.model_copy import export
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,13 +173,8 @@ class ParameterLayout:
         memory format, with the buffers of the global model. Raises ValueError for any other shape."""
         if row.dim() != 1:
             raise ValueError(f"a model takes one row, [{self.row_size}], got {list(row.shape)}")
-        made = copied(self.template).eval()
-        with torch.no_grad():
-            for parameter, value in zip(trainable(made), self.unflatten(row.detach()).values(), strict=True):
-                parameter.copy_(value)
-            for own, new in zip(made.buffers(), made.buffers() if self.buffers is None else self.buffers, strict=True):
-                own.copy_(new)
-        return made
+        buffers = list(self.template.buffers()) if self.buffers is None else self.buffers
+        return export(self.template, self.unflatten(row.detach()).values(), buffers).eval()
 
     def _check(self, x: Tensor, length: int, what: str) -> None:
         if x.dim() == 0 or x.shape[-1] != length:

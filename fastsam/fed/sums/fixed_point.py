@@ -13,7 +13,7 @@ because an integer sum wraps in silence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -155,17 +155,6 @@ def _problems(numbers: Mapping[str, Sequence[float]], bound: float) -> Problems:
     return problems
 
 
-def _by_weight(weights: Sequence[int], problems: Problems) -> Iterator[tuple[int, Sequence[int]]]:
-    """Each weight with the places of those clients that have it and no problem."""
-    if len(set(weights)) == 1 and not problems:
-        yield weights[0], range(len(weights))
-        return
-    for weight in set(weights):
-        chosen = [i for i, own in enumerate(weights) if own == weight and i not in problems]
-        if chosen:
-            yield weight, chosen
-
-
 class FixedPointAggregate:
     """The sums of one round: vectors of the clients' uploads, weighted or plain, and their numbers, such as losses.
 
@@ -207,7 +196,8 @@ class FixedPointAggregate:
         problems = _problems(numbers, self._largest) | (problems or {})
         terms = [Term(self._sum("mean", name, x), name, x, self._unit) for name, x in mean.items()]
         terms += [Term(self._sum("sum", name, x), name, x) for name, x in total.items()]
-        for weight, chosen in _by_weight(weights, problems):
+        for weight in {weight for i, weight in enumerate(weights) if i not in problems}:
+            chosen = [i for i, own in enumerate(weights) if own == weight and i not in problems]
             some = terms if len(chosen) == len(weights) else [replace(t, rows=t.rows[chosen]) for t in terms]
             problems |= {chosen[i]: problem for i, problem in _add_(some, weight, len(chosen)).items()}
         if problems:
