@@ -146,7 +146,7 @@ def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:
 
 
 def with_help(cls: type) -> Callable[[Function], Function]:
-    """Return a decorator that puts the options of `made` into a docstring, in place of its line OPTIONS."""
+    """Return a decorator that puts the options of `cls` into a docstring, in place of its line OPTIONS."""
 
     def fill(function: Function) -> Function:
         def listed(line: re.Match[str]) -> str:

@@ -32,8 +32,8 @@ class ClientBlock:
         shapes: properties that blocks must share to step together: for a whole batch, and for the last batch of an
             epoch.
         steps, seen: number of local steps of a client, and of the samples in all its batches.
-        gatherer: batches of stored samples. A client with augmented samples has a separate block, and its `own`
-            batches.
+        gatherer: batches of stored samples. A client with augmented samples has a separate block.
+        batches: the batches of such a client.
         k: number of steps taken.
         extra_backward_passes: number of backward passes before the first step.
         snapshots: copied rows of each client.

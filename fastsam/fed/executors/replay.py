@@ -58,7 +58,7 @@ class Replays:
         make_row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an
             operation has no form. None if there are no row programs.
         product_of: see `graph_passes.use_products`.
-        kept: number of shapes that are remembered. The least recently used one goes first.
+        max_shapes: number of shapes that are remembered. The least recently used one goes first.
     """
 
     def __init__(

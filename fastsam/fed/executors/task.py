@@ -139,8 +139,8 @@ class Task:
         snapshots: local steps before which the row is copied.
         orders: orders of its samples, one per epoch, if they have been drawn (see `Setup.draw_orders`).
         loop: the algorithm's own loop, or None for the run's epochs of local steps.
-        own: its samples if they come in batches, from `open` on.
-        begun: number of epochs that the client has already begun in this round.
+        dataset: its samples if they come in batches, from `open` on.
+        epochs_done: number of epochs that the client has begun in this round.
         given_epochs: number of epochs in place of the run's local work, or None.
     """
 
@@ -158,7 +158,7 @@ class Task:
     given_epochs: int | None = None
 
     def following(self, epochs_done: int, epochs: int | None = None) -> Task:
-        """Return the task of further epochs, after `begun` ones. `epochs` is their number, None for the run's work."""
+        """Return the task of further epochs, after `epochs_done` ones. `epochs` is their number, None for the run's work."""
         orders = self.orders if epochs is None and not epochs_done else None
         return replace(self, orders=orders, epochs_done=epochs_done, given_epochs=epochs)
 

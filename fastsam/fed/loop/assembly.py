@@ -36,7 +36,7 @@ from fastsam.fed.sums.ranks import Ranks
 
 
 def assemble(
-    client_model: nn.Module,
+    user_model: nn.Module,
     model: nn.Module,
     population: Population,
     algorithm: Algorithm,
@@ -46,10 +46,10 @@ def assemble(
     backend: str,
     ranks: Ranks,
 ) -> tuple[Loop, RunState]:
-    """Return a run, and its state before the first round. `own` is the user's model, `model` perhaps a copy in another
-    memory format."""
+    """Return a run, and its state before the first round. `model` is `user_model`, or a copy of it in another memory
+    format."""
     device, clients, layout = population.device, len(population.clients), Layout.of(trainable(model))
-    parameter_layout = ParameterLayout.of(client_model, layout)
+    parameter_layout = ParameterLayout.of(user_model, layout)
     view = Replica.new(model, layout, device)
     metrics = resolve(settings.metrics)
     mode, seed, batch_size = settings.client_test_split, settings.seed, settings.batch_size
@@ -63,7 +63,7 @@ def assemble(
         names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())),
     )  # fmt: skip
     check(facts)
-    patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(client_model))
+    patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(user_model))
     facts = replace(facts, own_parameters=patterns)
     check(facts)
     buffers = view.copy_of_buffers()

@@ -23,7 +23,7 @@ def check_formula(name: str, value: Any) -> None:
 
 
 def rate_at(name: str, rate: Rate, index: int, variables: Mapping[str, float], **bounds: float) -> float:
-    """Return the rate in round `index` (from 0). A formula may have `round` and the names in `known`.
+    """Return the rate in round `index` (from 0). A formula may have `round` and the names in `variables`.
 
     Raises:
         ValueError: it has no value, or its value is out of bounds, which are as in `number`.

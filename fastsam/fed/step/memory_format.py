@@ -26,7 +26,7 @@ def reorder(model: nn.Module, requested: str, device: torch.device, stacked: boo
 
     Args:
         model: the user's model.
-        asked: one of `FORMATS`. "auto" is the rule below. It also converts a model in channels_last if torch would
+        requested: one of `FORMATS`. "auto" is the rule below. It also converts a model in channels_last if torch would
             write past its memory (`overrun_risk`).
         device: device of training.
         stacked: several clients share one call of the model.

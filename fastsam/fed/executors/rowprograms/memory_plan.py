@@ -29,7 +29,7 @@ class MemoryPlan:
 
     Attributes:
         inputs: the inputs that the graph reads, in order.
-        others: the inputs that are tensors of the model.
+        constants: the inputs that are tensors of the model.
     """
 
     def __init__(self, graph: Graph) -> None:

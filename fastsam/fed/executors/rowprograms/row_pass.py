@@ -29,7 +29,7 @@ class RowPass:
 
     Args:
         program: the row program.
-        others: tensors of the model that the program reads.
+        constants: tensors of the model that the program reads.
         layout: layout of a row.
         slots: indices of the parameters that have a gradient.
     """
