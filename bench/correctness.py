@@ -113,7 +113,7 @@ def _copies(stepper: Stepper) -> list[Tensor]:
 
 def _perturbation(
     before: Sequence[Tensor],
-    got: Sequence[Tensor],
+    actual: Sequence[Tensor],
     start: Sequence[Tensor],
     expected: Sequence[Tensor],
     norm_error: float,
@@ -122,13 +122,13 @@ def _perturbation(
         w, e = w.double(), point - origin
         return z - w, e, (w.abs() + e.abs()).mul_(EPS).add_(e.abs(), alpha=norm_error)
 
-    return excess(compare, before, got, start, expected)
+    return excess(compare, before, actual, start, expected)
 
 
-def _update(got: Sequence[Tensor], start: Sequence[Tensor], expected: Sequence[Tensor], share: float) -> str | None:
+def _update(actual: Sequence[Tensor], start: Sequence[Tensor], expected: Sequence[Tensor], share: float) -> str | None:
     pairs = zip(expected, start, strict=True)
     bounds = [w.new_tensor(share * (_largest(w) + _largest(w - origin))).expand(w.numel()) for w, origin in pairs]
-    return excess(lambda w, value, tolerance: (w.double(), value, tolerance), got, expected, bounds)
+    return excess(lambda w, value, tolerance: (w.double(), value, tolerance), actual, expected, bounds)
 
 
 def _largest(tensor: Tensor) -> float:

@@ -230,8 +230,8 @@ def made_by(record: Record, brief: bool = False) -> str:
     versions = ", ".join(f"{name} {v[name]}" for name in ("torch", "triton", "pytorch-optimizer") if name in v)
     text = f"Made by `{e['command']}` on {e['date'][:10]}, commit `{commit(e)}`; {where}; "
     text += f"Python {v['python']}, {versions}."
-    if added := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
-        text += f" Added to by {f'{len(added)} later commands' if brief else ', '.join(added)}."
+    if additions := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
+        text += f" Added to by {f'{len(additions)} later commands' if brief else ', '.join(additions)}."
     skipped = len(record["left_out"])
     return "\n".join([text, *reasons(record["cases"]), *[f"No time was left for {skipped} cases."] * bool(skipped)])
 

@@ -83,9 +83,9 @@ def mean_output(outputs: Tensor, y: Tensor) -> float:
     return float(outputs.mean())
 
 
-def spelled(name: str, known: Any) -> str:
+def spelled(name: str, spellings: Any) -> str:
     """Return `name`, or its other spelling if only that is `known`."""
-    return name if name in known else SPELLINGS.get(name, name)
+    return name if name in spellings else SPELLINGS.get(name, name)
 
 
 # Options of the algorithms whose defaults leave out a part of them; all others run with their defaults too.

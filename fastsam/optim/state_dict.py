@@ -151,7 +151,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer._accumulation_check, optimizer._clip_check = AccumulationCheck(), ClipCheck()
     optimizer._accumulation_check.reset()
     params = parameters_of(optimizer.param_groups)
-    weights = {p: found for p, found in zip(params, state["saved"], strict=True) if found}
+    weights = {p: tensors for p, tensors in zip(params, state["saved"], strict=True) if tensors}
     engine.load(weights, state["perturbed"], state["left_out"])
     share_groups(optimizer)
     optimizer._follow_modules()

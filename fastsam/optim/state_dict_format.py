@@ -61,7 +61,7 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
                 saved.setdefault(parameter, {})[UNPERTURBED] = weights.to(bucket.dtype, copy=True)
                 if G1 in bucket.arena:
                     saved[parameter][G1] = bucket.arena.views(G1)[slot].clone()
-    return {p: {name: as_dtensor_like(tensor, p) for name, tensor in found.items()} for p, found in saved.items()}
+    return {p: {name: as_dtensor_like(tensor, p) for name, tensor in tensors.items()} for p, tensors in saved.items()}
 
 
 def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
@@ -94,8 +94,8 @@ def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
 
 
 def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, facts: dict[str, Any]) -> dict[str, Any]:
-    """Complete a state dict of the base optimizer, and add `facts` to it. Tensors become copies, which later steps do not
-    change."""
+    """Complete a state dict of the base optimizer, and add `facts` to it. Tensors become copies, which later steps do
+    not change."""
     state = {
         key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
         for key, entry in packed["state"].items()

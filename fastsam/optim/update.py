@@ -140,10 +140,10 @@ class FusedUpdate:
         """Restore parameters without a second gradient, and save parameters without a first gradient."""
         bucket, backed_up = self.bucket, set(self.bucket.backed_up.slots)
         bucket.backup.restore(bucket.select(tuple(sorted(backed_up.difference(selection.slots)))))
-        added = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in backed_up]
-        if added:
-            saved = bucket.select(tuple(i for i, _ in added))
-            bucket.save_(saved, [g for _, g in added])
+        new_slots = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in backed_up]
+        if new_slots:
+            saved = bucket.select(tuple(i for i, _ in new_slots))
+            bucket.save_(saved, [g for _, g in new_slots])
         bucket.backed_up = selection
 
     def _plan(self, selection: Selection, specs: tuple[StateSpec, ...], state: State) -> UpdatePlan:

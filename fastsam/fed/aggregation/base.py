@@ -36,7 +36,7 @@ class Rule(ABC):
         if "name" in vars(cls):
             registry[cls.name] = cls
 
-    def chosen(self, displacements: Sequence[Tensor]) -> list[int]:
+    def select(self, displacements: Sequence[Tensor]) -> list[int]:
         """Return the ascending places of the clients that count, by their displacements `[row_size]`."""
         return list(range(len(displacements)))
 

@@ -36,7 +36,7 @@ class Krum(Rule):
     def __post_init__(self) -> None:
         number("share", self.share, at_least=0, at_most=0.5)
 
-    def chosen(self, displacements: Sequence[Tensor]) -> list[int]:
+    def select(self, displacements: Sequence[Tensor]) -> list[int]:
         n = len(displacements)
         if n < 3:  # no neighbours to ask
             return list(range(n))

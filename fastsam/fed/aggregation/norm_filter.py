@@ -36,7 +36,7 @@ class NormFilter(Rule):
     def __post_init__(self) -> None:
         number("factor", self.factor, at_least=1)
 
-    def chosen(self, displacements: Sequence[Tensor]) -> list[int]:
+    def select(self, displacements: Sequence[Tensor]) -> list[int]:
         lengths = norms(displacements)
         limit = self.factor * median(lengths)
         return [i for i, length in enumerate(lengths) if length <= limit]

@@ -133,7 +133,7 @@ def _unknown(metric: str, names: Sequence[str]) -> str:
 def _mode(metric: str, mode: str | None) -> str:
     if mode is not None:
         return choice("mode", mode, ("min", "max"))
-    for words, found in ((_DOWN, "min"), (_UP, "max")):
+    for words, mode_name in ((_DOWN, "min"), (_UP, "max")):
         if any(word in metric for word in words):
-            return found
+            return mode_name
     raise ValueError(f"mode must be 'min' or 'max': the name {metric!r} does not say which of its values is good")

@@ -151,10 +151,10 @@ class InMemoryClients(Clients):
         return self._labels if len(self._labels) == len(self.clients) else None
 
     def hash(self, digest: blake2b) -> None:
-        made = blake2b(digest_size=16)
+        hasher = blake2b(digest_size=16)
         for samples in self.clients:
-            made.update(samples.digest())
-        digest.update(made.digest())
+            hasher.update(samples.digest())
+        digest.update(hasher.digest())
 
     def about_ignored(self, client: int) -> str:
         return self.clients[client].ignored()
@@ -175,10 +175,10 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def check_kind(samples: ClientDataset, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
+def check_kind(samples: ClientDataset, who: str, first: Mapping[str, str] | None, any_batch: bool) -> None:
     """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from client 0's
     samples, whose `kinds` are `first`. `whole`: the loss takes any batch."""
-    if not whole:
+    if not any_batch:
         try:
             parted(samples.take(torch.zeros(1, dtype=torch.int64), 0))
         except ValueError as error:

@@ -32,12 +32,12 @@ class LazyClients:
         load: function of a client id; it returns anything that a client may be.
         sizes: number of samples of each client, `[clients]` integers. None: known after loading; this serves runs in
             one process with weighting="uniform" and without measures.
-        ahead: number of clients that a thread loads before they train. None: the number of clients that train at once,
-            if loading takes more than a millisecond; `load` is then called from several threads. 0: no client. A `load`
-            that draws random numbers is always called when its client trains.
+        prefetch: number of clients that a thread loads before they train. None: the number of clients that train at
+            once, if loading takes more than a millisecond; `load` is then called from several threads. 0: no client. A
+            `load` that draws random numbers is always called when its client trains.
 
     Raises:
-        ValueError: sizes are not integers >= 1, or `ahead` is below 0.
+        ValueError: sizes are not integers >= 1, or `prefetch` is below 0.
     """
 
     def __init__(
@@ -45,12 +45,13 @@ class LazyClients:
         clients: int,
         load: Callable[[int], Any],
         sizes: Sequence[int] | None = None,
-        ahead: int | None = None,
+        prefetch: int | None = None,
     ) -> None:
         self.clients = integer("LazyClients: clients", clients, at_least=1)
         if not callable(load):
             raise ValueError(f"LazyClients: load must be a function client id -> data, got {load!r}")
-        self.load, self.ahead = load, None if ahead is None else integer("LazyClients: ahead", ahead, at_least=0)
+        self.load = load
+        self.num_prefetched = None if prefetch is None else integer("LazyClients: prefetch", prefetch, at_least=0)
         self.sizes = None if sizes is None else [integer(f"LazyClients: sizes[{i}]", n, 1) for i, n in enumerate(sizes)]
         if self.sizes is not None and len(self.sizes) != clients:
             raise ValueError(
@@ -64,8 +65,8 @@ class LazyClients:
 class LazySizes(Sequence[int]):
     """The known numbers of samples: the given ones, or the numbers of the clients that were loaded."""
 
-    def __init__(self, clients: int, known: dict[int, int]) -> None:
-        self.clients, self.known = clients, known
+    def __init__(self, clients: int, sizes: dict[int, int]) -> None:
+        self.clients, self.known = clients, sizes
 
     def __len__(self) -> int:
         return self.clients
@@ -80,10 +81,10 @@ class LazyClientData(Clients):
     """The clients of a `LazyClients`. A client's number of samples and a digest are kept, and nothing else."""
 
     def __init__(
-        self, lazy: LazyClients, whole: bool, collate: Collate | None, dtype: torch.dtype, device: torch.device
+        self, lazy: LazyClients, takes_batches: bool, collate: Collate | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Loads client 0. Raises ValueError, naming the client, for data that cannot be read."""
-        self.lazy, self.whole, self.collate, self.dtype, self.device = lazy, whole, collate, dtype, device
+        self.lazy, self.whole, self.collate, self.dtype, self.device = lazy, takes_batches, collate, dtype, device
         self.has_sizes = lazy.sizes is not None
         self._sizes = dict(enumerate(lazy.sizes or ()))
         self.sizes = LazySizes(len(lazy), self._sizes)
@@ -94,7 +95,7 @@ class LazyClientData(Clients):
         first = self._loaded(0)
         self.draws, self._reads_draw = self.draws or first.draws, first.draws
         self._first = first.kinds
-        prefetches = self._seconds > _INSTANT if lazy.ahead is None else lazy.ahead > 0
+        prefetches = self._seconds > _INSTANT if lazy.num_prefetched is None else lazy.num_prefetched > 0
         self.prefetches = prefetches and not self.draws
         self._prefetcher = Prefetcher(self._prefetch) if self.prefetches else None
 
@@ -111,7 +112,9 @@ class LazyClientData(Clients):
 
     def prefetch(self, clients: Sequence[int], together: int) -> None:
         if self._prefetcher is not None:
-            self._prefetcher.prefetch(clients, together if self.lazy.ahead is None else self.lazy.ahead)
+            self._prefetcher.prefetch(
+                clients, together if self.lazy.num_prefetched is None else self.lazy.num_prefetched
+            )
 
     def hash(self, digest: blake2b) -> None:
         digest.update(hashed(len(self), [str(self.lazy.sizes), self._digests[0].hex()]))

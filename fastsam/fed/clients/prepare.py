@@ -26,7 +26,7 @@ def prepare(
     test: Any,
     dtype: torch.dtype,
     device: torch.device,
-    whole: bool = False,
+    takes_batches: bool = False,
     collate: Collate | None = None,
     watched: Watched = iter,
 ) -> Population:
@@ -47,8 +47,8 @@ def prepare(
     if isinstance(test, ClientTestSets):
         test, test_sizes = test.joined(len(clients), dtype, device)
     if isinstance(clients, LazyClients):
-        lazy = LazyClientData(clients, whole, collate, dtype, device)
-        found_test = _test_samples(_read([], test, collate, dtype, device)[1], whole)
+        lazy = LazyClientData(clients, takes_batches, collate, dtype, device)
+        found_test = _test_samples(_read([], test, collate, dtype, device)[1], takes_batches)
         return Population(lazy, device, found_test, test_sizes=test_sizes)
     if (
         isinstance(clients, (str, bytes, Tensor, dict))
@@ -69,30 +69,30 @@ def prepare(
         "augment": getattr(clients, "augment", None),
         "test_sizes": test_sizes,
     }
-    packed = None if whole or collate is not None else _together(sources, dtype, device)
+    packed = None if takes_batches or collate is not None else _together(sources, dtype, device)
     if packed is not None and (test is None or _is_pair(test)):
         checked = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
         return Population(PairClients(StoredPairs(packed), packed), device, checked, **about)
-    found, tested = _read(sources, test, collate, dtype, device, watched)
-    if not whole and not any(isinstance(one, ClientDataset) for one in (*found, tested)):
-        pairs, store = stored(cast(list[Pair], found)) if packed is None else (StoredPairs(packed), packed)
+    client_samples, tested = _read(sources, test, collate, dtype, device, watched)
+    if not takes_batches and not any(isinstance(one, ClientDataset) for one in (*client_samples, tested)):
+        pairs, store = stored(cast(list[Pair], client_samples)) if packed is None else (StoredPairs(packed), packed)
         return Population(PairClients(pairs, store), device, tested and PairSamples(cast(Pair, tested)), **about)
     if about["augment"] is not None:
         raise ValueError(
             "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the "
             "samples are read, or in the model"
         )
-    samples = [as_samples(one) for one in found]
+    samples = [as_samples(one) for one in client_samples]
     for i, one in enumerate(samples):
-        check_kind(one, f"client {i}", samples[0].kinds if i else None, whole)
-    return Population(InMemoryClients(samples), device, _test_samples(tested, whole), **about)
+        check_kind(one, f"client {i}", samples[0].kinds if i else None, takes_batches)
+    return Population(InMemoryClients(samples), device, _test_samples(tested, takes_batches), **about)
 
 
-def _test_samples(tested: Pair | ClientDataset | None, whole: bool) -> ClientDataset | None:
+def _test_samples(tested: Pair | ClientDataset | None, takes_batches: bool) -> ClientDataset | None:
     if tested is None:
         return None
     samples = as_samples(tested)
-    check_kind(samples, "the test set", None, whole)
+    check_kind(samples, "the test set", None, takes_batches)
     return samples
 
 
@@ -177,20 +177,20 @@ class ClientTestSets:
             raise ValueError(
                 f"ClientTestSets needs a test set, or None, for each of the {clients} clients; got {len(self.tests)}"
             )
-        found = {
+        pairs = {
             i: checked_pair(one, f"the test set of client {i}", dtype, device)
             for i, one in enumerate(self.tests)
             if one is not None
         }
-        first, wanted = next((i, _kinds(*pair)) for i, pair in found.items())
-        for i, pair in found.items():
-            if _kinds(*pair) != wanted:
+        first, kinds = next((i, _kinds(*pair)) for i, pair in pairs.items())
+        for i, pair in pairs.items():
+            if _kinds(*pair) != kinds:
                 raise ValueError(
                     f"the test set of client {i} has samples {_kinds(*pair)}, the test set of client {first} "
-                    f"{wanted}; they must be built alike"
+                    f"{kinds}; they must be built alike"
                 )
-        x, y = (torch.cat(parts) for parts in zip(*found.values(), strict=True))
-        return (x, y), [len(found[i][1]) if i in found else 0 for i in range(clients)]
+        x, y = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
+        return (x, y), [len(pairs[i][1]) if i in pairs else 0 for i in range(clients)]
 
 
 def _kinds(x: Tensor, y: Tensor) -> str:

@@ -146,7 +146,7 @@ def read(
                 return tree
         samples = DatasetSamples(data.data, collate_fn or default_collate, who, dtype, device)
         samples.draws = has_draws or (draws is None and _collate_draws(samples))
-        samples.ahead = isinstance(data.data, MappedRows) and not samples.draws
+        samples.reads_ahead = isinstance(data.data, MappedRows) and not samples.draws
         return samples
 
 

@@ -231,9 +231,9 @@ def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
         return None
     if not callable(weighting) and len(weighting) != clients:
         raise ValueError(f"weighting must have one weight for each of the {clients} clients, got {len(weighting)}")
-    given = map(weighting, range(clients)) if callable(weighting) else weighting
+    values = map(weighting, range(clients)) if callable(weighting) else weighting
     what = "weighting takes whole numbers (shares of 0.25 and 0.5 are 1 and 2): the weight of client"
-    weights = [integer(f"{what} {i}", weight, at_least=1) for i, weight in enumerate(given)]
+    weights = [integer(f"{what} {i}", weight, at_least=1) for i, weight in enumerate(values)]
     if max(weights) > MOST:
         i = weights.index(max(weights))
         raise ValueError(

@@ -108,21 +108,23 @@ def check(options: object) -> None:
         object.__setattr__(options, name, row.check(getattr(options, name)))
 
 
-def made_of(made: type[Options], value: Any, what: str) -> Options:
+def made_of(cls: type[Options], value: Any, what: str) -> Options:
     """Return the options `value`, or options made of a mapping.
 
     Raises:
         ValueError: `value` is something else, or a key of the mapping is unknown. `what` is the name for messages.
     """
-    if isinstance(value, made):
+    if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"{what} must be a fed.{made.__name__}, or a table of its options; got {value!r}")
-    known = table(made)  # type: ignore[arg-type]
+        raise ValueError(f"{what} must be a fed.{cls.__name__}, or a table of its options; got {value!r}")
+    declared = table(cls)  # type: ignore[arg-type]
     for name in value:
-        if name not in known:
-            raise ValueError(f"{what} has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}")
-    return made(**value)
+        if name not in declared:
+            raise ValueError(
+                f"{what} has no option {name!r}{nearest(name, declared)}; its options: {', '.join(declared)}"
+            )
+    return cls(**value)
 
 
 def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:

@@ -76,8 +76,8 @@ def philox(key: int, counters: np.ndarray, rounds: int = _ROUNDS) -> np.ndarray:
         (np.array([key & 0xFFFFFFFF, key >> 32], np.uint64) + _WEYL[:rounds]).astype(np.uint32).reshape(rounds, *shape)
     )
     even, odd = counters[::2], counters[1::2]
-    for own in keys:
+    for one_key in keys:
         words = np.multiply(even, multipliers, dtype=np.uint64)[::-1].view(np.uint32)
         low, high = words[..., ::2], words[..., 1::2]
-        even, odd = high ^ odd ^ own, low
+        even, odd = high ^ odd ^ one_key, low
     return np.stack([even, odd], 1).reshape(counters.shape)

@@ -209,9 +209,11 @@ def split(dataset: Any, *, clients: int, alpha: float | None, seed: int = 20, la
         data = fed.split(torchvision.datasets.MNIST(...), clients=50, alpha=0.3)
         result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=100)
     """
-    found = _labels(dataset) if labels is None else labels
-    made = iid(found, clients, seed) if alpha is None else dirichlet(found, clients, alpha, seed, exhausted="redraw")
-    return [Subset(dataset, indices.tolist()) for indices in made.indices]
+    classes = _labels(dataset) if labels is None else labels
+    assignment = (
+        iid(classes, clients, seed) if alpha is None else dirichlet(classes, clients, alpha, seed, exhausted="redraw")
+    )
+    return [Subset(dataset, indices.tolist()) for indices in assignment.indices]
 
 
 def _labels(dataset: Any) -> Any:
@@ -220,7 +222,7 @@ def _labels(dataset: Any) -> Any:
         return np.asarray(_labels(dataset.dataset))[list(dataset.indices)]
     if isinstance(dataset, TensorDataset):
         return dataset.tensors[-1].cpu().numpy()
-    known = getattr(dataset, "targets", getattr(dataset, "labels", None))
-    if known is None:
-        known = [int(dataset[i][1]) for i in range(len(dataset))]
-    return known.cpu().numpy() if isinstance(known, Tensor) else np.asarray(known)
+    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if labels is None:
+        labels = [int(dataset[i][1]) for i in range(len(dataset))]
+    return labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)

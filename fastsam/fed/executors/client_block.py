@@ -49,7 +49,7 @@ class ClientBlock:
     sizes: Sequence[int]
     shapes: tuple[object, object]
     steps: int
-    seen: int
+    num_samples: int
     gatherer: BatchGatherer | None
     batches: Iterator[Batch]
     snapshots: Sequence[dict[int, Snapshot]]
@@ -76,8 +76,8 @@ class ClientBlock:
         each."""
         at = self.k % self.epoch
         num_full = self.epoch - (self.sizes[-1] != self.sizes[0])
-        alone = at >= num_full or self.variant.has_schedule
-        return 1 if alone else min(num_full - at, self.steps - self.k), self.sizes[at]
+        is_single = at >= num_full or self.variant.has_schedule
+        return 1 if is_single else min(num_full - at, self.steps - self.k), self.sizes[at]
 
     @property
     def done(self) -> bool:
@@ -181,7 +181,7 @@ def row_ends(
         num_steps=[block.k for block in of_client],
         backward_passes=[block.k * step.backward_passes + block.extra_backward_passes for block in of_client],
         losses=row_slice.losses.clone(),
-        num_samples=[block.seen for block in of_client],
+        num_samples=[block.num_samples for block in of_client],
         buffers=None if buffer_deltas is None else buffer_deltas.expand(len(clients), -1),
         dual=None if step.dual is None else row_slice.field("dual").clone(),
         eps=None if step.dual is None else row_slice.field("eps").clone(),

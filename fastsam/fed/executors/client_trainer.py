@@ -118,7 +118,7 @@ class ClientTrainer:
     def close(self) -> ClientResults:
         """Return the results of the client in new memory."""
         backward_passes = self.k * self.task.step.backward_passes + self.extra_backward_passes
-        return self.results(self.sum_of_losses(self.sizes), self.seen, backward_passes)
+        return self.results(self.sum_of_losses(self.sizes), self.num_samples, backward_passes)
 
     def sum_of_losses(self, sizes: Tensor) -> Tensor:
         """Return the sum of the losses, each times its number of samples (float64), float64 `[1]`."""
@@ -206,7 +206,7 @@ class ClientTrainer:
         """Compute the number of steps, and of samples in each."""
         if self._num_samples != task.samples:  # the other options are equal for all clients of a run
             self._num_samples, self.batch_sizes = task.samples, task.batch_sizes()
-            self.last, self.seen = len(self.batch_sizes) - 1, sum(self.batch_sizes)
+            self.last, self.num_samples = len(self.batch_sizes) - 1, sum(self.batch_sizes)
             self.sizes = to_device(torch.tensor(self.batch_sizes, dtype=torch.float64), self.z.device)
 
     def _first_gradient(self) -> None:

@@ -66,10 +66,10 @@ class EpochGraphs:
     def _functions(self, key: Hashable, block: ClientBlock, replays: Replays) -> tuple[Function, ...] | None:
         """Return the recorded passes of an epoch that is captured now, or None."""
         self._num_eager[key] = self._num_eager.get(key, 0) + 1
-        found = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(block.sizes))]
-        functions = tuple(function for function in found if function is not None)
+        passes = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(block.sizes))]
+        functions = tuple(function for function in passes if function is not None)
         is_eager = self._num_eager[key] <= _EAGER_EPOCHS
-        return None if is_eager or len(self._graphs) == MAX_GRAPHS or len(functions) < len(found) else functions
+        return None if is_eager or len(self._graphs) == MAX_GRAPHS or len(functions) < len(passes) else functions
 
     def _captured(
         self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: Step

@@ -261,10 +261,10 @@ class Graph(Streams):
 
 def looks_at_values(setup: Setup, cuda: Cuda) -> str | None:
     """Why a step cannot be captured; None when it can, or where there is no example batch to try."""
-    tried = _trial(setup)
-    if tried is None:
+    trial = _trial(setup)
+    if trial is None:
         return None
-    _, run = tried
+    _, run = trial
     try:
         with cuda.no_wait():
             run()
@@ -276,10 +276,10 @@ def looks_at_values(setup: Setup, cuda: Cuda) -> str | None:
 def changes_python(setup: Setup) -> str | None:
     """Return a description of the Python state of the model that a pass changes, buffers aside, or None. A captured
     step would freeze it."""
-    tried = _trial(setup)
-    if tried is None:
+    trial = _trial(setup)
+    if trial is None:
         return None
-    replica, run = tried
+    replica, run = trial
     buffers = dict(replica.module.named_buffers())
 
     def state() -> dict[str, object]:

@@ -185,12 +185,12 @@ def place_outputs(graph: Graph, strides: Sequence[tuple[int, ...]]) -> None:
     there."""
     output = graph.output_node()
     inputs = {memory(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
-    placed = []
+    written = []
     with graph.inserting_before(output):
         for node, stride in zip(outputs(graph), strides, strict=True):
             fits = node.meta["val"].stride() == stride and memory(node) not in inputs
-            placed.append(node if fits else call(graph, strided, node, stride))
-    output.args = (tuple(placed),)
+            written.append(node if fits else call(graph, strided, node, stride))
+    output.args = (tuple(written),)
 
 
 def bind_functions(graph: Graph) -> None:

@@ -70,7 +70,7 @@ class Replays:
         product_of: ProductOf = lambda a, b: None,
         max_shapes: int = MAX_SHAPES,
     ) -> None:
-        self.plain, self.module, self.layout, self.kept = plain, module, layout, max_shapes
+        self.plain, self.module, self.layout, self.max_shapes = plain, module, layout, max_shapes
         self.make_row_pass, self.product_of = make_row_pass, product_of
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
@@ -109,8 +109,8 @@ class Replays:
         replay = self._passes.get(self._key(x.shape[1:], y.shape[1:], x, y))
         return self.reason is None and replay is not None and replay.function is not None
 
-    def _compared_pass(self, found: Pass | None) -> Pass | None:
-        return None if self.reason is not None or found is None or found.uses < 2 else found
+    def _compared_pass(self, replay: Pass | None) -> Pass | None:
+        return None if self.reason is not None or replay is None or replay.uses < 2 else replay
 
     # --- what is known of a shape ---
 
@@ -125,15 +125,15 @@ class Replays:
         rowwise = self._key(x.shape[1:], y.shape[1:], x, y)
         key = (*rowwise, len(x))
         if self.make_row_pass is not None:
-            found = self._passes.get(rowwise) or self._recorded(rowwise, *self._two_rows(weights, x, y), rowwise=True)
+            replay = self._passes.get(rowwise) or self._recorded(rowwise, *self._two_rows(weights, x, y), rowwise=True)
             self._passes.move_to_end(rowwise)
-            if found.function is not None:
-                return found
+            if replay.function is not None:
+                return replay
         if self.reason is not None:
             return None
-        found = self._passes.get(key) or self._recorded(key, weights, x, y)
+        replay = self._passes.get(key) or self._recorded(key, weights, x, y)
         self._passes.move_to_end(key)
-        return found
+        return replay
 
     def _two_rows(self, weights: list[Tensor], x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """The first ones, or the only one twice."""
@@ -151,7 +151,7 @@ class Replays:
             if function is not None and self._repeats(recording, function):
                 replay = Pass(function, recording.slots)
         self._passes[key] = replay
-        if len(self._passes) > self.kept:
+        if len(self._passes) > self.max_shapes:
             self._passes.popitem(last=False)
         return replay
 

@@ -131,8 +131,8 @@ class StackedPasses:
             yield
         finally:
             for places, parameter in zip(self.places, self.parameters, strict=True):
-                for held, name in places:
-                    held[name] = parameter
+                for mapping, name in places:
+                    mapping[name] = parameter
 
 
 def _is_cross_entropy(loss: Loss) -> bool:
@@ -154,8 +154,8 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, 
     return [
         (inner._parameters, name)  # type: ignore[misc]
         for inner in module.modules()
-        for name, held in inner._parameters.items()
-        if held is parameter
+        for name, p in inner._parameters.items()
+        if p is parameter
     ]
 
 

@@ -158,7 +158,7 @@ class Task:
     given_epochs: int | None = None
 
     def following(self, epochs_done: int, epochs: int | None = None) -> Task:
-        """Return the task of further epochs, after `epochs_done` ones. `epochs` is their number, None for the run's work."""
+        """Return the task of further epochs after `epochs_done`. `epochs` is their number, None for the run's work."""
         orders = self.orders if epochs is None and not epochs_done else None
         return replace(self, orders=orders, epochs_done=epochs_done, given_epochs=epochs)
 
@@ -183,8 +183,8 @@ class Task:
 
     def buffers(self, common: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the model's buffers at the start: the client's own, or `common` ones."""
-        own = self.step.buffers
-        return common if own is None else [b[self.row] for b in own]
+        vector = self.step.buffers
+        return common if vector is None else [b[self.row] for b in vector]
 
     @property
     def seed(self) -> int:
@@ -250,7 +250,9 @@ class Task:
 
     def _own_batches(self, samples: ClientDataset) -> Iterator[tuple[Any, None]]:
         readings = self._readings(samples)
-        return ((batch, None) for batch in (one_ahead(readings) if samples.ahead else (read() for read in readings)))
+        return (
+            (batch, None) for batch in (one_ahead(readings) if samples.reads_ahead else (read() for read in readings))
+        )
 
     def _readings(self, samples: ClientDataset) -> Iterator[Callable[[], Any]]:
         """Yield functions that read the batches, one after the other."""

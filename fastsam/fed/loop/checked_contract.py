@@ -249,8 +249,8 @@ def _kind(value: object) -> str:
 _Guarded = tuple[str, Tensor, int]  # a tensor of an argument, with its name and version
 
 
-def _guarded(whose: str, state: State) -> list[_Guarded]:
-    return [(f"{whose}[{name!r}]", t, t._version) for name, t in state.items()]
+def _guarded(owner: str, state: State) -> list[_Guarded]:
+    return [(f"{owner}[{name!r}]", t, t._version) for name, t in state.items()]
 
 
 def _check_guarded(guarded: Sequence[_Guarded]) -> None:

@@ -75,13 +75,13 @@ class PrefetchedState:
 
 
 class HostStateStorage(ClientStateStorage):
-    """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most `ahead`
-    states earlier.
+    """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most
+    `prefetched` states earlier.
 
     All copies in both directions use one separate stream. Therefore host memory is written only after earlier reads,
     and read only after it is written, without further waits. The host waits for copies only at the end of a round. The
-    device holds the states of the clients that train, and `ahead` more states: first of the cohort, and at its end of
-    the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A tensor that
+    device holds the states of the clients that train, and `prefetched` more states: first of the cohort, and at its
+    end of the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A tensor that
     several states share (a past model) is copied once and stays shared.
     """
 
@@ -90,7 +90,7 @@ class HostStateStorage(ClientStateStorage):
     def __init__(self, device: torch.device, reason: str, prefetched: int, pool: HostPool | None = None) -> None:
         """Make the store. pool: a pool of memory other than pinned memory."""
         super().__init__(device, reason)
-        self.ahead = prefetched
+        self.prefetched = prefetched
         self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
         self.where = "host" if pool is None else "disk"
         self.stream = self.cuda.stream()
@@ -111,14 +111,14 @@ class HostStateStorage(ClientStateStorage):
 
     def get(self, client: int, state: State) -> State:
         self._queue.pop(client, None)
-        found = self._fetched.pop(client, None)
-        if found is None:
-            found = self._fetch(state)
+        fetched = self._fetched.pop(client, None)
+        if fetched is None:
+            fetched = self._fetch(state)
         current = self.cuda.current()
-        current.wait_event(found.ready)
-        self.cuda.lend([t for t in found.state.values() if self._is_on_host(t)], current)
+        current.wait_event(fetched.ready)
+        self.cuda.lend([t for t in fetched.state.values() if self._is_on_host(t)], current)
         self._fetch_ahead()
-        return found.state
+        return fetched.state
 
     def put(self, client: int, state: State) -> State:
         self.stream.wait_stream(self.cuda.current())
@@ -140,7 +140,7 @@ class HostStateStorage(ClientStateStorage):
         return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
 
     def _fetch_ahead(self) -> None:
-        while self._queue and len(self._fetched) < self.ahead:
+        while self._queue and len(self._fetched) < self.prefetched:
             client = next(iter(self._queue))
             self._fetched[client] = self._fetch(self._queue.pop(client))
 

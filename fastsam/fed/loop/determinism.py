@@ -106,8 +106,8 @@ class Registration:
         draws."""
         thread = threading.get_ident()
         with _lock:
-            others = [other for own, other in _runs.items() if own != id(self) and other[0] != thread]
-            if others and (draws or any(other_draws for _, other_draws in others)):
+            conflicts = [entry for run_id, entry in _runs.items() if run_id != id(self) and entry[0] != thread]
+            if conflicts and (draws or any(other_draws for _, other_draws in conflicts)):
                 raise ValueError(
                     "another fed.run is active in a thread of this process, and one of the two draws random numbers "
                     "(dropout?) from torch's default generator, which both share. Run them one after the other, or in "

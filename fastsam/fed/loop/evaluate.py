@@ -15,7 +15,7 @@ from fastsam.fed.common import seeds
 from fastsam.fed.measures.metrics import Metric
 
 VALIDATION = ("prior", "shared", "iid")
-OWN = "own"  # the clients have their own test sets, whatever the option is
+CLIENT_SETS = "own"  # the clients have their own test sets, whatever the option is
 _SPREAD = ("mean", "std", "min", "max")
 KEYS = ("test_loss", "test_accuracy", *(f"client_accuracy_{k}" for k in _SPREAD))
 KEYS += ("client_worst", "client_best")
@@ -108,8 +108,8 @@ def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
 def statistics(name: str, values: Sequence[float]) -> dict[str, Any]:
     """Return the statistics of a value over clients, by their keys in a record."""
     array = np.array(values)
-    found = zip(_SPREAD, (array.mean(), array.std(), array.min(), array.max()), strict=True)
-    return {f"client_{name}_{k}": float(v) for k, v in found}
+    moments = zip(_SPREAD, (array.mean(), array.std(), array.min(), array.max()), strict=True)
+    return {f"client_{name}_{k}": float(v) for k, v in moments}
 
 
 class Evaluator:
@@ -149,7 +149,7 @@ class Evaluator:
         self.classifies, self.batch_size = classifies and self.count > 0, batch_size if population.batched else _BATCH
         # Class distributions need labels that are classes. Equal parts of the test set need nothing. The same holds for
         # test sets of clients.
-        mode = mode if population.test_sizes is None else OWN
+        mode = mode if population.test_sizes is None else CLIENT_SETS
         split_epoch = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
         split_epoch = split_epoch and (mode != "prior" or _known_labels(population))
         self.mode = mode if split_epoch else None
@@ -161,7 +161,7 @@ class Evaluator:
         self._samples = np.concatenate([*parts, np.empty(0, np.int64)])
         self._begins = np.cumsum([0, *(len(parts[i]) for i in self._tested_clients)])[:-1]
         keys = (key for name in self.metrics for key in (f"test_{name}", *(f"client_{name}_{k}" for k in _SPREAD)))
-        each = (f"client_{name}_each" for name in ("accuracy", *self.metrics) if self.mode == OWN)
+        each = (f"client_{name}_each" for name in ("accuracy", *self.metrics) if self.mode == CLIENT_SETS)
         self._keys = (*KEYS, *keys, *each)
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class Evaluator:
         if not values:
             return {}
         who = {"client_worst": min(values, key=values.__getitem__), "client_best": max(values, key=values.__getitem__)}
-        each = self._each("accuracy", values) if self.mode == OWN else {}
+        each = self._each("accuracy", values) if self.mode == CLIENT_SETS else {}
         return statistics("accuracy", [*values.values()]) | who | each
 
     def nothing(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Evaluator:
         record = statistics(name, clients if self._slices is not None else [value])
         return (
             record | self._each(name, dict(zip(self._tested_clients, clients, strict=True)))
-            if self.mode == OWN
+            if self.mode == CLIENT_SETS
             else record
         )
 

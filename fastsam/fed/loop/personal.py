@@ -104,13 +104,13 @@ class PersonalizedAlgorithm:
         local_weights = client[STATE_KEY]
         start = server["w"].repeat(len(local_weights), 1)
         start[:, self.places] = local_weights
-        made = self.inner.local_update(server, self._inner(client), round)
+        inner_step = self.inner.local_update(server, self._inner(client), round)
         buffers = [client[name] for name in self.initial_buffers]
-        if isinstance(made, LocalUpdate):
-            return self._with_local_start(made, start, server["w"], buffers)
+        if isinstance(inner_step, LocalUpdate):
+            return self._with_local_start(inner_step, start, server["w"], buffers)
         return [
             self._with_local_start(step, row, server["w"], [b[place : place + 1] for b in buffers])
-            for place, (step, row) in enumerate(zip(made, start, strict=True))
+            for place, (step, row) in enumerate(zip(inner_step, start, strict=True))
         ]
 
     def _with_local_start(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:

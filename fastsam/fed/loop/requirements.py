@@ -60,8 +60,8 @@ class Facts:
 def check(facts: Facts) -> None:
     """Raises ValueError for the first contradiction in a run."""
     for part in (_of_steps, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes):
-        for asked, needs, lack, remedy in part(facts):
-            raise ValueError(f"{asked} needs {needs}, but {lack}. {remedy}")
+        for request, needs, lack, remedy in part(facts):
+            raise ValueError(f"{request} needs {needs}, but {lack}. {remedy}")
 
 
 def _of_steps(facts: Facts) -> Iterator[Contradiction]:
@@ -133,44 +133,44 @@ def _of_rules(facts: Facts) -> Iterator[Contradiction]:
     settings, rule = facts.settings, facts.settings.rule
     if rule is None:
         return
-    asked = f"aggregation={rule.name!r}"
+    request = f"aggregation={rule.name!r}"
     if not rule.supports_weights:
         remedy = "Use weighting='uniform', or aggregation='norm_filter', which takes the weights"
-        yield from _unlike_weights(asked, settings.weighting, remedy)
+        yield from _unlike_weights(request, settings.weighting, remedy)
     if facts.is_("pools_data"):
-        yield asked, "clients", f"{facts.name} has none", "Use aggregation='mean'"
+        yield request, "clients", f"{facts.name} has none", "Use aggregation='mean'"
     if facts.is_("uses_sums"):
         lack = f"the server of {facts.name} keeps a sum of what its clients keep"
         remedy = f"Use aggregation='mean' with privacy=fed.Privacy(clip=...), or one of {_names(only_means)}"
-        yield asked, "a server that reads only means", lack, remedy
+        yield request, "a server that reads only means", lack, remedy
     if facts.is_("sends_weights"):
         lack = f"the clients of {facts.name} send weights of their own"
-        yield asked, "the run's weights", lack, "Use aggregation='mean' with privacy=fed.Privacy(clip=...)"
+        yield request, "the run's weights", lack, "Use aggregation='mean' with privacy=fed.Privacy(clip=...)"
     if facts.ranks > 1:
-        yield asked, "one process", f"the run has {facts.ranks}", "Use one process, or aggregation='mean'"
+        yield request, "one process", f"the run has {facts.ranks}", "Use one process, or aggregation='mean'"
     if not rule.only_deltas and facts.cohort_size is not None and facts.cohort_size < FEWEST:
         needs = f"{FEWEST} clients in a round, to tell which one is far from the others"
         remedy = "Use a larger participation, or aggregation='mean'"
-        yield asked, needs, f"this run has rounds of {facts.cohort_size}", remedy
+        yield request, needs, f"this run has rounds of {facts.cohort_size}", remedy
     if rule.only_deltas and facts.algorithm is not None and not _is_plain(facts.algorithm, "finish_client"):
         lack, plain = (
             f"the clients of {facts.name} send other vectors",
             _names(lambda one: _is_plain(one, "finish_client")),
         )
-        yield asked, "clients that send only their delta", lack, f"Use aggregation='mean', or one of {plain}"
+        yield request, "clients that send only their delta", lack, f"Use aggregation='mean', or one of {plain}"
 
 
 def _of_compression(facts: Facts) -> Iterator[Contradiction]:
     settings = facts.settings
     if settings.compression is None:
         return
-    asked = f"compression=TopK(share={settings.compression.share:g})"
+    request = f"compression=TopK(share={settings.compression.share:g})"
     if settings.privacy.noise_multiplier != 0:
         lack = f"the run has noise_multiplier={settings.privacy.noise_multiplier:g}"
-        yield asked, "no noise, whose bound its error feedback breaks", lack, "Use one of the two"
+        yield request, "no noise, whose bound its error feedback breaks", lack, "Use one of the two"
     if settings.rule is not None:
         lack = f"aggregation={settings.rule.name!r} compares deltas that were not sent"
-        yield asked, "the mean of the deltas", lack, "Use aggregation='mean'"
+        yield request, "the mean of the deltas", lack, "Use aggregation='mean'"
 
 
 def _of_client_models(facts: Facts) -> Iterator[Contradiction]:
@@ -182,10 +182,10 @@ def _of_client_models(facts: Facts) -> Iterator[Contradiction]:
     if parts and parts != "buffers='local'" and settings.rule is not None:
         lack = f"aggregation={settings.rule.name!r} compares whole models"
         yield parts, "the mean of the clients", lack, "Use aggregation='mean'"
-    asked = facts.name if own_models else parts
-    if asked and facts.ranks > 1:
+    request = facts.name if own_models else parts
+    if request and facts.ranks > 1:
         needs = "one process, in which the models of all clients can be evaluated"
-        yield asked, needs, f"the run has {facts.ranks}", "Use one process"
+        yield request, needs, f"the run has {facts.ranks}", "Use one process"
     if own_models and settings.local_parameters is not None:
         lack = f"the run has local_parameters={settings.local_parameters!r}"
         remedy = "Leave out local_parameters: the clients have whole models of their own"
@@ -205,14 +205,14 @@ def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
         "a run with measures": facts.measured,
         "a run of several processes": facts.ranks > 1,
     }
-    for asked in () if facts.sized else [name for name, used in askers.items() if used]:
+    for request in () if facts.sized else [name for name, is_used in askers.items() if is_used]:
         remedy = "Pass them: fed.LazyClients(n, load, sizes=[...])"
-        yield asked, "the clients' sizes before the clients are loaded", "they are not known", remedy
+        yield request, "the clients' sizes before the clients are loaded", "they are not known", remedy
 
 
-def _unlike_weights(asked: str, weighting: Any, remedy: str) -> Iterator[Contradiction]:
+def _unlike_weights(request: str, weighting: Any, remedy: str) -> Iterator[Contradiction]:
     if weighting != "uniform":
-        yield asked, "clients that count alike", f"weighting={weighting!r} makes some of them count more", remedy
+        yield request, "clients that count alike", f"weighting={weighting!r} makes some of them count more", remedy
 
 
 def _local_parts(facts: Facts) -> str | None:

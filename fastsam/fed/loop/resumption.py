@@ -106,7 +106,7 @@ def identity_of(
     numbers = loop.chosen.executor.numbers
     if numbers != "exact" and loop.ranks.size > 1:  # the ranks decide which clients are stacked together
         numbers += f", {loop.ranks.size} ranks"
-    own = {
+    model_facts = {
         "model": structure(models[0]),
         "data": population.fingerprint(),
         "backend": facts["backend"],
@@ -114,7 +114,7 @@ def identity_of(
         "numbers": numbers,
         "memory_format": order(models[1]),
     }
-    return settings_of(facts, settings) | own | ({} if collate is None else {"collate": describe(collate)})
+    return settings_of(facts, settings) | model_facts | ({} if collate is None else {"collate": describe(collate)})
 
 
 def settings_of(facts: dict[str, Any], settings: Settings) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Cohort:
     ) -> None:
         self.contract, self.settings, self.data = run.contract, run.settings, run.population.clients
         self.stages, self.states = run.stages, run.states
-        self.before, self.round, self.visible, self.client_ids, self.mine = (
+        self.before, self.round, self.visible, self.client_ids, self.local_ids = (
             before,
             round,
             visible,
@@ -99,7 +99,7 @@ class Cohort:
         """Yield one task per client of this rank, on request. Clients in `later` are likely in the next round."""
         settings, data, together = self.settings, self.data, executor.slots if executor.stacks else 1
         setup, index, lr = executor.setup, self.round.index, self.round.lr
-        order = self.mine
+        order = self.local_ids
         if executor.longest_first and data.sized:
             order, later = (sorted(some, key=data.sizes.__getitem__, reverse=True) for some in (order, later))
         self.states.begin(self.before.clients, order, later)
@@ -129,18 +129,18 @@ class Cohort:
         Clients that take part for the first time share one state, and therefore one LocalUpdate.
         """
         before, server = self.before.clients, self.before.server
-        known = {i: self.states.get(i, before[i]) for i in clients if i in before}
-        self._open |= known
-        if len(known) < len(clients) and self._first is None:
-            new = [i for i in clients if i not in known]
+        old_states = {i: self.states.get(i, before[i]) for i in clients if i in before}
+        self._open |= old_states
+        if len(old_states) < len(clients) and self._first is None:
+            new = [i for i in clients if i not in old_states]
             state = self.contract.init_client(server, self.visible, new)
             self._first = state, self._constants([state], new[:1])[0]
         if self._first is not None and self._first[0]:
-            self._open |= {i: self._first[0] for i in clients if i not in known}
-        if self._first is not None and not known:
+            self._open |= {i: self._first[0] for i in clients if i not in old_states}
+        if self._first is not None and not old_states:
             return [self._first[1]] * len(clients)
         constants: dict[int, Constants] = {}
-        ids, states = list(known), list(known.values())
+        ids, states = list(old_states), list(old_states.values())
         for places in group_by_shape(states):
             those = [ids[place] for place in places]
             constants |= dict(zip(those, self._constants([states[place] for place in places], those), strict=True))
@@ -229,7 +229,7 @@ class Cohort:
         ranks = self.exchange.ranks
         if ranks.size == 1:
             return
-        stateful = self.clients.keys() & set(self.mine)
+        stateful = self.clients.keys() & set(self.local_ids)
         # Each client was on one rank, so the sum over the ranks is its home.
         homes = [ranks.rank + 1 if i in stateful else 0 for i in self.client_ids]
         norms = [_bits(self.norms.get(i, 0.0)) for i in self.client_ids]
@@ -330,9 +330,9 @@ def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, 
     return {i: norm / usual for i, norm in sorted(far.items())} if usual > 0 else {}
 
 
-def warn(found: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]], aggregation: str) -> None:
+def warn(rows: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]], aggregation: str) -> None:
     """Log a line for each of a round's outliers that no earlier record in `history` has."""
-    for one in found:
+    for one in rows:
         client, factor = one["client"], one["factor"]
         if any(client == before["client"] for record in history for before in record.get("outliers", ())):
             continue

@@ -175,8 +175,8 @@ def run(
         if run_dir is not None or ranks.size > 1:
             identity = identity_of(facts, settings, loop, (model, trained), population, collate)
         if ranks.size > 1:
-            here = {"weights": digest(model), "callbacks": listeners.names()}
-            ranks.agree(identity | settings.of_this_call() | here)
+            run_facts = {"weights": digest(model), "callbacks": listeners.names()}
+            ranks.agree(identity | settings.of_this_call() | run_facts)
         if run_dir is not None:
             behaviours = behaviours_of(model, settings, collate)
             directory, state = open_directory(run_dir, resume, loop, state, identity, config, lock, behaviours)

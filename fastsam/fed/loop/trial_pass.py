@@ -172,7 +172,7 @@ def _frozen_versions(trial: nn.Module) -> dict[str, int]:
 
 
 def _check_written(
-    trial: nn.Module, frozen: Mapping[str, int], buffers: Mapping[str, Tensor], changed: Sequence[str]
+    trial: nn.Module, frozen: Mapping[str, int], buffers: Mapping[str, Tensor], names: Sequence[str]
 ) -> None:
     """Raise ValueError if a pass writes a frozen parameter, or replaces a buffer by another tensor."""
     for name, version in _frozen_versions(trial).items():
@@ -183,7 +183,7 @@ def _check_written(
                 "says what becomes of it"
             )
     now = dict(trial.named_buffers())
-    for name in changed:
+    for name in names:
         if name in buffers and now[name] is not buffers[name]:
             raise ValueError(
                 f"a training pass replaces the buffer {name!r} by another tensor, and clients' buffers are read from "

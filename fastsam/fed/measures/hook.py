@@ -114,15 +114,15 @@ class RoundMeasures:
         limbs = None if collected.total is None else collected.total.limbs()
         packed = io.BytesIO()
         torch.save((collected.clients, collected.results, limbs), packed)
-        seen = self._collected = _Collected()
+        merged = self._collected = _Collected()
         for part in ranks.gather(packed.getvalue()):
             clients, results, limbs = torch.load(
                 io.BytesIO(part), map_location=self.replica.row.device, weights_only=False
             )
-            seen.clients += clients
-            seen.results |= results
+            merged.clients += clients
+            merged.results |= results
             if limbs is not None:
-                total = seen.total = seen.total or FixedPointSum(limbs[0], about.cohort_size)
+                total = merged.total = merged.total or FixedPointSum(limbs[0], about.cohort_size)
                 total.add_limbs_(*limbs)
         self._round = about.index
 

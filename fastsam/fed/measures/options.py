@@ -73,10 +73,10 @@ def measures_by_name(measures: Any) -> NamedMeasures | None:
         return NamedMeasures(measures)
     if not isinstance(measures, Mapping):
         return None
-    made = made_of(NamedMeasures, measures, "measures")
-    if measures and not made.names:
+    options = made_of(NamedMeasures, measures, "measures")
+    if measures and not options.names:
         raise ValueError("measures has settings, but no names. Name what to measure, or leave the settings out")
-    return made
+    return options
 
 
 class Measures(Protocol):

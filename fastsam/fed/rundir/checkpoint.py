@@ -111,8 +111,8 @@ class RunDirectory:
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunDirectoryError(f"{self.path} is a file, not a run directory; choose another run_dir")
-        found = sorted(os.listdir(self.path)) if self.path.exists() else []
-        if not found:
+        names = sorted(os.listdir(self.path)) if self.path.exists() else []
+        if not names:
             return None
         if self.ranks.first:
             self.lock.take(self.path)
@@ -123,7 +123,7 @@ class RunDirectory:
             )
         self._check_places()
         if not self._manifest.exists():
-            foreign = [name for name in found if name.removesuffix(".tmp") not in _RUN_FILES]
+            foreign = [name for name in names if name.removesuffix(".tmp") not in _RUN_FILES]
             if foreign:
                 raise RunDirectoryError(
                     f"{self.path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): "

@@ -128,11 +128,11 @@ def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def check_identity(directory: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_identity(directory: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise RunDirectoryError if the run in `directory` has a different identity. The message names the key."""
-    stored = with_current_names(stored)
-    lacking = {key: value for key, value in _SINCE.items() if key in now and key not in stored}
-    differences = difference({**stored, **lacking}, now)
+    saved = with_current_names(saved)
+    lacking = {key: value for key, value in _SINCE.items() if key in now and key not in saved}
+    differences = difference({**saved, **lacking}, now)
     if differences is not None:
         key, before, after = differences
         raise RunDirectoryError(

@@ -152,5 +152,5 @@ def _metric_keys(names: Sequence[str]) -> list[str]:
 def _measured(history: History) -> dict[str, float]:
     """The last value of each measure that has one."""
     keys = [key for names in NAMES.values() for key in names]
-    found = {key: [r[key] for r in history if r.get(key) is not None] for key in keys}
-    return {key: values[-1] for key, values in found.items() if values}
+    columns = {key: [r[key] for r in history if r.get(key) is not None] for key in keys}
+    return {key: values[-1] for key, values in columns.items() if values}

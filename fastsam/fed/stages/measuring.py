@@ -67,14 +67,14 @@ def numbers(values: Any, who: str, reserved: Container[str]) -> dict[str, float 
     }
 
 
-def rows_of_numbers(found: Any, who: str, reserved: Container[str], n: int) -> dict[str, list[float]]:
+def rows_of_numbers(returned: Any, who: str, reserved: Container[str], n: int) -> dict[str, list[float]]:
     """Return the numbers of n clients that the method `who` returned: a list of n numbers under each name.
 
     Raises:
         ValueError: it is not a dict of n numbers under each name, or a name is `reserved`.
     """
     columns: dict[str, list[float]] = {}
-    for name, values in _entries(found, who, reserved):
+    for name, values in _entries(returned, who, reserved):
         if not isinstance(values, (Sequence, Tensor)) or isinstance(values, str) or len(values) != n:
             raise ValueError(
                 f"the measures' {who} must return {n} numbers, one for each client, got {_type(values)} for {name!r}"

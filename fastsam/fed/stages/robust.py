@@ -83,8 +83,8 @@ class RobustAggregate:
         return self._means[name]
 
     def _mean(self, name: str) -> Tensor:
-        chosen = [self._rows[i] for i in self._selected if name in self._rows[i][2]]
-        return self.rule.mean([rows[name] for _, _, rows in chosen], [weight for weight, _, _ in chosen])
+        kept_rows = [self._rows[i] for i in self._selected if name in self._rows[i][2]]
+        return self.rule.mean([rows[name] for _, _, rows in kept_rows], [weight for weight, _, _ in kept_rows])
 
     def sum(self, name: str) -> Tensor:
         return self._sums.sum(name)
@@ -96,7 +96,7 @@ class RobustAggregate:
     def _selected(self) -> list[int]:
         """The clients whose rows count, in ascending order."""
         order = sorted(self._rows)
-        return [order[i] for i in self.rule.chosen([self._rows[client][1] for client in order])]
+        return [order[i] for i in self.rule.select([self._rows[client][1] for client in order])]
 
     @property
     def rejected(self) -> list[int]:

@@ -180,12 +180,12 @@ def _constants_of(step: LocalUpdate) -> Constants:
     return constants
 
 
-def _make_constants(step: LocalUpdate, given: Sequence[str]) -> Constants:
-    _check(step, given)
+def _make_constants(step: LocalUpdate, names: Sequence[str]) -> Constants:
+    _check(step, names)
     mix = GradCoefficients(step.perturbed_weight, step.clean_weight, step.surrogate_gap)
     variant = _variant(
         step.direction,
-        "gradient_offset" in given,
+        "gradient_offset" in names,
         bool(step.proximal_coefficient),
         mix.needs_g1,
         bool(step.surrogate_gap),
@@ -193,11 +193,11 @@ def _make_constants(step: LocalUpdate, given: Sequence[str]) -> Constants:
         step.drift_weight,
         step.uses_last_gradient,
         step.anchor_weight,
-        "pilot" in given,
-        "rho_scale" in given,
+        "pilot" in names,
+        "rho_scale" in names,
     )
-    vectors = tuple(name for name in VECTORS if name in given)
-    return Constants(mix, variant, vectors, step.full_gradient or "pilot" in given)
+    vectors = tuple(name for name in VECTORS if name in names)
+    return Constants(mix, variant, vectors, step.full_gradient or "pilot" in names)
 
 
 _variant = lru_cache(maxsize=256)(StepVariant)

@@ -178,4 +178,4 @@ class ParameterLayout:
 
     def _check(self, x: Tensor, length: int, what: str) -> None:
         if x.dim() == 0 or x.shape[-1] != length:
-            raise ValueError(f"this run's {what} has {length} numbers in its last dimension, got {list(x.shape)}")
+            raise ValueError(f"in this run {what} has {length} numbers in its last dimension, got {list(x.shape)}")

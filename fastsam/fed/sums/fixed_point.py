@@ -133,8 +133,8 @@ def _add_(terms: Sequence[Term], weight: int, n: int) -> Problems:
     for term, size in zip(terms, sizes, strict=True):
         factor, largest = term.factor(weight), size.tolist()
         if not sum(largest) * factor <= term.sum.limit:  # true also for NaN
-            found = {i: term.sum.problem_of_size(x, factor) for i, x in enumerate(largest)}
-            problems = {i: f"its {term.name!r} {problem}" for i, problem in found.items() if problem} | problems
+            new_problems = {i: term.sum.problem_of_size(x, factor) for i, x in enumerate(largest)}
+            problems = {i: f"its {term.name!r} {problem}" for i, problem in new_problems.items() if problem} | problems
     for i in problems:
         for term in terms:
             term.sum.add_(term.rows[i], -term.factor(weight))
@@ -197,7 +197,7 @@ class FixedPointAggregate:
         terms = [Term(self._sum("mean", name, x), name, x, self._unit) for name, x in mean.items()]
         terms += [Term(self._sum("sum", name, x), name, x) for name, x in total.items()]
         for weight in {weight for i, weight in enumerate(weights) if i not in problems}:
-            indices = [i for i, own in enumerate(weights) if own == weight and i not in problems]
+            indices = [i for i, client_weight in enumerate(weights) if client_weight == weight and i not in problems]
             some = terms if len(indices) == len(weights) else [replace(t, rows=t.rows[indices]) for t in terms]
             problems |= {indices[i]: problem for i, problem in _add_(some, weight, len(indices)).items()}
         if problems:

@@ -26,7 +26,7 @@ def made(text: str) -> Rule:
 def aggregate(text: str, given: list[Tensor], weights: list[int] | None = None) -> Tensor:
     """Return the change of the model in a round with these deltas."""
     rule, weights = made(text), [1] * len(given) if weights is None else weights
-    chosen = rule.chosen(given)
+    chosen = rule.select(given)
     return rule.mean([given[i] for i in chosen], [weights[i] for i in chosen])
 
 
@@ -66,23 +66,23 @@ def test_krum_takes_those_of_the_least_scores(text: str, f: int, m: int) -> None
     for seed in range(5):
         given = rows(seed=seed)
         chosen = sorted(krum_by_hand(given, f)[:m])
-        assert made(text).chosen(given) == chosen
+        assert made(text).select(given) == chosen
         assert torch.allclose(aggregate(text, given), torch.stack([given[i].double() for i in chosen]).mean(0))
 
 
 def test_krum_of_one_or_two_clients_is_their_mean_and_of_equal_ones_the_first() -> None:
-    assert [made("krum").chosen(rows(n)) for n in (1, 2)] == [[0], [0, 1]]
-    assert made("krum").chosen([torch.ones(4)] * 5) == [0]
+    assert [made("krum").select(rows(n)) for n in (1, 2)] == [[0], [0, 1]]
+    assert made("krum").select([torch.ones(4)] * 5) == [0]
 
 
 def test_the_norm_filter_is_the_weighted_mean_of_those_within_the_limit() -> None:
     given = [x / x.norm() for x in rows(5)]
     given[1], given[3] = 9.9 * given[1], 10.1 * given[3]
-    assert made("norm_filter").chosen(given) == [0, 1, 2, 4]
-    assert made("norm_filter:11").chosen(given) == [0, 1, 2, 3, 4]
+    assert made("norm_filter").select(given) == [0, 1, 2, 4]
+    assert made("norm_filter:11").select(given) == [0, 1, 2, 3, 4]
     expected = sum(w * given[i].double() for i, w in ((0, 3), (1, 1), (2, 7), (4, 2))) / 13
     assert torch.allclose(aggregate("norm_filter", given, [3, 1, 7, 5, 2]), expected)
-    assert made("norm_filter").chosen([torch.zeros(4)] * 3) == [0, 1, 2]  # a cohort that does not move has no outlier
+    assert made("norm_filter").select([torch.zeros(4)] * 3) == [0, 1, 2]  # a cohort that does not move has no outlier
 
 
 @pytest.mark.parametrize("text", [name for name in names() if name != "mean"])

@@ -233,7 +233,7 @@ def test_a_look_reads_only_the_first_samples(tmp_path: Path, large: None) -> Non
     clients = in_files(tmp_path)
     made = prepare(clients, None, torch.float32, torch.device("cpu"))
     assert not made.clients.pairs and all(max(x.taken) <= 2 for x, _ in clients), [x.taken for x, _ in clients]
-    assert all(own.ahead and not own.draws for own in made.clients)  # type: ignore[attr-defined]
+    assert all(own.reads_ahead and not own.draws for own in made.clients)  # type: ignore[attr-defined]
 
 
 def test_trees_of_columns(tmp_path: Path, large: None) -> None:

@@ -119,7 +119,7 @@ def test_the_next_clients_are_loaded_while_others_train(executor: str) -> None:
     plain, ahead, none = run(pairs(), **options), Slow(), Slow()
     made = run(fed.LazyClients(4, ahead), **options)
     assert torch.equal(weights(made), weights(plain)) and made.history[-1]["samples"] == plain.history[-1]["samples"]
-    assert torch.equal(weights(run(fed.LazyClients(4, none, ahead=0), **options)), weights(plain))
+    assert torch.equal(weights(run(fed.LazyClients(4, none, prefetch=0), **options)), weights(plain))
     assert sorted(i for i, _ in ahead.calls) == sorted(i for i, _ in none.calls)
     others = [main for _, main in ahead.calls[2:]]
     assert ahead.calls[:2] == [(0, True)] * 2 and others.count(False) >= 2, (
@@ -137,7 +137,7 @@ def test_what_loads_at_once_or_draws_is_loaded_when_it_trains() -> None:
 
     for lazy, calls in (
         (fed.LazyClients(4, quick), quick.calls),
-        (fed.LazyClients(4, draws, ahead=2), drawn.calls),
+        (fed.LazyClients(4, draws, prefetch=2), drawn.calls),
     ):
         run(lazy, executor="sequential")
         assert len(calls) > 4 and all(main for _, main in calls)

@@ -86,7 +86,7 @@ def second(client):
      r"client 0 is a DataLoader with its own sampler .*WeightedRandomSampler.*Subset\(dataset, indices\)"),
     (lambda: run([{1: 2}.keys()]), 'client 0 must be a pair .*got dict_keys'),
     # bad ones
-    (lambda: fed.LazyClients(4, pairs().__getitem__, ahead=-1), 'LazyClients: ahead must be an integer >= 0'),
+    (lambda: fed.LazyClients(4, pairs().__getitem__, prefetch=-1), 'LazyClients: prefetch must be an integer >= 0'),
     (lambda: fed.LazyClients(0, pairs().__getitem__), 'clients must be an integer >= 1'),
     (lambda: fed.LazyClients(2, pairs()), 'load must be a function'),
     (lambda: fed.LazyClients(2, pairs().__getitem__, [3]), 'sizes must have a number for each of the 2 clients, got 1'),

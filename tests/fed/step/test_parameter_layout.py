@@ -87,9 +87,9 @@ def test_writing_into_views_leaves_the_padding_zero(rows):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda rows: rows.unflatten(torch.zeros(NUMEL)), r"a row of this run has 256 numbers .*got \[109\]"),
-        (lambda rows: rows.vector(torch.tensor(1.0)), r"a row of this run has 256 numbers .*got \[\]"),
-        (lambda rows: rows.row(torch.zeros(256)), r"a vector of this run has 109 numbers .*got \[256\]"),
+        (lambda rows: rows.unflatten(torch.zeros(NUMEL)), r"in this run a row has 256 numbers .*got \[109\]"),
+        (lambda rows: rows.vector(torch.tensor(1.0)), r"in this run a row has 256 numbers .*got \[\]"),
+        (lambda rows: rows.row(torch.zeros(256)), r"in this run a vector has 109 numbers .*got \[256\]"),
         (lambda rows: rows.model(torch.zeros(2, 256)), r"one row, \[256\], got \[2, 256\]"),
         (
             lambda rows: rows.flatten({"conv.weight": torch.zeros(1)}),

@@ -49,8 +49,8 @@ class Writer:
 
     def __init__(self, graph: Graph, segments: Sequence[Segment], row_size: int) -> None:
         self.places, self.instructions = MemoryPlan(graph), list[Instruction]()
-        wanted = [(row_size, 1, ()), *((s.offset, s.length, tuple(s.stride)) for s in segments)]
-        results = list(zip(outputs(graph), wanted, strict=True))
+        result_layouts = [(row_size, 1, ()), *((s.offset, s.length, tuple(s.stride)) for s in segments)]
+        results = list(zip(outputs(graph), result_layouts, strict=True))
         deferred = [
             (node, offset, strides)
             for node, (offset, length, strides) in results
@@ -125,8 +125,8 @@ class Writer:
         if 0 in over or call.kwargs:
             raise NoFormError("a sum over rows")
         place = self.places.new(call)
-        kept = iter(s for d, s in enumerate(place.strides, 1) if not (any(keep) and d in over))
-        strides = tuple(0 if d in over else next(kept) for d in range(1, len(shape)))
+        kept_strides = iter(s for d, s in enumerate(place.strides, 1) if not (any(keep) and d in over))
+        strides = tuple(0 if d in over else next(kept_strides) for d in range(1, len(shape)))
         self._add(Code.SUM, shape, replace(place, strides=strides), read)
         if call.target is aten.mean.dim:
             self._scale_(call, 1.0 / prod(shape[d] for d in over))
