@@ -100,8 +100,8 @@ class _Hooks:
 def _the_optimizer(trainer: Any) -> FusedSAM:
     optimizers = trainer.optimizers
     if len(optimizers) != 1 or not isinstance(optimizers[0], FusedSAM):
-        found = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-        raise ValueError(f"SAMCallback expects configure_optimizers to return one FusedSAM, got {found}")
+        class_names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise ValueError(f"SAMCallback expects configure_optimizers to return one FusedSAM, got {class_names}")
     opt: FusedSAM = optimizers[0]
     return opt
 

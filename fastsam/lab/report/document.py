@@ -52,7 +52,7 @@ class Document:
         for figure in self.figures:
             caption, path = _escaped(figure.caption), os.path.relpath(figure.path, directory)
             parts += [f"## {caption}", f"![{caption}](<{path}>)"]
-        parts += ["## Runs", "\n".join(f"- {_escaped(name)}: `{where}`" for name, where in self.runs)]
+        parts += ["## Runs", "\n".join(f"- {_escaped(name)}: `{path}`" for name, path in self.runs)]
         parts += ["Repeat with", f"    {self.command}"]
         return "\n\n".join(parts) + "\n"
 
