@@ -81,16 +81,16 @@ class Plan:
         first = next(iter(records.values()))
         separate_keys = {"algorithm", "seed", *records}  # the last are the algorithms' own tables
         keys = [k for k in first if k not in separate_keys]
-        common = {k: first[k] for k in keys if all(k in r and r[k] == first[k] for r in records.values())}
+        common_values = {k: first[k] for k in keys if all(k in r and r[k] == first[k] for r in records.values())}
         tables = {
-            algorithm: {k: v for k, v in record.items() if k not in (*common, "algorithm", "seed", algorithm)}
+            algorithm: {k: v for k, v in record.items() if k not in (*common_values, "algorithm", "seed", algorithm)}
             | record[algorithm]
             for algorithm, record in records.items()
         }
         compare: dict[str, list[Any]] = {"algorithms": list(self.algorithms), "seeds": list(self.seeds)}
         if self.sweep:
             compare["sweep"] = [axis.text for axis in self.sweep]
-        return common | tables | {"compare": compare}
+        return common_values | tables | {"compare": compare}
 
 
 def plan(
@@ -256,13 +256,13 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
     swept_keys = {axis.key for axis in plan.sweep}
     share = "participation" if config.cohort is None else "cohort"
     keys = ("rounds", share, "local_epochs", "batch_size", "model", "client_test_split")
-    firsts = {short_name(c.algorithm): c for c in reversed(plan.configs)}
+    first_configs = {short_name(c.algorithm): c for c in reversed(plan.configs)}
     data_facts = {_swept_data(run): _data_facts(run.config, data[data_key(run.config)]) for run in plan.runs}
     return {
         **_merge_facts(data_facts),
         **{key: getattr(config, key) for key in keys if key not in swept_keys},
         **{f"swept {axis.name}": ", ".join(axis.values) for axis in plan.sweep},
-        **{name: _settings(firsts[short_name(name)], swept_keys) for name in plan.algorithms},
+        **{name: _settings(first_configs[short_name(name)], swept_keys) for name in plan.algorithms},
     }
 
 
@@ -301,16 +301,17 @@ Data = Mapping[str, FederatedData]
 
 def train(
     run_setup: Experiment, directory: Path, resume: bool, console: Console, label: str, resume_command: str,
-    every: int | None = None,
+    print_interval: int | None = None,
 ) -> FinishedRun:  # fmt: skip
     """Train one run.
 
     Args:
         label: name of the run in the progress line.
+        print_interval: number of rounds between lines of a log; default a tenth of the rounds.
         resume_command: command that continues the run. Ctrl-C and a full disk raise errors that show it.
     """
     try:
-        with RunProgress(console, label, run_setup.config.rounds, every) as progress:
+        with RunProgress(console, label, run_setup.config.rounds, print_interval) as progress:
             result = experiment.start(run_setup, directory, resume, progress)
     except KeyboardInterrupt:
         is_started = (directory / "config.json").exists()

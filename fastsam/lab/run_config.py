@@ -98,8 +98,8 @@ class RunConfig(Settings, ModelKeys, DataKeys):
 
         Read again it gives this same config.
         """
-        foreign = foreign_keys(self.data, self.split)
-        values = {key: getattr(self, key) for key in KEYS if key not in foreign}
+        foreign_reasons = foreign_keys(self.data, self.split)
+        values = {key: getattr(self, key) for key in KEYS if key not in foreign_reasons}
         return values | {short_name(self.algorithm): dict(self.options)}
 
 
@@ -130,13 +130,13 @@ def foreign_keys(data: str, split: str) -> dict[str, str]:
     Keys of the data depend on the source of the data, and keys of the split on the split.
     """
     data_keys, why = _data_keys(data)
-    out = {key: f"data is {data!r}, {why}" for key in (*SOURCE_KEYS, *_SPLIT_OPTIONS) if key not in data_keys}
+    reasons = {key: f"data is {data!r}, {why}" for key in (*SOURCE_KEYS, *_SPLIT_OPTIONS) if key not in data_keys}
     if "split" in data_keys:
         split_options = partition.options_of(KEYS["split"].check(split))
-        out |= dict.fromkeys(_SPLIT_OPTIONS - split_options, f"the split {split!r} does not take it")
+        reasons |= dict.fromkeys(_SPLIT_OPTIONS - split_options, f"the split {split!r} does not take it")
         if split == "own":
-            out |= dict.fromkeys(("clients", "split_seed"), "the split 'own' lists each client's samples")
-    return out
+            reasons |= dict.fromkeys(("clients", "split_seed"), "the split 'own' lists each client's samples")
+    return reasons
 
 
 _SPLIT_OPTIONS = frozenset().union(*(partition.options_of(split) for split in partition.SPLITS))

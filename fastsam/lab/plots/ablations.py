@@ -48,7 +48,7 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
     """
     all_points = [point for lines in panels.values() for points in lines.values() for point in points]
     places = _places([point.value for point in all_points if point.value is not None])
-    numeric = _numeric([*places])
+    is_numeric = _are_numbers([*places])
     figure, grid, styles = _grid(panels)
     for axes, lines in zip(grid, panels.values(), strict=True):
         for label, points in lines.items():
@@ -56,9 +56,9 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
             _levels(axes, label, [point.accuracies for point in points if point.value is None], style)
             coordinates = sorted((places[value_text(p.value)], p.accuracies) for p in points if p.value is not None)
             # Values without an order are not joined by a line.
-            _bars(axes, label, coordinates, style if numeric else style | {"linestyle": "none"})
+            _bars(axes, label, coordinates, style if is_numeric else style | {"linestyle": "none"})
         axes.set(xlabel=NAMES.get(key, key.replace("_", " ")), ylabel="final test accuracy (%)")
-        if numeric:
+        if is_numeric:
             ticks = sorted(places.values())
             if ticks[0] > 0 and ticks[-1] >= 8 * ticks[0]:
                 figures.logarithmic(axes, "x")
@@ -115,10 +115,10 @@ def _bars(axes: Any, label: str, points: Sequence[tuple[float, Sequence[float]]]
 def _places(values: Sequence[Any]) -> dict[str, float]:
     """Return the position of each value on the axis, by its name: numbers are at their values, others at 0, 1, ..."""
     names = list(dict.fromkeys(map(value_text, values)))
-    return {name: float(name if _numeric(names) else i) for i, name in enumerate(names)}
+    return {name: float(name if _are_numbers(names) else i) for i, name in enumerate(names)}
 
 
-def _numeric(names: Sequence[str]) -> bool:
+def _are_numbers(names: Sequence[str]) -> bool:
     try:
         return all(math.isfinite(float(name)) for name in names)
     except ValueError:

@@ -77,8 +77,10 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
     figure, grid = _grid(len(panels), len(views))
     for column, (name, lines) in zip(grid, runs.items(), strict=True):
         for axes, (view, text, logarithmic) in zip(column, views, strict=True):
-            viewed = {k: [{r: view(v) for r, v in history.items()} for history in seeds] for k, seeds in lines.items()}
-            _lines(axes, viewed, runs, limits)
+            view_lines = {
+                k: [{r: view(v) for r, v in history.items()} for history in seeds] for k, seeds in lines.items()
+            }
+            _lines(axes, view_lines, runs, limits)
             if target is not None:
                 goal = f"target {100 * target:g} %"
                 axes.axhline(view(target), color="0.4", linestyle="--", linewidth=0.8, label=goal)

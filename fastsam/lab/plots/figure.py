@@ -132,8 +132,8 @@ def legend(figure: Figure, panels: Iterable[Any]) -> None:
         return
     letters = max(map(len, entries))
     columns = max(1, min(len(entries), int(figure.get_figwidth() / (0.065 * letters + 0.65))))
-    look: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False, "handlelength": 4}
-    figure.legend(list(entries.values()), list(entries), **look)
+    options: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False, "handlelength": 4}
+    figure.legend(list(entries.values()), list(entries), **options)
 
 
 def logarithmic(axes: Any, axis_name: str = "y") -> None:

@@ -32,7 +32,7 @@ class Metric:
     shows_multiple: bool = False  # show the multiple of FedAvg's number after the number, as in "1.26x"
     is_multiple: bool = False  # show this multiple in place of the number
     uses_target: bool = False  # the number counts until the column's target was reached
-    better: int = -1  # 1 if a larger number is better, -1 if a smaller number is better
+    direction: int = -1  # 1 if a larger number is better, -1 if a smaller number is better
 
 
 def _percent(key: str) -> Number:
@@ -58,10 +58,10 @@ def _vector_count(run: FinishedRun, target: float | None) -> float:
 
 
 METRICS: Mapping[str, Metric] = {
-    "accuracy": Metric("test accuracy (%)", _percent("accuracy_final"), ".2f", shows_deviation=True, better=1),
-    "train": Metric("train", _percent("train_accuracy_mean"), ".2f", _percent("train_accuracy_std"), better=1),
+    "accuracy": Metric("test accuracy (%)", _percent("accuracy_final"), ".2f", shows_deviation=True, direction=1),
+    "train": Metric("train", _percent("train_accuracy_mean"), ".2f", _percent("train_accuracy_std"), direction=1),
     "validation": Metric(
-        "validation", _percent("client_accuracy_mean"), ".2f", _percent("client_accuracy_std"), better=1
+        "validation", _percent("client_accuracy_mean"), ".2f", _percent("client_accuracy_std"), direction=1
     ),
     "rounds": Metric("rounds", _target_value("rounds_to_target"), ".0f", uses_target=True),
     "relative_rounds": Metric(

@@ -91,7 +91,7 @@ def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
                 mean = float(np.mean(list(margins.values())))
                 parts = [part for column in margins for part in section.columns[column].parts if part in outcomes]
                 samples = min((outcomes[part].samples for part in parts), default=0)
-                sample = 100 / samples if samples and METRICS[metric].better > 0 else 0.0
+                sample = 100 / samples if samples and METRICS[metric].direction > 0 else 0.0
                 claim_list.append(Claim(section.title, metric, winner, loser, len(margins), mean, means, sample))
     return claim_list
 
@@ -200,7 +200,7 @@ def _paper_numbers(table: Table, section: Section, metric: str) -> dict[tuple[in
         uses_base = kind.shows_multiple or kind.is_multiple
         number = multiple_of(text or "", base or "") if uses_base else number_of(text or "")
         if number is not None and not doubts:
-            numbers[i, name] = kind.better * number
+            numbers[i, name] = kind.direction * number
     return numbers
 
 
@@ -215,10 +215,10 @@ def _measured_numbers(
     for i, column in enumerate(section.columns):
         groups = {name: groups_of(column, name, outcomes) for name in table.algorithms}
         seed_numbers = {name: value(kind, group, column.target) for name, group in groups.items()}
-        unit = float(kind.better)
+        unit = float(kind.direction)
         if kind.shows_multiple or kind.is_multiple:
             base = _complete_values(seed_numbers["fedavg"])
-            unit = kind.better / float(np.mean(base)) if base else math.nan
+            unit = kind.direction / float(np.mean(base)) if base else math.nan
         for name, values in seed_numbers.items():
             numbers_by_cell[i, name] = [None if v is None or math.isnan(unit) else unit * v for v in values]
     return numbers_by_cell

@@ -21,7 +21,7 @@ from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, groups_of
 from fastsam.lab.reproduce.runner import Outcome, changes
 from fastsam.lab.reproduce.table import Column, Part, Section, Table
 
-_WIDEST = 4  # pairs of columns side by side: more do not fit a page
+_MOST_PAIRS = 4  # pairs of columns side by side: more do not fit a page
 Outcomes = Mapping[Part, Outcome]
 
 
@@ -78,7 +78,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
     """
     tables = []
     for section in table.sections if table.metrics else ():
-        columns_per_block = max(1, _WIDEST // len(table.metrics))
+        columns_per_block = max(1, _MOST_PAIRS // len(table.metrics))
         blocks = -(-len(section.columns) // columns_per_block)
         size = -(-len(section.columns) // blocks)
         starts = range(0, len(section.columns), size)

@@ -71,10 +71,10 @@ def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Pl
 
 def check_data(plans: Mapping[Part, Plan]) -> None:
     """Open each data set once, so that a missing archive raises FileNotFoundError before anything runs."""
-    firsts: dict[Any, RunConfig] = {}
+    first_configs: dict[Any, RunConfig] = {}
     for config in (plan.configs[0] for plan in plans.values()):
-        firsts.setdefault((config.data, config.data_dir), config)
-    for config in firsts.values():
+        first_configs.setdefault((config.data, config.data_dir), config)
+    for config in first_configs.values():
         experiment.load_data(config)
 
 
@@ -159,12 +159,12 @@ def changes(table: Table, plans: Mapping[Part, Plan]) -> list[tuple[str, str, st
 
 
 def _differences(paper: RunConfig, config: RunConfig, swept_keys: set[str]) -> list[tuple[str, str, str]]:
-    short = short_name(paper.algorithm)
+    algorithm = short_name(paper.algorithm)
     paper_record, config_record = paper.record(), config.record()
     keys = dict.fromkeys([*paper_record, *config_record])
     pairs = [(key, paper_record.get(key), config_record.get(key)) for key in keys]
-    pairs += [(f"{short}.{key}", paper.options[key], config.options[key]) for key in paper.options]
-    ignored_keys = TECHNICAL | swept_keys | {short} | {f"{short}.{key}" for key in swept_keys}
+    pairs += [(f"{algorithm}.{key}", paper.options[key], config.options[key]) for key in paper.options]
+    ignored_keys = TECHNICAL | swept_keys | {algorithm} | {f"{algorithm}.{key}" for key in swept_keys}
     text_pairs = [(key, _text(a), _text(b)) for key, a, b in pairs if key not in ignored_keys]
     return [(key, a, b) for key, a, b in text_pairs if a != b]
 

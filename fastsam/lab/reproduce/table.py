@@ -165,17 +165,17 @@ def _column(
 ) -> Column:
     if "average" in column:
         return Column(column["name"], _parts_of(column["average"], column["protocol"], table["algorithms"], scale))
-    full = [_read("protocols", section["protocol"])]
-    small = [full[0].pop("scaled")]
+    layers = [_read("protocols", section["protocol"])]
+    scaled_layers = [layers[0].pop("scaled")]
     for layer in (section, column):
-        full.append(layer.get("keys", {}))
-        small.append(layer.get("scaled", {}))
-    paper = _merge(full)
-    keys = paper if scale is None else _merge([*full, *small])
+        layers.append(layer.get("keys", {}))
+        scaled_layers.append(layer.get("scaled", {}))
+    paper = _merge(layers)
+    keys = paper if scale is None else _merge([*layers, *scaled_layers])
     algorithms = column.get("algorithms", section.get("algorithms", table["algorithms"]))
     sweep = column.get("sweep", ()) if scale is None else column.get("scaled_sweep", column.get("sweep", ()))
-    distinct = column.get("keys") or column.get("algorithms") or column.get("sweep")
-    title = f"{section['title']}, {column['name']}" if distinct else section["title"]
+    is_distinct = column.get("keys") or column.get("algorithms") or column.get("sweep")
+    title = f"{section['title']}, {column['name']}" if is_distinct else section["title"]
     target = column.get("target") if scale is None else column.get("scaled_target")
     part = Part(title, tuple(algorithms), keys, paper, tuple(sweep), column.get("same_axis", {}))
     return Column(column["name"], (part,), target)
