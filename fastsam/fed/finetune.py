@@ -52,10 +52,10 @@ def finetune(
     """
     epochs = integer("epochs", epochs, at_least=1)
     settings, model = result.settings, result.model
-    given = cast("Loss | BatchLoss", settings.loss)
+    loss_function = cast("Loss | BatchLoss", settings.loss)
     weights = next(p for p in model.parameters() if p.requires_grad)
-    population = prepare(clients, test, weights.dtype, weights.device, isinstance(given, BatchLoss), collate)
-    loss = population.loss_of(given)
+    population = prepare(clients, test, weights.dtype, weights.device, isinstance(loss_function, BatchLoss), collate)
+    loss = population.loss_of(loss_function)
     evaluator = Evaluator(cast(Loss, loss), population, _classifies(result), settings.client_test_split, settings.seed)
     if not evaluator.classifies:
         raise ValueError(
@@ -66,19 +66,19 @@ def finetune(
         "rounds": 1, "local_epochs": epochs, "participation": 1.0, "executor": "sequential", "progress": False,
         "lr": settings.lr_of(max(len(result.history) - 1, 0)) if lr is None else lr,
         "buffers": "average" if settings.buffers == "local" else settings.buffers,
-        **{name: getattr(settings, name) for name in _SHARED},
+        **{name: getattr(settings, name) for name in _REUSED},
     }  # fmt: skip
     accuracies = []
-    for i, own in enumerate(_each(clients, population)):
+    for i, parameters in enumerate(_each(clients, population)):
         start: nn.Module = result.client_model(i) if result.has_client_models else model
         seed = seeds.derive(settings.seed, "finetune", i) % 2**31
-        tuned = run(start, own, FedAvg(), seed=seed, collate=collate, **steps)
+        tuned = run(start, parameters, FedAvg(), seed=seed, collate=collate, **steps)
         before, after = (evaluator.of_client(one, i) for one in (start, tuned.model))
         accuracies.append({"client": i, "before": before, "after": after})
     return accuracies
 
 
-_SHARED = ("batch_size", "drop_last", "shuffle", "momentum", "weight_decay", "clip_norm", "clip_scope", "loss")
+_REUSED = ("batch_size", "drop_last", "shuffle", "momentum", "weight_decay", "clip_norm", "clip_scope", "loss")
 
 
 def _classifies(result: Result) -> bool:

@@ -18,7 +18,7 @@ from fastsam.fed import models
 from fastsam.fed.common.atomic_files import read_bytes
 from fastsam.fed.common.import_paths import import_object, is_import_path
 from fastsam.fed.common.option import table
-from fastsam.fed.data.augment import named
+from fastsam.fed.data.augment import augment_by_name
 from fastsam.fed.data.partition import options_of
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.run import run
@@ -48,7 +48,7 @@ def load_data(config: RunConfig) -> data_sets.FederatedData:
         ConnectionError: a download failed.
     """
     data = _load(config)
-    return data if config.augment == "auto" else replace(data, augment=named(config.augment))
+    return data if config.augment == "auto" else replace(data, augment=augment_by_name(config.augment))
 
 
 def _load(config: RunConfig) -> data_sets.FederatedData:

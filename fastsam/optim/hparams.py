@@ -135,6 +135,7 @@ class HParamTensor:
         self._last_values: list[tuple[Any, ...]] = []
         # group, column, place in `tensor`, the user's tensor, if it is negated
         self.live: list[tuple[int, int, Tensor, Tensor, bool]] = []
+        self.has_live = False  # dynamo would read the tensors on the host to test the list
         self.specs: tuple[StateSpec, ...] = ()  # per group; another object when one of them changed
         self.adaptive = False
         self.read(groups)
@@ -192,7 +193,7 @@ class HParamTensor:
             self._mixed = self.tensor[:, :, [HParam.G2_COEF, HParam.G1_COEF]].clone()
             self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
         self._largest = self.tensor[:, :, HParam.RHO].clone()
-        self.live = live
+        self.live, self.has_live = live, bool(live)
         if kinds != self.specs:
             self.specs = kinds
         self.adaptive = any(bool(group["adaptive"]) for group in groups)

@@ -141,7 +141,7 @@ class ParamTracker:
     def _refresh_options(self, groups: list[Group]) -> None:
         if self._hparams.has_changed(groups):
             self._read_options()
-        if self._hparams.live:
+        if self._hparams.has_live:
             self._hparams.copy_live()
 
     def set_max_grad_norm(self, limit: float | None) -> None:

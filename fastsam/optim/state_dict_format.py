@@ -94,7 +94,7 @@ def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
 
 
 def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, facts: dict[str, Any]) -> dict[str, Any]:
-    """Complete a state dict of the base optimizer, and add `own` to it. Tensors become copies, which later steps do not
+    """Complete a state dict of the base optimizer, and add `facts` to it. Tensors become copies, which later steps do not
     change."""
     state = {
         key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry

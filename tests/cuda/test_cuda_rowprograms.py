@@ -137,7 +137,7 @@ def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulatio
                 wanted[1, 7] = 40
             before, hparams = emulation.count("launches"), torch.zeros_like(form.hparams)
             found.program.steps_(
-                form.leaves, found.others, x, labels, wanted, 5, form.z, None, form.layout.table, hparams, losses
+                form.leaves, found.constants, x, labels, wanted, 5, form.z, None, form.layout.table, hparams, losses
             )
             assert emulation.count("launches") == before + 1
             assert losses.isnan().tolist() == [False, wrong != "none", False]
@@ -150,7 +150,7 @@ def test_weights_that_are_elsewhere(emulation: Emulation) -> None:
         leaves = [leaf.detach().clone() for leaf in form.leaves]
         with pytest.raises(RuntimeError, match="weights must be views of params"):
             found.program.steps_(
-                leaves, found.others, x, y, wanted, 5, form.z, None, form.layout.table, form.hparams, losses
+                leaves, found.constants, x, y, wanted, 5, form.z, None, form.layout.table, form.hparams, losses
             )
 
 

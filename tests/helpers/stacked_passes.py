@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
-from fastsam.fed.executors.replay import Found
+from fastsam.fed.executors.replay import PassResult
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.stacked import StackedPasses
 from fastsam.fed.step.model_copy import Replica, trainable
@@ -28,7 +28,7 @@ def stacked(
     return StackedPasses(replica, layout, setup), row_slice
 
 
-def same(passes: StackedPasses, row_slice: RowSlice, x: Tensor, y: Tensor) -> Found:
+def same(passes: StackedPasses, row_slice: RowSlice, x: Tensor, y: Tensor) -> PassResult:
     """Compare a replayed pass with the plain pass."""
     found = passes.replays.run(row_slice.leaves, x, y)
     assert found is not None, "nothing is replayed"

@@ -91,8 +91,7 @@ def other_process() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.mark.slow  # starts a process and imports all of torch.compile
-@pytest.mark.parametrize(("name", "zero_grad"), [("sgd", True), ("adamw", False)])
+@pytest.mark.parametrize(("name", "zero_grad"), [("sgd", True), pytest.param("adamw", False, marks=pytest.mark.slow)])
 def test_forward_backward_and_step_in_one_graph(name: str, zero_grad: bool, other_process: ProcessPoolExecutor) -> None:
     """After one ordinary step, which makes the buffers, and with lr and rho as tensors; with gradients cleared by the
     halves, and by the user."""

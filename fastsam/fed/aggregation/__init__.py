@@ -17,8 +17,8 @@ from fastsam.fed.common.checks import nearest
 __all__ = ["MEAN", "Aggregation", "Rule", "names", "registry", "rule_of"]
 
 MEAN = "mean"
-for _found in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_found.name}")
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 
 def names() -> list[str]:
@@ -36,17 +36,17 @@ def rule_of(text: object) -> Rule | None:
         return FunctionRule(text)
     if isinstance(text, str) and text == MEAN:
         return None
-    name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")
+    name, colon, argument = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name not in registry:
         hint = nearest(name, names())
         raise ValueError(f"aggregation must be one of {', '.join(map(repr, names()))}, got {text!r}{hint}")
-    made, option = registry[name], next((f.name for f in fields(registry[name])), None)
+    cls, option = registry[name], next((f.name for f in fields(registry[name])), None)
     if not colon:
-        return made()
+        return cls()
     if option is None:
         raise ValueError(f"aggregation={name!r} takes no number, got {text!r}")
     try:
-        return made(**{option: float(given)})
+        return cls(**{option: float(argument)})
     except ValueError as error:
         raise ValueError(
             f"aggregation={name + ':' + option.upper()!r} takes a number after the colon, got {text!r}: {error}"

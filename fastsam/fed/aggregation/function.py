@@ -39,8 +39,8 @@ class FunctionRule(Rule):
         except Exception as error:
             raise ValueError(f"aggregation={self.name} failed: {type(error).__name__}: {error}") from error
         if not isinstance(row, Tensor) or row.shape != rows[0].shape or not row.is_floating_point():
-            got = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-            raise ValueError(f"aggregation={self.name} must return one row, {list(rows[0].shape)} floats; got {got}")
+            kind = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
+            raise ValueError(f"aggregation={self.name} must return one row, {list(rows[0].shape)} floats; got {kind}")
         if not row.isfinite().all():
             raise ValueError(f"aggregation={self.name} returned NaN or infinity, of deltas that are finite")
         return row.double()

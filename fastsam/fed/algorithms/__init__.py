@@ -29,12 +29,12 @@ from fastsam.fed.algorithms.base import (
 
 def _built_in() -> Iterator[type[Algorithm]]:
     """Yield the algorithms of this folder's modules, without their common base classes."""
-    for found in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{found.name}")
-        for made in vars(module).values():
-            here = isinstance(made, type) and made.__module__ == module.__name__
-            if here and issubclass(made, Algorithm) and "__dataclass_fields__" in vars(made):
-                yield made
+    for module_info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{module_info.name}")
+        for member in vars(module).values():
+            is_algorithm = isinstance(member, type) and member.__module__ == module.__name__
+            if is_algorithm and issubclass(member, Algorithm) and "__dataclass_fields__" in vars(member):
+                yield member
 
 
 registry: dict[str, type[Algorithm]] = {

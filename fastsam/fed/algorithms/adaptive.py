@@ -92,8 +92,8 @@ class FedAdam(AdaptiveServer):
         return self.beta2 * V + (1 - self.beta2) * square
 
     def corrected(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:
-        grown = (1 - self.beta1 ** (round.index + 1), 1 - self.beta2 ** (round.index + 1))
-        return (m / grown[0], V / grown[1]) if self.bias_correction else (m, V)
+        corrections = (1 - self.beta1 ** (round.index + 1), 1 - self.beta2 ** (round.index + 1))
+        return (m / corrections[0], V / corrections[1]) if self.bias_correction else (m, V)
 
 
 @dataclass(frozen=True)

@@ -137,12 +137,12 @@ class Algorithm:
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Raise TypeError for an unknown option, with the known ones."""
-        known = inspect.signature(cls.__init__).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-            for name in options.keys() - known.keys():
-                close = difflib.get_close_matches(name, known, n=1)
+        parameters = inspect.signature(cls.__init__).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            for name in options.keys() - parameters.keys():
+                close = difflib.get_close_matches(name, parameters, n=1)
                 hint = f" (did you mean {close[0]!r}?)" if close else ""
-                takes = ", ".join(list(known)[1:]) or "none"
+                takes = ", ".join(list(parameters)[1:]) or "none"
                 raise TypeError(f"{cls.__name__} has no option {name!r}{hint}; its options: {takes}")
         return super().__new__(cls)
 

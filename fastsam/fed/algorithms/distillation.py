@@ -20,10 +20,12 @@ def divergence(
         temperature: tau.
         excluded: bool of the same shape, classes that neither distribution has.
     """
-    own, other = outputs / temperature, teacher_outputs / temperature
+    logits, targets = outputs / temperature, teacher_outputs / temperature
     if excluded is None:
-        p, q = own.log_softmax(1), other.log_softmax(1)
+        p, q = logits.log_softmax(1), targets.log_softmax(1)
     else:
-        p, q = (x.masked_fill(excluded, -torch.inf).log_softmax(1).masked_fill(excluded, 0.0) for x in (own, other))
+        p, q = (
+            x.masked_fill(excluded, -torch.inf).log_softmax(1).masked_fill(excluded, 0.0) for x in (logits, targets)
+        )
     share = q.exp() if excluded is None else q.exp().masked_fill(excluded, 0.0)
     return temperature**2 * (share * (q - p)).sum(1).mean()

@@ -49,8 +49,8 @@ class DynamicRegularizer(Algorithm):
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
-        mine = {**state, "h_i": client["h_i"] + results.delta}
-        return mine, Upload(upload.mean, {**upload.sum, "dh": results.delta})
+        new_state = {**state, "h_i": client["h_i"] + results.delta}
+        return new_state, Upload(upload.mean, {**upload.sum, "dh": results.delta})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         after = super().step_server(server, aggregate, round)

@@ -51,8 +51,8 @@ class FedGF(Algorithm):
     window: int = checked(10, integer, at_least=1)
 
     def init_server(self, w0: Tensor) -> State:
-        apart = torch.zeros(self.window, dtype=torch.float64, device=w0.device)
-        return {"w": w0, "d": torch.zeros_like(w0), "apart": apart}
+        distances = torch.zeros(self.window, dtype=torch.float64, device=w0.device)
+        return {"w": w0, "d": torch.zeros_like(w0), "apart": distances}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho, c = value_at("rho", self.rho, round), server["apart"].sum().item() / max(1, min(round.index, self.window))
@@ -69,6 +69,6 @@ class FedGF(Algorithm):
         after = super().step_server(server, aggregate, round)
         D = server["w"].double() - after["w"].double()
         d = D / (torch.linalg.vector_norm(D) + NU)
-        apart = server["apart"].clone()
-        apart[round.index % self.window] = (aggregate.mean("length") > self.threshold).double()
-        return {**after, "d": d.to(server["d"].dtype), "apart": apart}
+        distances = server["apart"].clone()
+        distances[round.index % self.window] = (aggregate.mean("length") > self.threshold).double()
+        return {**after, "d": d.to(server["d"].dtype), "apart": distances}

@@ -40,7 +40,7 @@ class FedGSAM(Algorithm):
         if self.rho_min is not None:
             number("rho_min", self.rho_min, at_least=0)
         elif self.lr_min:
-            raise ValueError(f"lr_min belongs to rho_min (rho as a function of lr), got lr_min={self.lr_min!r} alone")
+            raise ValueError(f"lr_min belongs to rho_min (rho as a function of lr), got only lr_min={self.lr_min!r}")
 
     def radius(self, round: Round) -> float:
         """rho_t. Raises ValueError for an lr_min that is not below the first learning rate, and where rho_t is

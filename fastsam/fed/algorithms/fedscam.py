@@ -65,15 +65,15 @@ class FedSCAM(Algorithm):
         return LocalUpdate(Direction.GRADIENT, pilot=Pilot(self.pilots, radius))
 
     def _radius(self, rho: float, u: Tensor, norms: Tensor, gradients: Tensor) -> Tensor:
-        return rho / (1 + self.alpha * self._apart(norms, cosines(-gradients, u)))
+        return rho / (1 + self.alpha * self._orthogonal(norms, cosines(-gradients, u)))
 
-    def _apart(self, h: Tensor, c: Tensor) -> Tensor:
+    def _orthogonal(self, h: Tensor, c: Tensor) -> Tensor:
         return h * (1 - self.kappa * c).clamp(min=0)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         assert results.gradient is not None and results.norms is not None  # local_update asked for a pilot
         c = cosines(-results.gradient, server["u"])
-        weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._apart(results.norms, c))
+        weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._orthogonal(results.norms, c))
         return client, Upload(mean={"delta": results.delta}, weight=weight)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:

@@ -62,7 +62,7 @@ class MOON(Algorithm):
 
     def contrast(self, z: Tensor, z_t: Tensor, z_i: Tensor) -> Tensor:
         """Return the contrastive term of representations `[n, ...]`."""
-        s, s_old = (F.cosine_similarity(z.flatten(1), other.flatten(1)) for other in (z_t, z_i))
+        s, s_old = (F.cosine_similarity(z.flatten(1), features.flatten(1)) for features in (z_t, z_i))
         return self.mu * F.softplus((s_old - s) / self.tau).mean()
 
     @contextmanager
@@ -73,13 +73,13 @@ class MOON(Algorithm):
             ValueError: the model has no module `features`.
         """
         name = self.features or last_layer(models[0])
-        found, handles = [_Features(name) for _ in models], []
+        hooks, handles = [_Features(name) for _ in models], []
         try:
-            for model, features in zip(models, found, strict=True):
+            for model, features in zip(models, hooks, strict=True):
                 module = _module(model, name)
                 register = module.register_forward_hook if self.features else module.register_forward_pre_hook
                 handles.append(register(features.record))
-            yield found
+            yield hooks
         finally:
             for handle in handles:
                 handle.remove()
@@ -112,10 +112,10 @@ class _Features:
 
     def take(self) -> Tensor:
         """Return the representation. Raises ValueError if the module does not work on one tensor, or was not called."""
-        found, self.tensor = self.tensor, None
-        if not isinstance(found, Tensor):
-            did = "is not called" if found is None else f"gives {type(found).__name__}"
+        tensor, self.tensor = self.tensor, None
+        if not isinstance(tensor, Tensor):
+            did = "is not called" if tensor is None else f"gives {type(tensor).__name__}"
             raise ValueError(
                 f"features={self.name!r} must be a module that works on one tensor; in a pass of the model it {did}"
             )
-        return found
+        return tensor

@@ -74,10 +74,10 @@ def check_scheduled(name: str, value: Scheduled) -> None:
         tree = _parse(name, value)
         if not any(isinstance(node, ast.Name) and node.id in (*_NAMES, *_OF_THE_ROUND) for node in ast.walk(tree)):
             try:
-                found = _evaluate(tree, {})
+                problem = _evaluate(tree, {})
             except (ArithmeticError, ValueError) as error:
                 raise ValueError(f"{name} = {value!r} has no value: {error}") from error
-            number(f"{name} = {value!r}", found, at_least=0)
+            number(f"{name} = {value!r}", problem, at_least=0)
     elif not callable(value):
         number(f"{name} (or a formula such as {_EXAMPLES.split(', ')[1]})", value, at_least=0)
 
@@ -85,26 +85,26 @@ def check_scheduled(name: str, value: Scheduled) -> None:
 def value_at(name: str, value: Scheduled, round: Round) -> float:
     """The value in that round. Raises ValueError when it is not a finite number >= 0."""
     if isinstance(value, str):
-        found: object = formula(name, value, round.index, {"lr": round.lr, "first_lr": round.first_lr})
+        result: object = formula(name, value, round.index, {"lr": round.lr, "first_lr": round.first_lr})
     else:
-        found = value(round) if callable(value) else value
-    return number(f"{name} in round {round.index + 1}", found, at_least=0)
+        result = value(round) if callable(value) else value
+    return number(f"{name} in round {round.index + 1}", result, at_least=0)
 
 
-def formula(name: str, text: str, index: int, known: Mapping[str, float]) -> float:
+def formula(name: str, text: str, index: int, variables: Mapping[str, float]) -> float:
     """Return the value of a formula in round `index` (from 0). known: values of names besides `round`.
 
     Raises:
         ValueError: it is not a formula, has an unknown name, or has no value.
     """
     tree = _parse(name, text)
-    foreign = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {*known, "round", *_FUNCTIONS}
+    foreign = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {*variables, "round", *_FUNCTIONS}
     if foreign:
         raise ValueError(
-            f"{name} = {text!r}: {min(foreign)!r} has no value here; names are {', '.join(['round', *known])}"
+            f"{name} = {text!r}: {min(foreign)!r} has no value here; names are {', '.join(['round', *variables])}"
         )
     try:
-        return _evaluate(tree, {"round": float(index + 1), **known})
+        return _evaluate(tree, {"round": float(index + 1), **variables})
     except (ArithmeticError, ValueError) as error:
         raise ValueError(f"{name} = {text!r} has no value in round {index + 1}: {error}") from error
 
@@ -151,17 +151,17 @@ def _check(node: ast.AST) -> None:
     )
 
 
-def _evaluate(node: ast.AST, known: Mapping[str, float]) -> float:
+def _evaluate(node: ast.AST, variables: Mapping[str, float]) -> float:
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return float(node.value)
     if isinstance(node, ast.Name):
-        return known[node.id]
+        return variables[node.id]
     if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)](_evaluate(node.left, known), _evaluate(node.right, known))
+        return _OPERATORS[type(node.op)](_evaluate(node.left, variables), _evaluate(node.right, variables))
     if isinstance(node, ast.UnaryOp):
-        return _OPERATORS[type(node.op)](_evaluate(node.operand, known))
+        return _OPERATORS[type(node.op)](_evaluate(node.operand, variables))
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)  # nothing else passes `_check`
-    arguments = [_evaluate(a, known) for a in node.args]
+    arguments = [_evaluate(a, variables) for a in node.args]
     if node.func.id in _OF_THE_ROUND:
-        arguments.append(known["round"])
+        arguments.append(variables["round"])
     return _FUNCTIONS[node.func.id][0](*arguments)

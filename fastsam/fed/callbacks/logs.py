@@ -21,8 +21,8 @@ _LONGEST = 500  # characters of a parameter's value: every MLflow server takes s
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record. A list, such as the excluded clients, counts by its length."""
-    found = {key: len(value) if isinstance(value, list) else value for key, value in record.items()}
-    return {key: float(v) for key, v in found.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    flat = {key: len(value) if isinstance(value, list) else value for key, value in record.items()}
+    return {key: float(v) for key, v in flat.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
 class CSV(Callback):
@@ -57,10 +57,10 @@ class CSV(Callback):
         write_bytes(self.path, (head + self._lines(records)).encode())
 
     def _lines(self, records: Sequence[Record]) -> str:
-        made = io.StringIO(newline="")
+        buffer = io.StringIO(newline="")
         rows = ({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in one.items()} for one in records)
-        csv.DictWriter(made, self._columns).writerows(rows)
-        return made.getvalue()
+        csv.DictWriter(buffer, self._columns).writerows(rows)
+        return buffer.getvalue()
 
 
 class TensorBoard(Callback):

@@ -35,7 +35,7 @@ class RunProgress:
 
         self.console, self.label, self.rounds = console, label, rounds
         self.every = every or max(1, rounds // 10)
-        self.shown = False
+        self.is_visible = False
         columns = (
             TextColumn("{task.description:<12}"),
             BarColumn(20),
@@ -53,7 +53,7 @@ class RunProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        done_before = kind is None and not self.shown
+        done_before = kind is None and not self.is_visible
         if done_before:
             self.bar.update(self.task, completed=self.rounds, state="done before")
         self.bar.stop()
@@ -61,7 +61,7 @@ class RunProgress:
             self._line(f"all {self.rounds} rounds were done before")
 
     def __call__(self, record: dict[str, Any]) -> None:
-        self.shown = True
+        self.is_visible = True
         done, state = record["round"], describe(record)
         if self.console.is_terminal:
             narrow = self.console.width < 110  # then the spread over clients would push the times off the line
@@ -71,7 +71,7 @@ class RunProgress:
 
     def end(self, stopped: str | None, directory: Path | None) -> None:
         """Print why the run was stopped, if it was, and where its files are."""
-        self.shown = self.shown or stopped is not None
+        self.is_visible = self.is_visible or stopped is not None
         self.bar.stop()
         if stopped is not None:
             self._line(f"stopped: {stopped}")
@@ -82,7 +82,7 @@ class RunProgress:
         self.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True, markup=False)
 
 
-def counted(things: Sequence[T], what: str, console: Console) -> Iterator[T]:
+def with_progress(things: Sequence[T], what: str, console: Console) -> Iterator[T]:
     """Yield the things one after the other. On a terminal a bar shows the count after one second."""
     from rich.progress import track
 
@@ -107,8 +107,8 @@ class Countdown:
         self._number, self._began = self._number + 1, self.clock()
         if self.runs == 1:
             return ""
-        left = self._seconds / max(self._trained, 1) * (self.runs - self._number + 1)
-        return f"{self._number}/{self.runs}{f', {duration(left)} left' if self._trained else ''} "
+        seconds_left = self._seconds / max(self._trained, 1) * (self.runs - self._number + 1)
+        return f"{self._number}/{self.runs}{f', {duration(seconds_left)} left' if self._trained else ''} "
 
     def trained(self) -> None:
         """The run is over, and was trained."""
@@ -132,6 +132,6 @@ def describe(record: dict[str, Any]) -> str:
         parts.append(
             f"clients {100 * record['client_accuracy_mean']:.2f} ± {100 * record['client_accuracy_std']:.2f} %"
         )
-    shown = {"test_accuracy"} if record.get("test_accuracy") is None else {"test_accuracy", "test_loss"}
-    others = {key: v for key, v in record.items() if key.startswith("test_") and key not in shown and v is not None}
-    return "  ".join([*parts, *(f"{key.replace('_', ' ')} {value:.4g}" for key, value in others.items())])
+    keys = {"test_accuracy"} if record.get("test_accuracy") is None else {"test_accuracy", "test_loss"}
+    extra = {key: v for key, v in record.items() if key.startswith("test_") and key not in keys and v is not None}
+    return "  ".join([*parts, *(f"{key.replace('_', ' ')} {value:.4g}" for key, value in extra.items())])

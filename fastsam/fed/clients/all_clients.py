@@ -126,8 +126,8 @@ class PairClients(Clients):
                 for raw, row, t in both:
                     kind = np.frombuffer(_kind(t.dtype, (n, *t.shape[1:])), np.uint8)
                     begin = raw[store.offsets[first] * row :]
-                    own = as_strided(begin, (some, n * row), (step * row, 1), writeable=False)
-                    parts += [np.broadcast_to(kind, (some, len(kind))), own]
+                    window = as_strided(begin, (some, n * row), (step * row, 1), writeable=False)
+                    parts += [np.broadcast_to(kind, (some, len(kind))), window]
                 digest.update(np.concatenate(parts, axis=1).data)
             at += count
 
@@ -139,9 +139,9 @@ class InMemoryClients(Clients):
     """Clients whose samples come in batches, and that are there from the start."""
 
     def __init__(self, clients: Sequence[ClientDataset]) -> None:
-        self.clients, self.sizes = list(clients), [len(own) for own in clients]
-        self.draws = any(own.draws for own in clients)
-        self._labels = [y for own in clients if (y := own.labels) is not None]
+        self.clients, self.sizes = list(clients), [len(samples) for samples in clients]
+        self.draws = any(samples.draws for samples in clients)
+        self._labels = [y for samples in clients if (y := samples.labels) is not None]
 
     def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
         return self.clients[client]
@@ -152,8 +152,8 @@ class InMemoryClients(Clients):
 
     def hash(self, digest: blake2b) -> None:
         made = blake2b(digest_size=16)
-        for own in self.clients:
-            made.update(own.digest())
+        for samples in self.clients:
+            made.update(samples.digest())
         digest.update(made.digest())
 
     def about_ignored(self, client: int) -> str:
@@ -175,19 +175,19 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def check_kind(own: ClientDataset, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
+def check_kind(samples: ClientDataset, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
     """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from client 0's
     samples, whose `kinds` are `first`. `whole`: the loss takes any batch."""
     if not whole:
         try:
-            parted(own.take(torch.zeros(1, dtype=torch.int64), 0))
+            parted(samples.take(torch.zeros(1, dtype=torch.int64), 0))
         except ValueError as error:
             raise ValueError(
                 f"{who} must be a pair (x, y) of tensors or arrays, or have samples (x, y): {error}"
             ) from None
-    if first is not None and own.kinds != first:
+    if first is not None and samples.kinds != first:
         raise ValueError(
-            f"{who}: a batch has {_words(own.kinds)}, a batch of client 0 {_words(first)}. Clients' samples must "
+            f"{who}: a batch has {_words(samples.kinds)}, a batch of client 0 {_words(first)}. Clients' samples must "
             "be built alike"
         )
 

@@ -57,10 +57,10 @@ class BatchLoss:
     def predicted(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return outputs and labels. Raises ValueError if `predict` returns something else."""
         assert self.predict is not None
-        made = self.predict(model, batch)
-        if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(t, Tensor) for t in made):
-            raise ValueError(f"predict(model, batch) must return two tensors, (outputs, labels), got {_brief(made)}")
-        return made
+        pair = self.predict(model, batch)
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
+            raise ValueError(f"predict(model, batch) must return two tensors, (outputs, labels), got {_brief(pair)}")
+        return pair
 
 
 class PairLoss(BatchLoss):

@@ -84,9 +84,9 @@ class LazyClientData(Clients):
     ) -> None:
         """Loads client 0. Raises ValueError, naming the client, for data that cannot be read."""
         self.lazy, self.whole, self.collate, self.dtype, self.device = lazy, whole, collate, dtype, device
-        self.told = lazy.sizes is not None
-        self._known = dict(enumerate(lazy.sizes or ()))
-        self.sizes = LazySizes(len(lazy), self._known)
+        self.has_sizes = lazy.sizes is not None
+        self._sizes = dict(enumerate(lazy.sizes or ()))
+        self.sizes = LazySizes(len(lazy), self._sizes)
         self.draws, self._digests = False, dict[int, bytes]()
         self._reads_draw: bool | None = None  # looked for in client 0
         self._first: Mapping[str, str] | None = None
@@ -94,53 +94,53 @@ class LazyClientData(Clients):
         first = self._loaded(0)
         self.draws, self._reads_draw = self.draws or first.draws, first.draws
         self._first = first.kinds
-        wanted = self._seconds > _INSTANT if lazy.ahead is None else lazy.ahead > 0
-        self.prefetches = wanted and not self.draws
-        self._ahead = Prefetcher(self._early) if self.prefetches else None
+        prefetches = self._seconds > _INSTANT if lazy.ahead is None else lazy.ahead > 0
+        self.prefetches = prefetches and not self.draws
+        self._prefetcher = Prefetcher(self._prefetch) if self.prefetches else None
 
     def known_size(self, client: int) -> int:
-        return self._known.get(client, 0)
+        return self._sizes.get(client, 0)
 
     @property
     def known_sizes(self) -> Mapping[int, int]:
-        return self._known
+        return self._sizes
 
     @property
     def sized(self) -> bool:
-        return len(self._known) == len(self)
+        return len(self._sizes) == len(self)
 
     def prefetch(self, clients: Sequence[int], together: int) -> None:
-        if self._ahead is not None:
-            self._ahead.prefetch(clients, together if self.lazy.ahead is None else self.lazy.ahead)
+        if self._prefetcher is not None:
+            self._prefetcher.prefetch(clients, together if self.lazy.ahead is None else self.lazy.ahead)
 
     def hash(self, digest: blake2b) -> None:
         digest.update(hashed(len(self), [str(self.lazy.sizes), self._digests[0].hex()]))
 
     def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
-        early = None if self._ahead is None else self._ahead.take(client)
-        own = early if isinstance(early, ClientDataset) else self._loaded(client, early)
-        if self._known.setdefault(client, len(own)) != len(own):
+        prefetched = None if self._prefetcher is None else self._prefetcher.take(client)
+        samples = prefetched if isinstance(prefetched, ClientDataset) else self._loaded(client, prefetched)
+        if self._sizes.setdefault(client, len(samples)) != len(samples):
             raise ValueError(
-                f"client {client}: it has {len(own)} samples, {'sizes says' if self.told else 'it had'} "
-                f"{self._known[client]}"
+                f"client {client}: it has {len(samples)} samples, {'sizes says' if self.has_sizes else 'it had'} "
+                f"{self._sizes[client]}"
             )
-        if self._digests.setdefault(client, digest := own.digest()) != digest:
+        if self._digests.setdefault(client, digest := samples.digest()) != digest:
             raise ValueError(
                 f"client {client}: load({client}) returns different data than in its first call, and the bits of a run "
                 "depend on them. It must be a function of the client id only"
             )
-        return own
+        return samples
 
-    def _early(self, client: int) -> ClientDataset | tuple[Any]:
+    def _prefetch(self, client: int) -> ClientDataset | tuple[Any]:
         """Return what can be prepared early: everything on the CPU, because a GPU's memory belongs to a stream."""
-        return self._loaded(client) if self.device.type == "cpu" else (self._given(client, False),)
+        return self._loaded(client) if self.device.type == "cpu" else (self._load(client, False),)
 
-    def _loaded(self, client: int, early: tuple[Any] | None = None) -> ClientDataset:
+    def _loaded(self, client: int, prefetched: tuple[Any] | None = None) -> ClientDataset:
         """Return the samples of a client. early: the value that `load` returned before, if any, as the only element."""
         who, looking = f"client {client}", self._reads_draw is None
-        given = self._given(client, looking) if early is None else early[0]
-        found = read(
-            source(given, who, self.collate is not None),
+        data = self._load(client, looking) if prefetched is None else prefetched[0]
+        content = read(
+            source(data, who, self.collate is not None),
             who,
             self.collate,
             self.dtype,
@@ -148,22 +148,22 @@ class LazyClientData(Clients):
             LARGEST_READ,
             self._reads_draw,
         )
-        own = as_samples(found)
-        check_kind(own, who, self._first, self.whole)
+        samples = as_samples(content)
+        check_kind(samples, who, self._first, self.whole)
         if looking:
-            self._digests[client] = own.digest()
-        return own
+            self._digests[client] = samples.digest()
+        return samples
 
-    def _given(self, client: int, looking: bool) -> Any:
+    def _load(self, client: int, looking: bool) -> Any:
         """Return the value of `load`. looking: find out whether it draws random numbers."""
         with seeded(seeds.derive("load", client)) if looking or self.draws else nullcontext():
             before = generators() if looking else b""
             began = time.perf_counter()
             try:
-                given = self.lazy.load(client)
+                data = self.lazy.load(client)
             except Exception as error:
                 raise ValueError(f"client {client}: load({client}) failed: {type(error).__name__}: {error}") from error
             if looking:
                 self._seconds = time.perf_counter() - began
                 self.draws = self.draws or generators() != before
-        return given
+        return data

@@ -15,9 +15,9 @@ from fastsam.fed.clients.samples import leaves, mapped
 T = TypeVar("T")
 
 
-def lies_in_files(given: Any) -> bool:
+def lies_in_files(data: Any) -> bool:
     """Return True if one of the columns is a memory-mapped file."""
-    return any(isinstance(column, np.memmap) for _, column in leaves(given))
+    return any(isinstance(column, np.memmap) for _, column in leaves(data))
 
 
 class MappedRows:
@@ -39,8 +39,8 @@ class MappedRows:
 
     def __getitems__(self, places: Sequence[int]) -> list[Any]:
         """In one reading of each column."""
-        here = mapped(itemgetter(list(places)), self.columns)
-        return [mapped(itemgetter(i), here) for i in range(len(places))]
+        rows = mapped(itemgetter(list(places)), self.columns)
+        return [mapped(itemgetter(i), rows) for i in range(len(places))]
 
 
 def one_ahead(makers: Iterable[Callable[[], T]]) -> Iterator[T]:

@@ -34,20 +34,20 @@ class StoredPairs(Sequence[Pair]):
 
     def __init__(self, store: PackedSamples) -> None:
         self.store = store
-        self._made: dict[int, Pair] = {}
+        self._views: dict[int, Pair] = {}
 
     def __len__(self) -> int:
         return len(self.store.sizes)
 
     def __getitem__(self, client: int) -> Pair:  # type: ignore[override]
-        made = self._made.get(client)
-        if made is None:
+        pair = self._views.get(client)
+        if pair is None:
             if not 0 <= client < len(self):
                 raise IndexError(client)
             store = self.store
             begin, n = store.offsets[client], store.sizes[client]
-            made = self._made[client] = store.x.narrow(0, begin, n), store.y.narrow(0, begin, n)
-        return made
+            pair = self._views[client] = store.x.narrow(0, begin, n), store.y.narrow(0, begin, n)
+        return pair
 
     def __iter__(self) -> Iterator[Pair]:
         store = self.store
@@ -70,8 +70,8 @@ def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | None]
     sizes = [len(y) for _, y in pairs]
     if sum(sizes) * sum(t[0].nbytes for t in pairs[0]) > LARGEST:
         return list(pairs), None
-    made = store_of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), sizes)
-    return (list(pairs), None) if made is None else (StoredPairs(made), made)
+    packed = store_of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), sizes)
+    return (list(pairs), None) if packed is None else (StoredPairs(packed), packed)
 
 
 def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> PackedSamples | None:
@@ -92,5 +92,5 @@ def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> PackedSamples | None
 def _places(sizes: Sequence[int], offsets: Sequence[int]) -> Tensor:
     """Return the indices of the samples of clients that begin at `offsets`, int64 `[samples]`."""
     counts = torch.tensor(sizes)
-    moved = torch.tensor(offsets) - (counts.cumsum(0) - counts)
-    return torch.arange(sum(sizes)) + moved.repeat_interleave(counts)
+    shifts = torch.tensor(offsets) - (counts.cumsum(0) - counts)
+    return torch.arange(sum(sizes)) + shifts.repeat_interleave(counts)

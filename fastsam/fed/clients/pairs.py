@@ -12,9 +12,9 @@ Pair = tuple[Tensor, Tensor]
 ALIGNMENT = 64  # bytes, as torch allocates: how a matrix product rounds may depend on where its input starts
 
 
-def is_array(given: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Return True if it is a tensor, or an array of numpy or another library."""
-    return isinstance(given, Tensor) or hasattr(given, "__array__")
+    return isinstance(value, Tensor) or hasattr(value, "__array__")
 
 
 def checked_pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair:
@@ -31,7 +31,7 @@ def checked_pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) 
         x = x.to(device, dtype)
         if not all_finite(x):
             raise ValueError(f"{who}: x holds NaN or infinity (in {dtype}); remove or replace those values")
-    return _placed(x, device), _placed(
+    return _to_device(x, device), _to_device(
         y.to(dtype if y.is_floating_point() else y.dtype if y.dtype == torch.bool else torch.int64), device
     )
 
@@ -67,6 +67,6 @@ def _tensor(part: Any, who: str) -> Tensor:
     return part.detach()
 
 
-def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    placed = tensor.to(device).contiguous()
-    return placed if placed.data_ptr() % ALIGNMENT == 0 else placed.clone()
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    copy = tensor.to(device).contiguous()
+    return copy if copy.data_ptr() % ALIGNMENT == 0 else copy.clone()

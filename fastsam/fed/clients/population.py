@@ -21,13 +21,13 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 def augmented(augment: Augment, x: Tensor, generator: torch.Generator) -> Tensor:
     """Return the augmented batch. Raises ValueError if it does not have the shape and dtype of `x`."""
-    made = augment(x, generator)
-    if not isinstance(made, Tensor) or (made.dtype, made.shape, made.device) != (x.dtype, x.shape, x.device):
-        came = f"{made.dtype} {list(made.shape)} on {made.device}" if isinstance(made, Tensor) else type(made).__name__
+    new = augment(x, generator)
+    if not isinstance(new, Tensor) or (new.dtype, new.shape, new.device) != (x.dtype, x.shape, x.device):
+        came = f"{new.dtype} {list(new.shape)} on {new.device}" if isinstance(new, Tensor) else type(new).__name__
         raise ValueError(
             f"augment must return a batch with the shape and dtype of its input, {x.dtype} {list(x.shape)}, got {came}"
         )
-    return made
+    return new
 
 
 @dataclass(frozen=True)

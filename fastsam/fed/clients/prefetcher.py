@@ -21,59 +21,59 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, load: Callable[[int], T]) -> None:
         self._load = load
-        self._changed = threading.Condition()
-        self._wanted: set[int] = set()
+        self._condition = threading.Condition()
+        self._client_ids: set[int] = set()
         self._queue: deque[int] = deque()
-        self._found: dict[int, tuple[T | None, BaseException | None]] = {}
+        self._results: dict[int, tuple[T | None, BaseException | None]] = {}
         self._busy: int | None = None  # the client that the thread loads
         self._works, self._most = False, 0
 
     def prefetch(self, clients: Sequence[int], most: int) -> None:
         """Announce the clients that will be taken, in this order, each once. Other loaded clients are dropped, and at
         most `most` loaded clients wait."""
-        with self._changed:
-            self._wanted, self._most = set(clients), most
-            self._found = {i: one for i, one in self._found.items() if i in self._wanted}
-            self._queue = deque(i for i in clients if i not in self._found and i != self._busy)
+        with self._condition:
+            self._client_ids, self._most = set(clients), most
+            self._results = {i: one for i, one in self._results.items() if i in self._client_ids}
+            self._queue = deque(i for i in clients if i not in self._results and i != self._busy)
             self._wake()
 
     def take(self, client: int) -> T:
         """Return the loaded data of a client. Raises the error of its load."""
-        with self._changed:
+        with self._condition:
             while self._busy == client:
-                self._changed.wait(_PATIENCE)
-            self._wanted.discard(client)
-            found = self._found.pop(client, None)
-            if found is None and client in self._queue:
+                self._condition.wait(_PATIENCE)
+            self._client_ids.discard(client)
+            result = self._results.pop(client, None)
+            if result is None and client in self._queue:
                 self._queue.remove(client)
             self._wake()
-        if found is None:
+        if result is None:
             return self._load(client)
-        value, error = found
+        value, error = result
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
 
     def _wake(self) -> None:
-        if not self._works and self._queue and len(self._found) < self._most:
+        if not self._works and self._queue and len(self._results) < self._most:
             self._works = True
             threading.Thread(target=self._work, name="fastsam loads clients", daemon=True).start()
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                if not self._queue or len(self._found) >= self._most:
+            with self._condition:
+                if not self._queue or len(self._results) >= self._most:
                     self._works = False
                     return
                 client = self._busy = self._queue.popleft()
-            found: tuple[T | None, BaseException | None]
+            result: tuple[T | None, BaseException | None]
             try:
-                found = self._load(client), None
+                result = self._load(client), None
             except BaseException as error:
-                found = None, error
-            with self._changed:
-                if client in self._wanted:
-                    self._found[client] = found
+                result = None, error
+            with self._condition:
+                if client in self._client_ids:
+                    self._results[client] = result
                 self._busy = None
-                self._changed.notify_all()
-            del found  # nothing of a client stays here while the next one is loaded
+                self._condition.notify_all()
+            del result  # nothing of a client stays here while the next one is loaded

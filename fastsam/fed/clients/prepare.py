@@ -60,7 +60,7 @@ def prepare(
         raise ValueError(f"clients must be a sequence of (x, y) pairs or a federated data set, got {what}")
     if len(clients) == 0:
         raise ValueError("clients is empty; a federated run needs one client at least")
-    given = [clients[i] for i in range(len(clients))]
+    sources = [clients[i] for i in range(len(clients))]
     test = getattr(clients, "test", None) if test is None else test
     priors = getattr(clients, "priors", None)
     about: dict[str, Any] = {
@@ -69,39 +69,39 @@ def prepare(
         "augment": getattr(clients, "augment", None),
         "test_sizes": test_sizes,
     }
-    made = None if whole or collate is not None else _together(given, dtype, device)
-    if made is not None and (test is None or _is_pair(test)):
+    packed = None if whole or collate is not None else _together(sources, dtype, device)
+    if packed is not None and (test is None or _is_pair(test)):
         checked = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
-        return Population(PairClients(StoredPairs(made), made), device, checked, **about)
-    found, tested = _read(given, test, collate, dtype, device, watched)
-    if not whole and not any(isinstance(own, ClientDataset) for own in (*found, tested)):
-        pairs, store = stored(cast(list[Pair], found)) if made is None else (StoredPairs(made), made)
+        return Population(PairClients(StoredPairs(packed), packed), device, checked, **about)
+    found, tested = _read(sources, test, collate, dtype, device, watched)
+    if not whole and not any(isinstance(one, ClientDataset) for one in (*found, tested)):
+        pairs, store = stored(cast(list[Pair], found)) if packed is None else (StoredPairs(packed), packed)
         return Population(PairClients(pairs, store), device, tested and PairSamples(cast(Pair, tested)), **about)
     if about["augment"] is not None:
         raise ValueError(
             "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the "
             "samples are read, or in the model"
         )
-    samples = [as_samples(own) for own in found]
-    for i, own in enumerate(samples):
-        check_kind(own, f"client {i}", samples[0].kinds if i else None, whole)
+    samples = [as_samples(one) for one in found]
+    for i, one in enumerate(samples):
+        check_kind(one, f"client {i}", samples[0].kinds if i else None, whole)
     return Population(InMemoryClients(samples), device, _test_samples(tested, whole), **about)
 
 
 def _test_samples(tested: Pair | ClientDataset | None, whole: bool) -> ClientDataset | None:
     if tested is None:
         return None
-    made = as_samples(tested)
-    check_kind(made, "the test set", None, whole)
-    return made
+    samples = as_samples(tested)
+    check_kind(samples, "the test set", None, whole)
+    return samples
 
 
-def _is_pair(given: Any) -> bool:
-    return isinstance(given, (tuple, list)) and len(given) == 2 and all(map(is_array, given))
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, (tuple, list)) and len(data) == 2 and all(map(is_array, data))
 
 
 def _read(
-    given: Sequence[Any],
+    clients: Sequence[Any],
     test: Any,
     collate: Collate | None,
     dtype: torch.dtype,
@@ -109,7 +109,7 @@ def _read(
     watched: Watched = iter,
 ) -> tuple[list[Pair | ClientDataset], Pair | ClientDataset | None]:
     collated = collate is not None
-    sources = [(source(one, f"client {i}", collated), f"client {i}") for i, one in enumerate(given)]
+    sources = [(source(one, f"client {i}", collated), f"client {i}") for i, one in enumerate(clients)]
     if collated and sources and not any(isinstance(one, Source) for one, _ in sources):
         raise ValueError(
             "collate makes a batch of a list of samples, and all clients are tensors of all their samples; leave it "
@@ -118,19 +118,19 @@ def _read(
     if test is not None:
         sources.append((source(test, "the test set", collated), "the test set"))
     share = LARGEST_READ / max(1, sum(len(one) for one, _ in sources if isinstance(one, Source)))
-    found = [read(one, who, collate, dtype, device, share) for one, who in watched(sources)]
-    return found[: len(given)], found[-1] if test is not None else None
+    samples = [read(one, who, collate, dtype, device, share) for one, who in watched(sources)]
+    return samples[: len(clients)], samples[-1] if test is not None else None
 
 
-def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> PackedSamples | None:
+def _together(pairs: Sequence[Any], dtype: torch.dtype, device: torch.device) -> PackedSamples | None:
     """Return the clients in a store, checked all at once (a second for 100,000 clients).
 
     Returns None if something is wrong or if the clients differ. Then the clients are checked one by one, which finds
     the client to name.
     """
-    if not set(map(type, given)) <= {tuple, list} or set(map(len, given)) != {2}:
+    if not set(map(type, pairs)) <= {tuple, list} or set(map(len, pairs)) != {2}:
         return None
-    columns = list(zip(*given, strict=True))
+    columns = list(zip(*pairs, strict=True))
     kinds = set(map(type, chain(*columns)))
     if not all(issubclass(kind, Tensor) for kind in kinds):
         return None
@@ -138,8 +138,8 @@ def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
         return None
     if any(0 in {t.dim() for t in ts} or len({t.shape[1:] for t in ts}) > 1 for ts in columns):
         return None
-    sizes, others = ([t.size(0) for t in ts] for ts in columns)
-    if sizes != others or 0 in sizes or sum(sizes) * sum(ts[0][0].nbytes for ts in columns) > LARGEST:
+    sizes, label_sizes = ([t.size(0) for t in ts] for ts in columns)
+    if sizes != label_sizes or 0 in sizes or sum(sizes) * sum(ts[0][0].nbytes for ts in columns) > LARGEST:
         return None
     try:
         with torch.no_grad():

@@ -37,7 +37,7 @@ from fastsam.fed.clients.samples import (
 )
 
 LARGEST_READ = 2**30  # bytes of all clients together; data sets of more are read batch by batch
-WANTED = (
+FORMS = (
     "a pair (x, y) of tensors or arrays, a dict of columns [n, ...], a data set (anything with __len__ and "
     "__getitem__) or a DataLoader"
 )
@@ -54,38 +54,35 @@ class Source:
         return len(self.data)
 
 
-def source(given: Any, who: str, collated: bool = False) -> Any:
+def source(data: Any, who: str, collated: bool = False) -> Any:
     """Return a `Source` of a data set, a list of samples or a loader. Columns are returned as they are. `collated`: a
     `collate` takes samples. Raises ValueError, with the name `who`, for anything else."""
-    if isinstance(given, DataLoader):
-        return _of_loader(given, who, collated)
-    if isinstance(given, (IterableDataset, Iterator)):
+    if isinstance(data, DataLoader):
+        return _of_loader(data, who, collated)
+    if isinstance(data, (IterableDataset, Iterator)):
         raise ValueError(
-            f"{who} is {type(given).__name__}, which has no samples by number; hand over {WANTED} (list(...) of it, "
-            f"say)"
+            f"{who} is {type(data).__name__}, which has no samples by number; hand over {FORMS} (list(...) of it, say)"
         )
-    if type(given) is TensorDataset and not collated:
-        return _columns(list(given.tensors))
-    if type(given) is Subset and type(given.dataset) is TensorDataset and not collated:
-        places = torch.as_tensor(given.indices, dtype=torch.int64)
-        return _columns([t.index_select(0, places.to(t.device)) for t in given.dataset.tensors])
-    if isinstance(given, (str, bytes)) or not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-        raise ValueError(f"{who} must be {WANTED}, got {type(given).__name__}")
-    if isinstance(given, (Mapping, tuple)) and lies_in_files(given):
-        return Source(MappedRows(given, who))
-    if isinstance(given, Mapping) or is_array(given):
-        return given
-    if isinstance(given, tuple):
-        if len(given) != 2:
-            raise ValueError(f"{who} must be {WANTED}, got a tuple of {len(given)}")
-        return given
-    if isinstance(given, list) and given and not isinstance(given[0], (tuple, Mapping)):
-        if len(given) != 2:
-            raise ValueError(
-                f"{who} must be {WANTED}, got a list of {len(given)} that are not samples (tuples or dicts)"
-            )
-        return tuple(given)
-    return Source(given)
+    if type(data) is TensorDataset and not collated:
+        return _columns(list(data.tensors))
+    if type(data) is Subset and type(data.dataset) is TensorDataset and not collated:
+        places = torch.as_tensor(data.indices, dtype=torch.int64)
+        return _columns([t.index_select(0, places.to(t.device)) for t in data.dataset.tensors])
+    if isinstance(data, (str, bytes)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(f"{who} must be {FORMS}, got {type(data).__name__}")
+    if isinstance(data, (Mapping, tuple)) and lies_in_files(data):
+        return Source(MappedRows(data, who))
+    if isinstance(data, Mapping) or is_array(data):
+        return data
+    if isinstance(data, tuple):
+        if len(data) != 2:
+            raise ValueError(f"{who} must be {FORMS}, got a tuple of {len(data)}")
+        return data
+    if isinstance(data, list) and data and not isinstance(data[0], (tuple, Mapping)):
+        if len(data) != 2:
+            raise ValueError(f"{who} must be {FORMS}, got a list of {len(data)} that are not samples (tuples or dicts)")
+        return tuple(data)
+    return Source(data)
 
 
 def _columns(tensors: list[Tensor]) -> Any:
@@ -95,27 +92,27 @@ def _columns(tensors: list[Tensor]) -> Any:
 def _of_loader(loader: DataLoader[Any], who: str, collated: bool) -> Any:
     """The loader's data set, the part that its sampler takes, and its collate."""
     data, sampler = loader.dataset, loader.sampler
-    whole = type(sampler) is SequentialSampler
+    is_sequential = type(sampler) is SequentialSampler
     if type(sampler) is RandomSampler and not sampler.replacement:
-        whole = sampler.num_samples == len(data)  # type: ignore[arg-type]
+        is_sequential = sampler.num_samples == len(data)  # type: ignore[arg-type]
     if isinstance(data, IterableDataset) or type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        whole = False
+        is_sequential = False
     elif type(sampler) is SubsetRandomSampler:
-        data, whole = Subset(data, list(sampler.indices)), True
-    if not whole:
+        data, is_sequential = Subset(data, list(sampler.indices)), True
+    if not is_sequential:
         raise ValueError(
             f"{who} is a DataLoader with its own sampler ({type(loader.batch_sampler or sampler).__name__}, "
             f"{type(sampler).__name__}), and a run draws its own batches; hand over torch.utils.data.Subset(dataset, "
             f"indices)"
         )
-    own = loader.collate_fn if loader.batch_size is not None else None
-    if own is default_collate or own is None:
+    collate = loader.collate_fn if loader.batch_size is not None else None
+    if collate is default_collate or collate is None:
         return source(data, who, collated)
-    return Source(data, own)
+    return Source(data, collate)
 
 
 def read(
-    given: Any,
+    data: Any,
     who: str,
     collate: Collate | None,
     dtype: torch.dtype,
@@ -133,35 +130,35 @@ def read(
     Raises:
         ValueError: the data cannot be read; the message names client and sample.
     """
-    if not isinstance(given, Source):
-        return _of_columns(given, who, dtype, device)
-    if len(given) == 0:
+    if not isinstance(data, Source):
+        return _of_columns(data, who, dtype, device)
+    if len(data) == 0:
         raise ValueError(f"{who} has no samples; leave it out or give it some")
-    chosen = collate or given.collate
+    collate_fn = collate or data.collate
     with seeded(0) if draws is not False else nullcontext():
-        found, size = _look(given.data, who) if draws is None else (draws, 0)
-        if chosen is None and not found and size <= per_sample:
+        has_draws, size = _look(data.data, who) if draws is None else (draws, 0)
+        if collate_fn is None and not has_draws and size <= per_sample:
             before = generators() if draws is None else b""
-            items = _items(given.data, range(len(given)), who)
-            found = draws is None and generators() != before
-            tree = None if found else _stacked(items, who, dtype, device)
+            items = _items(data.data, range(len(data)), who)
+            has_draws = draws is None and generators() != before
+            tree = None if has_draws else _stacked(items, who, dtype, device)
             if tree is not None:
                 return tree
-        made = DatasetSamples(given.data, chosen or default_collate, who, dtype, device)
-        made.draws = found or (draws is None and _collate_draws(made))
-        made.ahead = isinstance(given.data, MappedRows) and not made.draws
-        return made
+        samples = DatasetSamples(data.data, collate_fn or default_collate, who, dtype, device)
+        samples.draws = has_draws or (draws is None and _collate_draws(samples))
+        samples.ahead = isinstance(data.data, MappedRows) and not samples.draws
+        return samples
 
 
-def _of_columns(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset:
+def _of_columns(columns: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset:
     """Return columns (tensors or arrays of all samples) as a pair, or as a tree of columns."""
-    if isinstance(given, tuple) and not isinstance(given[0], (Mapping, tuple)):
-        return checked_pair(given, who, dtype, device)
-    return _tree(given, who, dtype, device)
+    if isinstance(columns, tuple) and not isinstance(columns[0], (Mapping, tuple)):
+        return checked_pair(columns, who, dtype, device)
+    return _tree(columns, who, dtype, device)
 
 
-def _tree(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> ClientDataset:
-    tree = placed(given, dtype, device)
+def _tree(data: Any, who: str, dtype: torch.dtype, device: torch.device) -> ClientDataset:
+    tree = placed(data, dtype, device)
     wrong = [path for path, leaf in leaves(tree) if not isinstance(leaf, Tensor) or leaf.dim() == 0]
     if wrong:
         raise ValueError(f"{who}: {wrong[0] or 'it'} must be a tensor or an array [n, ...] of all samples")
@@ -202,9 +199,9 @@ def _look(data: Any, who: str) -> tuple[bool, int]:
 
 def _same(a: Any, b: Any) -> bool:
     """Return True if two readings of a sample are equal, as far as they are tensors, arrays and numbers."""
-    for (_, one), (_, other) in zip(leaves(a), leaves(b), strict=False):
+    for (_, one), (_, right) in zip(leaves(a), leaves(b), strict=False):
         if isinstance(one, (Tensor, np.ndarray, int, float)):
-            x, y = (torch.as_tensor(leaf) for leaf in (one, other))
+            x, y = (torch.as_tensor(leaf) for leaf in (one, right))
             if x.shape != y.shape or not torch.equal(x.nan_to_num(), y.nan_to_num()):
                 return False
     return True
@@ -229,18 +226,19 @@ def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.devic
 
 def _check_alike(items: list[Any], who: str) -> None:
     """Raises ValueError for the first sample that is not of the structure and the shapes of the first one."""
-    wanted = _structure(items[0])
+    expected = _structure(items[0])
     for i, item in enumerate(items):
-        if (found := _structure(item)) != wanted:
-            part = next((path for path in {**wanted, **found} if wanted.get(path) != found.get(path)), "")
-            said = [s.get(part, "missing") for s in (found, wanted)]
+        if (structure := _structure(item)) != expected:
+            part = next((path for path in {**expected, **structure} if expected.get(path) != structure.get(path)), "")
+            structures = [s.get(part, "missing") for s in (structure, expected)]
             raise ValueError(
-                f"{who}: sample {i} differs from sample 0: {_named(part)} is {said[0]}, there {said[1]}; samples of "
-                "variable length need collate=, a function of a list of samples that pads them to a batch"
+                f"{who}: sample {i} differs from sample 0: {_part_name(part)} is {structures[0]}, there "
+                f"{structures[1]}; samples of variable length need collate=, a function of a list of samples that "
+                "pads them to a batch"
             )
 
 
-def _named(part: str) -> str:
+def _part_name(part: str) -> str:
     return f"its part {part}" if part else "it"
 
 

@@ -28,8 +28,8 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(mapped(function, part) for part in tree))
     if isinstance(tree, (tuple, list)):
-        made = [mapped(function, part) for part in tree]
-        return tuple(made) if isinstance(tree, tuple) else made
+        parts = [mapped(function, part) for part in tree]
+        return tuple(parts) if isinstance(tree, tuple) else parts
     return function(tree)
 
 
@@ -55,8 +55,8 @@ def placed(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
             leaf = torch.from_numpy(np.array(leaf, order="C"))
         if not isinstance(leaf, Tensor):
             return leaf
-        kept = leaf.dtype in (torch.bool, torch.uint8)
-        return leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype if kept else torch.int64)
+        is_image = leaf.dtype in (torch.bool, torch.uint8)
+        return leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype if is_image else torch.int64)
 
     return mapped(put, tree)
 
@@ -129,14 +129,14 @@ class ClientDataset(ABC):
 
 def hashed(count: int, tree: Any) -> bytes:
     """Return a hash of a number of samples and all leaves of a tree."""
-    made = blake2b(repr(count).encode(), digest_size=16)
+    digest = blake2b(repr(count).encode(), digest_size=16)
     for path, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
-            made.update(repr((path, leaf.dtype, tuple(leaf.shape))).encode())
-            made.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(repr((path, leaf.dtype, tuple(leaf.shape))).encode())
+            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
-            made.update(repr((path, leaf)).encode())
-    return made.digest()
+            digest.update(repr((path, leaf)).encode())
+    return digest.digest()
 
 
 class TensorSamples(ClientDataset):
@@ -164,11 +164,11 @@ class TensorSamples(ClientDataset):
 
     def ignored(self) -> str:
         parts = [t for _, t in leaves(self.tree)] if self.labels is None else [self.labels]
-        own = [t for t in parts if t.dtype == torch.int64 and bool((t == IGNORED).any())]
-        if not own:
+        labels = [t for t in parts if t.dtype == torch.int64 and bool((t == IGNORED).any())]
+        if not labels:
             return ""
-        count = int((own[0] == IGNORED).sum())
-        return f" ({count} of its {own[0].numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
+        count = int((labels[0] == IGNORED).sum())
+        return f" ({count} of its {labels[0].numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
 
 
 class PairSamples(TensorSamples):
@@ -182,9 +182,9 @@ class PairSamples(TensorSamples):
         yield from (((a, b), len(b)) for a, b in zip(x.split(size), y.split(size), strict=True))
 
 
-def as_samples(own: Pair | ClientDataset) -> ClientDataset:
+def as_samples(samples: Pair | ClientDataset) -> ClientDataset:
     """Return samples, of a pair too."""
-    return own if isinstance(own, ClientDataset) else TensorSamples(list(own), len(own[1]))
+    return samples if isinstance(samples, ClientDataset) else TensorSamples(list(samples), len(samples[1]))
 
 
 class DatasetSamples(ClientDataset):
@@ -201,13 +201,13 @@ class DatasetSamples(ClientDataset):
         with seeded(seed) if self.draws else nullcontext():
             items = fetch(self.data, places.tolist())
             batch = self.collate(items)
-        made = placed(batch, self.dtype, self.device)
-        if not any(isinstance(leaf, Tensor) for _, leaf in leaves(made)):
+        tensors = placed(batch, self.dtype, self.device)
+        if not any(isinstance(leaf, Tensor) for _, leaf in leaves(tensors)):
             raise ValueError(
                 f"the collate of {self.who} must make a batch of tensors (a tensor, or a tuple, list or dict of them) "
                 f"of a list of {len(items)} samples, got {type(batch).__name__}"
             )
-        return made
+        return tensors
 
 
 def fetch(data: Any, places: Sequence[int]) -> list[Any]:

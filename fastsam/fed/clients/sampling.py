@@ -64,8 +64,13 @@ def make(sampler: str | Sampler | None, clients: int, participation: float, redr
         return np.flatnonzero(u <= ratio).tolist() or [int(u.argmin())]
 
     shuffled = Shuffled(clients, fixed_size(ratio, clients))
-    made: dict[str, Sampler] = {"bernoulli": bernoulli, "fixed": fixed, "shuffled": shuffled, "simulator": simulator}
-    return made[sampler]
+    samplers: dict[str, Sampler] = {
+        "bernoulli": bernoulli,
+        "fixed": fixed,
+        "shuffled": shuffled,
+        "simulator": simulator,
+    }
+    return samplers[sampler]
 
 
 @dataclass(frozen=True)
@@ -112,19 +117,19 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = F
     first = round - round % (sampler.epoch if isinstance(sampler, Shuffled) else 1)
     ids = sampler(round, seeds.generator(seed, "sample", first))
     try:
-        given = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        chosen = given if set(map(type, given)) == {int} else [integer("a client id", i) for i in given]
+        values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        client_ids = values if set(map(type, values)) == {int} else [integer("a client id", i) for i in values]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round + 1} it returned "
             f"{ids!r}"
         ) from error
-    ordered = sorted(chosen)
+    ordered = sorted(client_ids)
     if not ordered and nobody:
         return ordered
     if not ordered or ordered[0] < 0 or ordered[-1] >= clients or len(set(ordered)) != len(ordered):
-        wrong = [i for i in chosen if not 0 <= i < clients]
-        what = f"{wrong[0]}, which is not a client" if wrong else "a client twice" if chosen else "nobody"
+        wrong = [i for i in client_ids if not 0 <= i < clients]
+        what = f"{wrong[0]}, which is not a client" if wrong else "a client twice" if client_ids else "nobody"
         raise ValueError(
             f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round + 1} "
             f"it returned {what}"
@@ -151,13 +156,15 @@ def check_available(available: Any, sampler: str | Sampler | None) -> None:
 def present(available: Available, round: int, clients: int) -> list[int]:
     """Return the clients that can take part in a round, ascending. Raises ValueError for neither ids nor a mask."""
     try:
-        found = available(round)
-        given = found.tolist() if hasattr(found, "tolist") else list(found)
-        mask = bool(given) and set(map(type, given)) == {bool}
-        if mask and len(given) != clients:
-            raise ValueError(f"a mask of {len(given)}")
+        availability = available(round)
+        values = availability.tolist() if hasattr(availability, "tolist") else list(availability)
+        mask = bool(values) and set(map(type, values)) == {bool}
+        if mask and len(values) != clients:
+            raise ValueError(f"a mask of {len(values)}")
         ids = (
-            [i for i, here in enumerate(given) if here] if mask else sorted({integer("a client id", i) for i in given})
+            [i for i, flag in enumerate(values) if flag]
+            if mask
+            else sorted({integer("a client id", i) for i in values})
         )
         if ids and not 0 <= ids[0] <= ids[-1] < clients:
             raise ValueError(f"{ids[0] if ids[0] < 0 else ids[-1]} is not a client")
@@ -178,10 +185,10 @@ def draw_present(
 
     share_of: function of a number of clients that returns the share that takes part.
     """
-    here = present(available, round, clients)
-    if not here:
+    ids = present(available, round, clients)
+    if not ids:
         return []
-    return [here[i] for i in draw(make(sampler, len(here), share_of(len(here))), round, len(here), seed)]
+    return [ids[i] for i in draw(make(sampler, len(ids), share_of(len(ids))), round, len(ids), seed)]
 
 
 def likely(sampler: str | Sampler | None, clients: int, participation: float) -> int:

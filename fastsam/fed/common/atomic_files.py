@@ -13,7 +13,7 @@ from typing import Any
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def errors_with_path(path: Path) -> Iterator[None]:
     """An OSError inside, of a full disk for one, names the file."""
     try:
         yield
@@ -30,7 +30,7 @@ def write_bytes(path: Path, data: bytes, folder_may_be_link: bool = True) -> Non
         OSError: the file cannot be written, for example because the disk is full; the old file stays. Also if the
             folder is a link and `folder_may_be_link` is False.
     """
-    with named(path):
+    with errors_with_path(path):
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | (0 if folder_may_be_link else os.O_NOFOLLOW))
         try:
             _replace(folder, path.name, data)

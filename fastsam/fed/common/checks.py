@@ -40,14 +40,14 @@ def number(
 def decayed(name: str, value: float, factor_name: str, factor: float, index: int) -> float:
     """`value * factor**index`. Raises ValueError when that is beyond all floats."""
     try:
-        made = value * factor**index
+        result = value * factor**index
     except OverflowError:
-        made = math.inf
-    if not math.isfinite(made):
+        result = math.inf
+    if not math.isfinite(result):
         raise ValueError(
             f"{name} * {factor_name}**{index} must be a finite number, got {value!r} * {factor!r}**{index}"
         )
-    return made
+    return result
 
 
 def integer(name: str, value: Any, at_least: int | None = None) -> int:

@@ -52,10 +52,10 @@ def references(function: Any) -> dict[str, Any]:
     if inspect.ismethod(function):
         return references(function.__func__) | {"self": function.__self__}
     if not inspect.isfunction(function):
-        found = {} if isinstance(function, type) else dict(getattr(function, "__dict__", {}))
-        for value in [value for value in found.values() if inspect.isfunction(value) or inspect.ismethod(value)]:
-            found |= references(value)
-        return found
+        attributes = {} if isinstance(function, type) else dict(getattr(function, "__dict__", {}))
+        for value in [value for value in attributes.values() if inspect.isfunction(value) or inspect.ismethod(value)]:
+            attributes |= references(value)
+        return attributes
     try:
         variables = inspect.getclosurevars(function)
     except ValueError:  # a closure that is not filled yet
@@ -69,8 +69,8 @@ def behaviour(value: Any, depth: int = 2) -> Any:
     """Return a JSON description of a function or a module: its code and the objects that it refers to. `depth` is the
     number of calls that are followed."""
     if isinstance(value, nn.Module):
-        own = {type(m) for m in value.modules() if not type(m).__module__.startswith("torch.")}
-        forward = {c.__qualname__: _code(c.forward.__code__) for c in own if inspect.isfunction(c.forward)}
+        classes = {type(m) for m in value.modules() if not type(m).__module__.startswith("torch.")}
+        forward = {c.__qualname__: _code(c.forward.__code__) for c in classes if inspect.isfunction(c.forward)}
         return {"repr": re.sub(r" at 0x[0-9a-f]+", "", repr(value)), "forward": dict(sorted(forward.items()))}
     if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
@@ -82,19 +82,19 @@ def behaviour(value: Any, depth: int = 2) -> Any:
         return describe(value)
     inner = inspect.unwrap(value.func if isinstance(value, partial) else value)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
-    known = {name: behaviour(part, depth - 1) for name, part in sorted(references(value).items())}
-    return {"code": None if code is None else _code(code), **known}
+    parts = {name: behaviour(part, depth - 1) for name, part in sorted(references(value).items())}
+    return {"code": None if code is None else _code(code), **parts}
 
 
 def _code(code: CodeType) -> str:
     """Return a hash of a function's instructions, names and constants, wherever the code is written."""
-    made = blake2b(code.co_code + repr((code.co_names, code.co_varnames)).encode(), digest_size=8)
+    digest = blake2b(code.co_code + repr((code.co_names, code.co_varnames)).encode(), digest_size=8)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            made.update(_code(constant).encode())
+            digest.update(_code(constant).encode())
         else:
-            made.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())
-    return made.hexdigest()
+            digest.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())
+    return digest.hexdigest()
 
 
 def structure(model: nn.Module) -> list[Any]:
@@ -105,10 +105,10 @@ def structure(model: nn.Module) -> list[Any]:
 
 def digest(model: nn.Module) -> str:
     """A hash of the bytes of a model's parameters and buffers."""
-    made = blake2b(digest_size=16)
+    hasher = blake2b(digest_size=16)
     for tensor in (*model.parameters(), *model.buffers()):
-        made.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return made.hexdigest()
+        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

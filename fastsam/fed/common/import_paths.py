@@ -32,12 +32,12 @@ def import_object(path: str, what: str) -> Any:
         raise ValueError(f"{what}: expected 'package.module:name' or 'file.py:name', got {path!r}")
     module = _load_file(Path(location), what) if location.endswith(".py") else _load_module(location, what)
     try:
-        found = getattr(module, attribute)
+        value = getattr(module, attribute)
     except AttributeError:
         names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
         raise ValueError(f"{what}: {location} has no {attribute!r}; it defines {names}") from None
-    trust.check_object(found, path, what)
-    return found
+    trust.check_object(value, path, what)
+    return value
 
 
 def call_with_options(function: Any, options: dict[str, Any], what: str) -> Any:
@@ -73,20 +73,20 @@ def _load_file(path: Path, what: str) -> ModuleType:
 
 
 def _load_module(name: str, what: str) -> ModuleType:
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:
-        sys.path.insert(0, here)  # a console script does not have the current directory on its path
+    cwd = str(Path.cwd())
+    is_added = cwd not in sys.path
+    if is_added:
+        sys.path.insert(0, cwd)  # a console script does not have the current directory on its path
     try:
         trust.check_module(name, what)
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise  # the user's module exists and misses another one
-        raise ValueError(f"{what}: no module {error.name!r} (looked in {here} and in the installed packages)") from None
+        raise ValueError(f"{what}: no module {error.name!r} (looked in {cwd} and in the installed packages)") from None
     finally:
-        if added:
-            sys.path.remove(here)
+        if is_added:
+            sys.path.remove(cwd)
 
 
 class PackageError(ImportError):
@@ -134,8 +134,8 @@ def _torchvision(module: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except (ImportError, RuntimeError, OSError) as error:
-        found = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({error})"
+        problem = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({error})"
         raise PackageError(
-            f"{purpose} needs torchvision, which {found}. Install the one of this torch: {torchvision_command()}",
+            f"{purpose} needs torchvision, which {problem}. Install the one of this torch: {torchvision_command()}",
             name=module,
         ) from error

@@ -82,8 +82,8 @@ def option(default: Any, help: str, **limits: Any) -> Any:
         **limits: `choices`; the bounds `above`, `at_least` and `at_most` of a number; `free`, if a resumed run may have
             a different value; `formula`, a check of strings and functions that may replace a number.
     """
-    kept = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
-    return field(**kept, metadata={"help": help, **limits})
+    default_options = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
+    return field(**default_options, metadata={"help": help, **limits})
 
 
 def kinds(annotation: Any) -> tuple[Any, ...]:
@@ -93,18 +93,18 @@ def kinds(annotation: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def table(made: type) -> dict[str, Option]:
+def table(cls: type) -> dict[str, Option]:
     """The options of a dataclass, by name, in the order of its fields."""
-    hints = typing.get_type_hints(made)
-    rows = [f for f in fields(made) if "help" in f.metadata]
+    hints = typing.get_type_hints(cls)
+    rows = [f for f in fields(cls) if "help" in f.metadata]
     defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in rows}
     return {f.name: Option(f.name, hints[f.name], defaults[f.name], **f.metadata) for f in rows}
 
 
 def check(options: object) -> None:
     """Puts what `Option.check` returns in place of each option, in a frozen dataclass too. Raises ValueError."""
-    made: Any = type(options)
-    for name, row in table(made).items():
+    cls: Any = type(options)
+    for name, row in table(cls).items():
         object.__setattr__(options, name, row.check(getattr(options, name)))
 
 
@@ -130,28 +130,28 @@ def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:
     `replaced` has the new spelling of keywords that became part of another one."""
 
     def decorate(function: Function) -> Function:
-        known = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
 
         @functools.wraps(function)
-        def called(*arguments: Any, **options: Any) -> Any:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
             for name in options:
-                if name not in known:
-                    hint = f": write {replaced[name]}" if name in replaced else nearest(name, known)
+                if name not in parameters:
+                    hint = f": write {replaced[name]}" if name in replaced else nearest(name, parameters)
                     raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
             return function(*arguments, **options)
 
-        return typing.cast(Function, called)
+        return typing.cast(Function, wrapper)
 
     return decorate
 
 
-def with_help(made: type) -> Callable[[Function], Function]:
-    """Return a decorator that puts the options of `made` into a docstring, in place of its line OPTIONS."""
+def with_help(cls: type) -> Callable[[Function], Function]:
+    """Return a decorator that puts the options of `cls` into a docstring, in place of its line OPTIONS."""
 
     def fill(function: Function) -> Function:
         def listed(line: re.Match[str]) -> str:
             indent = line[1]
-            rows = (f"{row.name}: {row.meaning}." for row in table(made).values())
+            rows = (f"{row.name}: {row.meaning}." for row in table(cls).values())
             return "\n".join(
                 textwrap.fill(row, 120, initial_indent=indent, subsequent_indent=indent + "    ") for row in rows
             )

@@ -24,9 +24,9 @@ def derive(*parts: int | str) -> int:
 
 def generator(*parts: int | str) -> torch.Generator:
     """Return a generator on the CPU, seeded with `derive(*parts)`, of which torch uses the low 32 bits."""
-    made = torch.Generator()
-    made.manual_seed(derive(*parts))
-    return made
+    result = torch.Generator()
+    result.manual_seed(derive(*parts))
+    return result
 
 
 def permutation(n: int, *parts: int | str) -> Tensor:
@@ -49,10 +49,10 @@ def permutations(numbers: Sequence[int], sizes: Sequence[int], *parts: int | str
     counters = np.zeros((4, len(numbers), -(-longest // 4)), np.uint32)
     counters[0] = np.arange(counters.shape[2], dtype=np.uint32)
     counters[1] = np.array(numbers, np.uint32)[:, None]
-    drawn = philox(derive(*parts), counters).transpose(1, 2, 0).reshape(len(numbers), -1)[:, :longest]
+    words = philox(derive(*parts), counters).transpose(1, 2, 0).reshape(len(numbers), -1)[:, :longest]
     keys, places = np.empty((len(numbers), longest), np.uint64), np.arange(longest, dtype=np.uint32)
     halves = keys.view(np.uint32).reshape(*keys.shape, 2)  # the low one first: all that torch runs on is little-endian
-    halves[..., 0], halves[..., 1] = places, drawn
+    halves[..., 0], halves[..., 1] = places, words
     if min(sizes, default=0) < longest:
         keys[places >= np.array(sizes)[:, None]] |= np.uint64(2**64 - 2**32)  # after the keys that count
     keys.sort(axis=1)

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-_named: ContextVar[tuple[str, ...]] = ContextVar("named", default=())
+_trusted: ContextVar[tuple[str, ...]] = ContextVar("named", default=())
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -43,11 +43,11 @@ def trusting(*names: str) -> Iterator[None]:
             raise TrustError(
                 f"--trust {name}: a config may not use the standard library. Write your own function around it"
             )
-    token = _named.set((*_named.get(), *names))
+    token = _trusted.set((*_trusted.get(), *names))
     try:
         yield
     finally:
-        _named.reset(token)
+        _trusted.reset(token)
 
 
 def check_file(path: Path, what: str) -> None:
@@ -68,54 +68,54 @@ def check_module(name: str, what: str) -> None:
             f"of this name is {name}.py:NAME"
         )
     places = _places(top)
-    if top in _named.get() or places is None or all(_is_own(place) or is_named(place) for place in places):
+    if top in _trusted.get() or places is None or all(_is_own(place) or is_named(place) for place in places):
         return
     raise TrustError(
         f"{what}: the package {top} ({places[0]}) is not your own file. If you trust it, add --trust {top}"
     )
 
 
-def check_object(found: Any, path: str, what: str) -> None:
+def check_object(value: Any, path: str, what: str) -> None:
     """Raise TrustError unless a callable is defined in the user's own files or in a package that was named.
 
     A name in a trusted file may refer to a function of another package: `from joblib import load`. The check looks
     through methods, partials and wrappers of functions. A function of the user is trusted whatever it wraps. A model or
     loss belongs to the file that made it, whatever its class is.
     """
-    if isinstance(found, nn.Module):
+    if isinstance(value, nn.Module):
         return
-    seen: set[int] = set()
-    while callable(found) and id(found) not in seen:
-        seen.add(id(found))
-        inner = _called_by(found)
-        home, place = _definition(found)
-        if not isinstance(found, partial) and _is_defined_by_user(home, place, path):
+    visited: set[int] = set()
+    while callable(value) and id(value) not in visited:
+        visited.add(id(value))
+        inner = _called_by(value)
+        home, place = _definition(value)
+        if not isinstance(value, partial) and _is_defined_by_user(home, place, path):
             return
         if inner is None:
-            name = f"{home or '?'}.{getattr(found, '__qualname__', type(found).__qualname__)}"
+            name = f"{home or '?'}.{getattr(value, '__qualname__', type(value).__qualname__)}"
             top = home.partition(".")[0]
             if top in sys.stdlib_module_names or top == "builtins":
-                raise TrustError(f"{what}: {path} is {name} of the standard library, and a config may not use it")
+                raise TrustError(f"{what}: {path} is {name} in the standard library, and a config may not use it")
             raise TrustError(
                 f"{what}: {path} is {name}, which is not defined in your own file. If you trust it, add --trust "
-                f"{top or path.rpartition(':')[0]}; or write a function of your own around it"
+                f"{top or path.rpartition(':')[0]}; or wrap it in a function of your file"
             )
-        found = inner
+        value = inner
 
 
-def _called_by(found: Any) -> Any:
+def _called_by(value: Any) -> Any:
     """Return the function that a partial, a method or a wrapper calls, None for anything else."""
-    if isinstance(found, partial):
-        return found.func
-    return found.__func__ if isinstance(found, MethodType) else getattr(found, "__wrapped__", None)
+    if isinstance(value, partial):
+        return value.func
+    return value.__func__ if isinstance(value, MethodType) else getattr(value, "__wrapped__", None)
 
 
-def _definition(found: Any) -> tuple[str, str | None]:
+def _definition(value: Any) -> tuple[str, str | None]:
     """Return the module in which a callable is defined, "" if unknown, and the module's file."""
-    if isinstance(found, FunctionType):  # `__module__` may be a copy of the wrapped function's
-        return str(found.__globals__.get("__name__", "")), found.__globals__.get("__file__")
-    named = found if isinstance(found, (type, BuiltinFunctionType)) else type(found)
-    home = getattr(named, "__module__", None) or ""
+    if isinstance(value, FunctionType):  # `__module__` may be a copy of the wrapped function's
+        return str(value.__globals__.get("__name__", "")), value.__globals__.get("__file__")
+    definition = value if isinstance(value, (type, BuiltinFunctionType)) else type(value)
+    home = getattr(definition, "__module__", None) or ""
     return home, getattr(sys.modules.get(home), "__file__", None)
 
 
@@ -123,20 +123,20 @@ def _is_defined_by_user(home: str, place: str | None, path: str) -> bool:
     """Return True if a callable of this module, or else of this import path, is trusted."""
     if not home:
         return is_trusted(path.rpartition(":")[0])
-    if home.partition(".")[0] in _named.get():
+    if home.partition(".")[0] in _trusted.get():
         return True
     return place is not None and (_is_own(real := Path(place).resolve()) or is_named(real))
 
 
 def is_trusted(location: str) -> bool:
     """Return True if the module or file of an import path was named."""
-    return location.partition(".")[0] in _named.get() or is_named(Path(location).resolve())
+    return location.partition(".")[0] in _trusted.get() or is_named(Path(location).resolve())
 
 
 def is_named(place: Path) -> bool:
     """Return True if the file, or a folder that contains it, was named."""
-    named = [Path(name).resolve() for name in _named.get() if os.sep in name or name.endswith(".py")]
-    return any(place == one or one in place.parents for one in named)
+    paths = [Path(name).resolve() for name in _trusted.get() if os.sep in name or name.endswith(".py")]
+    return any(place == one or one in place.parents for one in paths)
 
 
 def _places(top: str) -> list[Path] | None:
@@ -161,8 +161,8 @@ def _is_own(place: Path) -> bool:
     """Not installed, and below the current folder or the user's own by the file system's word."""
     if _is_standard(place) or any(part in _INSTALLED for part in place.parts):
         return False
-    here = Path.cwd().resolve()
-    return place == here or here in place.parents or belongs_to_user(place)
+    folder = Path.cwd().resolve()
+    return place == folder or folder in place.parents or belongs_to_user(place)
 
 
 def belongs_to_user(place: Path) -> bool:

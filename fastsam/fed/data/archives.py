@@ -78,8 +78,8 @@ class Archive:
                 return self._parts(reader, root, root / self.folder, advice)
             except ArchiveError as error:
                 damaged = error
-        found = [(root, root / place / self.name) for root in roots for place in ("", self.place)]
-        root, path = next(((root, path) for root, path in found if path.is_file()), found[0])
+        candidates = [(root, root / place / self.name) for root in roots for place in ("", self.place)]
+        root, path = next(((root, path) for root, path in candidates if path.is_file()), candidates[0])
         if path.is_file():
             self._check(path, reader, f"{path}: ")
         elif download:
@@ -92,8 +92,8 @@ class Archive:
         return self._unpacked(reader, root, path)
 
     def _reader(self, url: str | None) -> Any:
-        made = getattr(vision("torchvision.datasets", f"the data set {self.data!r}"), self.reader)
-        return made if url is None else type(made.__name__, (made,), {"url": url})
+        reader = getattr(vision("torchvision.datasets", f"the data set {self.data!r}"), self.reader)
+        return reader if url is None else type(reader.__name__, (reader,), {"url": url})
 
     def _parts(self, reader: Any, root: Path, where: Path, advice: str, **unpack: bool) -> tuple[Any, Any]:
         """Both parts from torchvision's folder in `root`; `where` and `advice` are for the message of an error."""
@@ -107,10 +107,10 @@ class Archive:
 
     def _check(self, path: Path, reader: Any, where: str) -> None:
         expected = getattr(reader, self.checksum)
-        found = _utils().calculate_md5(path)
-        if found != expected:
+        checksum = _utils().calculate_md5(path)
+        if checksum != expected:
             raise ArchiveError(
-                f"{where}this is not the complete {self.name} of {self.data}: its MD5 is {found} "
+                f"{where}this is not the complete {self.name} of {self.data}: its MD5 is {checksum} "
                 f"({path.stat().st_size} bytes), "
                 f"expected {expected}. A cut download or another file? Remove it and fetch it from {reader.url}"
             )

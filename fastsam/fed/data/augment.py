@@ -62,13 +62,13 @@ class FlipCrop:
 AUGMENTS: dict[str, Augment | None] = {"none": None, "flip_crop": FlipCrop(), "flip_crop_always": FlipCrop(crop=1.0)}
 
 
-def named(name: str, default: str = "none") -> Augment | None:
+def augment_by_name(name: str, default: str = "none") -> Augment | None:
     """Return the augmentation of that name or import path; "auto" is `default`. Raises ValueError."""
     if isinstance(name, str) and is_import_path(name):
-        made = import_object(name, "augment")
-        if not callable(made):
-            raise ValueError(f"augment: {name} must be callable (x, generator) -> x, got {type(made).__name__}")
-        return made
+        augmentation = import_object(name, "augment")
+        if not callable(augmentation):
+            raise ValueError(f"augment: {name} must be callable (x, generator) -> x, got {type(augmentation).__name__}")
+        return augmentation
     name = default if isinstance(name, str) and name == "auto" else name
     if not isinstance(name, str) or name not in AUGMENTS:
         raise ValueError(

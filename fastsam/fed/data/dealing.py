@@ -85,16 +85,16 @@ def check_labels(labels: Any, classes: int | None = None, what: str = "labels") 
         )
     if not np.issubdtype(labels.dtype, np.number):
         raise ValueError(f"{what} must be integer class numbers, got {labels.dtype}")
-    whole = labels.astype(np.int64)
-    if not np.array_equal(whole, labels):
+    integers = labels.astype(np.int64)
+    if not np.array_equal(integers, labels):
         raise ValueError(
             f"{what} must be integer class numbers, got {labels.dtype} with fractions, e.g. "
-            f"{labels[whole != labels][0]!r}"
+            f"{labels[integers != labels][0]!r}"
         )
-    low, high = int(whole.min()), int(whole.max())
+    low, high = int(integers.min()), int(integers.max())
     if classes is None and high >= MOST_CLASSES:
         raise ValueError(
-            f"{what} must be class numbers from 0, got {high} at position {int(whole.argmax())}; "
+            f"{what} must be class numbers from 0, got {high} at position {int(integers.argmax())}; "
             "numpy.unique(y, return_inverse=True)[1] numbers classes from 0"
         )
     classes = high + 1 if classes is None else classes
@@ -102,9 +102,9 @@ def check_labels(labels: Any, classes: int | None = None, what: str = "labels") 
         bad = low if low < 0 else high
         raise ValueError(
             f"{what} must be in 0..{classes - 1} ({classes} classes), got {bad} at position "
-            f"{int(np.flatnonzero(whole == bad)[0])}; number the classes from 0, or set the number of classes"
+            f"{int(np.flatnonzero(integers == bad)[0])}; number the classes from 0, or set the number of classes"
         )
-    return whole, classes
+    return integers, classes
 
 
 class Words:
@@ -119,7 +119,7 @@ class Words:
     _FEW, _MANY = 64, 1024  # words that are tried one by one, and then all at once
 
     def __init__(self, rng: np.random.RandomState) -> None:
-        self.rng, self._begin, self._used, self._at = rng, rng.get_state(), 0, 0
+        self.rng, self._begin, self._num_used, self._at = rng, rng.get_state(), 0, 0
         self._words, self._block = np.empty(0, np.uint32), list[int]()
 
     def first_open(self, slots: bytearray) -> int:
@@ -137,12 +137,12 @@ class Words:
                     self._at = at
                     return word & mask
             for begin in range(at, len(self._block), self._MANY):
-                found = self._words[begin : begin + self._MANY] & mask
-                hits = np.frombuffer(slots, np.uint8)[found]
+                values = self._words[begin : begin + self._MANY] & mask
+                hits = np.frombuffer(slots, np.uint8)[values]
                 first = int(hits.argmax())
                 if hits[first]:
                     self._at = begin + first + 1
-                    return int(found[first])
+                    return int(values[first])
             self._refill()
         return 0
 
@@ -157,8 +157,8 @@ class Words:
     def close(self) -> None:
         """Advance the generator by the words that were used."""
         self.rng.set_state(self._begin)
-        if used := self._used + self._at:
-            self.rng.randint(0, 2**32, used, np.uint32)
+        if num_used := self._num_used + self._at:
+            self.rng.randint(0, 2**32, num_used, np.uint32)
 
     def _next(self) -> int:
         if self._at == len(self._block):
@@ -167,7 +167,7 @@ class Words:
         return self._block[self._at - 1]
 
     def _refill(self) -> None:
-        self._used += len(self._block)
+        self._num_used += len(self._block)
         self._words = self.rng.randint(0, 2**32, self._BLOCK, np.uint32)
         self._block, self._at = self._words.tolist(), 0
 
@@ -203,10 +203,10 @@ def draw(
     _check_draw(labels, priors, sizes, exhausted)
     classes = priors.shape[1]
     lists = [np.flatnonzero(labels == c).tolist() for c in range(classes)]
-    left = [len(pool) for pool in lists]
+    remaining = [len(pool) for pool in lists]
     open_slots = sizes.tolist()
     begins = [0, *accumulate(open_slots)]
-    cdf, taken = np.cumsum(priors, axis=1).ravel().tolist(), [0] * begins[-1]
+    cdf, indices = np.cumsum(priors, axis=1).ravel().tolist(), [0] * begins[-1]
     has_slots, words = flags(open_slots), Words(rng)
     uniform = words.uniform
     for _ in range(begins[-1]):
@@ -217,18 +217,18 @@ def draw(
         for _ in range(_MAX_REJECTIONS):
             c = bisect_left(cdf, uniform(), row, row + classes) - row
             c = 0 if c == classes else c  # rounding left the last sum under 1: numpy's argmax of "none is true" is 0
-            if left[c]:
+            if remaining[c]:
                 break
             if exhausted == "reset":
-                left[c] = len(lists[c])
+                remaining[c] = len(lists[c])
         else:
-            counts = left if exhausted == "redraw" else [len(pool) for pool in lists]
+            counts = remaining if exhausted == "redraw" else [len(pool) for pool in lists]
             c = _renormalised(priors[client], counts, uniform())
-            left[c] = left[c] or len(lists[c])
-        left[c] -= 1
-        taken[begins[client] + open_slots[client]] = lists[c][left[c]]
+            remaining[c] = remaining[c] or len(lists[c])
+        remaining[c] -= 1
+        indices[begins[client] + open_slots[client]] = lists[c][remaining[c]]
     words.close()
-    places = np.array(taken, dtype=np.int64)
+    places = np.array(indices, dtype=np.int64)
     return [places[begin:end] for begin, end in pairwise(begins)]
 
 

@@ -53,15 +53,15 @@ def by_domain(
     clients, priors, labels = [], [], []
     for key, (x, y) in training.items():
         if held_out is None:
-            kept, tested = (torch.from_numpy(i) for i in stratified_test(y.numpy(), test_fraction))
+            train, tested = (torch.from_numpy(i) for i in stratified_test(y.numpy(), test_fraction))
             tests.append((x[tested], y[tested]))
-            x, y = x[kept], y[kept]
+            x, y = x[train], y[train]
         if each > len(y):
             raise ValueError(f"{each} clients cannot share the {len(y)} training samples of the domain {key!r}")
-        made = partition.iid(y.numpy(), each, seed, classes=classes)
+        split = partition.iid(y.numpy(), each, seed, classes=classes)
         # One client keeps the domain's own storage and order: a large domain may be a file mapped into memory.
-        clients += [(x, y)] if each == 1 else [(x[i], y[i]) for i in map(torch.from_numpy, made.indices)]
-        priors.append(made.priors)
+        clients += [(x, y)] if each == 1 else [(x[i], y[i]) for i in map(torch.from_numpy, split.indices)]
+        priors.append(split.priors)
         labels += [key] * each
     test = tests[0] if len(tests) == 1 else (torch.cat([x for x, _ in tests]), torch.cat([y for _, y in tests]))
     return FederatedData(clients, test, classes, name, np.concatenate(priors), labels, held_out, **more)
@@ -105,9 +105,16 @@ def digits_domains(
         raise ValueError(f"domains must be a list of different transforms such as ['rot0', 'rot30'], got {domains!r}")
     x, y = load_digits()
     parts = {name: (_transformed(x[i], name), y[i]) for name, i in zip(domains, _parts(y, len(domains)), strict=True)}
-    chosen = augmentation.named(augment)
+    chosen_augment = augmentation.augment_by_name(augment)
     return by_domain(
-        parts, held_out, clients_per_domain, seed, test_fraction, classes=10, name="digits-domains", augment=chosen
+        parts,
+        held_out,
+        clients_per_domain,
+        seed,
+        test_fraction,
+        classes=10,
+        name="digits-domains",
+        augment=chosen_augment,
     )
 
 

@@ -95,8 +95,8 @@ def _all_good(clients: Sequence[Any], classes: int) -> bool:
 def _check_pair(pair: Any, classes: int, who: str) -> None:
     if len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
         raise ValueError(
-            f"{who} must be a pair (x, y) of tensors, got {type(pair).__name__}. fastsam.fed.data.as_tensors makes one "
-            f"from arrays"
+            f"{who} must be a pair (x, y) of tensors, got {type(pair).__name__}. Use fastsam.fed.data.as_tensors "
+            "for arrays"
         )
     x, y = pair
     if len(x) != len(y):
@@ -154,10 +154,10 @@ def split_data(
     """
     if classes is None:
         classes = 1 + max(int(y.max()), int(test[1].max()))
-    made = partition.make(split, y.numpy(), clients, seed, classes, **options)
-    parts = [torch.from_numpy(indices) for indices in made.indices]
+    split_of_labels = partition.make(split, y.numpy(), clients, seed, classes, **options)
+    parts = [torch.from_numpy(indices) for indices in split_of_labels.indices]
     return FederatedData(
-        [(x.index_select(0, i), y[i]) for i in parts], test, classes, name, made.priors, augment=augment
+        [(x.index_select(0, i), y[i]) for i in parts], test, classes, name, split_of_labels.priors, augment=augment
     )
 
 
@@ -180,9 +180,9 @@ def stratified_test(labels: np.ndarray, fraction: float, seed: int = 0) -> tuple
     take = np.floor(share).astype(np.int64)
     take[np.argsort(take - share, kind="stable")[: total - take.sum()]] += 1
     rng = np.random.RandomState(seed)
-    chosen = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in enumerate(take)]
+    parts = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in enumerate(take)]
     is_test = np.zeros(labels.size, dtype=bool)
-    is_test[np.concatenate(chosen)] = True
+    is_test[np.concatenate(parts)] = True
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 

@@ -27,8 +27,8 @@ def from_npz(
     Raises ValueError for a missing array or bad contents, FileNotFoundError.
     """
     arrays = _read(path)
-    stored = _array(arrays, path, "x_train", "x"), _array(arrays, path, "y_train", "y")
-    x, y = as_tensors(*stored, classes, f"{path}: training data")
+    train = _array(arrays, path, "x_train", "x"), _array(arrays, path, "y_train", "y")
+    x, y = as_tensors(*train, classes, f"{path}: training data")
     if "x_test" in arrays or "y_test" in arrays:
         test = as_tensors(_array(arrays, path, "x_test"), _array(arrays, path, "y_test"), classes, f"{path}: test data")
     else:
@@ -69,15 +69,15 @@ def from_client_files(pattern: str, test_path: str | Path, classes: int | None =
 def from_function(path: str, options: dict[str, Any]) -> FederatedData:
     """Return the value of a user's function ("package.module:function" or "file.py:function"): a `FederatedData`, or
     ``(clients, test)`` with a sequence of (x, y) and one (x, y)."""
-    made = call_with_options(import_object(path, "data"), options, f"data_options of {path}")
-    if isinstance(made, FederatedData):
-        return made
-    if not isinstance(made, (tuple, list)) or len(made) != 2 or not isinstance(made[0], Sequence):
-        raise ValueError(f"{path} must return a FederatedData or a pair (clients, test), got {type(made).__name__}")
+    data = call_with_options(import_object(path, "data"), options, f"data_options of {path}")
+    if isinstance(data, FederatedData):
+        return data
+    if not isinstance(data, (tuple, list)) or len(data) != 2 or not isinstance(data[0], Sequence):
+        raise ValueError(f"{path} must return a FederatedData or a pair (clients, test), got {type(data).__name__}")
     clients = [
-        as_tensors(*_pair(pair, f"{path}: client {i}"), what=f"{path}: client {i}") for i, pair in enumerate(made[0])
+        as_tensors(*_pair(pair, f"{path}: client {i}"), what=f"{path}: client {i}") for i, pair in enumerate(data[0])
     ]
-    test = as_tensors(*_pair(made[1], f"{path}: the test set"), what=f"{path}: the test set")
+    test = as_tensors(*_pair(data[1], f"{path}: the test set"), what=f"{path}: the test set")
     if not clients:
         raise ValueError(f"{path} returned no clients")
     classes = 1 + max(int(y.max()) for _, y in [*clients, test])
@@ -93,10 +93,10 @@ def _pair(pair: Any, what: str) -> tuple[Any, Any]:
 def _read(path: str | Path) -> dict[str, np.ndarray]:
     try:
         with open(open_regular(Path(path), os.O_RDONLY), "rb") as file:
-            stored = np.load(file, allow_pickle=False)  # a pickle could run code
-            if not isinstance(stored, np.lib.npyio.NpzFile):
+            archive = np.load(file, allow_pickle=False)  # a pickle could run code
+            if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one array without a name")
-            return {key: stored[key] for key in stored.files}
+            return {key: archive[key] for key in archive.files}
     except FileNotFoundError:
         raise FileNotFoundError(f"no data file {path} (looked in {Path.cwd()})") from None
     except (zipfile.BadZipFile, EOFError, ValueError) as error:

@@ -106,7 +106,7 @@ def officehome(
         test_fraction,
         classes=len(classes),
         name=folder_set.name,
-        augment=augmentation.named(augment),
+        augment=augmentation.augment_by_name(augment),
         pixels=STATISTICS,
     )
 
@@ -132,7 +132,7 @@ def _root(folder_set: FolderSet, data_dir: Path) -> Path:
     def holding(enough: Callable[[Iterable[object]], bool]) -> Path | None:
         places = (data_dir / outer / inner for outer in names for inner in names)
         domains = folder_set.domains
-        return next((p for p in places if p.is_dir() and enough(_named(p, domain) for domain in domains)), None)
+        return next((p for p in places if p.is_dir() and enough(_find_domain(p, domain) for domain in domains)), None)
 
     if (root := holding(all)) is not None:
         return root
@@ -162,12 +162,12 @@ def _unpack(archive: Path, folder: str, folder_set: FolderSet) -> None:
                 f"{folder_set.source}"
             ) from error
         if not (Path(aside) / folder).is_dir():
-            there = ", ".join(sorted(p.name for p in Path(aside).iterdir())) or "nothing"
-            raise ArchiveError(f"{archive} must hold a folder {folder}, it holds {there}; is it another data set?")
+            content = ", ".join(sorted(p.name for p in Path(aside).iterdir())) or "nothing"
+            raise ArchiveError(f"{archive} must hold a folder {folder}, it holds {content}; is it another data set?")
         (Path(aside) / folder).rename(archive.with_name(folder))
 
 
-def _named(root: Path, domain: str) -> Path | None:
+def _find_domain(root: Path, domain: str) -> Path | None:
     """The domain's folder; case, blanks and underscores do not count ("Real World", "real_world")."""
     plain = re.sub(r"[\W_]", "", domain).lower()
     return next(
@@ -185,12 +185,12 @@ def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[d
         ValueError: a domain has no images, a file is not a complete image, or `size` is below 8.
     """
     integer("size", size, at_least=8)
-    found = {domain: _named(root, domain) for domain in domains}
-    missing = [domain for domain, path in found.items() if path is None]
-    if missing:
-        there = ", ".join(repr(p.name) for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith("."))
-        raise FileNotFoundError(f"{root} has no folder of the domain {missing[0]!r}; it has {there or 'none'}")
-    samples = {domain: _samples(path) for domain, path in found.items() if path is not None}
+    folders = {domain: _find_domain(root, domain) for domain in domains}
+    absent = [domain for domain, path in folders.items() if path is None]
+    if absent:
+        content = ", ".join(repr(p.name) for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith("."))
+        raise FileNotFoundError(f"{root} has no folder of the domain {absent[0]!r}; it has {content or 'none'}")
+    samples = {domain: _samples(path) for domain, path in folders.items() if path is not None}
     classes = sorted({name for labelled in samples.values() for name, _ in labelled})
     number = {name: i for i, name in enumerate(classes)}
     pairs = {}
@@ -205,8 +205,8 @@ def _samples(domain: Path) -> list[tuple[str, Path]]:
     """Return class and file of each image, in the order of torchvision's `ImageFolder`, without empty classes."""
     library = vision("torchvision.datasets", _PURPOSE)
     try:
-        found = library.ImageFolder(domain, allow_empty=True)
-        samples = [(found.classes[label], Path(path)) for path, label in found.samples]
+        images = library.ImageFolder(domain, allow_empty=True)
+        samples = [(images.classes[label], Path(path)) for path, label in images.samples]
     except FileNotFoundError:  # not a single folder
         samples = []
     if not samples:

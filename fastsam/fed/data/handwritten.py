@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastsam.extras import install_command
-from fastsam.fed.data.augment import named
+from fastsam.fed.data.augment import augment_by_name
 from fastsam.fed.data.federated import FederatedData, split_data, stratified_test
 from fastsam.fed.data.partition import SPLITS, options_of
 
@@ -59,7 +59,7 @@ def digits(
         seed=seed,
         classes=10,
         name="digits",
-        augment=named(augment),
+        augment=augment_by_name(augment),
         **options,
     )
 

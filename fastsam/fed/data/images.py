@@ -51,7 +51,7 @@ def cifar10(
     """
     parts = archives.CIFAR10.read(data_dir, download, url)
     train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
-    return _dealt(
+    return _split_over_clients(
         (train, test), 10, "CIFAR-10", "flip_crop", augment, split, alpha, clients=clients, seed=seed, **options
     )
 
@@ -76,7 +76,7 @@ def cifar100(
     """
     parts = archives.CIFAR100.read(data_dir, download, url)
     train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
-    return _dealt(
+    return _split_over_clients(
         (train, test), 100, "CIFAR-100", "flip_crop", augment, split, alpha, clients=clients, seed=seed, **options
     )
 
@@ -111,7 +111,7 @@ def emnist(
     (train_x, train_y), (test_x, test_y) = (_emnist_part(part, what, fraction) for part, what in parts)
     statistics = _statistics(train_x)
     pair = _scaled((train_x, train_y), *statistics), _scaled((test_x, test_y), *statistics)
-    return _dealt(pair, 62, "EMNIST", "none", augment, split, alpha, clients=clients, seed=seed, **options)
+    return _split_over_clients(pair, 62, "EMNIST", "none", augment, split, alpha, clients=clients, seed=seed, **options)
 
 
 def _cifar_part(part: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -121,11 +121,11 @@ def _cifar_part(part: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def _emnist_part(part: Any, what: str, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     images, labels = _checked(part, part.data.numpy(), part.targets.numpy(), (28, 28))
-    taken = int(fraction * len(labels))
-    if taken == 0:
+    count = int(fraction * len(labels))
+    if count == 0:
         raise ValueError(f"fraction={fraction!r} of the {len(labels)} {what} images of EMNIST has no image. Take more")
-    chosen = np.sort(np.random.RandomState(20).permutation(len(labels))[:taken])
-    return images[chosen].transpose(0, 2, 1)[:, None], labels[chosen]
+    indices = np.sort(np.random.RandomState(20).permutation(len(labels))[:count])
+    return images[indices].transpose(0, 2, 1)[:, None], labels[indices]
 
 
 def _checked(part: Any, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -149,12 +149,12 @@ def _statistics(x: np.ndarray) -> tuple[tuple[float], tuple[float]]:
 def _scaled(part: tuple[np.ndarray, np.ndarray], mean: Any, std: Any) -> tuple[Tensor, Tensor]:
     """uint8 [n, C, H, W] as float32 ``(x / 255 - mean) / std`` with one mean and std per channel; the labels."""
     x, y = part
-    made = torch.from_numpy(np.ascontiguousarray(x)).to(torch.float32).div_(255)
+    images = torch.from_numpy(np.ascontiguousarray(x)).to(torch.float32).div_(255)
     channels = [torch.tensor(values, dtype=torch.float32).reshape(1, -1, 1, 1) for values in (mean, std)]
-    return made.sub_(channels[0]).div_(channels[1]), torch.from_numpy(y)
+    return images.sub_(channels[0]).div_(channels[1]), torch.from_numpy(y)
 
 
-def _dealt(
+def _split_over_clients(
     pair: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
     classes: int,
     name: str,
@@ -173,5 +173,5 @@ def _dealt(
             )
     if split in SPLITS and "alpha" in options_of(split):
         options["alpha"] = alpha
-    chosen = augment.named(augmentation, usual)
-    return split_data(x, y, test, split=split, classes=classes, name=name, augment=chosen, **options)
+    augment_function = augment.augment_by_name(augmentation, usual)
+    return split_data(x, y, test, split=split, classes=classes, name=name, augment=augment_function, **options)

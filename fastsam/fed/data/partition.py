@@ -50,8 +50,8 @@ def dirichlet(
     order = rng.permutation(labels.size)
     priors = rng.dirichlet([alpha] * classes, size=clients)
     check_shares(priors, alpha)
-    taken = draw(labels[order], priors, equal_sizes(labels.size, clients), rng, exhausted)
-    return Partition([order[t] for t in taken], priors)
+    parts = draw(labels[order], priors, equal_sizes(labels.size, clients), rng, exhausted)
+    return Partition([order[t] for t in parts], priors)
 
 
 def pathological(
@@ -75,38 +75,37 @@ def pathological(
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)
     present = np.flatnonzero(np.bincount(labels, minlength=classes))
-    chosen = _check_chosen(classes_per_client, present.size, labels.size, clients)
+    num_classes = _check_classes_per_client(classes_per_client, present.size, labels.size, clients)
     rng = split_generator(seed)
     order = rng.permutation(labels.size)
     rows = np.zeros((clients, present.size))
-    rows[:, :chosen] = 1 / chosen
+    rows[:, :num_classes] = 1 / num_classes
     for row in rows:
         rng.shuffle(row)
     priors = np.zeros((clients, classes))
     priors[:, present] = rows
-    taken = draw(labels[order], priors, equal_sizes(labels.size, clients), rng, exhausted)
-    made = Partition([order[t] for t in taken], priors)
-    _check_own_classes(labels, made, exhausted)
-    return made
+    parts = draw(labels[order], priors, equal_sizes(labels.size, clients), rng, exhausted)
+    result = Partition([order[t] for t in parts], priors)
+    _check_own_classes(labels, result, exhausted)
+    return result
 
 
-def _check_chosen(classes_per_client: int, present: int, samples: int, clients: int) -> int:
-    chosen = integer("classes_per_client", classes_per_client, at_least=1)
-    if chosen > present:
+def _check_classes_per_client(classes_per_client: int, present: int, samples: int, clients: int) -> int:
+    count = integer("classes_per_client", classes_per_client, at_least=1)
+    if count > present:
         raise ValueError(
-            f"classes_per_client={chosen}, but the training set has samples of {present} classes; take at most "
-            f"{present}"
+            f"classes_per_client={count}, but the training set has samples of {present} classes; take at most {present}"
         )
-    if chosen > samples // clients:
+    if count > samples // clients:
         raise ValueError(
-            f"classes_per_client={chosen}, but {samples} samples give each of {clients} clients {samples // clients}; "
+            f"classes_per_client={count}, but {samples} samples give each of {clients} clients {samples // clients}; "
             "take fewer clients or fewer classes"
         )
-    return chosen
+    return count
 
 
-def _check_own_classes(labels: np.ndarray, made: Partition, exhausted: str) -> None:
-    for client, (indices, prior) in enumerate(zip(made.indices, made.priors, strict=True)):
+def _check_own_classes(labels: np.ndarray, split: Partition, exhausted: str) -> None:
+    for client, (indices, prior) in enumerate(zip(split.indices, split.priors, strict=True)):
         if (prior[labels[indices]] == 0).any():
             raise ValueError(
                 f"exhausted={exhausted!r}: the classes {np.flatnonzero(prior).tolist()} of client {client} were used "

@@ -36,8 +36,8 @@ class Choice:
 
     def record(self) -> dict[str, Any]:
         """For the run directory."""
-        made = self.executor
-        return {"name": self.name, "slots": made.slots, "reason": self.reason, "numbers": made.numbers}
+        executor = self.executor
+        return {"name": self.name, "slots": executor.slots, "reason": self.reason, "numbers": executor.numbers}
 
 
 def choose(name: str, setup: Setup) -> Choice:
@@ -90,8 +90,8 @@ def _not_captured(setup: Setup) -> str | None:
     if _hooked(setup.model):
         return "the model has hooks, which would be called at the capture alone"
     against = graph.Graph.why_not(setup)
-    if against is None and (changed := graph.changes_python(setup)) is not None:
-        return f"a pass changes Python's state ({changed}), which a capture would freeze"
+    if against is None and (changes := graph.changes_python(setup)) is not None:
+        return f"a pass changes Python's state ({changes}), which a capture would freeze"
     return against
 
 

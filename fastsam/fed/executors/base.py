@@ -27,21 +27,21 @@ class ClientError(RuntimeError):
     def of(cls, clients: Sequence[int], round: int, step: int, error: Exception) -> ClientError:
         """round: from 0, as in `Task`."""
         who = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
-        said = str(error)
+        message = str(error)
         if len(clients) == 1:
-            said = said.removeprefix(f"client {clients[0]}: ")  # the reader of its data has already named it
-        what = f"{type(error).__name__}: {said}"
-        made = cls(f"client {who} failed in round {round + 1}, local step {step}: {what}")
-        shared = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
-        made.client_ids, made.reason = tuple(clients), f"it raised {what} (local step {step}{shared})"
-        return made
+            message = message.removeprefix(f"client {clients[0]}: ")  # the reader of its data has already named it
+        what = f"{type(error).__name__}: {message}"
+        failure = cls(f"client {who} failed in round {round + 1}, local step {step}: {what}")
+        block_note = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
+        failure.client_ids, failure.reason = tuple(clients), f"it raised {what} (local step {step}{block_note})"
+        return failure
 
 
-def refusal(setup: Setup, served: frozenset[str] = SGD_OPTIONS) -> str | None:
+def refusal(setup: Setup, supported: frozenset[str] = SGD_OPTIONS) -> str | None:
     """Return the reason why an executor that takes steps of several clients together cannot serve a run, or None."""
     if setup.loop:
         return f"{setup.loop} trains each client in a loop of its own (train_client), and such loops are not stacked"
-    unserved = sorted((needs_of(setup.options) & STEP_OPTIONS) - served)
+    unserved = sorted((needs_of(setup.options) & STEP_OPTIONS) - supported)
     return f"it does not serve the options {', '.join(unserved)}" if unserved else None
 
 

@@ -46,11 +46,11 @@ class BatchGatherer:
     def get(self, k: int) -> Batch:
         """Return batch k of all rows. Neighbouring batches are gathered with it, so k should increase."""
         epoch, number = divmod(k, self.epoch)
-        wanted, samples = (epoch, number // BLOCK), BLOCK * self.size
-        if self._block is None or self._block[0] != wanted:
+        key, samples = (epoch, number // BLOCK), BLOCK * self.size
+        if self._block is None or self._block[0] != key:
             self._block = None  # its memory can be used again
-            orders = self._places(epoch)[:, wanted[1] * samples : (wanted[1] + 1) * samples]
-            self._block = wanted, self._batches(orders)
+            orders = self._places(epoch)[:, key[1] * samples : (key[1] + 1) * samples]
+            self._block = key, self._batches(orders)
         return self._block[1][number % BLOCK]
 
     def sample_indices(self, k: int, count: int) -> SampleIndices:
@@ -95,26 +95,26 @@ class BatchGatherer:
 
     def _side_by_side(self, orders: Tensor) -> list[Batch]:
         """The batches of a block, each contiguous."""
-        whole, batches = orders.shape[1] - orders.shape[1] % self.size, list[Batch]()
-        if whole:
-            x, y = self._gather(orders[:, :whole].unflatten(1, (-1, self.size)).transpose(0, 1))
+        num_samples, batches = orders.shape[1] - orders.shape[1] % self.size, list[Batch]()
+        if num_samples:
+            x, y = self._gather(orders[:, :num_samples].unflatten(1, (-1, self.size)).transpose(0, 1))
             batches += zip(x.unbind(), y.unbind(), strict=True)
-        if whole < orders.shape[1]:
-            batches.append(self._gather(orders[:, whole:]))
+        if num_samples < orders.shape[1]:
+            batches.append(self._gather(orders[:, num_samples:]))
         return batches
 
     def _gather(self, orders: Tensor) -> Batch:
         """The samples of each row at `orders`, `[rows, samples]`; in a store, where this is one gather, also
         `[batches, rows, samples]`."""
         tasks, store = self.tasks, self.setup.population.clients.store
-        wanted = to_device(orders.contiguous(), tasks[0].y.device)
+        indices = to_device(orders.contiguous(), tasks[0].y.device)
         if store is not None:
-            x, y = (part.index_select(0, wanted.flatten()).unflatten(0, orders.shape) for part in (store.x, store.y))
+            x, y = (part.index_select(0, indices.flatten()).unflatten(0, orders.shape) for part in (store.x, store.y))
             return x, y
         x, y = (part.new_empty(*orders.shape, *part.shape[1:]) for part in (tasks[0].x, tasks[0].y))
         for row, task in enumerate(tasks):
-            torch.index_select(task.x, 0, wanted[row], out=x[row])
-            torch.index_select(task.y, 0, wanted[row], out=y[row])
+            torch.index_select(task.x, 0, indices[row], out=x[row])
+            torch.index_select(task.y, 0, indices[row], out=y[row])
         return x, y
 
 

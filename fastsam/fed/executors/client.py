@@ -96,10 +96,10 @@ class Client:
         row_slice = self._row.row_slice
         if row_slice.q is None:
             raise ValueError("there is no gradient_offset to change; return LocalUpdate(gradient_offset=...)")
-        own = row_slice.field("gradient_offset")
-        if row_slice.q is not own:
-            row_slice.q = own.copy_(row_slice.q)
-        return own[0]
+        vector = row_slice.field("gradient_offset")
+        if row_slice.q is not vector:
+            row_slice.q = vector.copy_(row_slice.q)
+        return vector[0]
 
     # --- data ---
 
@@ -118,7 +118,7 @@ class Client:
 
     def full_batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield all samples once in batches (x, y), in stored order."""
-        for x, y, _ in self._read(self._task.whole()):
+        for x, y, _ in self._read(self._task.full_batches()):
             yield x, y
 
     def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ from fastsam.fed.step.model_copy import buffer_displacement
 from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.step.variant import StepVariant
 
-Shared = tuple[Tensor, Tensor, float]  # a batch, and its share in a mean
+WeightedBatch = tuple[Tensor, Tensor, float]  # a batch, and its share in a mean
 
 
 @dataclass(slots=True)
@@ -32,8 +32,8 @@ class ClientBlock:
         shapes: properties that blocks must share to step together: for a whole batch, and for the last batch of an
             epoch.
         steps, seen: number of local steps of a client, and of the samples in all its batches.
-        gatherer: batches of stored samples. A client with augmented samples has a separate block, and its `own`
-            batches.
+        gatherer: batches of stored samples. A client with augmented samples has a separate block.
+        batches: the batches of such a client.
         k: number of steps taken.
         extra_backward_passes: number of backward passes before the first step.
         snapshots: copied rows of each client.
@@ -51,13 +51,13 @@ class ClientBlock:
     steps: int
     seen: int
     gatherer: BatchGatherer | None
-    own: Iterator[Batch]
+    batches: Iterator[Batch]
     snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
     extra_backward_passes: int = 0
     norms: Tensor | None = None
     error: ClientError | None = None
-    drawn: tuple[int, Batch] | None = None
+    cached_batch: tuple[int, Batch] | None = None
 
     @property
     def samples(self) -> Batch:
@@ -75,9 +75,9 @@ class ClientBlock:
         """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
         each."""
         at = self.k % self.epoch
-        whole = self.epoch - (self.sizes[-1] != self.sizes[0])
-        alone = at >= whole or self.variant.has_schedule
-        return 1 if alone else min(whole - at, self.steps - self.k), self.sizes[at]
+        num_full = self.epoch - (self.sizes[-1] != self.sizes[0])
+        alone = at >= num_full or self.variant.has_schedule
+        return 1 if alone else min(num_full - at, self.steps - self.k), self.sizes[at]
 
     @property
     def done(self) -> bool:
@@ -95,20 +95,20 @@ class ClientBlock:
             if self.gatherer is not None:
                 return self.gatherer.get(self.k)
             if (
-                self.drawn is None or self.drawn[0] != self.k
+                self.cached_batch is None or self.cached_batch[0] != self.k
             ):  # a step that failed for another client's batch is repeated
-                x, y = next(self.own)
-                self.drawn = self.k, (x[None], y[None])
-            return self.drawn[1]
+                x, y = next(self.batches)
+                self.cached_batch = self.k, (x[None], y[None])
+            return self.cached_batch[1]
         except Exception as error:
             raise client_error([self], error) from error
 
-    def at_start(self, pilot: Pilot | None) -> Iterator[Shared]:
+    def at_start(self, pilot: Pilot | None) -> Iterator[WeightedBatch]:
         """Every client's batches for its gradient at the start, `[clients, batch, ...]`: all samples, or a pilot's.
         Raises ClientError."""
-        own = [task.whole() if pilot is None else task.first(pilot.batches) for task in self.tasks]
+        full = [task.full_batches() if pilot is None else task.first(pilot.batches) for task in self.tasks]
         try:
-            for batches in zip(*own, strict=True):
+            for batches in zip(*full, strict=True):
                 x, y, shares = zip(*batches, strict=True)
                 yield torch.stack(x), torch.stack(y), shares[0]
         except Exception as error:
@@ -173,7 +173,7 @@ def row_ends(
     changed."""
     step, clients = blocks[0].tasks[0].step, [task.client for task in tasks_of(blocks)]
     of_client = [block for block in blocks for _ in block.tasks]
-    moved = buffer_displacement(buffers, buffers) if buffers else None
+    buffer_deltas = buffer_displacement(buffers, buffers) if buffers else None
     return ClientResults(
         client_ids=clients,
         delta=row_slice.z
@@ -182,7 +182,7 @@ def row_ends(
         backward_passes=[block.k * step.backward_passes + block.extra_backward_passes for block in of_client],
         losses=row_slice.losses.clone(),
         num_samples=[block.seen for block in of_client],
-        buffers=None if moved is None else moved.expand(len(clients), -1),
+        buffers=None if buffer_deltas is None else buffer_deltas.expand(len(clients), -1),
         dual=None if step.dual is None else row_slice.field("dual").clone(),
         eps=None if step.dual is None else row_slice.field("eps").clone(),
         gradient=row_slice.field("gradient").clone() if step.full_gradient or step.pilot is not None else None,

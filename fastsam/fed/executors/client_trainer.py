@@ -74,7 +74,7 @@ class ClientTrainer:
         self.teachers = Teachers(setup, self.row_slice)
         self.second_model: SecondModel | None = None
         self._filled: tuple[float, ...] = ()
-        self._known: tuple[Constants | None, float] = None, 0.0
+        self._last_fill: tuple[Constants | None, float] = None, 0.0
         self._kind = self.row_slice.variant
         self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
         self._num_samples: int | None = None
@@ -85,16 +85,16 @@ class ClientTrainer:
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begin a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`."""
         step = task.step
-        own, buffers = None if step.start is None else task.vector("start"), task.buffers(buffers)
+        start_vector, buffers = None if step.start is None else task.vector("start"), task.buffers(buffers)
         self.task = task
-        self.start, self.buffers = start if own is None else own, buffers
+        self.start, self.buffers = start if start_vector is None else start_vector, buffers
         self.k, self.extra_backward_passes, self.losses, self.snapshots = 0, 0, [], {}
         self.eps = self.gradient = self.norms = None
         if task.setup.population.clients.is_batched:
             with self.client_errors:
                 task.open()
-        for own, new in zip(self.replica.buffers, buffers, strict=True):
-            own.copy_(new)
+        for start_vector, new in zip(self.replica.buffers, buffers, strict=True):
+            start_vector.copy_(new)
         self._begin(step)
         if step.constants.has_first_gradient:
             with self.client_errors:
@@ -160,15 +160,15 @@ class ClientTrainer:
                 )
         self.task, self.start = replace(self.task, step=step, snapshots=frozenset()), start
         self.k, self.losses = 0, []
-        for own, first in zip(self.replica.buffers, self.buffers, strict=True):
-            own.copy_(first)
+        for buffer, first in zip(self.replica.buffers, self.buffers, strict=True):
+            buffer.copy_(first)
         self._begin(step)
 
     # --- its beginning ---
 
     def _begin(self, step: LocalUpdate) -> None:
         """Write the numbers of the step, and let its kernels read its vectors."""
-        if self._known[0] is not step.constants or self._known[1] != self.task.lr or self._kind.rewrites:
+        if self._last_fill[0] is not step.constants or self._last_fill[1] != self.task.lr or self._kind.rewrites:
             self._fill(step, self.task.lr)
         self.row_slice.set_variant(self._kind)
         self.row_slice.begin(self.start)
@@ -193,7 +193,7 @@ class ClientTrainer:
         numbers = self.rows.numbers(step, lr)
         if self._filled != numbers:
             self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
-        self._known, self._kind = (step.constants, lr), step.constants.variant
+        self._last_fill, self._kind = (step.constants, lr), step.constants.variant
         if self.updates is not None:
             self.updates.set_constants(step, lr)
         self._filled = () if self._kind.rewrites else numbers
@@ -214,7 +214,7 @@ class ClientTrainer:
         task, pilot = self.task, self.task.step.pilot
         self.gradient = torch.zeros_like(self.z)
         if pilot is None:
-            self.extra_backward_passes += self.passes.mean_gradient(task.whole(), self.gradient[0])
+            self.extra_backward_passes += self.passes.mean_gradient(task.full_batches(), self.gradient[0])
             return
         self.norms = torch.zeros(1, dtype=torch.float64, device=self.z.device)
         self.extra_backward_passes += self.passes.mean_gradient(task.first(pilot.batches), self.gradient[0], self.norms)
@@ -254,11 +254,11 @@ class ClientTrainer:
         """Run a pass after which the buffers have their values again."""
         if not self.replica.buffers:
             return self.run_pass(k, x, y)
-        kept = self.replica.copy_of_buffers()
-        found = self.run_pass(k, x, y)
-        for buffer, value in zip(self.replica.buffers, kept, strict=True):
+        copies = self.replica.copy_of_buffers()
+        result = self.run_pass(k, x, y)
+        for buffer, value in zip(self.replica.buffers, copies, strict=True):
             buffer.copy_(value)
-        return found
+        return result
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self.run_pass(k, x, y, self.first_objective)

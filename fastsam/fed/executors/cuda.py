@@ -109,9 +109,9 @@ def vectors(task: Task) -> tuple[Tensor | None, ...]:
 
 def tensors(results: ClientResults) -> list[Tensor]:
     """The tensors of a ClientResults."""
-    found = [getattr(results, f.name) for f in fields(results)] + list(results.extra.values())
-    found += [t for own in results.snapshots or () for s in own.values() for t in (s.w, s.eps)]
-    return [t for t in found if isinstance(t, Tensor) and t.device.type != "cpu"]
+    result = [getattr(results, f.name) for f in fields(results)] + list(results.extra.values())
+    result += [t for snapshot in results.snapshots or () for s in snapshot.values() for t in (s.w, s.eps)]
+    return [t for t in result if isinstance(t, Tensor) and t.device.type != "cpu"]
 
 
 def join_results(parts: Sequence[ClientResults]) -> ClientResults:

@@ -14,7 +14,7 @@ from fastsam.fed.executors.replay import Function, Replays
 from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.task import Setup
 
-KEPT = 16  # graphs, each with its own memory; later sorts train step by step
+MAX_GRAPHS = 16  # graphs, each with its own memory; later sorts train step by step
 _EAGER_EPOCHS = 2  # epochs before a capture, because libraries set up on first use and that cannot be captured
 
 Step = Callable[[Tensor, Tensor, bool], None]  # function of x, y, and whether it is the last step
@@ -25,7 +25,7 @@ class CapturedEpoch(NamedTuple):
 
     graph: Replay
     places: Tensor
-    held: tuple[object, ...]
+    references: tuple[object, ...]
 
 
 class EpochGraphs:
@@ -37,7 +37,7 @@ class EpochGraphs:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda, self.stream = cuda, cuda.stream()
-        self._made, self._seen = dict[Hashable, CapturedEpoch](), dict[Hashable, int]()
+        self._graphs, self._num_eager = dict[Hashable, CapturedEpoch](), dict[Hashable, int]()
 
     def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
         """The block's next epoch, in the rows of `row_slice`, whose variant is set; False where its steps have to be
@@ -48,7 +48,7 @@ class EpochGraphs:
             return False
         ends = row_slice.s is not None and block.k + block.epoch == block.steps
         key = (row_slice.part.start, row_slice.part.stop, row_slice.variant, block.tasks[0].samples, ends)
-        epoch = self._made.get(key)
+        epoch = self._graphs.get(key)
         functions = () if epoch is not None else self._functions(key, block, replays)
         if functions is None:
             return False
@@ -56,7 +56,7 @@ class EpochGraphs:
         self.stream.wait_stream(self.cuda.current())
         with self.cuda.on(self.stream):
             if epoch is None:
-                epoch = self._made[key] = self._captured(block, places.clone(), functions, step)
+                epoch = self._graphs[key] = self._captured(block, places.clone(), functions, step)
             epoch.places.copy_(places)
             epoch.graph.replay()
         self.cuda.current().wait_stream(self.stream)
@@ -65,11 +65,11 @@ class EpochGraphs:
 
     def _functions(self, key: Hashable, block: ClientBlock, replays: Replays) -> tuple[Function, ...] | None:
         """Return the recorded passes of an epoch that is captured now, or None."""
-        self._seen[key] = self._seen.get(key, 0) + 1
+        self._num_eager[key] = self._num_eager.get(key, 0) + 1
         found = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(block.sizes))]
         functions = tuple(function for function in found if function is not None)
-        early = self._seen[key] <= _EAGER_EPOCHS
-        return None if early or len(self._made) == KEPT or len(functions) < len(found) else functions
+        is_eager = self._num_eager[key] <= _EAGER_EPOCHS
+        return None if is_eager or len(self._graphs) == MAX_GRAPHS or len(functions) < len(found) else functions
 
     def _captured(
         self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: Step
@@ -80,8 +80,8 @@ class EpochGraphs:
         def work() -> None:
             at = 0
             for number, size in enumerate(sizes):
-                wanted = places[:, at : at + size]
-                own_x, own_y = (part.index_select(0, wanted.flatten()).unflatten(0, wanted.shape) for part in (x, y))
+                indices = places[:, at : at + size]
+                own_x, own_y = (part.index_select(0, indices.flatten()).unflatten(0, indices.shape) for part in (x, y))
                 step(own_x, own_y, ends and number + 1 == len(sizes))
                 at += size
 

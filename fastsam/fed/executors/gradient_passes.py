@@ -21,8 +21,8 @@ def check_scalar(loss: object) -> Tensor:
     the sums of losses."""
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss
-    got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise ValueError(f"loss(model(x), y) must be a scalar tensor (the mean over the batch), got {got}")
+    description = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise ValueError(f"loss(model(x), y) must be a scalar tensor (the mean over the batch), got {description}")
 
 
 class Gradients:
@@ -36,12 +36,12 @@ class Gradients:
         squares = [g.reshape(rows, -1).double().square().sum(1) for g in self.tensors]
         return torch.stack(squares).sum(0).sqrt()
 
-    def like(self, other: Gradients) -> list[Tensor]:
+    def like(self, template: Gradients) -> list[Tensor]:
         """Return these gradients for the parameters of `other`, zeros for missing ones."""
-        if self.slots == other.slots:
+        if self.slots == template.slots:
             return self.tensors
-        known = dict(zip(self.slots, self.tensors, strict=True))
-        return [known.get(i, torch.zeros_like(t)) for i, t in zip(other.slots, other.tensors, strict=True)]
+        by_slot = dict(zip(self.slots, self.tensors, strict=True))
+        return [by_slot.get(i, torch.zeros_like(t)) for i, t in zip(template.slots, template.tensors, strict=True)]
 
 
 class Passes:
@@ -58,7 +58,7 @@ class Passes:
         has both."""
         loss = self.loss_of(x, y)
         loss.backward()
-        return loss.detach(), self._taken()
+        return loss.detach(), self._gradients()
 
     def loss_of(self, x: Any, y: Any) -> Tensor:
         """Return the loss at the replica's weights, for autograd. Raises ValueError unless it is a scalar."""
@@ -77,7 +77,7 @@ class Passes:
             check_scalar(objective(outputs)).backward()
         elif penalty is not None:
             (loss + check_scalar(penalty(outputs))).backward()
-        return loss.detach(), self._taken()
+        return loss.detach(), self._gradients()
 
     def check_pairs(self) -> None:
         """Raise ValueError unless samples are pairs (x, y), whose outputs a term can read."""
@@ -105,7 +105,7 @@ class Passes:
             self.replica.module.train(training)
         return done
 
-    def _taken(self) -> Gradients:
+    def _gradients(self) -> Gradients:
         parameters = self.replica.parameters
         present = [p.grad for p in parameters if p.grad is not None]
         slots = self._all

@@ -36,9 +36,9 @@ class CapturableTrainer(ClientTrainer):
     def __init__(self, setup: Setup, random: PassRandomness) -> None:
         super().__init__(setup, random)
         self.counter = torch.zeros(1, dtype=torch.int64, device=setup.device)
-        self.kept: Tensor | None = None  # losses, in the order of the steps
+        self.loss_buffer: Tensor | None = None  # losses, in the order of the steps
         self.places = torch.zeros(0, dtype=torch.int64, device=setup.device)  # 0, 1, ...: one for each of them
-        self.grown = False  # since the owner looked: graphs that know the old buffer are of no use
+        self.has_new_buffer = False  # since the owner looked: graphs that know the old buffer are of no use
         self.inputs: dict[Hashable, Batch] = {}
         population = setup.population
         self.longest = max(population.clients.sizes if population.clients.sized else (), default=0)
@@ -48,8 +48,8 @@ class CapturableTrainer(ClientTrainer):
         self.counter.zero_()
         if task.step.dual is not None:
             self.eps = self.row_slice.field("eps")
-        if self.kept is not None and len(self.kept) <= self.last:
-            self._make_room(self.kept.dtype)
+        if self.loss_buffer is not None and len(self.loss_buffer) <= self.last:
+            self._make_room(self.loss_buffer.dtype)
 
     def _begin(self, step: LocalUpdate) -> None:
         super()._begin(step)
@@ -65,8 +65,8 @@ class CapturableTrainer(ClientTrainer):
         """A buffer for the losses of this client, and of any that has no more samples than the largest of the run."""
         task = self.task
         steps = task.local_steps or task.epochs * -(-max(self.longest, len(task.y)) // task.setup.options.batch_size)
-        self.grown = self.kept is not None
-        self.kept = torch.zeros(steps, dtype=dtype, device=self.z.device)
+        self.has_new_buffer = self.loss_buffer is not None
+        self.loss_buffer = torch.zeros(steps, dtype=dtype, device=self.z.device)
         self.places = torch.arange(steps, device=self.z.device)
 
     def take(self, k: int, x: Tensor, y: Tensor) -> None:
@@ -74,15 +74,15 @@ class CapturableTrainer(ClientTrainer):
             self.eps.zero_()  # the last step's eps remains, without parameters that had no gradient in it
         super().take(k, x, y)
         loss = self.losses.pop()
-        if self.kept is None:
+        if self.loss_buffer is None:
             self._make_room(loss.dtype)
-        assert self.kept is not None
-        torch.where(self.places == self.counter, loss, self.kept, out=self.kept)
+        assert self.loss_buffer is not None
+        torch.where(self.places == self.counter, loss, self.loss_buffer, out=self.loss_buffer)
         self.counter.add_(1)
 
     def close(self) -> ClientResults:
-        assert self.kept is not None  # a client has a step at least
-        self.losses = list(self.kept[: self.k].unbind())
+        assert self.loss_buffer is not None  # a client has a step at least
+        self.losses = list(self.loss_buffer[: self.k].unbind())
         return super().close()
 
     def static(self, batch: Batch) -> Batch:
@@ -121,18 +121,18 @@ class CudaGraphCache:
     """The captured steps by sort. The first steps of every sort run without a graph."""
 
     def __init__(self, capture: Callable[[Callable[[], None], torch.cuda.Stream], Replay]) -> None:
-        self.capture, self.made, self.seen = capture, dict[Hashable, Replay](), dict[Hashable, int]()
+        self.capture, self.graphs, self.eager_counts = capture, dict[Hashable, Replay](), dict[Hashable, int]()
 
     def find(self, key: Hashable) -> Replay | None:
-        return self.made.get(key)
+        return self.graphs.get(key)
 
-    def due(self, key: Hashable) -> bool:
+    def should_capture(self, key: Hashable) -> bool:
         """Return True if enough steps of this sort were taken to capture one."""
-        self.seen[key] = self.seen.get(key, 0) + 1
-        return self.seen[key] > _EAGER_STEPS
+        self.eager_counts[key] = self.eager_counts.get(key, 0) + 1
+        return self.eager_counts[key] > _EAGER_STEPS
 
     def clear(self) -> None:
-        self.made.clear()
+        self.graphs.clear()
 
 
 class Graph(Streams):
@@ -198,11 +198,11 @@ class Graph(Streams):
         """Return the properties that steps of one graph must share, or None for a step that is not captured."""
         row = lane.row
         assert isinstance(row, CapturableTrainer)
-        if row.grown:
+        if row.has_new_buffer:
             self.graphs.clear()
-            row.grown = False
-        kept = row.k in row.task.snapshots or not all(map(fills, batch))
-        return None if kept else (row.row_slice.variant, shape_of(batch))
+            row.has_new_buffer = False
+        keeps_snapshot = row.k in row.task.snapshots or not all(map(fills, batch))
+        return None if keeps_snapshot else (row.row_slice.variant, shape_of(batch))
 
     def _own_step(self, lane: Lane, batch: Batch) -> None:
         row, sort = lane.row, self._sort(lane, batch)
@@ -234,8 +234,8 @@ class Graph(Streams):
     def _replay(self, key: Hashable, work: Callable[[], None], stream: torch.cuda.Stream) -> None:
         """The work of a step on `stream`, from its graph when there is one or it is time for one."""
         graph = self.graphs.find(key)
-        if graph is None and self.graphs.due(key):
-            graph = self.graphs.made[key] = self.graphs.capture(work, stream)
+        if graph is None and self.graphs.should_capture(key):
+            graph = self.graphs.graphs[key] = self.graphs.capture(work, stream)
         if graph is None:
             work()
         else:

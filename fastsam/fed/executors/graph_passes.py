@@ -37,7 +37,7 @@ _LARGEST = 4096  # elements of a constant that is kept instead of made
 
 # Functions with the arguments and results of an operation, at half the cost of a call through
 # `torch.ops`.
-_BOUND: dict[Any, Any] = {
+_DIRECT_FUNCTIONS: dict[Any, Any] = {
     getattr(getattr(aten, name), overload): getattr(torch, name)
     for names, overload in (
         ("bmm baddbmm relu tanh sigmoid exp log _log_softmax", "default"),
@@ -59,10 +59,10 @@ _METHODS: dict[Any, str] = {
 @torch.no_grad()
 def evaluated(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     """Runs the graph once, keeping what every node is."""
-    given = iter(inputs)
+    values = iter(inputs)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            node.meta["val"] = next(given)
+            node.meta["val"] = next(values)
         elif node.op == "get_attr":
             node.meta["val"] = getattr(module, node.target)
         elif node.op == "call_function":
@@ -87,15 +87,15 @@ def fold_constants(graph: Graph) -> None:
     count, module = 0, graph.owning_module
     assert module is not None
     for node in _calls(graph):
-        given, value = node.all_input_nodes, node.meta["val"]
-        known = node.target in _FACTORIES or (bool(given) and all("constant" in n.meta for n in given))
-        if not known or not isinstance(value, Tensor) or value.numel() > _LARGEST:
+        sources, value = node.all_input_nodes, node.meta["val"]
+        is_constant = node.target in _FACTORIES or (bool(sources) and all("constant" in n.meta for n in sources))
+        if not is_constant or not isinstance(value, Tensor) or value.numel() > _LARGEST:
             continue
         module.register_buffer(f"constant_{count}", value)
         with graph.inserting_before(node):
-            kept = graph.get_attr(f"constant_{count}")
-        kept.meta |= {"val": value, "constant": True}
-        _replace(node, kept)
+            attribute = graph.get_attr(f"constant_{count}")
+        attribute.meta |= {"val": value, "constant": True}
+        _replace(node, attribute)
         count += 1
 
 
@@ -134,7 +134,7 @@ def turn_products(graph: Graph) -> bool:
     """A product of matrices that is only read transposed, with or without a bias, as the product of the transposed
     ones: it then lies in memory as it is read, and gradients of weights as the weights do.
     """
-    changed = False
+    is_changed = False
     for node in reversed(_calls(graph)):  # a sum before its product
         if not node.users or not all(map(_is_transpose, node.users)):
             continue
@@ -148,24 +148,24 @@ def turn_products(graph: Graph) -> bool:
         for user in list(node.users):
             _replace(user, turned)
         graph.erase_node(node)
-        changed = True
-    return changed
+        is_changed = True
+    return is_changed
 
 
 def fuse_biases(graph: Graph) -> bool:
     """Compute `bias + bmm(a, b)` in one call if nothing else reads the product."""
-    changed = False
+    is_changed = False
     for node in _calls(graph):
         if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(n, Node) for n in arguments(node)):
             continue
         for bias, product in (arguments(node), arguments(node)[::-1]):
-            whole = node.meta["val"].shape == product.meta["val"].shape and len(product.users) == 1
-            if whole and _is_product(product) and bias.meta["val"].dtype == product.meta["val"].dtype:
+            is_whole = node.meta["val"].shape == product.meta["val"].shape and len(product.users) == 1
+            if is_whole and _is_product(product) and bias.meta["val"].dtype == product.meta["val"].dtype:
                 node.target, node.args = aten.baddbmm.default, (bias, *arguments(product))
                 graph.erase_node(product)
-                changed = True
+                is_changed = True
                 break
-    return changed
+    return is_changed
 
 
 def use_products(graph: Graph, product_of: ProductOf) -> None:
@@ -184,20 +184,20 @@ def place_outputs(graph: Graph, strides: Sequence[tuple[int, ...]]) -> None:
     """Give the outputs these strides, and memory that neither inputs nor the model share, because others write
     there."""
     output = graph.output_node()
-    held = {memory(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    inputs = {memory(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     placed = []
     with graph.inserting_before(output):
-        for node, wanted in zip(outputs(graph), strides, strict=True):
-            fits = node.meta["val"].stride() == wanted and memory(node) not in held
-            placed.append(node if fits else call(graph, strided, node, wanted))
+        for node, stride in zip(outputs(graph), strides, strict=True):
+            fits = node.meta["val"].stride() == stride and memory(node) not in inputs
+            placed.append(node if fits else call(graph, strided, node, stride))
     output.args = (tuple(placed),)
 
 
 def bind_functions(graph: Graph) -> None:
     """Call torch's functions and methods of tensors instead of its operations, for a graph that is run as it is."""
     for node in _calls(graph):
-        if node.target in _BOUND:
-            node.target = _BOUND[node.target]
+        if node.target in _DIRECT_FUNCTIONS:
+            node.target = _DIRECT_FUNCTIONS[node.target]
         elif node.target in _METHODS:
             node.op, node.target = "call_method", _METHODS[node.target]
 
@@ -234,18 +234,18 @@ def _calls(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if n.op == "call_function"]
 
 
-def _replace(node: Node, other: Node) -> None:
-    node.replace_all_uses_with(other)
+def _replace(node: Node, replacement: Node) -> None:
+    node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
 
 
 def _sources(node: Node) -> list[Node]:
     """Return the sources of a view, the farthest first."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     while node.target in VIEWS or (node.target in _RESHAPES and memory(node) == memory(arguments(node)[0])):
         node = arguments(node)[0]
-        found.append(node)
-    return found[::-1]
+        nodes.append(node)
+    return nodes[::-1]
 
 
 def _geometry(node: Node) -> tuple[object, ...]:

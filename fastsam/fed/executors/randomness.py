@@ -37,22 +37,22 @@ class RandomOpRecorder(TorchFunctionMode):
         self._hidden = False
 
     def _state(self) -> Tensor:
-        own = torch.get_rng_state()
-        return own if self._device.type != "cuda" else torch.cat([own, torch.cuda.get_rng_state(self._device)])
+        state = torch.get_rng_state()
+        return state if self._device.type != "cuda" else torch.cat([state, torch.cuda.get_rng_state(self._device)])
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         before = self._state()
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         after = self._state()
         if not torch.equal(before, after):
             self._hidden |= not torch.equal(before, self._last)
             self._calls.add(func)
             self._last = after
-        return made
+        return result
 
-    def found(self) -> RandomOps | None:
+    def random_ops(self) -> RandomOps | None:
         """At the end of the pass, backward and all. None: nothing drew. Empty: something else than these calls drew
         too."""
         now = self._state()
@@ -123,7 +123,7 @@ class PassRandomness:
         for generator in self.generators:
             generator.manual_seed(seed)
 
-    def found(self) -> bool:
+    def has_drawn(self) -> bool:
         """At the end of a client: True, once, when it is the first that drew."""
         if self.draws or all(map(torch.equal, self._states(), self._begin)):
             return False
@@ -164,7 +164,7 @@ class OwnRandomness(PassRandomness):
 
     def __init__(self, calls: RandomOps) -> None:
         self.generators, self.draws = [torch.Generator()], True
-        self._lent = GeneratorOverride(calls, self.generators[0])
+        self._override = GeneratorOverride(calls, self.generators[0])
 
     def drawing(self) -> AbstractContextManager[object]:
-        return self._lent
+        return self._override

@@ -48,8 +48,8 @@ class Recording:
         self.slots: tuple[int, ...] = ()
 
         def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-            *own, x, y = tensors
-            losses, grads = plain([w.detach().requires_grad_() for w in own], x, y)
+            *parameters, x, y = tensors
+            losses, grads = plain([w.detach().requires_grad_() for w in parameters], x, y)
             self.slots = tuple(i for i, g in enumerate(grads) if g is not None)
             return (losses, *(g for g in grads if g is not None))
 
@@ -66,18 +66,18 @@ class Recording:
     def _check(self) -> None:
         nodes = self.module.graph.nodes
         for node in nodes:
-            known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-            if node.op == "call_function" and not known:
+            is_known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+            if node.op == "call_function" and not is_known:
                 raise CannotRecordError(f"it calls {node.target}, which is not an operation on tensors")
             if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise CannotRecordError(f"it draws random numbers ({node.target})")
             if _writes(node):
                 raise CannotRecordError(f"it writes into memory that is read elsewhere ({node.target})")
-        given = {graph_passes.memory(n) for n in nodes if n.op == "placeholder"}
-        held = [n for n in nodes if n.op == "get_attr"]
-        if any(graph_passes.memory(n) in given for n in held):
+        inputs = {graph_passes.memory(n) for n in nodes if n.op == "placeholder"}
+        attributes = [n for n in nodes if n.op == "get_attr"]
+        if any(graph_passes.memory(n) in inputs for n in attributes):
             raise CannotRecordError("it reads the memory of weights or batches by another way than its inputs")
-        if any(n in held for n in graph_passes.outputs(self.module.graph)):
+        if any(n in attributes for n in graph_passes.outputs(self.module.graph)):
             raise CannotRecordError("its losses or gradients come from operations that were not recorded")
 
 
@@ -88,15 +88,15 @@ def _writes(node: Node) -> bool:
 def python_state(module: nn.Module) -> dict[str, object]:
     """Python's side of a model, as far as it can be compared: numbers, words, lengths, which tensors; and the random
     generators."""
-    found: dict[str, object] = {
+    state: dict[str, object] = {
         f"{name}.{key}".lstrip("."): comparable(value)
         for name, inner in module.named_modules()
-        for held in (inner.__dict__, inner._buffers)
-        for key, value in held.items()
+        for mapping in (inner.__dict__, inner._buffers)
+        for key, value in mapping.items()
     }
-    found["Python's random numbers"] = random.getstate()
-    found["numpy's random numbers"] = [comparable(v) for v in np.random.get_state()]
-    return found
+    state["Python's random numbers"] = random.getstate()
+    state["numpy's random numbers"] = [comparable(v) for v in np.random.get_state()]
+    return state
 
 
 def comparable(value: object) -> object:

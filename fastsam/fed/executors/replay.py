@@ -30,10 +30,10 @@ log = logging.getLogger("fastsam.fed")
 
 Plain = Callable[[list[Tensor], Tensor, Tensor], tuple[Tensor, Sequence[Tensor | None]]]
 Function = Callable[..., Sequence[Tensor]]  # from weights, x and y to losses and gradients
-Found = tuple[Tensor, list[Tensor], tuple[int, ...]]  # losses, gradients that there are, and of which parameters
+PassResult = tuple[Tensor, list[Tensor], tuple[int, ...]]  # losses, gradients that there are, and of which parameters
 Key = tuple[object, ...]
 
-KEPT = 256  # shapes: some hundred kilobytes each
+MAX_SHAPES = 256  # shapes: some hundred kilobytes each
 ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
 # Largest relative error of a replay: of a loss, and of the gradients' norm (rounding may move a kink).
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
@@ -58,7 +58,7 @@ class Replays:
         make_row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an
             operation has no form. None if there are no row programs.
         product_of: see `graph_passes.use_products`.
-        kept: number of shapes that are remembered. The least recently used one goes first.
+        max_shapes: number of shapes that are remembered. The least recently used one goes first.
     """
 
     def __init__(
@@ -68,46 +68,46 @@ class Replays:
         layout: Layout,
         make_row_pass: Callable[[GraphModule, Sequence[int]], Function | None] | None = None,
         product_of: ProductOf = lambda a, b: None,
-        kept: int = KEPT,
+        max_shapes: int = MAX_SHAPES,
     ) -> None:
-        self.plain, self.module, self.layout, self.kept = plain, module, layout, kept
+        self.plain, self.module, self.layout, self.kept = plain, module, layout, max_shapes
         self.make_row_pass, self.product_of = make_row_pass, product_of
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
         self._logged: set[str] = set()
 
-    def run(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Found | None:
+    def run(self, weights: list[Tensor], x: Tensor, y: Tensor) -> PassResult | None:
         """Run a pass at `weights` (`[rows, *shape]`, leaves of autograd) on x and y, `[rows, batch, ...]`. Return None
         if
         the plain pass has to run. Gradients are stored in the layout's order, in separate memory."""
         x, y = x.contiguous(), y.contiguous()
-        known = None if self.reason is not None else self._known(weights, x, y)
-        if known is None or known.function is None:
+        replay = None if self.reason is not None else self._pass_of(weights, x, y)
+        if replay is None or replay.function is None:
             return None
         with torch.no_grad():
-            losses, *grads = known.function(*weights, x, y)
-        if known.uses < 2 and not self._compared(known, weights, x, y, losses, grads):
+            losses, *grads = replay.function(*weights, x, y)
+        if replay.uses < 2 and not self._compared(replay, weights, x, y, losses, grads):
             return None
-        return losses, grads, known.slots
+        return losses, grads, replay.slots
 
     def row_pass(self, batch: int, x: Tensor, y: Tensor) -> Function | None:
         """Return the row program of passes with a batch of samples like x and y (`[n, ...]`) in each row. It is None
         unless a row program exists and was compared, and every parameter has a gradient."""
-        found = self._compared_pass(self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)))
-        return found.function if found is not None and len(found.slots) == len(self.strides) else None
+        replay = self._compared_pass(self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)))
+        return replay.function if replay is not None and len(replay.slots) == len(self.strides) else None
 
     def settled(self, batch: int, rows: int, x: Tensor, y: Tensor) -> Function | None:
         """Return the function of passes of `rows` rows with a batch of samples like x and y (`[n, ...]`), or None if it
         has not been compared yet."""
         rowwise = self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)
-        found = self._compared_pass(self._passes.get((*rowwise, rows), self._passes.get(rowwise)))
-        return None if found is None else found.function
+        replay = self._compared_pass(self._passes.get((*rowwise, rows), self._passes.get(rowwise)))
+        return None if replay is None else replay.function
 
     def has_row_pass(self, x: Tensor, y: Tensor) -> bool:
         """Return True if passes over `[rows, batch, ...]`, which ran before, are run by a row program."""
-        found = self._passes.get(self._key(x.shape[1:], y.shape[1:], x, y))
-        return self.reason is None and found is not None and found.function is not None
+        replay = self._passes.get(self._key(x.shape[1:], y.shape[1:], x, y))
+        return self.reason is None and replay is not None and replay.function is not None
 
     def _compared_pass(self, found: Pass | None) -> Pass | None:
         return None if self.reason is not None or found is None or found.uses < 2 else found
@@ -118,7 +118,7 @@ class Replays:
         """Return the key of passes over any number of rows."""
         return (tuple(shape), tuple(labels), x.dtype, y.dtype, self.module.training)
 
-    def _known(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Pass | None:
+    def _pass_of(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Pass | None:
         """Return the pass over any number of rows, or the pass over this number of rows. It is recorded if it is the
         first
         of its shape."""
@@ -145,15 +145,15 @@ class Replays:
 
     def _recorded(self, key: Key, weights: list[Tensor], x: Tensor, y: Tensor, rowwise: bool = False) -> Pass:
         """Record a pass and keep it under `key`. rowwise: as a row program."""
-        made, recording = Pass(), self._recording(weights, x, y)
+        replay, recording = Pass(), self._recording(weights, x, y)
         if recording is not None:
             function = self._function(recording, rowwise)
             if function is not None and self._repeats(recording, function):
-                made = Pass(function, recording.slots)
-        self._passes[key] = made
+                replay = Pass(function, recording.slots)
+        self._passes[key] = replay
         if len(self._passes) > self.kept:
             self._passes.popitem(last=False)
-        return made
+        return replay
 
     def _recording(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Recording | None:
         """Return the simplified recording of a pass, or None if it cannot be recorded. The log has the reason."""
@@ -165,10 +165,10 @@ class Replays:
             kind = "" if isinstance(error, CannotRecordError) else f"{type(error).__name__}: "
             self._log(f"{kind}{str(error).strip().partition(chr(10))[0]}")
             return None
-        changed = difference(before, python_state(self.module))
-        if changed is None:
+        change = difference(before, python_state(self.module))
+        if change is None:
             return recording
-        self.reason = f"the model's forward pass changes {changed}"
+        self.reason = f"the model's forward pass changes {change}"
         self._log(self.reason)
         return None
 
@@ -200,13 +200,13 @@ class Replays:
         return same
 
     def _compared(
-        self, known: Pass, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor, grads: list[Tensor]
+        self, replay: Pass, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor, grads: list[Tensor]
     ) -> bool:
         """Return True if the recording is right for another batch at other weights. A value that the recording froze by
         mistake shows there."""
-        known.uses += 1
+        replay.uses += 1
         expected, every = self.plain(weights, x, y)
-        same = known.slots == tuple(i for i, g in enumerate(every) if g is not None)
+        same = replay.slots == tuple(i for i, g in enumerate(every) if g is not None)
         if same and _agree(expected, [g for g in every if g is not None], losses, grads):
             return True
         self.reason = "the model's forward pass is not a function of its inputs and weights"
@@ -219,11 +219,11 @@ class Replays:
             log.info("executor vmap: steps run through torch.vmap each time, which is slower, not replayed: %s", reason)
 
 
-def _agree(losses: Tensor, grads: Sequence[Tensor], others: Tensor, replayed: Sequence[Tensor]) -> bool:
+def _agree(losses: Tensor, grads: Sequence[Tensor], replayed_losses: Tensor, replayed: Sequence[Tensor]) -> bool:
     """Also where a batch overflows: that shows nothing."""
-    whole = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt() if grads else torch.zeros(())
-    off = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, replayed, strict=True)] or [whole])
-    if not bool(whole.isfinite() & losses.isfinite().all()):
+    norm = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt() if grads else torch.zeros(())
+    off = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, replayed, strict=True)] or [norm])
+    if not bool(norm.isfinite() & losses.isfinite().all()):
         return True
-    apart = ((losses - others).abs() > _LOSS[losses.dtype] * losses.abs().clamp_min(1e-3)).any()
-    return not bool(apart) and bool(off.sum().sqrt() <= _GRADIENT * whole)
+    differs = ((losses - replayed_losses).abs() > _LOSS[losses.dtype] * losses.abs().clamp_min(1e-3)).any()
+    return not bool(differs) and bool(off.sum().sqrt() <= _GRADIENT * norm)

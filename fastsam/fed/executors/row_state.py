@@ -146,8 +146,8 @@ class RowSlice:
         if self.folds_shift:
             phi, decay = self.hparams[:, :, HParam.PROX_MU], self.hparams[:, :, HParam.DECAY]
             inside = phi if self.sumsq_v is not None else phi + decay
-            own, folded = self.field("gradient_offset"), p * -inside.to(p.dtype)
-            self.q = own.copy_(folded if not self.variant.has_q or self.q is None else folded.add_(self.q))
+            offset, folded = self.field("gradient_offset"), p * -inside.to(p.dtype)
+            self.q = offset.copy_(folded if not self.variant.has_q or self.q is None else folded.add_(self.q))
 
     def set_radius(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
         """The radii that the pilot makes of the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of the
@@ -182,7 +182,7 @@ class RowSlice:
             self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hparams, self.sumsq, eps=eps)
         else:
             if self.variant.direction is Direction.GRADIENT_PLUS:
-                grads = self._joined(first)
+                grads = self._concatenated(first)
             weights = [self.w] if self.variant.direction is Direction.ADAPTIVE_GRADIENT else []
             if self.variant.scaled:
                 grads = self._times(grads, first, self.vectors["rho_scale"].sign())
@@ -222,7 +222,7 @@ class RowSlice:
         torch.sub(self.w, self.field("origin"), out=d)
         return d.mul_(self.variant.drift_weight).add_(e)
 
-    def _joined(self, first: Gradients) -> list[Tensor]:
+    def _concatenated(self, first: Gradients) -> list[Tensor]:
         """Return the first gradients plus the other parts of the direction, by parameter."""
         d = self._drifted(self.vectors["direction_vector"])
         if self.variant.uses_last_gradient:

@@ -28,7 +28,7 @@ class Sequential(Executor):
                 results: Ends | None
                 try:
                     results = train(row, task, start, buffers)
-                    if row.random.found():
+                    if row.random.has_drawn():
                         # The first client whose model draws is trained again, with the seeds of its passes.
                         results = train(row, task, start, buffers)
                 except ClientError as error:

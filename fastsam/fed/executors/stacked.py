@@ -76,7 +76,7 @@ class StackedPasses:
 
         self.module, self.layout, self.classifies = replica.module, layout, _is_cross_entropy(setup.loss)
         self.places = [_places(replica.module, p) for p in replica.parameters]
-        self.own = replica.parameters
+        self.parameters = replica.parameters
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
         self.loss = setup.loss
@@ -86,10 +86,10 @@ class StackedPasses:
     def run(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of
         the gradients."""
-        found = self.replays.run(row_slice.leaves, x, y)
-        if found is None:
+        result = self.replays.run(row_slice.leaves, x, y)
+        if result is None:
             return self.plain(row_slice, x, y)
-        losses, grads, slots = found
+        losses, grads, slots = result
         return losses, Gradients(grads, slots, self.layout.subtable(slots))
 
     def plain(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
@@ -103,15 +103,15 @@ class StackedPasses:
         """Losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in whatever order of
         memory."""
         with mapping():
-            with self._lent():
+            with self._with_parameters():
                 outputs = self._outputs(leaves, x)
             losses = _cross_entropy(outputs, y) if self._classifies(outputs, y) else self._losses(outputs, y)
         return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
     def _output(self, weights: list[Tensor], x: Tensor) -> Tensor:
         for places, weight in zip(self.places, weights, strict=True):
-            for held, name in places:
-                held[name] = weight
+            for mapping, name in places:
+                mapping[name] = weight
         return self.module(x)
 
     def _loss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -123,14 +123,14 @@ class StackedPasses:
         return self.classifies and outputs.dim() == 3 and y.dim() == 2 and y.dtype == torch.int64
 
     @contextmanager
-    def _lent(self) -> Iterator[None]:
+    def _with_parameters(self) -> Iterator[None]:
         """Give the module stacked parameters inside, and its own parameters afterwards. `functional_call` does the
         same,
         with a search for them in every step."""
         try:
             yield
         finally:
-            for places, parameter in zip(self.places, self.own, strict=True):
+            for places, parameter in zip(self.places, self.parameters, strict=True):
                 for held, name in places:
                     held[name] = parameter
 
@@ -241,18 +241,18 @@ def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     plain = Passes(replica, layout, setup.loss)
     for row, batch in enumerate(batches):
         replica.row.copy_(row_slice.z[row])
-        loss, alone = plain.run(*batch)
-        if alone.slots != stacked.slots:
+        loss, single_loss = plain.run(*batch)
+        if single_loss.slots != stacked.slots:
             return "a stacked step gives gradients to other parameters than a plain one"
-        pairs = list(zip(stacked.tensors, alone.tensors, strict=True))
+        pairs = list(zip(stacked.tensors, single_loss.tensors, strict=True))
         largest, off = (
             math.sqrt(sum(float(g.square().sum()) for g in gs))
             for gs in ([b for _, b in pairs], [a[row] - b for a, b in pairs])
         )
         if not math.isfinite(largest):
             continue  # a batch that overflows shows nothing
-        apart = abs(float(losses[row]) - float(loss)) > _LOSS[setup.dtype] * max(abs(float(loss)), 1e-3)
-        if apart or not off <= _GRADIENT * largest:
+        difference = abs(float(losses[row]) - float(loss)) > _LOSS[setup.dtype] * max(abs(float(loss)), 1e-3)
+        if difference or not off <= _GRADIENT * largest:
             return (
                 "a stacked step gives other losses or gradients than a plain one: the forward pass is not a function "
                 "of its inputs"

@@ -13,7 +13,15 @@ from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.task import Setup, Task, to_device
 
 _INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
-_WRITTEN = ("z", "w", "momentum", "dual", "eps", "path", "last")  # fields that a step writes; the others are only read
+_UPDATED_FIELDS = (
+    "z",
+    "w",
+    "momentum",
+    "dual",
+    "eps",
+    "path",
+    "last",
+)  # fields that a step writes; the others are only read
 
 
 class StackedRows:
@@ -30,18 +38,18 @@ class StackedRows:
     def row_slice(self, blocks: Sequence[ClientBlock]) -> RowSlice:
         """Return the slice of neighbouring rows."""
         begin, end = blocks[0].slot, blocks[-1].end
-        found = self._forms.get((begin, end))
-        if found is None:
-            found = self._forms[begin, end] = RowSlice(self.rows, slice(begin, end))
-        return found
+        cached = self._forms.get((begin, end))
+        if cached is None:
+            cached = self._forms[begin, end] = RowSlice(self.rows, slice(begin, end))
+        return cached
 
     def begin(self, blocks: Sequence[ClientBlock], start: Tensor) -> None:
         """Begin a round in neighbouring rows of one variant. Values that they share are written to all of them at
         once."""
         row_slice, tasks = self.row_slice(blocks), tasks_of(blocks)
         first = tasks[0]
-        shared = all(task.step is first.step for task in tasks)
-        steps = [first.step] if shared else [task.step for task in tasks]
+        is_shared = all(task.step is first.step for task in tasks)
+        steps = [first.step] if is_shared else [task.step for task in tasks]
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
         if self._numbered != (row_slice.part, numbers):  # most calls write the numbers of the last call
             row_slice.hparams.copy_(
@@ -50,10 +58,10 @@ class StackedRows:
         self._numbered = None if blocks[0].variant.rewrites else (row_slice.part, numbers)
         row_slice.losses.zero_()
         row_slice.set_variant(blocks[0].variant)
-        own = vectors_of(tasks, "start")
-        row_slice.begin(start if own is None else own)
-        if own is not None:
-            row_slice.field("begin").copy_(own)
+        starts = vectors_of(tasks, "start")
+        row_slice.begin(start if starts is None else starts)
+        if starts is not None:
+            row_slice.field("begin").copy_(starts)
         for name in ("gradient_offset", "dual", "server_perturbation", *blocks[0].variant.vectors):
             vectors = vectors_of(tasks, name)
             if vectors is not None:
@@ -88,7 +96,7 @@ class StackedRows:
         if row_slice.rows is self.rows:
             return
         index = self._index(blocks)
-        for name in _WRITTEN:
+        for name in _UPDATED_FIELDS:
             if name in self.rows.arena or name in row_slice.rows.arena:
                 self.rows.field(name).index_copy_(0, index, row_slice.field(name))
         self.rows.losses.index_copy_(0, index, row_slice.losses)
@@ -109,4 +117,4 @@ def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
     v: Tensor | None = getattr(first.step, name)
     if v is None or all(task.step is first.step for task in tasks):
         return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
-    return torch.stack([own for task in tasks if (own := task.vector(name)) is not None])
+    return torch.stack([vector for task in tasks if (vector := task.vector(name)) is not None])

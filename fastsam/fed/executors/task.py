@@ -111,7 +111,7 @@ class Setup:
             return {}
         sizes = self.population.clients.sizes
         epochs = [self.orders(round, clients, epoch).unbind() for epoch in range(self.options.local_epochs)]
-        return {i: [order[: sizes[i]] for order in own] for i, *own in zip(clients, *epochs, strict=True)}
+        return {i: [order[: sizes[i]] for order in orders] for i, *orders in zip(clients, *epochs, strict=True)}
 
 
 class ClientLoop(NamedTuple):
@@ -139,8 +139,8 @@ class Task:
         snapshots: local steps before which the row is copied.
         orders: orders of its samples, one per epoch, if they have been drawn (see `Setup.draw_orders`).
         loop: the algorithm's own loop, or None for the run's epochs of local steps.
-        own: its samples if they come in batches, from `open` on.
-        begun: number of epochs that the client has already begun in this round.
+        dataset: its samples if they come in batches, from `open` on.
+        epochs_done: number of epochs that the client has begun in this round.
         given_epochs: number of epochs in place of the run's local work, or None.
     """
 
@@ -153,19 +153,19 @@ class Task:
     snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
     loop: ClientLoop | None = None
-    own: ClientDataset | None = None
-    begun: int = 0
+    dataset: ClientDataset | None = None
+    epochs_done: int = 0
     given_epochs: int | None = None
 
-    def following(self, begun: int, epochs: int | None = None) -> Task:
-        """Return the task of further epochs, after `begun` ones. `epochs` is their number, None for the run's work."""
-        orders = self.orders if epochs is None and not begun else None
-        return replace(self, orders=orders, begun=begun, given_epochs=epochs)
+    def following(self, epochs_done: int, epochs: int | None = None) -> Task:
+        """Return the task of further epochs, after `epochs_done` ones. `epochs` is their number, None for the run's work."""
+        orders = self.orders if epochs is None and not epochs_done else None
+        return replace(self, orders=orders, epochs_done=epochs_done, given_epochs=epochs)
 
     def open(self) -> None:
         """Load the client's samples if they come in batches."""
         if self.setup.population.clients.is_batched:
-            self.own = self.setup.population.clients[self.client]
+            self.dataset = self.setup.population.clients[self.client]
 
     @property
     def x(self) -> Tensor:
@@ -229,17 +229,17 @@ class Task:
 
     def _sizes(self, samples: int) -> list[int]:
         options = self.setup.options
-        whole, rest = split_epoch(samples, options.batch_size, options.drop_last)
-        return [options.batch_size] * whole + [rest] * (rest > 0)
+        num_full, last_size = split_epoch(samples, options.batch_size, options.drop_last)
+        return [options.batch_size] * num_full + [last_size] * (last_size > 0)
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Return all its batches, in order: (x, y), or (batch, None) where samples come in batches."""
-        batches = self._batches() if self.own is None else self._own_batches(self.own)
+        batches = self._batches() if self.dataset is None else self._own_batches(self.dataset)
         return batches if self.local_steps is None else islice(batches, self.local_steps)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         augment = self.setup.population.augment
-        for epoch in range(self.begun, self.begun + self.epochs):
+        for epoch in range(self.epochs_done, self.epochs_done + self.epochs):
             for number, (x, y) in enumerate(self._blocks(epoch)):
                 if augment is not None:
                     generator = torch.Generator(x.device)
@@ -248,25 +248,25 @@ class Task:
                 sizes = self._sizes(len(y))  # `split` by one size goes through Python
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
-    def _own_batches(self, own: ClientDataset) -> Iterator[tuple[Any, None]]:
-        readings = self._readings(own)
-        return ((batch, None) for batch in (one_ahead(readings) if own.ahead else (read() for read in readings)))
+    def _own_batches(self, samples: ClientDataset) -> Iterator[tuple[Any, None]]:
+        readings = self._readings(samples)
+        return ((batch, None) for batch in (one_ahead(readings) if samples.ahead else (read() for read in readings)))
 
-    def _readings(self, own: ClientDataset) -> Iterator[Callable[[], Any]]:
+    def _readings(self, samples: ClientDataset) -> Iterator[Callable[[], Any]]:
         """Yield functions that read the batches, one after the other."""
         sizes = self.epoch_sizes()
-        for epoch in range(self.begun, self.begun + self.epochs):
+        for epoch in range(self.epochs_done, self.epochs_done + self.epochs):
             order = self._order(epoch) if self.setup.options.shuffle else torch.arange(sum(sizes))
             for number, places in enumerate(order.split_with_sizes(sizes)):
-                yield partial(own.take, places, seeds.derive(self.seed, "reading", epoch, number))
+                yield partial(samples.take, places, seeds.derive(self.seed, "reading", epoch, number))
 
     def _blocks(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield an epoch's samples in their order, `BLOCK` batches at a time."""
         options = self.setup.options
         size = BLOCK * options.batch_size
         if not options.shuffle:
-            kept = sum(self.epoch_sizes())
-            yield from zip(self.x[:kept].split(size), self.y[:kept].split(size), strict=True)
+            num_samples = sum(self.epoch_sizes())
+            yield from zip(self.x[:num_samples].split(size), self.y[:num_samples].split(size), strict=True)
             return
         order = to_device(self._order(epoch), self.y.device)
         for block in order.split(size) if len(order) > size else (order,):
@@ -277,11 +277,11 @@ class Task:
         order = self.orders[epoch] if self.orders else self.setup.orders(self.round, [self.client], epoch)[0]
         return order[: sum(self.epoch_sizes())] if self.setup.options.drop_last else order
 
-    def whole(self) -> Iterator[tuple[Any, Any, float]]:
+    def full_batches(self) -> Iterator[tuple[Any, Any, float]]:
         """Yield all samples once in batches, in stored order, with the share of each batch."""
         size = self.setup.options.batch_size
-        if self.own is not None:
-            yield from ((batch, None, n / self.samples) for batch, n in self.own.batches(size))
+        if self.dataset is not None:
+            yield from ((batch, None, n / self.samples) for batch, n in self.dataset.batches(size))
             return
         for x, y in zip(self.x.split(size), self.y.split(size), strict=True):
             yield x, y, len(y) / self.samples
@@ -296,8 +296,8 @@ class Task:
 def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
     """Return the number of whole batches of an epoch, and the number of samples after them (0 for none). A client with
     less samples than a batch has one batch in any case."""
-    whole, rest = divmod(samples, batch_size)
-    return whole, 0 if drop_last and whole else rest
+    num_full, last_size = divmod(samples, batch_size)
+    return num_full, 0 if drop_last and num_full else last_size
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:

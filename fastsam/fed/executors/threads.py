@@ -18,13 +18,15 @@ from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults
 
 _PATIENCE = 0.1  # seconds between two looks for Ctrl-C
-_AHEAD = 2  # queued tasks per slot: one in work, and one for a thread that finishes while the receiver is busy
+_QUEUED_PER_SLOT = (
+    2  # queued tasks per slot: one in work, and one for a thread that finishes while the receiver is busy
+)
 
 
 def cpus() -> int:
     """CPUs that this process may use: its share, where torchrun started several on this machine."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, there // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class Threads(Executor):
@@ -64,7 +66,7 @@ class Threads(Executor):
     def _ends(self, team: _Team, tasks: Iterator[Task]) -> Generator[Ends]:
         more, out = True, 0
         while True:
-            while more and out < _AHEAD * self.slots:
+            while more and out < _QUEUED_PER_SLOT * self.slots:
                 task = next(tasks, None)
                 if task is None:
                     more = False

@@ -12,7 +12,7 @@ from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.variant import StepVariant
 
-SERVED = frozenset({"gradient", "adaptive gradient", "has_q", "has_phi"})
+SUPPORTED = frozenset({"gradient", "adaptive gradient", "has_q", "has_phi"})
 
 
 class TorchUpdates(RowSlice):
@@ -36,7 +36,7 @@ class TorchUpdates(RowSlice):
 
     def set_variant(self, variant: StepVariant) -> None:
         """See `RowSlice.arrange`. Raises ValueError for a variant that is neither a plain step nor a step of SAM."""
-        unserved = sorted(variant.needs - SERVED)
+        unserved = sorted(variant.needs - SUPPORTED)
         if unserved:
             raise ValueError(
                 f"optimizer serves plain local steps and steps of SAM, but this algorithm needs {', '.join(unserved)}. "

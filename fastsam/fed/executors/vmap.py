@@ -15,7 +15,7 @@ from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
 from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
-    Shared,
+    WeightedBatch,
     block_of,
     client_error,
     next_batch,
@@ -35,7 +35,7 @@ from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.pilot import Pilot
 
 _SLOT = attrgetter("slot")
-Kept = tuple[int, dict[int, Snapshot], int]  # see `rows_to_keep`
+KeptRow = tuple[int, dict[int, Snapshot], int]  # see `rows_to_keep`
 
 
 class Vmap(Executor):
@@ -67,17 +67,17 @@ class Vmap(Executor):
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
         """See `Executor.train`."""
-        for own, new in zip(self.replica.buffers, buffers, strict=True):
-            own.copy_(new)
+        for buffer, new in zip(self.replica.buffers, buffers, strict=True):
+            buffer.copy_(new)
         self.start, self.buffers = start, buffers
         active: list[ClientBlock] = []
         source, free = iter(tasks), list(range(self.slots))
         with self.random.guarded():
             while True:
-                opened = self._open(source, free) if free else []
-                if opened:
-                    active = sorted([*active, *opened], key=_SLOT)
-                    free = free[sum(len(block.tasks) for block in opened) :]
+                blocks = self._open(source, free) if free else []
+                if blocks:
+                    active = sorted([*active, *blocks], key=_SLOT)
+                    free = free[sum(len(block.tasks) for block in blocks) :]
                 if not active:
                     return
                 self._tick([block for block in active if not block.done])
@@ -93,7 +93,7 @@ class Vmap(Executor):
     def _open(self, tasks: Iterator[Task], free: Sequence[int]) -> list[ClientBlock]:
         """Put tasks into the free slots, until there are no more tasks or slots."""
         new = list(islice(tasks, len(free)))
-        opened: list[ClientBlock] = []
+        result: list[ClientBlock] = []
         steps = {id(task.step): task.step for task in new}
         sorts = {
             key: (step.constants.variant, step.full_gradient, step.pilot, step.start is None)
@@ -101,14 +101,17 @@ class Vmap(Executor):
         }
         for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
             these, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].step)]
-            blocks = [block_of(these[own], slots[own.start], variant, self._shapes) for own in runs(gather_keys(these))]
+            blocks = [
+                block_of(these[members], slots[members.start], variant, self._shapes)
+                for members in runs(gather_keys(these))
+            ]
             self.rows.begin(blocks, self.start)
             if full_gradient or pilot is not None:
                 self._first_gradients(blocks, pilot)
             if variant.constant and (e := vectors_of(these, "direction_vector")) is not None:
                 self.rows.row_slice(blocks).start_shifted(e)
-            opened += blocks
-        return opened
+            result += blocks
+        return result
 
     def _first_gradients(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
         """Each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, into the field
@@ -142,7 +145,7 @@ class Vmap(Executor):
         finally:
             self.replica.module.train()
 
-    def _next(self, block: ClientBlock, batches: Iterator[Shared]) -> Shared | None:
+    def _next(self, block: ClientBlock, batches: Iterator[WeightedBatch]) -> WeightedBatch | None:
         """Return the next batch, or None after the last one, and for a block that is excluded for its error."""
         try:
             return next(batches, None)
@@ -150,7 +153,7 @@ class Vmap(Executor):
             self._leave_out([block], error)
             return None
 
-    def _add_gradients(self, pairs: list[tuple[ClientBlock, Shared]]) -> None:
+    def _add_gradients(self, pairs: list[tuple[ClientBlock, WeightedBatch]]) -> None:
         blocks = [block for block, _ in pairs]
         x, y = (torch.cat(part) for part in zip(*((x, y) for _, (x, y, _) in pairs), strict=True))
         _, gradients = self._pass(blocks, self.rows.gathered(blocks), x, y)
@@ -206,14 +209,14 @@ class Vmap(Executor):
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> bool:
         """Take the next steps of one shape of each block by a row program. Return False without a row program."""
-        known = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
-        if not isinstance(known, RowPass) or not all(map(known.serves, blocks)):
+        row_pass = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
+        if not isinstance(row_pass, RowPass) or not all(map(row_pass.serves, blocks)):
             return False
-        joins = known.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None
+        joins = row_pass.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None
         for together in [blocks] if joins else [[block] for block in blocks]:
             try:
                 row_slice = self.rows.gathered(together)
-                known.train_(together, row_slice)
+                row_pass.train_(together, row_slice)
                 self.rows.put_back_(together, row_slice)
             except Exception as error:
                 raise client_error(together, error) from error
@@ -222,10 +225,10 @@ class Vmap(Executor):
     def _step(self, blocks: list[ClientBlock]) -> None:
         """One step of clients whose batches have one shape."""
         x, y = next_batch(blocks)
-        row_slice, kept = self.rows.gathered(blocks), rows_to_keep(blocks)
-        for i, snapshots, k in kept:
+        row_slice, rows = self.rows.gathered(blocks), rows_to_keep(blocks)
+        for i, snapshots, k in rows:
             snapshots[k] = row_slice.snapshot(i)
-        self._local_step(blocks, row_slice, x, y, any(block.k + 1 == block.steps for block in blocks), kept)
+        self._local_step(blocks, row_slice, x, y, any(block.k + 1 == block.steps for block in blocks), rows)
         self.rows.put_back_(blocks, row_slice)
         for block in blocks:
             block.k += 1
@@ -237,18 +240,18 @@ class Vmap(Executor):
         x: Tensor,
         y: Tensor,
         ends: bool,
-        kept: Sequence[Kept] = (),
+        rows: Sequence[KeptRow] = (),
     ) -> None:
         """Take a step of the blocks' rows on the device, on x and y `[rows, batch, ...]`. ends: it is the last step of
         some clients. kept: rows whose perturbation is copied for snapshots."""
         if row_slice.variant.uses_path:
             row_slice.perturb_along_path()
-            for i, snapshots, k in kept:
+            for i, snapshots, k in rows:
                 snapshots[k] = snapshots[k].perturbed(row_slice.z[i])
         losses, first = self._pass(blocks, row_slice, x, y)
         if row_slice.variant.two_passes:
             row_slice.perturb(first, row_slice.field("eps") if ends and row_slice.s is not None else None)
-            for i, snapshots, k in kept:
+            for i, snapshots, k in rows:
                 snapshots[k] = snapshots[k].perturbed(row_slice.z[i])
             _, second = self._pass(blocks, row_slice, x, y)
             row_slice.update(second, first)

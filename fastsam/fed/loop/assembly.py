@@ -36,39 +36,39 @@ from fastsam.fed.sums.ranks import Ranks
 
 
 def assemble(
-    own: nn.Module,
+    user_model: nn.Module,
     model: nn.Module,
     population: Population,
     algorithm: Algorithm,
     settings: Settings,
     loss: Loss,
-    tried: Trial,
+    trial: Trial,
     backend: str,
     ranks: Ranks,
 ) -> tuple[Loop, RunState]:
-    """Return a run, and its state before the first round. `own` is the user's model, `model` perhaps a copy in another
-    memory format."""
+    """Return a run, and its state before the first round. `model` is `user_model`, or a copy of it in another memory
+    format."""
     device, clients, layout = population.device, len(population.clients), Layout.of(trainable(model))
-    parameter_layout = ParameterLayout.of(own, layout)
+    parameter_layout = ParameterLayout.of(user_model, layout)
     view = Replica.new(model, layout, device)
     metrics = resolve(settings.metrics)
     mode, seed, batch_size = settings.client_test_split, settings.seed, settings.batch_size
-    evaluator = Evaluator(loss, population, tried.classifies, mode, seed, metrics, batch_size)
+    evaluator = Evaluator(loss, population, trial.classifies, mode, seed, metrics, batch_size)
     if metrics:
         evaluator(view.module)  # errors of metrics come before the first round
     names = settings.measures.names if isinstance(settings.measures, NamedMeasures) else None
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     facts = Facts(
-        settings, algorithm, ranks.size, clients, cohort, tried.changed_buffers, (), population.clients.sized,
+        settings, algorithm, ranks.size, clients, cohort, trial.changed_buffers, (), population.clients.sized,
         names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())),
     )  # fmt: skip
     check(facts)
-    patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(own))
+    patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(user_model))
     facts = replace(facts, own_parameters=patterns)
     check(facts)
     buffers = view.copy_of_buffers()
-    begun = buffers if tried.changed_buffers else ()
-    personal = client_models_of(algorithm, settings, parameter_layout, patterns, begun)
+    initial_buffers = buffers if trial.changed_buffers else ()
+    personal = client_models_of(algorithm, settings, parameter_layout, patterns, initial_buffers)
     algorithm = cast(Algorithm, personal) if isinstance(personal, PersonalizedAlgorithm) else algorithm
     contract = contract_of(algorithm)
     server = check_initial_state(contract.init_server(view.row.clone()), "init_server")
@@ -80,24 +80,24 @@ def assemble(
         clients, cohort = len(population.clients), len(population.clients)
         settings = replace(settings, sampler=in_turn(clients), available=None)
     setup = executors.Setup(
-        model, layout, loss, settings.local, population, backend, tried.draws, bool(tried.changed_buffers),
-        tried.example, cohort, facts.name if contract.has_loop else "",
+        model, layout, loss, settings.local, population, backend, trial.draws, bool(trial.changed_buffers),
+        trial.example, cohort, facts.name if contract.has_loop else "",
     )  # fmt: skip
     first = settings.round(0, clients, 1, parameter_layout)
     update, has_phases = try_algorithm(contract, setup, state, first)
     check(replace(facts, update=update, has_phases=has_phases))
     check_smallest(model, population, loss, batch_size, settings.drop_last)
-    chosen = executors.choose(settings.executor, setup)
+    choice = executors.choose(settings.executor, setup)
     vectors = client_state.vectors(algorithm, server) + (settings.compression is not None)
     nbytes = clients * vectors * view.row.nbytes
-    states = client_state.make(settings.client_state, device, nbytes, chosen.executor.slots)
+    states = client_state.make(settings.client_state, device, nbytes, choice.executor.slots)
     measuring = make(
         settings.measures, settings.buffers, model=model, layout=layout, population=population, loss=loss,
-        batch_size=batch_size, rounds=settings.rounds, seed=seed, classifies=tried.classifies,
+        batch_size=batch_size, rounds=settings.rounds, seed=seed, classifies=trial.classifies,
     )  # fmt: skip
     stages = chain(algorithm, settings, measuring, noise, layout.numel)
     loop = Loop(
-        population, contract, settings, chosen, evaluator, view, states, ranks, parameter_layout, stages, weights,
+        population, contract, settings, choice, evaluator, view, states, ranks, parameter_layout, stages, weights,
         personal,
     )  # fmt: skip
     return loop, state

@@ -26,8 +26,8 @@ COMPARED = 4  # clients of a block whose rows are compared
 
 def contract_of(algorithm: Algorithm) -> Contract:
     """Return the contract of an algorithm: checked unless its class, and the class that it wraps, are of fastsam."""
-    own = not type(getattr(algorithm, "inner", algorithm)).__module__.startswith("fastsam.")
-    return CheckedContract(algorithm) if own else Contract(algorithm)
+    is_user_defined = not type(getattr(algorithm, "inner", algorithm)).__module__.startswith("fastsam.")
+    return CheckedContract(algorithm) if is_user_defined else Contract(algorithm)
 
 
 class CheckedContract(Contract):
@@ -73,10 +73,10 @@ class CheckedContract(Contract):
         checked = _check_updates(self.call("local_update", (server, client, round), index, client_ids), server["w"], n)
         if self._new_clients > 1 and self._copy is not None:
             self._new_clients = 0
-            alone = rows([{name: x[0] for name, x in client.items()}])
-            two = {name: x.expand(2, *x.shape[1:]) for name, x in alone.items()}
+            single = rows([{name: x[0] for name, x in client.items()}])
+            two = {name: x.expand(2, *x.shape[1:]) for name, x in single.items()}
             together = self._copy.local_update(server, two, round)
-            check_rows(self._copy, "local_update", together, [(server, alone, round)], 2)
+            check_rows(self._copy, "local_update", together, [(server, single, round)], 2)
         return checked
 
     def train_client(
@@ -93,15 +93,15 @@ class CheckedContract(Contract):
     ) -> tuple[State, Upload]:
         """Return new states and the upload of n clients. Raises ValueError for other values, and for written states."""
         self._begin_round(server, round)
-        guarded, alone = _guarded("client", client), []
+        guarded, single_calls = _guarded("client", client), []
         if len(states) > 1 and self._copy is not None:  # copies, because results may be written into
             some = enumerate(states[:COMPARED])
-            alone = [(server, rows([state]), results.take([i]), round) for i, state in some]
+            single_calls = [(server, rows([state]), results.take([i]), round) for i, state in some]
         finished = super().finish_clients(server, states, dict(client), results, round)
         _check_guarded(guarded)
         state, upload = _check_finished(finished, server, len(states))
-        if alone:
-            check_rows(self._copy, "finish_client", finished, alone, len(states))
+        if single_calls:
+            check_rows(self._copy, "finish_client", finished, single_calls, len(states))
             self._copy = None
         if not self._has_seen_upload:
             self._has_seen_upload = True
@@ -131,13 +131,13 @@ class CheckedContract(Contract):
     def _warn_changed(self) -> None:
         """Log a warning for attributes of the algorithm that the first round has changed."""
         before, after = self._attributes, _attributes(self.algorithm)
-        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-        if changed:
+        names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        if names:
             log.warning(
                 "the first round changed attributes of %s (%s): a resumed run, other executors and other ranks do not "
                 "have them. Keep such values in the states that its functions return",
                 type(self.algorithm).__name__,
-                ", ".join(changed),
+                ", ".join(names),
             )
 
 
@@ -163,16 +163,16 @@ def _check_client(state: object, who: str) -> State:
     return state
 
 
-def _check_updates(made: object, w: Tensor, n: int) -> list[Constants]:
+def _check_updates(steps: object, w: Tensor, n: int) -> list[Constants]:
     """Return for each of n clients the LocalUpdate of `local_update`, and the client's row in it."""
-    if isinstance(made, LocalUpdate):
-        return [(_check_vectors(made, w, n), row) for row in range(n)]
-    if not isinstance(made, Sequence) or len(made) != n or not all(isinstance(step, LocalUpdate) for step in made):
-        got = f"{len(made)} times {_kind(made[0])}" if isinstance(made, Sequence) and made else _kind(made)
+    if isinstance(steps, LocalUpdate):
+        return [(_check_vectors(steps, w, n), row) for row in range(n)]
+    if not isinstance(steps, Sequence) or len(steps) != n or not all(isinstance(step, LocalUpdate) for step in steps):
+        kind = f"{len(steps)} times {_kind(steps[0])}" if isinstance(steps, Sequence) and steps else _kind(steps)
         raise ValueError(
-            f"local_update must return a fastsam.fed.LocalUpdate (or a list of {n}, one for each client), got {got}"
+            f"local_update must return a fastsam.fed.LocalUpdate (or a list of {n}, one for each client), got {kind}"
         )
-    return [(_check_vectors(step, w, 1), 0) for step in made]
+    return [(_check_vectors(step, w, 1), 0) for step in steps]
 
 
 def _check_vectors(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
@@ -180,10 +180,10 @@ def _check_vectors(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
         v = getattr(step, name)
         fits = isinstance(v, Tensor) and v.shape in (w.shape, (n, *w.shape))
         if not fits or (v.dtype, v.device) != (w.dtype, w.device):
-            got = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
+            description = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
             raise ValueError(
                 f"LocalUpdate.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) "
-                f"on {w.device}, like the server's w; got {got}"
+                f"on {w.device}, like the server's w; got {description}"
             )
     return step
 
@@ -191,17 +191,17 @@ def _check_vectors(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
 def _check_finished(finished: object, server: State, n: int) -> tuple[State, Upload]:
     """Return the client's state, which may have tensors of `server`, and the Upload for n clients."""
     if not isinstance(finished, tuple) or len(finished) != 2 or not isinstance(finished[1], Upload):
-        got = f"({', '.join(map(_kind, finished))})" if isinstance(finished, tuple) else _kind(finished)
-        raise ValueError(f"finish_client must return (client state, Upload), got {got}")
+        description = f"({', '.join(map(_kind, finished))})" if isinstance(finished, tuple) else _kind(finished)
+        raise ValueError(f"finish_client must return (client state, Upload), got {description}")
     state, upload = finished
     for name in ("mean", "sum"):
         vectors = getattr(upload, name)
         if not isinstance(vectors, Mapping) or not _are_tensors(vectors):
             raise ValueError(f"Upload({name}=...) of finish_client must be a dict of tensors, got {_kind(vectors)}")
         _check_first_dimension(vectors, n, f"Upload({name}=...) of finish_client")
-    shared = set(map(id, server.values()))
-    own = {name: t for name, t in _check_client(state, "finish_client").items() if id(t) not in shared}
-    _check_first_dimension(own, n, "the state that finish_client returns")
+    server_ids = set(map(id, server.values()))
+    private = {name: t for name, t in _check_client(state, "finish_client").items() if id(t) not in server_ids}
+    _check_first_dimension(private, n, "the state that finish_client returns")
     return state, upload
 
 
@@ -223,8 +223,8 @@ def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, what: 
     for name, x in vectors.items():
         if x.dim() == 0 or x.shape[-1] != layout.row_size or not x.is_floating_point():
             continue
-        found = x[..., padding.to(x.device)]
-        if bool((found.isfinite() & (found != 0)).any()):
+        values = x[..., padding.to(x.device)]
+        if bool((values.isfinite() & (values != 0)).any()):
             raise ValueError(
                 f"{what} has numbers in the padding of {name!r}, which would enter its norms: between parameters a row "
                 f"is zero. Draw random numbers into the views of round.layout.unflatten(row), or make the row of a "
@@ -239,8 +239,8 @@ def _are_tensors(state: Mapping[Any, Any]) -> bool:
 def _kind(value: object) -> str:
     """Return the type of a value, for messages. For a dict the values that are not tensors are named too."""
     if isinstance(value, dict):
-        other = [f"{name!r}: {type(t).__name__}" for name, t in value.items() if not isinstance(t, Tensor)]
-        return f"dict with {', '.join(other[:3])}" if other else f"dict with {', '.join(map(repr, value)) or 'nothing'}"
+        bad = [f"{name!r}: {type(t).__name__}" for name, t in value.items() if not isinstance(t, Tensor)]
+        return f"dict with {', '.join(bad[:3])}" if bad else f"dict with {', '.join(map(repr, value)) or 'nothing'}"
     return type(value).__name__
 
 
@@ -278,16 +278,16 @@ def _attributes(algorithm: object) -> dict[str, object]:
     return {name: comparable(value) for name, value in vars(getattr(algorithm, "inner", algorithm)).items()}
 
 
-def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Sequence[Any]], n: int) -> None:
+def check_rows(algorithm: Any, method: str, together: Any, single_calls: Sequence[Sequence[Any]], n: int) -> None:
     """Raise AlgorithmError if a method gives n clients `together` other numbers, beyond rounding, than each client
     separately.
 
     `algorithm` is a copy of the user's algorithm, and `alone` has the arguments for single clients.
     """
     with torch.random.fork_rng([]):
-        for place, arguments in enumerate(alone):
-            made = getattr(algorithm, method)(*arguments)
-            if any(_differs(a, b) for a, b in zip(_parts(together, place, n), _parts(made, 0, 1), strict=False)):
+        for place, arguments in enumerate(single_calls):
+            row_result = getattr(algorithm, method)(*arguments)
+            if any(_differs(a, b) for a, b in zip(_parts(together, place, n), _parts(row_result, 0, 1), strict=False)):
                 raise AlgorithmError(
                     f"{type(algorithm).__name__}.{method} returns different numbers for {n} clients together and for "
                     "each by itself, so that results would depend on the executor. Each row must come from its own "

@@ -27,7 +27,7 @@ log = logging.getLogger("fastsam.fed")
 CHOICES = ("auto", "host", "device", "disk")
 SHARE = 0.25  # largest share of the device's memory for the states of all clients, by the rule of "auto"
 HOST_SHARE = 0.5  # largest share of the host's memory; larger states go to files
-_AHEAD = 4  # smallest number of states that are fetched early
+_MIN_PREFETCHED = 4  # smallest number of states that are fetched early
 
 State = dict[str, Tensor]
 States = Mapping[int, State]
@@ -87,10 +87,10 @@ class HostStateStorage(ClientStateStorage):
 
     prefetches = True
 
-    def __init__(self, device: torch.device, reason: str, ahead: int, pool: HostPool | None = None) -> None:
+    def __init__(self, device: torch.device, reason: str, prefetched: int, pool: HostPool | None = None) -> None:
         """Make the store. pool: a pool of memory other than pinned memory."""
         super().__init__(device, reason)
-        self.ahead = ahead
+        self.ahead = prefetched
         self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
         self.where = "host" if pool is None else "disk"
         self.stream = self.cuda.stream()
@@ -99,13 +99,13 @@ class HostStateStorage(ClientStateStorage):
         self._again: set[int] = set()  # clients of this cohort and the next
         self._down: WeakTensorMap[Tensor] = WeakTensorMap()  # device tensor -> host copy
         self._up: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # host tensor -> device copy
-        self._written = False
+        self._has_new_states = False
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
         now, later = set(order), list(later)
         self._fetched = {i: f for i, f in self._fetched.items() if i in now and states.get(i) is f.source}
-        wanted = [*(i for i in order if i not in self._fetched), *(i for i in later if i not in now)]
-        self._queue = {i: states[i] for i in wanted if i in states}
+        client_ids = [*(i for i in order if i not in self._fetched), *(i for i in later if i not in now)]
+        self._queue = {i: states[i] for i in client_ids if i in states}
         self._again = now.intersection(later)
         self._fetch_ahead()
 
@@ -116,24 +116,24 @@ class HostStateStorage(ClientStateStorage):
             found = self._fetch(state)
         current = self.cuda.current()
         current.wait_event(found.ready)
-        self.cuda.lend([t for t in found.state.values() if self._here(t)], current)
+        self.cuda.lend([t for t in found.state.values() if self._is_on_host(t)], current)
         self._fetch_ahead()
         return found.state
 
     def put(self, client: int, state: State) -> State:
         self.stream.wait_stream(self.cuda.current())
         with self.cuda.on(self.stream):
-            kept = {name: self._to_host(t) for name, t in state.items()}
-        self._written = True
+            copies = {name: self._to_host(t) for name, t in state.items()}
+        self._has_new_states = True
         if client in self._again:
-            self._queue[client] = kept
+            self._queue[client] = copies
         self._fetch_ahead()
-        return kept
+        return copies
 
     def commit(self) -> None:
-        if self._written:
+        if self._has_new_states:
             self.stream.synchronize()
-            self._written = False
+            self._has_new_states = False
 
     def adopt(self, tensor: Tensor) -> Tensor:
         self.stream.synchronize()  # the host writes now: nothing may still be read of a row that is used again
@@ -152,8 +152,8 @@ class HostStateStorage(ClientStateStorage):
     def _to_device(self, tensor: Tensor) -> Tensor:
         if not self.pool.holds(tensor):
             return tensor  # the algorithm keeps it on the CPU
-        known = self._up.get(tensor)
-        copy = None if known is None else known()
+        cached = self._up.get(tensor)
+        copy = None if cached is None else cached()
         if copy is None:
             copy = torch.empty_like(tensor, device=self.device).copy_(tensor, non_blocking=True)
             self._up.set(tensor, weakref.ref(copy))
@@ -161,16 +161,16 @@ class HostStateStorage(ClientStateStorage):
         return copy
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        if not self._here(tensor):
+        if not self._is_on_host(tensor):
             return tensor
-        kept = self._down.get(tensor)
-        if kept is None:
-            kept = self.pool.row(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+        cached = self._down.get(tensor)
+        if cached is None:
+            cached = self.pool.row(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
             self.cuda.lend([tensor], self.stream)
-            self._down.set(tensor, kept)
-        return kept
+            self._down.set(tensor, cached)
+        return cached
 
-    def _here(self, tensor: Tensor) -> bool:
+    def _is_on_host(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.device.type
 
 
@@ -193,29 +193,29 @@ class DiskStateStorage(ClientStateStorage):
         return {name: self._read(t) for name, t in state.items()}
 
     def put(self, client: int, state: State) -> State:
-        return {name: self._written(t) for name, t in state.items()}
+        return {name: self._has_new_states(t) for name, t in state.items()}
 
     def adopt(self, tensor: Tensor) -> Tensor:
         return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
 
     def _read(self, tensor: Tensor) -> Tensor:
-        known = self._copy.get(tensor)
-        copy = None if known is None else known()
+        cached = self._copy.get(tensor)
+        copy = None if cached is None else cached()
         if copy is None:
             copy = tensor.clone()
             self._copy.set(tensor, weakref.ref(copy))
             self._file.set(copy, tensor)
         return copy
 
-    def _written(self, tensor: Tensor) -> Tensor:
-        kept = self._file.get(tensor)
-        if kept is None:
-            kept = self.adopt(tensor.detach())
-            self._file.set(tensor, kept)
-        return kept
+    def _has_new_states(self, tensor: Tensor) -> Tensor:
+        cached = self._file.get(tensor)
+        if cached is None:
+            cached = self.adopt(tensor.detach())
+            self._file.set(tensor, cached)
+        return cached
 
 
-def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStateStorage:
+def make(where: str, device: torch.device, nbytes: float, prefetched: int) -> ClientStateStorage:
     """Return the store for `where` (one of `CHOICES`). The bits of a run do not depend on it.
 
     "auto" is a rule on the size of all clients' states (`nbytes`) and not on free memory: the device, if they take at
@@ -228,13 +228,13 @@ def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientS
     log.info("client states: %s, %s", where, reason)
     if where == "disk":
         if apart(device):
-            return HostStateStorage(device, reason, max(ahead, _AHEAD), HostPool(make_mapped))
+            return HostStateStorage(device, reason, max(prefetched, _MIN_PREFETCHED), HostPool(make_mapped))
         return DiskStateStorage(device, reason)
     if not apart(device):
         return ClientStateStorage(device, "the device of the run is the CPU, whose memory is host memory")
     if where == "device":
         return ClientStateStorage(device, reason)
-    return HostStateStorage(device, reason, max(ahead, _AHEAD))
+    return HostStateStorage(device, reason, max(prefetched, _MIN_PREFETCHED))
 
 
 def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
@@ -287,6 +287,6 @@ def rows(states: Sequence[State]) -> State:
     """Return n states of equal structure as one, `[n, ...]`. A tensor that all of them share is not copied."""
     columns = {name: [state[name] for state in states] for name in states[0]}
     return {
-        name: own[0].expand(len(own), *own[0].shape) if all(t is own[0] for t in own) else torch.stack(own)
-        for name, own in columns.items()
+        name: xs[0].expand(len(xs), *xs[0].shape) if all(t is xs[0] for t in xs) else torch.stack(xs)
+        for name, xs in columns.items()
     }

@@ -52,8 +52,8 @@ class Contract:
                 raise  # an error of fastsam names the wrong option
             where = "before round 1" if round is None else f"in round {round + 1}"
             if clients:
-                named = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
-                where += f", client{'s' if len(clients) > 1 else ''} {named}"
+                id_list = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
+                where += f", client{'s' if len(clients) > 1 else ''} {id_list}"
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             text = error.args[0] if isinstance(error, KeyError) and error.args else error  # which would be quoted
             raise AlgorithmError(f"{name}.{method} failed {where}: {kind}{text}") from error
@@ -70,8 +70,8 @@ class Contract:
         self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()
     ) -> list[Constants]:
         """Return the constants of n clients with the states `client`, `[n, ...]`; without ids in the trial."""
-        made = self.call("local_update", (server, client, round), round.index if client_ids else None, client_ids)
-        return [(made, row) for row in range(n)] if isinstance(made, LocalUpdate) else [(one, 0) for one in made]
+        steps = self.call("local_update", (server, client, round), round.index if client_ids else None, client_ids)
+        return [(steps, row) for row in range(n)] if isinstance(steps, LocalUpdate) else [(one, 0) for one in steps]
 
     def train_client(
         self, server: State, state: State, round: Round, client: Client, is_trial: bool = False
@@ -95,13 +95,13 @@ def check_algorithm(algorithm: object) -> None:
     """Raises ValueError unless `algorithm` has the methods and the traffic of `Algorithm`."""
     if isinstance(algorithm, type):
         raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
-    missing = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]
-    missing += [
+    absent = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]
+    absent += [
         a for a in ("download_vectors", "upload_vectors") if not isinstance(getattr(algorithm, a, None), (int, float))
     ]
-    if missing:
+    if absent:
         raise ValueError(
-            f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; "
+            f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(absent)}; "
             "derive its class from fastsam.fed.Algorithm"
         )
 

@@ -53,22 +53,22 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
 
     priors = population.priors if population.priors is not None else _observed(population)
     frequencies = np.bincount(labels, minlength=priors.shape[1]).astype(np.float64)
-    served = (priors * (frequencies > 0)).sum(axis=1) > 0
-    sizes = np.where(served, max(1, len(labels) // clients), 0)
+    has_samples = (priors * (frequencies > 0)).sum(axis=1) > 0
+    sizes = np.where(has_samples, max(1, len(labels) // clients), 0)
     order = rng.permutation(len(labels))
-    taken = draw(labels[order], np.where(served[:, None], priors, frequencies), sizes, rng, "reset")
-    return [order[t] for t in taken]
+    slices = draw(labels[order], np.where(has_samples[:, None], priors, frequencies), sizes, rng, "reset")
+    return [order[t] for t in slices]
 
 
 def _observed(population: Population) -> np.ndarray:
     """`[clients, classes]`: each client's own class frequencies."""
-    own, test = population.clients.labels_together(), population.test_labels
-    assert own is not None and test is not None
-    labels, number = _integers(own[0]), len(own[1])
+    client_labels, test = population.clients.labels_together(), population.test_labels
+    assert client_labels is not None and test is not None
+    labels, number = _integers(client_labels[0]), len(client_labels[1])
     classes = 1 + max(int(labels.max()), int(_integers(test).max()))
-    clients = np.repeat(np.arange(number), own[1])
-    known = labels >= 0
-    counts = np.bincount(clients[known] * classes + labels[known], minlength=number * classes)
+    clients = np.repeat(np.arange(number), client_labels[1])
+    is_known = labels >= 0
+    counts = np.bincount(clients[is_known] * classes + labels[is_known], minlength=number * classes)
     counts = counts.reshape(-1, classes).astype(np.float64)
     return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
 
@@ -80,28 +80,28 @@ def _integers(y: Tensor) -> np.ndarray:
 
 def _two_classes(population: Population) -> bool:
     """Return True if every sample has one label, 0 or 1 (or a bool)."""
-    own, test = population.clients.labels_together(), population.test_labels
-    if own is None or test is None or test.numel() != population.test_size:
+    client_labels, test = population.clients.labels_together(), population.test_labels
+    if client_labels is None or test is None or test.numel() != population.test_size:
         return False
-    if list(own[1]) != list(population.clients.sizes):
+    if list(client_labels[1]) != list(population.clients.sizes):
         return False
-    return all(bool(((y == 0) | (y == 1)).all()) for y in (own[0], test))
+    return all(bool(((y == 0) | (y == 1)).all()) for y in (client_labels[0], test))
 
 
 def _known_labels(population: Population) -> bool:
     """Return True if the classes of each client and of the test set are known before a batch is made."""
-    known = population.priors is not None or population.clients.labels is not None
-    return known and population.test_labels is not None
+    has_labels = population.priors is not None or population.clients.labels is not None
+    return has_labels and population.test_labels is not None
 
 
 def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
     """Concatenate the tensors `[n, ...]` of batches. Shorter ones (of texts, say) are filled up with `padding`."""
     if len({part.shape[1:] for part in parts}) > 1:
         longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        grown = [part.new_full((len(part), *longest), padding) for part in parts]
-        for whole, part in zip(grown, parts, strict=True):
-            whole[tuple(slice(size) for size in part.shape)] = part
-        parts = grown
+        padded = [part.new_full((len(part), *longest), padding) for part in parts]
+        for target, part in zip(padded, parts, strict=True):
+            target[tuple(slice(size) for size in part.shape)] = part
+        parts = padded
     return torch.cat(list(parts))
 
 
@@ -157,12 +157,12 @@ class Evaluator:
         parts = self._slices or []
         self._clients = len(parts)
         # Clients with their own test samples, all these samples, and the first index of each client's.
-        self._served = [i for i, part in enumerate(parts) if len(part)]
+        self._tested_clients = [i for i, part in enumerate(parts) if len(part)]
         self._samples = np.concatenate([*parts, np.empty(0, np.int64)])
-        self._begins = np.cumsum([0, *(len(parts[i]) for i in self._served)])[:-1]
-        own = (key for name in self.metrics for key in (f"test_{name}", *(f"client_{name}_{k}" for k in _SPREAD)))
+        self._begins = np.cumsum([0, *(len(parts[i]) for i in self._tested_clients)])[:-1]
+        keys = (key for name in self.metrics for key in (f"test_{name}", *(f"client_{name}_{k}" for k in _SPREAD)))
         each = (f"client_{name}_each" for name in ("accuracy", *self.metrics) if self.mode == OWN)
-        self._keys = (*KEYS, *own, *each)
+        self._keys = (*KEYS, *keys, *each)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, Any]:
@@ -197,26 +197,26 @@ class Evaluator:
     def of_client(self, model: nn.Module, client: int) -> float | None:
         """Return the accuracy of a model on the client's own test samples, in 0..1, or None without samples."""
         assert self.classifies and self.test is not None
-        own = np.arange(self.count) if self._slices is None else self._slices[client]
-        if not len(own):
+        indices = np.arange(self.count) if self._slices is None else self._slices[client]
+        if not len(indices):
             return None
         model.eval()
         right = 0
-        for part in torch.from_numpy(own).split(self.batch_size):
+        for part in torch.from_numpy(indices).split(self.batch_size):
             _, output, y = self.loss.evaluated(model, self.test.take(part, int(part[0])), True)
             right += int((output.argmax(1) == y).sum())
-        return right / len(own)
+        return right / len(indices)
 
     def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
         """Return the accuracies over the clients of their own `models`. Each is used before the next one is made."""
         if not self.classifies:
             return {}
-        found = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
-        if not found:
+        values = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
+        if not values:
             return {}
-        who = {"client_worst": min(found, key=found.__getitem__), "client_best": max(found, key=found.__getitem__)}
-        each = self._each("accuracy", found) if self.mode == OWN else {}
-        return statistics("accuracy", [*found.values()]) | who | each
+        who = {"client_worst": min(values, key=values.__getitem__), "client_best": max(values, key=values.__getitem__)}
+        each = self._each("accuracy", values) if self.mode == OWN else {}
+        return statistics("accuracy", [*values.values()]) | who | each
 
     def nothing(self) -> dict[str, Any]:
         """Return the values of a round without evaluation."""
@@ -224,30 +224,34 @@ class Evaluator:
 
     def _accuracies(self, right: Sequence[Tensor]) -> dict[str, Any]:
         correct = torch.cat(list(right)).cpu().numpy()
-        found = {"test_accuracy": float(correct.mean())}
-        if not self._served:
-            return found | self._spread("accuracy", found["test_accuracy"], [])
+        record = {"test_accuracy": float(correct.mean())}
+        if not self._tested_clients:
+            return record | self._spread("accuracy", record["test_accuracy"], [])
         counts = np.add.reduceat(correct[self._samples], self._begins, dtype=np.int64)
         clients = counts / np.diff(self._begins, append=len(self._samples))
-        worst, best = (self._served[int(place)] for place in (clients.argmin(), clients.argmax()))
-        found |= self._spread("accuracy", found["test_accuracy"], clients.tolist())
-        return found | {"client_worst": worst, "client_best": best}
+        worst, best = (self._tested_clients[int(place)] for place in (clients.argmin(), clients.argmax()))
+        record |= self._spread("accuracy", record["test_accuracy"], clients.tolist())
+        return record | {"client_worst": worst, "client_best": best}
 
     def _measured(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         for name, metric in self.metrics.items():
-            value = made[f"test_{name}"] = metric(outputs, labels)
-            own = [torch.from_numpy(part).to(labels.device) for part in self._slices or () if len(part)]
-            made |= self._spread(name, value, [metric(outputs[part], labels[part]) for part in own])
-        return made
+            value = record[f"test_{name}"] = metric(outputs, labels)
+            parts = [torch.from_numpy(part).to(labels.device) for part in self._slices or () if len(part)]
+            record |= self._spread(name, value, [metric(outputs[part], labels[part]) for part in parts])
+        return record
 
     def _spread(self, name: str, value: float, clients: Sequence[float]) -> dict[str, Any]:
         """Return the statistics over the clients, or of the common value if all have the same samples."""
         if self.mode is None or (self._slices is not None and not clients):
             return {}
-        made = statistics(name, clients if self._slices is not None else [value])
-        return made | self._each(name, dict(zip(self._served, clients, strict=True))) if self.mode == OWN else made
+        record = statistics(name, clients if self._slices is not None else [value])
+        return (
+            record | self._each(name, dict(zip(self._tested_clients, clients, strict=True)))
+            if self.mode == OWN
+            else record
+        )
 
-    def _each(self, name: str, found: Mapping[int, float]) -> dict[str, Any]:
+    def _each(self, name: str, values: Mapping[int, float]) -> dict[str, Any]:
         """Return the value of every client, None for a client without one."""
-        return {f"client_{name}_each": [found.get(i) for i in range(self._clients)]}
+        return {f"client_{name}_each": [values.get(i) for i in range(self._clients)]}

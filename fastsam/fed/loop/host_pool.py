@@ -51,14 +51,14 @@ class HostPool:
     def _slab(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Allocate a slab as large as all slabs so far, within limits."""
         size = max(shape.numel() * dtype.itemsize, 1)
-        wanted = max(min(max(self.nbytes, _FIRST), _LARGEST), _ROWS[0] * size)
-        rows = min((1 << (wanted - 1).bit_length()) // size, _ROWS[1])
-        slab = self._made((rows, *shape), dtype)
+        nbytes = max(min(max(self.nbytes, _FIRST), _LARGEST), _ROWS[0] * size)
+        rows = min((1 << (nbytes - 1).bit_length()) // size, _ROWS[1])
+        slab = self._allocate((rows, *shape), dtype)
         self.nbytes += slab.nbytes
         self._slabs.add(slab.untyped_storage().data_ptr())
         return slab
 
-    def _made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.pins:
             try:
                 return self._pinned(shape, dtype)
@@ -94,5 +94,5 @@ def make_mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
                 f"directory",
                 tempfile.gettempdir(),
             ) from error
-        whole = mmap.mmap(file.fileno(), max(nbytes, 1))
-    return torch.frombuffer(whole, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
+        memory = mmap.mmap(file.fileno(), max(nbytes, 1))
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))

@@ -14,7 +14,7 @@ from torch import nn
 
 from fastsam.extras import install_command
 from fastsam.fed.callbacks.base import METHODS, CallbackError, RunView, Stop
-from fastsam.fed.callbacks.terminal import RunProgress, counted
+from fastsam.fed.callbacks.terminal import RunProgress, with_progress
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.sums.ranks import Ranks
@@ -35,7 +35,7 @@ class Listeners:
         self._ranks = Ranks()
         self._view: RunView | None = None
         self._started: list[Any] = []
-        self._shown: RunProgress | None = None
+        self._own_bar: RunProgress | None = None
         self._bar = ExitStack()
 
     def reading(self, clients: Sequence[Any]) -> Iterable[Any]:
@@ -44,7 +44,7 @@ class Listeners:
             return clients
         from rich.console import Console
 
-        return counted(clients, "reading clients", Console(stderr=True))
+        return with_progress(clients, "reading clients", Console(stderr=True))
 
     def names(self) -> list[str]:
         """The classes of the callbacks, which all ranks must have in common."""
@@ -62,7 +62,7 @@ class Listeners:
         """Begin the run at `state`; collective. `export` returns the model of a state; `keys` as in `RunView`."""
         self._ranks = ranks
         if ranks.first and self.progress is True:
-            self.progress = self._shown = self._bar.enter_context(_bar(self._label, self._rounds))
+            self.progress = self._own_bar = self._bar.enter_context(_bar(self._label, self._rounds))
         if self.callbacks and ranks.first:
             path = None if directory is None else directory.path
             self._view = RunView(config(), self._rounds, path, state, export, keys)
@@ -86,8 +86,8 @@ class Listeners:
 
     def end(self, result: Result) -> None:
         """End the run after everything is written. Raises CallbackError after all callbacks were called."""
-        if self._shown is not None:
-            self._shown.end(self.stopped, result.run_dir)
+        if self._own_bar is not None:
+            self._own_bar.end(self.stopped, result.run_dir)
         self._bar.close()
         failed: list[CallbackError] = []
         while self._started:
@@ -145,14 +145,14 @@ def _checked(callbacks: Any) -> Sequence[Any]:
     """Raises ValueError unless it is a list of objects with a callback's methods."""
     if callbacks is None:
         return ()
-    known = ", ".join(METHODS)
+    names = ", ".join(METHODS)
     if not isinstance(callbacks, (list, tuple)):
-        raise ValueError(f"callbacks must be a list of objects with one of {known}, got {type(callbacks).__name__}")
+        raise ValueError(f"callbacks must be a list of objects with one of {names}, got {type(callbacks).__name__}")
     for one in callbacks:
         if isinstance(one, type):
             raise ValueError(f"callbacks must hold instances: write {one.__name__}(...), not {one.__name__}")
         if not any(callable(getattr(one, method, None)) for method in METHODS):
-            raise ValueError(f"callbacks must hold objects with one of {known}, such as a fed.Callback; got {one!r}")
+            raise ValueError(f"callbacks must hold objects with one of {names}, such as a fed.Callback; got {one!r}")
     return tuple(callbacks)
 
 

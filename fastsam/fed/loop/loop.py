@@ -125,8 +125,8 @@ class Loop:
         round, visible = self._rounds_of(t, len(client_ids))
         if not client_ids:
             return self._skipped(state, round, visible, began)
-        state, mine = self._assigned(state, client_ids)
-        cohort = Cohort(self, state, round, visible, client_ids, mine, exchange)
+        state, local_ids = self._assigned(state, client_ids)
+        cohort = Cohort(self, state, round, visible, client_ids, local_ids, exchange)
         executor = self.chosen.executor
         tasks = cohort.tasks(executor, self._next(t))
         for results in executor.train(state.server["w"], state.buffers, tasks):
@@ -154,9 +154,9 @@ class Loop:
         """Return the state after the clients' states have moved to their ranks, and the clients of this rank."""
         if self.ranks.size == 1:
             return state, client_ids
-        dealt = self.ranks.deal(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
-        state = replace(state, clients=self.ranks.move_states(state.clients, dealt, state.homes, self.states.adopt))
-        return state, [i for i in client_ids if dealt[i] == self.ranks.rank]
+        owners = self.ranks.deal(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
+        state = replace(state, clients=self.ranks.move_states(state.clients, owners, state.homes, self.states.adopt))
+        return state, [i for i in client_ids if owners[i] == self.ranks.rank]
 
     def _server_step(
         self, state: RunState, aggregate: Aggregate | None, round: Round, visible: Round
@@ -235,14 +235,18 @@ class Loop:
         if not self._evaluates(completed):
             return self.evaluator.nothing()
         self.view.load(state.server["w"], state.buffers)
-        found = self.evaluator(self.view.module)
-        return found if self.personal is None else found | self.evaluator.of_own(self._own_models(state, self.personal))
+        metrics = self.evaluator(self.view.module)
+        return (
+            metrics
+            if self.personal is None
+            else metrics | self.evaluator.of_own(self._own_models(state, self.personal))
+        )
 
     def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:
         """The model of every client, one after the other in the same module."""
         for i in range(len(self.population.clients)):
-            own = state.clients.get(i)
-            self.view.load(personal.row(state.server, own), personal.buffers(state.buffers, own))
+            local = state.clients.get(i)
+            self.view.load(personal.row(state.server, local), personal.buffers(state.buffers, local))
             yield self.view.module
 
     def _evaluates(self, completed: int) -> bool:
@@ -251,7 +255,7 @@ class Loop:
 
     def _traffic(self, cohort_size: int) -> dict[str, float]:
         """Return the megabytes (1e6 bytes) that all clients of a round receive and send."""
-        added, nbytes = [stage.traffic(self.view) for stage in self.stages], self.view.nbytes
-        down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in added)
-        up = self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in added)
+        extra, nbytes = [stage.traffic(self.view) for stage in self.stages], self.view.nbytes
+        down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in extra)
+        up = self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in extra)
         return {"megabytes_down": cohort_size * down / 1e6, "megabytes_up": cohort_size * up / 1e6}

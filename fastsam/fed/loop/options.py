@@ -27,7 +27,7 @@ from fastsam.fed.loop import client_state as states
 from fastsam.fed.loop import requirements
 from fastsam.fed.loop.evaluate import VALIDATION
 from fastsam.fed.loop.rates import Rate, check_formula, rate_at
-from fastsam.fed.measures import NAMES, Measures, NamedMeasures, named
+from fastsam.fed.measures import NAMES, Measures, NamedMeasures, measures_by_name
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
@@ -150,7 +150,7 @@ class Settings:
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
         object.__setattr__(self, "compression", compression_of(self.compression))
-        object.__setattr__(self, "measures", named(self.measures) or self.measures)
+        object.__setattr__(self, "measures", measures_by_name(self.measures) or self.measures)
         resolve(self.metrics)
         requirements.check(requirements.Facts(self))
         self._check_rates()
@@ -183,8 +183,8 @@ class Settings:
 
     def steps_of(self, samples: int) -> int:
         """Return the number of local steps of a client with `samples` samples in a round."""
-        whole, rest = executors.split_epoch(samples, self.batch_size, self.drop_last)
-        return self.local_steps or self.local_epochs * (whole + (rest > 0))
+        num_full, last_size = executors.split_epoch(samples, self.batch_size, self.drop_last)
+        return self.local_steps or self.local_epochs * (num_full + (last_size > 0))
 
     def lr_of(self, index: int) -> float:
         """The local learning rate of round `index` (from 0)."""
@@ -196,8 +196,8 @@ class Settings:
         """The server's learning rate of round `index` (from 0)."""
         if isinstance(self.server_lr, float):
             return self.server_lr
-        known = {"lr": self.lr_of(index), "first_lr": self.lr_of(0)}
-        return rate_at("server_lr", self.server_lr, index, known, at_least=0)
+        variables = {"lr": self.lr_of(index), "first_lr": self.lr_of(0)}
+        return rate_at("server_lr", self.server_lr, index, variables, at_least=0)
 
     def round(self, index: int, num_clients: int, cohort_size: int, layout: ParameterLayout) -> Round:
         """Return round `index` (from 0) as algorithms see it."""
@@ -230,28 +230,28 @@ class Settings:
 FREE = frozenset(name for name, row in table(Settings).items() if row.free)
 
 
-def _optimizer(made: str | Optimizer | None) -> Optimizer | None:
-    """Return an optimizer class by its name in `torch.optim`, or `made` itself. Raises ValueError for other values."""
-    known = {name: c for name, c in vars(torch.optim).items() if isinstance(c, type)}
-    if isinstance(made, str) and made in known:
-        return known[made]
-    if made is not None and (isinstance(made, torch.optim.Optimizer) or not callable(made)):
-        close = nearest(made, known) if isinstance(made, str) else ""
+def _optimizer(optimizer: str | Optimizer | None) -> Optimizer | None:
+    """Return an optimizer class by its name in `torch.optim`, or `optimizer` itself. Raises ValueError for other values."""
+    classes = {name: c for name, c in vars(torch.optim).items() if isinstance(c, type)}
+    if isinstance(optimizer, str) and optimizer in classes:
+        return classes[optimizer]
+    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+        close = nearest(optimizer, classes) if isinstance(optimizer, str) else ""
         raise ValueError(
             f"optimizer must be a class of torch.optim or its name, or a partial such as partial(torch.optim.AdamW, "
-            f"lr=1e-3); got {made!r}{close}"
+            f"lr=1e-3); got {optimizer!r}{close}"
         )
-    return made
+    return optimizer
 
 
 def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:
     """The loss of that name, or `loss` itself: the trial step says what no loss can be."""
     if not isinstance(loss, str):
         return loss
-    known = {name: f for name, f in vars(functional).items() if callable(f) and not name.startswith("_")}
-    if loss not in known:
+    functions = {name: f for name, f in vars(functional).items() if callable(f) and not name.startswith("_")}
+    if loss not in functions:
         raise ValueError(
             "loss must be the name of a function of torch.nn.functional (e.g. 'cross_entropy') or a function "
-            f"loss(model(x), y) (in a config its import path), got {loss!r}{nearest(loss, known)}"
+            f"loss(model(x), y) (in a config its import path), got {loss!r}{nearest(loss, functions)}"
         )
-    return known[loss]
+    return functions[loss]

@@ -21,7 +21,7 @@ from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
 from fastsam.fed.step.parameter_layout import ParameterLayout
 
-OWN = "personal"  # the name of a client's local parameters in its state
+STATE_KEY = "personal"  # the name of a client's local parameters in its state
 _MASKED = ("delta", "gradient", "dual", "eps")  # rows of results that an algorithm sees without local parameters
 
 
@@ -59,17 +59,19 @@ class PersonalizedAlgorithm:
         self, inner: Algorithm, layout: ParameterLayout, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
     ) -> None:
         self.inner, self.mask = inner, layout.mask("local_parameters", patterns)
-        self.begun = {f"{OWN} buffer {k}": b for k, b in enumerate(buffers)}  # buffers of a client without a state
+        self.initial_buffers = {
+            f"{STATE_KEY} buffer {k}": b for k, b in enumerate(buffers)
+        }  # buffers of a client without a state
         self.places = self.mask.nonzero().flatten()
-        own = len(self.places)
-        if own == layout.numel:
+        num_local = len(self.places)
+        if num_local == layout.numel:
             raise ValueError(
                 f"local_parameters={patterns!r} are all parameters of the model, and nothing would be learnt together"
             )
-        shared = 1 - own / layout.numel
-        self.download_vectors, self.upload_vectors = inner.download_vectors * shared, inner.upload_vectors * shared
+        fraction = 1 - num_local / layout.numel
+        self.download_vectors, self.upload_vectors = inner.download_vectors * fraction, inner.upload_vectors * fraction
         self.sends_weights = getattr(inner, "sends_weights", False)
-        self.client_vectors = getattr(inner, "client_vectors", 0) + own / layout.numel
+        self.client_vectors = getattr(inner, "client_vectors", 0) + num_local / layout.numel
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
@@ -78,14 +80,14 @@ class PersonalizedAlgorithm:
         w = server["w"]
         if state is None:
             return w
-        made = w.clone()
-        made[self.places] = state[OWN].to(w.device)
-        return made
+        row = w.clone()
+        row[self.places] = state[STATE_KEY].to(w.device)
+        return row
 
     def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
         """The buffers of a client's model; `common` where they do not stay with the clients."""
-        own = self.begun if state is None else state
-        return [own[name].to(b.device) for name, b in self.begun.items()] or common
+        source = self.initial_buffers if state is None else state
+        return [source[name].to(b.device) for name, b in self.initial_buffers.items()] or common
 
     def init_server(self, w0: Tensor) -> State:
         """Return the inner algorithm's."""
@@ -95,23 +97,23 @@ class PersonalizedAlgorithm:
 
     def init_client(self, server: State) -> State:
         """Return the inner state, with the initial values of the client's local parameters and buffers."""
-        return {**self.inner.init_client(server), OWN: server["w"][self.places], **self.begun}
+        return {**self.inner.init_client(server), STATE_KEY: server["w"][self.places], **self.initial_buffers}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
         """The inner constants, from where each client begins."""
-        own = client[OWN]
-        start = server["w"].repeat(len(own), 1)
-        start[:, self.places] = own
+        local_weights = client[STATE_KEY]
+        start = server["w"].repeat(len(local_weights), 1)
+        start[:, self.places] = local_weights
         made = self.inner.local_update(server, self._inner(client), round)
-        buffers = [client[name] for name in self.begun]
+        buffers = [client[name] for name in self.initial_buffers]
         if isinstance(made, LocalUpdate):
-            return self._begun(made, start, server["w"], buffers)
+            return self._with_local_start(made, start, server["w"], buffers)
         return [
-            self._begun(step, row, server["w"], [b[place : place + 1] for b in buffers])
+            self._with_local_start(step, row, server["w"], [b[place : place + 1] for b in buffers])
             for place, (step, row) in enumerate(zip(made, start, strict=True))
         ]
 
-    def _begun(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:
+    def _with_local_start(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:
         if step.start is not None:
             raise ValueError(
                 f"local_parameters= serves no algorithm with its own start, and {type(self.inner).__name__} has one"
@@ -127,14 +129,14 @@ class PersonalizedAlgorithm:
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """Return the inner state and upload of the shared parameters, and the client's own parameters."""
-        own = {OWN: client[OWN] + results.delta[:, self.places]}
-        if self.begun and results.buffers is not None:
-            rows = zip(zip(*(client[name] for name in self.begun), strict=True), results.buffers, strict=True)
-            after = zip(*(move_buffers(begun, by) for begun, by in rows), strict=True)
-            own |= {name: torch.stack(column) for name, column in zip(self.begun, after, strict=True)}
-        shared: dict[str, Any] = {name: self._without(getattr(results, name)) for name in _MASKED}
-        state, upload = self.inner.finish_client(server, self._inner(client), replace(results, **shared), round)
-        return {**state, **own}, upload
+        new_state = {STATE_KEY: client[STATE_KEY] + results.delta[:, self.places]}
+        if self.initial_buffers and results.buffers is not None:
+            rows = zip(zip(*(client[name] for name in self.initial_buffers), strict=True), results.buffers, strict=True)
+            after = zip(*(move_buffers(start, by) for start, by in rows), strict=True)
+            new_state |= {name: torch.stack(column) for name, column in zip(self.initial_buffers, after, strict=True)}
+        shared_fields: dict[str, Any] = {name: self._without(getattr(results, name)) for name in _MASKED}
+        state, upload = self.inner.finish_client(server, self._inner(client), replace(results, **shared_fields), round)
+        return {**state, **new_state}, upload
 
     def _without(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x.masked_fill(self.mask, 0)
@@ -144,7 +146,7 @@ class PersonalizedAlgorithm:
         return self.inner.step_server(server, aggregate, round)
 
     def _inner(self, client: State) -> State:
-        return {name: x for name, x in client.items() if name != OWN and name not in self.begun}
+        return {name: x for name, x in client.items() if name != STATE_KEY and name not in self.initial_buffers}
 
 
 def with_own_buffers(settings: Settings, algorithm: object) -> Settings:

@@ -22,22 +22,22 @@ def check_formula(name: str, value: Any) -> None:
         check_scheduled(name, value)
 
 
-def rate_at(name: str, rate: Rate, index: int, known: Mapping[str, float], **bounds: float) -> float:
-    """Return the rate in round `index` (from 0). A formula may have `round` and the names in `known`.
+def rate_at(name: str, rate: Rate, index: int, variables: Mapping[str, float], **bounds: float) -> float:
+    """Return the rate in round `index` (from 0). A formula may have `round` and the names in `variables`.
 
     Raises:
         ValueError: it has no value, or its value is out of bounds, which are as in `number`.
     """
     if isinstance(rate, str):
-        found: Any = formula(name, rate, index, known)
+        value: Any = formula(name, rate, index, variables)
     elif callable(rate):
         try:
-            found = rate(index)
+            value = rate(index)
         except Exception as error:
             raise ValueError(f"{name} failed in round {index + 1}: {type(error).__name__}: {error}") from error
     else:
         return rate
-    return number(f"{name} in round {index + 1}", found, **bounds)
+    return number(f"{name} in round {index + 1}", value, **bounds)
 
 
 class TorchSchedule:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
-from fastsam.fed.executors.torch_updates import SERVED
+from fastsam.fed.executors.torch_updates import SUPPORTED
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 FEWEST = 3  # least clients of a round with a majority against one client
@@ -81,12 +81,12 @@ def _of_steps(facts: Facts) -> Iterator[Contradiction]:
     if settings.optimizer is None:
         return
     plain = {"momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
-    used = [f"{name}={getattr(settings, name)}" for name, value in plain.items() if getattr(settings, name) != value]
-    if used:
+    options = [f"{name}={getattr(settings, name)}" for name, value in plain.items() if getattr(settings, name) != value]
+    if options:
         needs = "momentum, weight_decay and clip_norm at their defaults, because it has its own"
         remedy = "Put them into the optimizer: partial(torch.optim.SGD, momentum=0.9), say"
-        yield "optimizer", needs, f"the run has {', '.join(used)}", remedy
-    unserved = () if facts.update is None else sorted(facts.update.constants.variant.needs - SERVED)
+        yield "optimizer", needs, f"the run has {', '.join(options)}", remedy
+    unserved = () if facts.update is None else sorted(facts.update.constants.variant.needs - SUPPORTED)
     if unserved:
         lack = f"{facts.name} has steps with {', '.join(unserved)}"
         yield "optimizer", "plain local steps, or steps of SAM", lack, "Use another algorithm, or leave optimizer out"

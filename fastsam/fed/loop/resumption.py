@@ -37,9 +37,9 @@ def open_directory(
     """Return the run directory, and the state to continue from: `start` or the one in the directory."""
     ranks, place = loop.ranks, loop.population.device
     directory = RunDirectory(Path(run_dir), identity, place, ranks, loop.states.adopt, lock)
-    found = directory.read(resume)
+    state = directory.read(resume)
     ranks.gather(None)  # all ranks have read before one writes
-    if found is None:
+    if state is None:
         directory.start(
             start,
             identity if config is None else config,
@@ -51,34 +51,34 @@ def open_directory(
             },
         )
         return directory, start
-    if found.round > loop.settings.rounds:
+    if state.round > loop.settings.rounds:
         raise ValueError(
-            f"rounds must be {found.round} or more, because {run_dir} has {found.round}; got {loop.settings.rounds}"
+            f"rounds must be {state.round} or more, because {run_dir} has {state.round}; got {loop.settings.rounds}"
         )
-    _check_rates(run_dir, found.history, loop.settings)
+    _check_rates(run_dir, state.history, loop.settings)
     _warn_behaviours(directory.path, behaviours)
     directory.rewind()
     if ranks.first:
         write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others
-    return directory, found
+    return directory, state
 
 
 def behaviours_of(model: nn.Module, settings: Settings, collate: object) -> dict[str, Any]:
     """Return descriptions of the model and of the user's functions. The identity of a run has only their names."""
     names = ("loss", "sampler", "available", "weighting", "aggregation")
-    given = {"model": model, "collate": collate} | {name: getattr(settings, name) for name in names}
-    return {name: behaviour(value) for name, value in given.items() if callable(value)}
+    functions = {"model": model, "collate": collate} | {name: getattr(settings, name) for name in names}
+    return {name: behaviour(value) for name, value in functions.items() if callable(value)}
 
 
 def _warn_behaviours(path: Path, now: dict[str, Any]) -> None:
     """Log a warning for a model or a function that is another one, under the same name, than when the run began."""
     try:
-        stored = json.loads(read_bytes(path / "environment.json"))
-        before = stored["behaviour"] if stored["python"] == platform.python_version() else now
-        found = [difference({name: before[name]}, {name: now[name]}) for name in now if name in before]
+        environment = json.loads(read_bytes(path / "environment.json"))
+        before = environment["behaviour"] if environment["python"] == platform.python_version() else now
+        differences = [difference({name: before[name]}, {name: now[name]}) for name in now if name in before]
     except (OSError, ValueError, KeyError, TypeError):  # written by an older version or another program
         return
-    for what in filter(None, found):
+    for what in filter(None, differences):
         log.warning("the run in %s began with another %s: %s; it goes on with %s", path, *what)
 
 

@@ -30,8 +30,8 @@ from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 
 log = logging.getLogger("fastsam.fed")
 
-_NAMED = 3  # excluded clients that the log names, a round
-_DRAWN = 8  # clients that train one by one and have the orders of their samples drawn together
+_MAX_LOGGED = 3  # excluded clients that the log names, a round
+_ORDERS_AT_ONCE = 8  # clients that train one by one and have the orders of their samples drawn together
 _COUNTS = 3  # numbers of excluded clients, steps and backward passes, which ranks add up
 _NOTHING: frozenset[int] = frozenset()
 
@@ -63,12 +63,18 @@ class Cohort:
         round: Round,
         visible: Round,
         client_ids: Sequence[int],
-        mine: Sequence[int],
+        local_ids: Sequence[int],
         exchange: Exchange,
     ) -> None:
         self.contract, self.settings, self.data = run.contract, run.settings, run.population.clients
         self.stages, self.states = run.stages, run.states
-        self.before, self.round, self.visible, self.client_ids, self.mine = before, round, visible, client_ids, mine
+        self.before, self.round, self.visible, self.client_ids, self.mine = (
+            before,
+            round,
+            visible,
+            client_ids,
+            local_ids,
+        )
         sizes = self.data.sizes
         # Weights are fixed when the clients are sampled. Otherwise the sums would depend on the order in which clients
         # finish.
@@ -99,17 +105,17 @@ class Cohort:
         self.states.begin(self.before.clients, order, later)
         if data.prefetches:
             now = set(order)  # a client in both cohorts is loaded again after its data were released
-            others = [i for i in later if i not in now] if self.exchange.ranks.size == 1 else []
-            data.prefetch([*order, *others], executor.slots)
+            prefetched = [i for i in later if i not in now] if self.exchange.ranks.size == 1 else []
+            data.prefetch([*order, *prefetched], executor.slots)
         orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), together):
             clients = order[at : at + together]
-            if together == 1 and settings.shuffle and at % _DRAWN == 0 and data.sized:
-                orders = setup.draw_orders(index, order[at : at + _DRAWN])
+            if together == 1 and settings.shuffle and at % _ORDERS_AT_ONCE == 0 and data.sized:
+                orders = setup.draw_orders(index, order[at : at + _ORDERS_AT_ONCE])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
-                kept = self._snapshots(i) if self.stages else _NOTHING
+                snapshots = self._snapshots(i) if self.stages else _NOTHING
                 loop = self._loop(i) if self.contract.has_loop else None
-                yield Task(i, setup, index, lr, step, row, kept, orders.pop(i, None), loop)
+                yield Task(i, setup, index, lr, step, row, snapshots, orders.pop(i, None), loop)
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""
@@ -133,13 +139,13 @@ class Cohort:
             self._open |= {i: self._first[0] for i in clients if i not in known}
         if self._first is not None and not known:
             return [self._first[1]] * len(clients)
-        found: dict[int, Constants] = {}
+        constants: dict[int, Constants] = {}
         ids, states = list(known), list(known.values())
         for places in group_by_shape(states):
             those = [ids[place] for place in places]
-            found |= dict(zip(those, self._constants([states[place] for place in places], those), strict=True))
+            constants |= dict(zip(those, self._constants([states[place] for place in places], those), strict=True))
         first = None if self._first is None else self._first[1]
-        return [step for i in clients if (step := found.get(i, first)) is not None]
+        return [step for i in clients if (step := constants.get(i, first)) is not None]
 
     def _constants(self, states: Sequence[State], clients: Sequence[int]) -> list[Constants]:
         """Return the constants of clients whose states are alike."""
@@ -167,8 +173,8 @@ class Cohort:
         self.norms |= zip(results.client_ids, norms, strict=True)
         states = [self._open.pop(i, {}) for i in results.client_ids]
         for places in group_by_shape(states):
-            whole = len(places) == len(states)
-            self._close([states[i] for i in places], results if whole else results.take(places))
+            is_complete = len(places) == len(states)
+            self._close([states[i] for i in places], results if is_complete else results.take(places))
 
     def _close(self, states: Sequence[State], results: ClientResults) -> None:
         """Add the results of clients with states of one shape to the sums, and store their new states."""
@@ -185,21 +191,21 @@ class Cohort:
         for stage in self.stages:
             stage.process_uploads(uploads, self.round)
         state = uploads.state
-        shared = {id(t) for t in server.values()}
-        new = {name: x for name, x in state.items() if id(x) not in shared}
-        sent = [*uploads.mean.values(), *uploads.sum.values()]
-        problems = not_finite(new, client, len(states)) | _problems(results, sent)
+        server_ids = {id(t) for t in server.values()}
+        new = {name: x for name, x in state.items() if id(x) not in server_ids}
+        vectors = [*uploads.mean.values(), *uploads.sum.values()]
+        problems = not_finite(new, client, len(states)) | _problems(results, vectors)
         # The cause before its symptoms: states and deltas follow from a loss.
         problems |= {i: "the loss is not finite" for i, x in enumerate(scalars["loss"]) if not math.isfinite(x)}
         problems = self.sums.add_rows_(weights, uploads.mean, uploads.sum, uploads.scalars, problems)
         for stage in self.stages:
             stage.after_sum(uploads, problems)
 
-        def own(name: str, x: Tensor, place: int) -> Tensor:
+        def row_copy(name: str, x: Tensor, place: int) -> Tensor:
             """Return a client's part of a tensor of its new state, in separate memory."""
             if x is client.get(name):
                 return states[place][name]
-            if id(x) in shared:
+            if id(x) in server_ids:
                 return x
             return x[place] if len(states) == 1 else x[place].clone()
 
@@ -207,7 +213,7 @@ class Cohort:
             if place in problems:
                 self._exclude(one, problems[place])
             elif state:
-                self.clients[one] = self.states.put(one, {name: own(name, x, place) for name, x in state.items()})
+                self.clients[one] = self.states.put(one, {name: row_copy(name, x, place) for name, x in state.items()})
             else:
                 self.clients.pop(one, None)
 
@@ -215,7 +221,7 @@ class Cohort:
         problem += self.data.about_ignored(client)
         self.excluded[client] = problem
         self.norms.pop(client, None)
-        if len(self.excluded) <= _NAMED:  # the round's record names all of them
+        if len(self.excluded) <= _MAX_LOGGED:  # the round's record names all of them
             log.warning("round %d: client %d is excluded: %s", self.round.index + 1, client, problem)
 
     def all_reduce(self) -> None:
@@ -228,8 +234,8 @@ class Cohort:
         homes = [ranks.rank + 1 if i in stateful else 0 for i in self.client_ids]
         norms = [_bits(self.norms.get(i, 0.0)) for i in self.client_ids]
         counts = [len(self.excluded), self.steps, self.backward_passes, *homes, *norms]
-        excluded, self.steps, self.backward_passes, *rest = self.exchange.close_(self.sums, counts)
-        homes, norms = rest[: len(self.client_ids)], rest[len(self.client_ids) :]
+        excluded, self.steps, self.backward_passes, *scalars = self.exchange.close_(self.sums, counts)
+        homes, norms = scalars[: len(self.client_ids)], scalars[len(self.client_ids) :]
         if excluded:
             self.excluded = {i: reason for part in ranks.gather(self.excluded) for i, reason in part.items()}
         self.norms = {
@@ -243,13 +249,13 @@ class Cohort:
     def check(self) -> None:
         """Raise RuntimeError if no client is left, or more than `max_excluded` of the cohort were excluded."""
         out, share = len(self.excluded), self.settings.max_excluded
-        if out > _NAMED:
+        if out > _MAX_LOGGED:
             log.warning("round %d: %d of %d clients are excluded", self.round.index + 1, out, len(self.client_ids))
         if self.sums.num_clients > 0 and out > share * len(self.client_ids):
-            named = "; ".join(f"client {i}: {reason}" for i, reason in sorted(self.excluded.items())[:4])
+            reasons = "; ".join(f"client {i}: {reason}" for i, reason in sorted(self.excluded.items())[:4])
             raise RuntimeError(
                 f"round {self.round.index + 1}: {out} of {len(self.client_ids)} active clients were excluded, more "
-                f"than max_excluded={share:g} allows ({named}{'; ...' if out > 4 else ''}). A smaller lr or rho, "
+                f"than max_excluded={share:g} allows ({reasons}{'; ...' if out > 4 else ''}). A smaller lr or rho, "
                 "clip_norm, or a larger max_excluded may help"
             )
         if self.sums.num_clients == 0:
@@ -289,16 +295,16 @@ def _number(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
-def _problems(results: ClientResults, summed: Sequence[Tensor]) -> Problems:
+def _problems(results: ClientResults, vectors: Sequence[Tensor]) -> Problems:
     """Return why a client must be left out, by its row. Vectors in `summed` are checked by summing."""
     problems: Problems = {}
-    looked_at = {id(x) for x in summed}
+    looked_at = {id(x) for x in vectors}
     for name in ("delta", "gradient", "dual"):
         x = getattr(results, name)
         if x is None or id(x) in looked_at or all(v.isfinite() for v in torch.aminmax(x)):
             continue
-        found = [i for i, good in enumerate(x.isfinite().all(dim=1).tolist()) if not good]
-        problems = dict.fromkeys(found, f"its {name} is not finite") | problems
+        rows = [i for i, good in enumerate(x.isfinite().all(dim=1).tolist()) if not good]
+        problems = dict.fromkeys(rows, f"its {name} is not finite") | problems
     return problems
 
 

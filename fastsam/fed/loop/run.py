@@ -146,17 +146,17 @@ def run(
     """
     settings = Settings(**{name: value for name, value in locals().items() if name in table(Settings)})
     settings = with_own_buffers(settings, algorithm)
-    given = cast("Loss | BatchLoss", settings.loss)  # a name is a function by now
+    loss_function = cast("Loss | BatchLoss", settings.loss)  # a name is a function by now
     _check_surroundings(run_dir, resume, collate)
     listeners = Listeners(callbacks, progress, type(algorithm).__name__, rounds)
     check_algorithm(algorithm)
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)
     backend = backends.select(backend, place, dtype).name
-    population = prepare(clients, test, dtype, place, isinstance(given, BatchLoss), collate, listeners.reading)
+    population = prepare(clients, test, dtype, place, isinstance(loss_function, BatchLoss), collate, listeners.reading)
     if not population.test_size:
         log.warning("there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)")
-    loss = cast(Loss, population.loss_of(given))
+    loss = cast(Loss, population.loss_of(loss_function))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,
         "hyperparameters": hyperparameters(algorithm),
@@ -166,10 +166,10 @@ def run(
     keep_freed(place)
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
         with trials:
-            tried = try_model(trained, population, loss, batch_size)
-        registration.update(tried.draws is not None or population.clients.draws)
-        check_buffers(tried, settings.buffers)
-        loop, state = assemble(model, trained, population, algorithm, settings, loss, tried, backend, ranks)
+            trial = try_model(trained, population, loss, batch_size)
+        registration.update(trial.draws is not None or population.clients.draws)
+        check_buffers(trial, settings.buffers)
+        loop, state = assemble(model, trained, population, algorithm, settings, loss, trial, backend, ranks)
         run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))
         directory, identity = None, dict[str, Any]()
         if run_dir is not None or ranks.size > 1:
@@ -185,16 +185,18 @@ def run(
             ranks, state, directory, lambda: config or settings_of(facts, settings), exported, loop.record_keys()
         )
         state = loop.run(state, directory, listeners)
-        stored = loop.nbytes(state)
+        nbytes = loop.nbytes(state)
     with listeners:
         final = exported(state)
-        facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": stored / 1e6}
-        theirs = (
+        facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": nbytes / 1e6}
+        client_model = (
             None
             if loop.personal is None
             else partial(_client_model, model, loop.view.layout, loop.personal, state, len(population.clients))
         )
-        result = Result(final, state.history, facts, None if directory is None else directory.path, settings, theirs)
+        result = Result(
+            final, state.history, facts, None if directory is None else directory.path, settings, client_model
+        )
         if directory is not None and ranks.first:
             directory.finish(final, result.summary())
         listeners.end(result)
@@ -212,8 +214,8 @@ def _client_model(
     """Return a copy of the user's model with the weights of `client`. Raises ValueError for an unknown client."""
     if integer("client", client, at_least=0) >= clients:
         raise ValueError(f"client must be one of the run's clients 0 to {clients - 1}, got {client!r}")
-    own = state.clients.get(client)
-    return export(model, layout.views(personal.row(state.server, own)), personal.buffers(state.buffers, own))
+    local = state.clients.get(client)
+    return export(model, layout.views(personal.row(state.server, local)), personal.buffers(state.buffers, local))
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:

@@ -63,9 +63,9 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
             _check_augment(population.augment, batch[0])
         classifies = _classifies(evaluated.eval(), population, of_batch, batch, failed)
         tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
-        draws, changed = look(model, trained.train(), loss, tensors, lambda: of_batch(trained, batch), failed)
+        draws, changed_buffers = look(model, trained.train(), loss, tensors, lambda: of_batch(trained, batch), failed)
         _try_others(evaluated, population, client, of_batch, batch_size)
-    return Trial(classifies, changed, draws, None if population.clients.is_batched else tuple(batch))
+    return Trial(classifies, changed_buffers, draws, None if population.clients.is_batched else tuple(batch))
 
 
 @torch.no_grad()
@@ -79,8 +79,8 @@ def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch
     if not is_class or labels.dtype != torch.int64 or labels.dim() != outputs.dim() - 1:
         return False
     if not isinstance(loss, PairLoss):  # outputs of a user's `predict` are one per class
-        known = bool(((labels >= 0) & (labels < outputs.shape[1]) | (labels == IGNORED)).all())
-        return labels.dim() == 1 and outputs.shape[1] > 1 and known
+        is_known = bool(((labels >= 0) & (labels < outputs.shape[1]) | (labels == IGNORED)).all())
+        return labels.dim() == 1 and outputs.shape[1] > 1 and is_known
     function = loss.of_outputs
     if function in _CLASS_LOSSES or isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         if population.classes not in (None, outputs.shape[1]):
@@ -90,8 +90,8 @@ def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch
             )
         check_labels(population, outputs.shape[1], getattr(function, "ignore_index", IGNORED))
         return labels.dim() == 1
-    own, test = population.clients.labels_together(), population.test_labels
-    every = [labels, *([] if own is None else [own[0]]), *([] if test is None else [test])]
+    client_labels, test = population.clients.labels_together(), population.test_labels
+    every = [labels, *([] if client_labels is None else [client_labels[0]]), *([] if test is None else [test])]
     return labels.dim() == 1 and _is_one_per_class(outputs, every, function)
 
 
@@ -103,29 +103,32 @@ def _is_one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> b
     on artificial batches is not tried.)
     """
     classes = output.shape[1]
-    known = all(int(y.max()) < classes and bool(((y >= 0) | (y == IGNORED)).all()) for y in labels)
-    if classes < 2 or not known:
+    is_known = all(int(y.max()) < classes and bool(((y >= 0) | (y == IGNORED)).all()) for y in labels)
+    if classes < 2 or not is_known:
         return False
-    own = torch.arange(min(classes, _KINDS), device=output.device)
-    likely = torch.full((len(own), classes), 0.1 / (classes - 1), dtype=output.dtype, device=output.device)
+    labels_shown = torch.arange(min(classes, _KINDS), device=output.device)
+    likely = torch.full((len(labels_shown), classes), 0.1 / (classes - 1), dtype=output.dtype, device=output.device)
     try:
-        values = [float(loss(likely.scatter(1, own.roll(by)[:, None], 0.9), own)) for by in range(len(own))]
+        values = [
+            float(loss(likely.scatter(1, labels_shown.roll(by)[:, None], 0.9), labels_shown))
+            for by in range(len(labels_shown))
+        ]
     except Exception as problem:
         log.info(
             "the loss could not be tried on a made-up batch, outputs are taken for one number per class: %s", problem
         )
         return True
-    return all(values[0] < other for other in values[1:])
+    return all(values[0] < value for value in values[1:])
 
 
 @torch.no_grad()
 def _try_others(trial: nn.Module, population: Population, client: int, loss: BatchLoss, batch_size: int) -> None:
     """Evaluate samples of other kinds than the client's, and the test set. They would end the run in a later round."""
     pairs = population.clients.pairs if population.clients.store is None else ()  # in a store all are alike
-    known = {_kind(pairs[client])} if pairs else set()
+    kinds = {_kind(pairs[client])} if pairs else set()
     for i, pair in enumerate(pairs):
-        if len(known) < _KINDS and _kind(pair) not in known:
-            known.add(_kind(pair))
+        if len(kinds) < _KINDS and _kind(pair) not in kinds:
+            kinds.add(_kind(pair))
             with explain(
                 f"the model and the loss work on client {client}, but not on client {i} ({_about(pair, loss)})"
             ):
@@ -154,18 +157,18 @@ def _about(batch: Any, loss: BatchLoss) -> str:
     for path, leaf in leaves(batch):
         name = names.get(path, path) or "batch"
         kind = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-        whole = isinstance(leaf, Tensor) and not leaf.is_floating_point()
-        note = ": no floating-point inputs, which are not converted" if name == "x" and whole else ""
+        is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        note = ": no floating-point inputs, which are not converted" if name == "x" and is_integer else ""
         parts.append(f"{name} {kind}{note}")
     return ", ".join(parts)
 
 
 def _check_augment(augment: Augment, x: Tensor) -> None:
     """Check that it makes a batch like `x` and leaves `x` alone, which may be the data themselves."""
-    given, generator = x.clone(), torch.Generator(x.device)
+    copy, generator = x.clone(), torch.Generator(x.device)
     with explain(f"augment failed on a batch ({x.dtype} {list(x.shape)})"):
-        augmented(augment, given, generator.manual_seed(0))
-    if given._version:
+        augmented(augment, copy, generator.manual_seed(0))
+    if copy._version:
         raise ValueError(
             "augment wrote into the batch that it was given; it must return a new tensor (x + y, not x.add_(y))"
         )
@@ -188,17 +191,17 @@ def check_smallest(
     if not sizes or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
     # The last batch of an epoch.
-    rest = {i: split_epoch(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
-    client = min(rest, key=rest.__getitem__)
+    last_sizes = {i: split_epoch(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
+    client = min(last_sizes, key=last_sizes.__getitem__)
     trial = copied(model).to(population.device).train()
     what = (
-        f"the last batch of client {client}, with batch_size={batch_size}, has {rest[client]} of its {sizes[client]} "
-        "samples, on which the model cannot train; use drop_last=True (for a client with fewer samples than a batch "
-        "leave it out), or another batch_size"
+        f"the last batch of client {client}, with batch_size={batch_size}, has {last_sizes[client]} of its "
+        f"{sizes[client]} samples, on which the model cannot train; use drop_last=True (leave out a client with fewer "
+        "samples than a batch), or another batch_size"
     )
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
     with random_state_kept(population.device), torch.no_grad(), explain(what):
-        of_batch(trial, _first(population.clients[client], f"client {client}", rest[client]))
+        of_batch(trial, _first(population.clients[client], f"client {client}", last_sizes[client]))
 
 
 def check_buffers(trial: Trial, buffers: str | None) -> None:

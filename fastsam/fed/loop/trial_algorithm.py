@@ -33,12 +33,16 @@ def try_algorithm(contract: Contract, setup: Setup, before: RunState, round: Rou
     return update, _try_loop(contract, setup, before, state, (update, row), round)
 
 
-def _check_own_model(own: object, w: Tensor) -> None:
-    if not isinstance(own, Tensor) or (own.shape, own.dtype, own.device) != (w.shape, w.dtype, w.device):
-        got = f"{own.dtype} {list(own.shape)} on {own.device}" if isinstance(own, Tensor) else type(own).__name__
+def _check_own_model(vector: object, w: Tensor) -> None:
+    if not isinstance(vector, Tensor) or (vector.shape, vector.dtype, vector.device) != (w.shape, w.dtype, w.device):
+        kind = (
+            f"{vector.dtype} {list(vector.shape)} on {vector.device}"
+            if isinstance(vector, Tensor)
+            else type(vector).__name__
+        )
         raise ValueError(
             f"own_model must return the weights of one client, {w.dtype} {list(w.shape)} on {w.device}; the state "
-            f"that it gets has no dimension for rows. Got {got}"
+            f"that it gets has no dimension for rows. Got {kind}"
         )
 
 

@@ -61,7 +61,7 @@ def look(
         _check_own_model(model, trial, leaves)
         with explain(failed):
             value.backward()
-        draws = watch.found()
+        draws = watch.random_ops()
     _check_gradients(trainable(trial))
     changed_batch = versions != [t._version for t in batch if not t.is_inference()]
     if changed_batch or not all(map(_same, batch, copies)):
@@ -69,8 +69,8 @@ def look(
             "a training pass writes into its batch, so that the data themselves would change. Return new tensors: "
             "torch.relu(x) in place of x.relu_(), inplace=False"
         )
-    changed = tuple(name for name, b in trial.named_buffers() if not _same(b, before.get(name)))
-    _check_written(trial, frozen, buffers, changed)
+    changed_buffers = tuple(name for name, b in trial.named_buffers() if not _same(b, before.get(name)))
+    _check_written(trial, frozen, buffers, changed_buffers)
     with torch.no_grad():
         for name, b in buffers.items():
             b.copy_(before[name])
@@ -85,7 +85,7 @@ def look(
             f"the loss has a gradient for {name}, which is not a parameter of the model and would never be trained. "
             "Make it a part of the model, or set requires_grad=False"
         )
-    return draws, changed
+    return draws, changed_buffers
 
 
 @contextmanager
@@ -109,17 +109,17 @@ def _python_state(trial: nn.Module) -> dict[str, object]:
 
 def _leaves(value: Tensor) -> dict[int, Tensor]:
     """Return the leaves of the graph of `value` by their id."""
-    found, seen, todo = dict[int, Tensor](), set[object](), [value.grad_fn]
+    leaves, visited, todo = dict[int, Tensor](), set[object](), [value.grad_fn]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found[id(leaf)] = leaf
+            leaves[id(leaf)] = leaf
         todo += [inner for inner, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def _check_hooks(model: nn.Module) -> None:
@@ -191,17 +191,17 @@ def _check_written(
             )
 
 
-def _check_repeated(first: Tensor, repeated: Tensor, changed: str | None) -> None:
+def _check_repeated(first: Tensor, repeated: Tensor, cause: str | None) -> None:
     """Raise ValueError if a pass depends on more than weights, buffers, batch and torch's generators. `changed` is the
     state of Python that differs after its repetition."""
-    drawn = [name for name in _GENERATORS if name in (changed or "")]
+    generators = [name for name in _GENERATORS if name in (cause or "")]
     a, b = first.item(), repeated.item()
     alike = math.isclose(a, b, rel_tol=_ROUNDING.get(first.dtype, 1e-5)) or (math.isnan(a) and math.isnan(b))
-    if alike and not drawn:
+    if alike and not generators:
         return
     raise ValueError(
         f"a training pass, repeated from the same weights, batch and seed, gives the loss {b:.9g} after {a:.9g}, and "
-        f"it changes {changed or 'something that is not in the model'}. Results must depend only on weights, buffers "
+        f"it changes {cause or 'something that is not in the model'}. Results must depend only on weights, buffers "
         "and batch: draw random numbers with torch, and keep counters in buffers (register_buffer) that forward() "
         "writes in place"
     )

@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from fastsam.fed.measures.hook import make
 from fastsam.fed.measures.objective import Objective, subset, unit
-from fastsam.fed.measures.options import NAMES, Measures, NamedMeasures, named
+from fastsam.fed.measures.options import NAMES, Measures, NamedMeasures, measures_by_name
 
-__all__ = ["NAMES", "Measures", "NamedMeasures", "Objective", "make", "named", "subset", "unit"]
+__all__ = ["NAMES", "Measures", "NamedMeasures", "Objective", "make", "measures_by_name", "subset", "unit"]

@@ -18,12 +18,12 @@ from fastsam.fed.step.model_copy import Replica
 def path_smoothness(objective: Objective, path: Sequence[Tensor]) -> float:
     """Return the largest `||g(u) - g(v)|| / ||u - v||` over neighbours on `path`, a lower bound of L; or 0."""
     gradients = [objective.gradient(w) for w in path]
-    found = 0.0
+    largest = 0.0
     for i in range(1, len(path)):
         distance = float((path[i].double() - path[i - 1].double()).norm())
         if distance > 0:
-            found = max(found, float((gradients[i] - gradients[i - 1]).norm()) / distance)
-    return found
+            largest = max(largest, float((gradients[i] - gradients[i - 1]).norm()) / distance)
+    return largest
 
 
 def hessian_norm(
@@ -82,9 +82,9 @@ def margin_risk(replica: Replica, pairs: Sequence[Pair], w: Tensor, margin: floa
         small = 0
         for a, b in zip(x.split(batch), y.split(batch), strict=True):
             p = replica.module(a).double().softmax(dim=1)
-            own = p.gather(1, b[:, None])[:, 0]
-            others = p.scatter(1, b[:, None], -1.0).amax(dim=1)
-            small += int((own - others <= margin).sum())
+            correct = p.gather(1, b[:, None])[:, 0]
+            runner_up = p.scatter(1, b[:, None], -1.0).amax(dim=1)
+            small += int((correct - runner_up <= margin).sum())
         risks.append(small / len(y))
     return sum(risks) / len(risks)
 

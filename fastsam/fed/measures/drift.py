@@ -16,14 +16,14 @@ from fastsam.fed.measures.objective import unit
 Rows = Sequence[Sequence[Tensor]]
 
 
-def consistency(squares: float, total: Tensor, moved: Tensor, clients: int) -> float:
+def consistency(squares: float, total: Tensor, change: Tensor, clients: int) -> float:
     """`sum_i ||w_i - w^{t+1}||^2 / n_t` (FL-Simulator) from sums: squares = sum ||Delta_i||^2, total = sum Delta_i,
     moved = w^{t+1} - w^t.
 
     Never below 0, where rounding would put it.
     """
-    total, moved = total.double(), moved.double()
-    return max(0.0, (squares - 2 * float(total @ moved)) / clients + float(moved @ moved))
+    total, change = total.double(), change.double()
+    return max(0.0, (squares - 2 * float(total @ change)) / clients + float(change @ change))
 
 
 def weight_drift(weights: Rows, w: Tensor) -> float:
@@ -49,12 +49,12 @@ def perturbation_drift(
     u_i,k is the unit perturbation of client i. u_g,k is the unit `gradient` of the mean loss over all clients at the
     virtual model `w^t - server_lr * mean_i(w^t - w_i,k)` of the round's clients.
     """
-    found = []
+    drifts = []
     for p in range(len(weights[0])):
         virtual = w.double() + server_lr * (mean_row([client[p] for client in weights]) - w.double())
         common = unit(gradient(virtual))
-        found += [float((common - unit(client[p])).norm()) / 2 for client in perturbations]
-    return _mean(found)
+        drifts += [float((common - unit(client[p])).norm()) / 2 for client in perturbations]
+    return _mean(drifts)
 
 
 def mean_row(rows: Sequence[Tensor]) -> Tensor:

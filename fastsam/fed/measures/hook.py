@@ -65,8 +65,8 @@ class RoundMeasures:
         self.classifies, self.loss = classifies, loss
         if population.batched:
             raise ValueError(
-                f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}; "
-                "metrics and measures of your own (an object) serve here"
+                f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}. "
+                "Use metrics=, or an object with your measures"
             )
         device = population.device
         self.replica = Replica.new(model, layout, device)
@@ -74,7 +74,7 @@ class RoundMeasures:
         self.pooled = Objective.pooled(self.replica, loss, self.pairs)
         self.fair = Objective.mean_of(self.replica, loss, self.pairs)
         self._round = -1
-        self._seen = _Collected()
+        self._collected = _Collected()
 
     # --- what the loop calls ---
 
@@ -88,7 +88,7 @@ class RoundMeasures:
         if not self._is_measured(about.index):
             return {}
         if about.index != self._round:
-            self._round, self._seen = about.index, _Collected()
+            self._round, self._collected = about.index, _Collected()
         squares = [float(row.double().square().sum()) for row in results.delta]
         for i, square in enumerate(squares):
             if math.isfinite(square):  # the loop will exclude the others
@@ -98,23 +98,23 @@ class RoundMeasures:
     def _keep(self, results: ClientResults, i: int, about: Round) -> None:
         """Keep the result of the i-th client."""
         row = results.delta[i]
-        self._seen.clients += 1
+        self._collected.clients += 1
         if "consistency" in self.names:
-            total = self._seen.total = self._seen.total or FixedPointSum(row, about.cohort_size)
+            total = self._collected.total = self._collected.total or FixedPointSum(row, about.cohort_size)
             if total.problem(row, 1.0) is None:
                 total.add_(row, 1.0)
         snapshots = results.snapshots[i] if results.snapshots else {}
         if snapshots or results.eps is not None:
             eps = None if results.eps is None else results.eps[i].clone()
-            self._seen.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
+            self._collected.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
 
     def join(self, ranks: Ranks, about: Round) -> None:
         """Collect the results of the clients of all ranks; collective."""
-        own = self._seen if self._round == about.index else _Collected()  # a rank may have had no client
-        limbs = None if own.total is None else own.total.limbs()
+        collected = self._collected if self._round == about.index else _Collected()  # a rank may have had no client
+        limbs = None if collected.total is None else collected.total.limbs()
         packed = io.BytesIO()
-        torch.save((own.clients, own.results, limbs), packed)
-        seen = self._seen = _Collected()
+        torch.save((collected.clients, collected.results, limbs), packed)
+        seen = self._collected = _Collected()
         for part in ranks.gather(packed.getvalue()):
             clients, results, limbs = torch.load(
                 io.BytesIO(part), map_location=self.replica.row.device, weights_only=False
@@ -132,10 +132,10 @@ class RoundMeasures:
         if not self._is_measured(about.index):
             return record
         # A client that was excluded for its upload would count here. Measures of the clients then have no value.
-        whole = self._seen.clients == aggregate.num_clients
-        for name in self.names if whole else [n for n in self.names if n not in _OF_CLIENTS]:
+        is_complete = self._collected.clients == aggregate.num_clients
+        for name in self.names if is_complete else [n for n in self.names if n not in _OF_CLIENTS]:
             record |= getattr(self, f"_{name}")(before, after, aggregate, about)
-        self._seen = _Collected()
+        self._collected = _Collected()
         return record
 
     def _is_measured(self, round: int) -> bool:
@@ -144,8 +144,8 @@ class RoundMeasures:
     # --- one measure each ---
 
     def _train(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        found = {"train_set_loss": self.pooled.value(after["w"])}
-        return found | (
+        record = {"train_set_loss": self.pooled.value(after["w"])}
+        return record | (
             {"train_set_accuracy": accuracy(self.replica, self.pairs, after["w"])} if self.classifies else {}
         )
 
@@ -156,10 +156,10 @@ class RoundMeasures:
         return {"sharpness_ascent": sharpness.ascent(self.pooled, after["w"], self.options.rho, self.options.steps)}
 
     def _consistency(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        assert self._seen.total is not None  # a round without a client has raised before
-        moved = after["w"].double() - before["w"].double()
+        assert self._collected.total is not None  # a round without a client has raised before
+        change = after["w"].double() - before["w"].double()
         squares = aggregate.scalar("squared displacement")
-        return {"consistency": drift.consistency(squares, self._seen.total.value(), moved, aggregate.num_clients)}
+        return {"consistency": drift.consistency(squares, self._collected.total.value(), change, aggregate.num_clients)}
 
     def _perturbation_drift(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         weights, perturbed = self._rows()
@@ -172,15 +172,15 @@ class RoundMeasures:
 
     def _drifts(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         weights, perturbed = self._rows()
-        found = {"e_w": drift.weight_drift(weights, before["w"])} if weights else {}
-        return found | ({"e_delta": drift.perturbation_spread(perturbed)} if perturbed else {})
+        record = {"e_w": drift.weight_drift(weights, before["w"])} if weights else {}
+        return record | ({"e_delta": drift.perturbation_spread(perturbed)} if perturbed else {})
 
     def _smoothness(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         w, paths = before["w"], []
-        for client, end in sorted(self._seen.results.items()):
-            own = Objective.pooled(self.replica, self.loss, [self.pairs[client]])
+        for client, end in sorted(self._collected.results.items()):
+            objective = Objective.pooled(self.replica, self.loss, [self.pairs[client]])
             path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.delta]
-            paths.append(diagnostics.path_smoothness(own, path))
+            paths.append(diagnostics.path_smoothness(objective, path))
         return {
             "smoothness_global": diagnostics.path_smoothness(self.pooled, [w, after["w"]]),
             "smoothness_clients": max(paths, default=0.0),
@@ -211,20 +211,20 @@ class RoundMeasures:
         }
 
     def _dual_gap(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        last = [end.eps for _, end in sorted(self._seen.results.items()) if end.eps is not None]
+        last = [end.eps for _, end in sorted(self._collected.results.items()) if end.eps is not None]
         return {"dual_gap": diagnostics.dual_gap(last, before["s"])} if last and "s" in before else {}
 
     def _rows(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """Return weights and perturbations by client at the first, middle and last step; none without snapshots."""
         weights: list[list[Tensor]] = []
         perturbed: list[list[Tensor]] = []
-        for _, end in sorted(self._seen.results.items()):
+        for _, end in sorted(self._collected.results.items()):
             if not end.snapshots:
                 continue
-            kept = [end.snapshots[k] for k in kept_steps(end.num_steps)]
-            weights.append([s.w for s in kept])
-            if all(s.eps is not None for s in kept):
-                perturbed.append([s.eps for s in kept if s.eps is not None])
+            snapshots = [end.snapshots[k] for k in kept_steps(end.num_steps)]
+            weights.append([s.w for s in snapshots])
+            if all(s.eps is not None for s in snapshots):
+                perturbed.append([s.eps for s in snapshots if s.eps is not None])
         return weights, perturbed
 
 
@@ -235,11 +235,11 @@ def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:
         ValueError: the object lacks a method, or the run averages buffers, which the measures would not see.
     """
     if not isinstance(measures, NamedMeasures):
-        missing = [name for name in ("snapshots", "clients", "round") if not callable(getattr(measures, name, None))]
-        if missing:
+        absent = [name for name in ("snapshots", "clients", "round") if not callable(getattr(measures, name, None))]
+        if absent:
             raise ValueError(
                 f"measures must be a list of names ({', '.join(NAMES)}) or an object with the methods of "
-                f"fastsam.fed.measures.Measures, got {type(measures).__name__} without {', '.join(missing)}"
+                f"fastsam.fed.measures.Measures, got {type(measures).__name__} without {', '.join(absent)}"
             )
         return OwnMeasures(measures)
     if measures.names and buffers in ("average", "local"):

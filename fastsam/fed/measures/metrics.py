@@ -10,7 +10,7 @@ from torch import Tensor
 
 Metric = Callable[[Tensor, Tensor], float]  # function of all outputs [n, ...] and labels [n, ...]
 _OBJECT = ("reset", "update", "compute")
-_TAKEN = ("accuracy", "loss")  # the run's own
+_RESERVED = ("accuracy", "loss")  # the run's own
 
 
 def resolve(metrics: Mapping[str, Any] | None) -> dict[str, Metric]:
@@ -33,12 +33,12 @@ def resolve(metrics: Mapping[str, Any] | None) -> dict[str, Metric]:
     for name in metrics:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"metrics: {name!r} is a part of a record's keys and must be an identifier, such as 'f1'")
-        if name in _TAKEN:
+        if name in _RESERVED:
             raise ValueError(f"metrics: {name!r} is a name that the run reports itself. Choose another name")
-    return {name: _made(name, metric) for name, metric in metrics.items()}
+    return {name: _metric_of(name, metric) for name, metric in metrics.items()}
 
 
-def _made(name: str, metric: Any) -> Metric:
+def _metric_of(name: str, metric: Any) -> Metric:
     if isinstance(metric, type):
         raise ValueError(f"metrics: {name!r} is a class; write {metric.__name__}()")
     if all(callable(getattr(metric, method, None)) for method in _OBJECT):
@@ -68,6 +68,6 @@ def _checked(name: str, metric: Callable[[Tensor, Tensor], Any], outputs: Tensor
         ) from error
     many = isinstance(value, Tensor) and value.numel() != 1
     if many or isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"the metric {name!r} must return one number, got {got}")
+        description = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"the metric {name!r} must return one number, got {description}")
     return float(value)

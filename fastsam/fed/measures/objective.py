@@ -39,11 +39,11 @@ class Objective:
         """Return the mean over the clients of their mean losses, whatever their numbers of samples are."""
         if len({len(y) for _, y in pairs}) == 1:
             return cls.pooled(replica, loss, pairs, batch)
-        made = []
+        means = []
         for x, y in pairs:
             parts = zip(x.split(batch), y.split(batch), strict=True)
-            made += [(a, b, len(b) / len(y) / len(pairs)) for a, b in parts]
-        return cls(replica, loss, made)
+            means += [(a, b, len(b) / len(y) / len(pairs)) for a, b in parts]
+        return cls(replica, loss, means)
 
     @torch.no_grad()
     def value(self, w: Tensor) -> float:
@@ -94,12 +94,12 @@ def subset(pairs: Sequence[Pair], samples: int | None, seed: int) -> list[Pair]:
     if samples is None or samples >= total:
         return list(pairs)
     rng = np.random.default_rng(seeds.derive(seed, "measured samples"))
-    chosen = []
+    indices = []
     for x, y in pairs:
         order = np.sort(rng.permutation(len(y))[: max(1, len(y) * samples // total)])
         index = torch.from_numpy(order).to(y.device)
-        chosen.append((x[index], y[index]))
-    return chosen
+        indices.append((x[index], y[index]))
+    return indices
 
 
 def unit(vector: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ def unit(vector: Tensor) -> Tensor:
 
 def random_unit(replica: Replica, seed: int) -> Tensor:
     """A random unit vector, float64 `[row_size]` where the replica is; zero in the padding, like the weights."""
-    made = torch.zeros(replica.layout.row_size, dtype=torch.float64)
+    direction = torch.zeros(replica.layout.row_size, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    for view in replica.layout.views(made):
+    for view in replica.layout.views(direction):
         view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float64))
-    return unit(made).to(replica.row.device)
+    return unit(direction).to(replica.row.device)

@@ -61,7 +61,7 @@ class NamedMeasures:
             integer("measures: samples", self.samples, at_least=1)
 
 
-def named(measures: Any) -> NamedMeasures | None:
+def measures_by_name(measures: Any) -> NamedMeasures | None:
     """Return measures by name from a list of names, a table or a `NamedMeasures`, or None for a user's object.
 
     Raises:

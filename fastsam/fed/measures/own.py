@@ -83,9 +83,9 @@ def _ends(results: ClientResults, layout: ParameterLayout) -> ClientResults:
     def some(x: Tensor | None) -> Tensor | None:
         return None if x is None else layout.vector(x)
 
-    kept = None
+    snapshots = None
     if results.snapshots is not None:
-        kept = [{k: Snapshot(layout.vector(s.w), some(s.eps)) for k, s in of.items()} for of in results.snapshots]
+        snapshots = [{k: Snapshot(layout.vector(s.w), some(s.eps)) for k, s in of.items()} for of in results.snapshots]
     delta, dual, eps, gradient = (
         layout.vector(results.delta),
         some(results.dual),
@@ -98,6 +98,6 @@ def _ends(results: ClientResults, layout: ParameterLayout) -> ClientResults:
         dual=dual,
         eps=eps,
         gradient=gradient,
-        snapshots=kept,
+        snapshots=snapshots,
         extra={name: _plain(x, layout) for name, x in results.extra.items()},
     )

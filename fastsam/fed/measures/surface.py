@@ -34,9 +34,9 @@ def directions(layout: Layout, w: Tensor, seed: int = 0) -> tuple[Tensor, Tensor
 def _scaled(layout: Layout, w: Tensor, direction: Tensor) -> Tensor:
     """`d_f * ||w_f|| / (||d_f|| + 1e-10)` for every filter f."""
     weights = w.detach().double().cpu()
-    for d, own in zip(layout.views(direction), layout.views(weights), strict=True):
+    for d, weight in zip(layout.views(direction), layout.views(weights), strict=True):
         if d.dim() > 1:
-            norms = own.flatten(1).norm(dim=1) / (d.flatten(1).norm(dim=1) + 1e-10)
+            norms = weight.flatten(1).norm(dim=1) / (d.flatten(1).norm(dim=1) + 1e-10)
             d.mul_(norms.view(-1, *[1] * (d.dim() - 1)))
     return direction.to(w.device)
 

@@ -56,12 +56,12 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
     if isinstance(make, nn.Module) and not options:
         return copy.deepcopy(make)
     accepted = inspect.signature(make).parameters
-    given = {key: value for key, value in (("in_shape", in_shape), ("classes", classes)) if key in accepted}
+    arguments = {key: value for key, value in (("in_shape", in_shape), ("classes", classes)) if key in accepted}
     with torch.random.fork_rng(devices=[]):
         # not torch.manual_seed: it would seed the CUDA generators as well, which nothing restores
         torch.default_generator.manual_seed(seed)
         try:
-            model = call_with_options(make, given | options, f"model_options of {name}")
+            model = call_with_options(make, arguments | options, f"model_options of {name}")
         except TypeError as error:
             if name not in MODELS or not options:
                 raise  # an error in the user's code is not changed

@@ -134,8 +134,8 @@ class LeNet(nn.Module):
         self.in_shape = (channels, height, width) = image_shape("lenet", in_shape, 16, "cnn")
         self.conv1 = nn.Conv2d(channels, 64, 5)
         self.conv2 = nn.Conv2d(64, 64, 5)
-        left = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
-        self.hidden1 = nn.Linear(64 * left[0] * left[1], 384)
+        sides = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+        self.hidden1 = nn.Linear(64 * sides[0] * sides[1], 384)
         self.hidden2 = nn.Linear(384, 192)
         self.out = nn.Linear(192, classes)
 

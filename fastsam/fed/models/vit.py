@@ -28,18 +28,18 @@ def vit_b_32(in_shape: tuple[int, ...], classes: int, weights: str | None = None
             f"{tuple(in_shape)}"
         )
     library = vision("torchvision.models", "the model 'vit_b_32'")
-    named = weights is not None and weights in library.ViT_B_32_Weights.__members__
+    is_named = weights is not None and weights in library.ViT_B_32_Weights.__members__
     try:
-        model = library.vit_b_32(weights=weights if named else None, image_size=in_shape[1], **options)
+        model = library.vit_b_32(weights=weights if is_named else None, image_size=in_shape[1], **options)
     except OSError as error:
-        if not named:
+        if not is_named:
             raise
         url = library.ViT_B_32_Weights[str(weights)].url
         raise ConnectionError(
             f"the weights {weights} could not be fetched from {url} ({error}); fetch the file elsewhere and say "
             f"weights = '<file>'"
         ) from error
-    if weights is not None and not named:
+    if weights is not None and not is_named:
         _load(model, weights, list(library.ViT_B_32_Weights.__members__))
     model.heads.head = nn.Linear(model.heads.head.in_features, classes)
     nn.init.zeros_(model.heads.head.weight)  # torchvision's own start of the head
@@ -51,13 +51,13 @@ def _load(model: nn.Module, path: str, names: list[str]) -> None:
     """The weights of a file, its head aside."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"weights: no file {path} (looked in {Path.cwd()}), nor one of {', '.join(names)}")
-    stored = _tensors(path)
-    kept = {k: v for k, v in stored.items() if not k.startswith("heads.")}
+    tensors = _tensors(path)
+    backbone = {k: v for k, v in tensors.items() if not k.startswith("heads.")}
     try:
-        missing, foreign = model.load_state_dict(kept, strict=False)
+        absent, foreign = model.load_state_dict(backbone, strict=False)
     except RuntimeError as error:
         raise ValueError(f"weights: {path} does not fit the model: {error}") from error
-    wrong = [*foreign, *(k for k in missing if not k.startswith("heads."))]
+    wrong = [*foreign, *(k for k in absent if not k.startswith("heads."))]
     if wrong:
         raise ValueError(
             f"weights: {path} is not a state dictionary of torchvision's vit_b_32: only one of the two has {wrong[0]!r}"
@@ -68,7 +68,7 @@ def _tensors(path: str) -> dict[str, Tensor]:
     """The tensors of a file by their names. Raises ValueError for one with anything else, none of which is run."""
     expected = "expected a file that torch.save(model.state_dict(), path) wrote"
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -80,6 +80,8 @@ def _tensors(path: str) -> dict[str, Tensor]:
     ) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"weights: {path} cannot be read ({type(error).__name__}: {reason}); {expected}") from error
-    if not isinstance(stored, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in stored.items()):
+    if not isinstance(content, dict) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()
+    ):
         raise ValueError(f"weights: {path} holds no tensors by their names; {expected}")
-    return stored
+    return content

@@ -77,19 +77,19 @@ class Accountant:
         self._relation = dp.NeighboringRelation[law.relation]
         self._orders = dp.rdp.RdpAccountant(neighboring_relation=self._relation).orders
         self._curves: dict[Any, np.ndarray] = {}
-        self._known: dict[int, float] = {}
+        self._epsilon_by_round: dict[int, float] = {}
         # Terms that the package adds to a curve at each order. They are read once, at a value without other terms,
         # because it takes as long as a small round.
-        added = [dp.rdp.compute_epsilon([order], [_AT], delta)[0] - _AT for order in self._orders.tolist()]
-        self._added = np.array(added)
+        terms = [dp.rdp.compute_epsilon([order], [_AT], delta)[0] - _AT for order in self._orders.tolist()]
+        self._order_terms = np.array(terms)
         self._small = -math.log1p(-(delta**2))  # a curve below this value has a different bound
 
     def epsilon(self, rounds: int) -> float:
         """Return epsilon of the first `rounds` >= 1 rounds, as `dp_accounting.rdp.RdpAccountant` computes it."""
-        if rounds not in self._known:
+        if rounds not in self._epsilon_by_round:
             several = range(rounds, rounds + min(rounds, _AT_ONCE))  # a short run computes at most twice its rounds
-            self._known = dict(zip(several, self._epsilons(several), strict=True))
-        return self._known[rounds]
+            self._epsilon_by_round = dict(zip(several, self._epsilons(several), strict=True))
+        return self._epsilon_by_round[rounds]
 
     def _epsilons(self, several: range) -> list[float]:
         """For each of some numbers of rounds."""
@@ -100,20 +100,20 @@ class Accountant:
             for event, times in self.law.events(rounds):
                 if times:
                     curve += times * self._curve(event)
-        found = (curves + self._added).min(1).clip(min=0.0)
+        epsilons = (curves + self._order_terms).min(1).clip(min=0.0)
         for place in np.flatnonzero(curves.min(1) <= self._small):
-            found[place] = dp.rdp.compute_epsilon(self._orders, curves[place], self.delta)[0]
-        return found.tolist()
+            epsilons[place] = dp.rdp.compute_epsilon(self._orders, curves[place], self.delta)[0]
+        return epsilons.tolist()
 
     def _curve(self, event: Any) -> np.ndarray:
-        found = self._curves.get(event)
-        if found is None:
+        curve = self._curves.get(event)
+        if curve is None:
             import dp_accounting as dp
 
             with _without_warnings():
-                made = dp.rdp.RdpAccountant(neighboring_relation=self._relation).compose(event)
-            found = self._curves[event] = made.rdp
-        return found
+                accountant = dp.rdp.RdpAccountant(neighboring_relation=self._relation).compose(event)
+            curve = self._curves[event] = accountant.rdp
+        return curve
 
 
 @contextmanager

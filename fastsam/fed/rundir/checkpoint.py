@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from fastsam.fed.common.atomic_files import make_directory, named, open_regular, write_bytes, write_json
+from fastsam.fed.common.atomic_files import errors_with_path, make_directory, open_regular, write_bytes, write_json
 from fastsam.fed.rundir.holdings import Holdings, nbytes
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.manifest import (
@@ -45,7 +45,11 @@ from fastsam.fed.sums.ranks import Ranks
 log = logging.getLogger("fastsam.fed")
 _TENSORS = re.compile(r"(server|clients)-\d{6,}(-\d+)?\.safetensors(\.tmp)?")  # names of a checkpoint's files
 _FILES = ("config.json", "environment.json", "metrics.jsonl", "summary.json", "model.safetensors")
-_OURS = ("config.json", "environment.json", "checkpoint")  # files that a kill before the first checkpoint can leave
+_RUN_FILES = (
+    "config.json",
+    "environment.json",
+    "checkpoint",
+)  # files that a kill before the first checkpoint can leave
 
 State = dict[str, Tensor]
 
@@ -119,7 +123,7 @@ class RunDirectory:
             )
         self._check_places()
         if not self._manifest.exists():
-            foreign = [name for name in found if name.removesuffix(".tmp") not in _OURS]
+            foreign = [name for name in found if name.removesuffix(".tmp") not in _RUN_FILES]
             if foreign:
                 raise RunDirectoryError(
                     f"{self.path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): "
@@ -173,7 +177,7 @@ class RunDirectory:
         """Appends a round's line to metrics.jsonl."""
         line = (json.dumps(record) + "\n").encode()
         path, flags = self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        with named(path), open(open_regular(path, flags), "ab") as file:
+        with errors_with_path(path), open(open_regular(path, flags), "ab") as file:
             file.write(line)
         self._metrics += line
 
@@ -183,8 +187,8 @@ class RunDirectory:
         It is collective with several ranks: each rank writes the states of its clients, and then rank 0 the manifest.
         """
         self._save_clients(state)
-        own = {i: name for i, (_, name) in self._clients.items()}
-        parts = self.ranks.gather((own, {name: self._hashes[name] for name in own.values()}))
+        client_files = {i: name for i, (_, name) in self._clients.items()}
+        parts = self.ranks.gather((client_files, {name: self._hashes[name] for name in client_files.values()}))
         if self.ranks.first:
             clients = {i: name for part, _ in parts for i, name in part.items()}
             for _, hashes in parts:
@@ -222,12 +226,12 @@ class RunDirectory:
     def _sync_metrics(self) -> None:
         """Sync metrics.jsonl to the disk. Write it anew if it was removed or changed in the meantime."""
         path = self.path / "metrics.jsonl"
-        found = b""
+        content = b""
         if path.exists():
-            with named(path), open(open_regular(path, os.O_RDONLY), "rb") as file:
+            with errors_with_path(path), open(open_regular(path, os.O_RDONLY), "rb") as file:
                 os.fsync(file.fileno())
-                found = file.read()
-        if found != self._metrics:
+                content = file.read()
+        if content != self._metrics:
             log.warning("%s was removed or changed from outside. It is written anew with all rounds", path)
             write_bytes(path, self._metrics)
 
@@ -239,18 +243,18 @@ class RunDirectory:
         of a file are copied to the new file when they are less than half of the file. So the files are never larger
         than twice the live states, and at most one byte is copied for each byte that became unused.
         """
-        for i in [i for i, (own, _) in self._clients.items() if state.clients.get(i) is not own]:
-            own, name = self._clients.pop(i)
-            self._holdings.drop(name, own)
-        changed = {i: s for i, s in state.clients.items() if i not in self._clients}
-        if not changed:
+        for i in [i for i, (saved, _) in self._clients.items() if state.clients.get(i) is not saved]:
+            saved, name = self._clients.pop(i)
+            self._holdings.drop(name, saved)
+        new_states = {i: s for i, s in state.clients.items() if i not in self._clients}
+        if not new_states:
             return
         if sparse := self._holdings.sparse():
-            changed |= {i: s for i, (s, name) in self._clients.items() if name in sparse}
+            new_states |= {i: s for i, (s, name) in self._clients.items() if name in sparse}
         tensors: State = {}
         keys: dict[int, str] = {}
         places: dict[str, dict[str, str]] = {}
-        for i, client in sorted(changed.items()):
+        for i, client in sorted(new_states.items()):
             for name, tensor in client.items():
                 key = keys.setdefault(id(tensor), f"t{len(keys)}")
                 tensors[key] = tensor
@@ -258,11 +262,11 @@ class RunDirectory:
         rank = "" if self.ranks.size == 1 else f"-{self.ranks.rank}"
         file = self._write(f"clients-{state.round:06d}{rank}.safetensors", tensors, {"places": json.dumps(places)})
         self._holdings.made(file, nbytes(tensors.values()))
-        for i, own in changed.items():
+        for i, saved in new_states.items():
             if i in self._clients:  # it moves
-                self._holdings.drop(self._clients[i][1], own)
-            self._clients[i] = own, file
-            self._holdings.add(file, own)
+                self._holdings.drop(self._clients[i][1], saved)
+            self._clients[i] = saved, file
+            self._holdings.add(file, saved)
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> str:
         data = safetensors.torch.save(
@@ -276,8 +280,8 @@ class RunDirectory:
         manifest, folder = read_manifest(self._manifest), self._manifest.parent
         try:
             check_identity(self.path, manifest["identity"], self.identity)
-            stored = {n: read_tensors(folder / Path(n).name, digest) for n, digest in manifest["files"].items()}
-            state = self._assemble(manifest, stored)
+            tensors = {n: read_tensors(folder / Path(n).name, digest) for n, digest in manifest["files"].items()}
+            state = self._assemble(manifest, tensors)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
             raise RunDirectoryError(
                 f"{self._manifest} is not a valid manifest ({error!r}); the directory was left as it is"
@@ -286,8 +290,8 @@ class RunDirectory:
         self._hashes = dict(manifest["files"])
         return state
 
-    def _assemble(self, manifest: Mapping[str, Any], stored: Mapping[str, tuple[State, dict[str, str]]]) -> RunState:
-        server = {key: t.to(self.device) for key, t in stored[manifest["server"]][0].items()}
+    def _assemble(self, manifest: Mapping[str, Any], tensors: Mapping[str, tuple[State, dict[str, str]]]) -> RunState:
+        server = {key: t.to(self.device) for key, t in tensors[manifest["server"]][0].items()}
         self._metrics, history = read_history(self.path / "metrics.jsonl", manifest)
         buffers = sum(key.startswith("buffer.") for key in server)
         homes = {int(i): int(i) % self.ranks.size for i in manifest["clients"]}
@@ -295,29 +299,29 @@ class RunDirectory:
             manifest["round"],
             {key.removeprefix("server."): t for key, t in server.items() if key.startswith("server.")},
             [server[f"buffer.{i}"] for i in range(buffers)],
-            self._adopt(manifest["clients"], stored, homes),
+            self._adopt(manifest["clients"], tensors, homes),
             history,
             homes if self.ranks.size > 1 else {},
         )
 
     def _adopt(
-        self, files: Mapping[str, str], stored: Mapping[str, tuple[State, dict[str, str]]], homes: Mapping[int, int]
+        self, files: Mapping[str, str], tensors: Mapping[str, tuple[State, dict[str, str]]], homes: Mapping[int, int]
     ) -> dict[int, State]:
         """Return the states of this rank's clients. Tensors that a file shares are shared in memory."""
-        made: dict[tuple[str, str], Tensor] = {}
-        held: set[str] = set()
-        places = {name: json.loads(stored[name][1]["places"]) for name in set(files.values())}
+        copies: dict[tuple[str, str], Tensor] = {}
+        names: set[str] = set()
+        places = {name: json.loads(tensors[name][1]["places"]) for name in set(files.values())}
         for i, name in files.items():
             if homes[int(i)] != self.ranks.rank:
                 continue
             state = {}
             for n, key in places[name][i].items():
-                if (name, key) not in made:
-                    made[name, key] = self.adopt(stored[name][0][key])
-                state[n] = made[name, key]
-            if name not in held:
-                held.add(name)
-                self._holdings.made(name, nbytes(stored[name][0].values()))
+                if (name, key) not in copies:
+                    copies[name, key] = self.adopt(tensors[name][0][key])
+                state[n] = copies[name, key]
+            if name not in names:
+                names.add(name)
+                self._holdings.made(name, nbytes(tensors[name][0].values()))
             self._clients[int(i)] = (state, name)
             self._holdings.add(name, state)
         return {i: state for i, (state, _) in self._clients.items()}

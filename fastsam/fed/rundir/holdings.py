@@ -16,14 +16,14 @@ class Holdings:
     """Bytes of all tensors by file, and of the tensors in a client's state. A shared tensor counts once."""
 
     def __init__(self) -> None:
-        self._whole: dict[str, int] = {}
+        self._nbytes: dict[str, int] = {}
         self._live: dict[str, int] = {}
         self._owners: dict[str, dict[int, int]] = {}  # number of clients by tensor
         self._touched: set[str] = set()  # files that changed
 
     def made(self, file: str, nbytes: int) -> None:
         """Add a file with `nbytes` bytes of tensors that are in no state yet."""
-        self._whole[file], self._live[file], self._owners[file] = nbytes, 0, {}
+        self._nbytes[file], self._live[file], self._owners[file] = nbytes, 0, {}
         self._touched.add(file)
 
     def add(self, file: str, state: State) -> None:
@@ -47,8 +47,8 @@ class Holdings:
         """Return the files with few live bytes. They are returned until nothing in them is live, and then forgotten."""
         for file in [file for file in self._touched if not self._owners[file]]:
             self._touched.remove(file)
-            del self._whole[file], self._live[file], self._owners[file]
-        self._touched = {file for file in self._touched if self._live[file] < _LIVE * self._whole[file]}
+            del self._nbytes[file], self._live[file], self._owners[file]
+        self._touched = {file for file in self._touched if self._live[file] < _LIVE * self._nbytes[file]}
         return set(self._touched)
 
 

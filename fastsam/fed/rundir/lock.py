@@ -18,15 +18,15 @@ class Lock:
     """A context manager that locks directories and releases them at its end."""
 
     def __init__(self) -> None:
-        self._held: int | None = None
+        self._descriptor: int | None = None
 
     def take(self, path: Path) -> None:
         """Locks a directory that exists, once. Raises RunDirectoryError when another run holds it."""
-        if self._held is not None:
+        if self._descriptor is not None:
             return
-        self._held = os.open(path, os.O_RDONLY)
+        self._descriptor = os.open(path, os.O_RDONLY)
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunDirectoryError(
                 f"another run is working in {path}; wait until it has ended, or choose another run_dir"
@@ -40,6 +40,6 @@ class Lock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

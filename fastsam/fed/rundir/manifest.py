@@ -61,18 +61,18 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _checksum(manifest: Mapping[str, Any]) -> str:
     """Return the checksum of the manifest without its checksum. It is the same before and after JSON."""
     names = {key: manifest[key] for key in _OF_NAMES if key in manifest}  # long, and the same after JSON as they are
-    others = json.loads(json.dumps({key: v for key, v in manifest.items() if key != "checksum" and key not in names}))
-    return digest_of(json.dumps({**others, **names}, sort_keys=True).encode())
+    content = json.loads(json.dumps({key: v for key, v in manifest.items() if key != "checksum" and key not in names}))
+    return digest_of(json.dumps({**content, **names}, sort_keys=True).encode())
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest. Raises RunDirectoryError if it is foreign, damaged, or has an unknown version."""
     try:
         manifest = read_json(path)
-        missing = _KEYS - set(manifest)
+        absent = _KEYS - set(manifest)
     except (OSError, ValueError, TypeError) as error:
         raise RunDirectoryError(f"{path} cannot be read ({error}); the directory was left as it is") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or missing:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or absent:
         raise RunDirectoryError(f"{path} is not the manifest of a fastsam run; the directory was left as it is")
     if manifest.get("version") == _WITHOUT_CHECKSUM:
         return manifest
@@ -117,24 +117,24 @@ def read_history(path: Path, manifest: Mapping[str, Any]) -> tuple[bytes, list[d
     return data, history
 
 
-def with_current_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity or a config.json with the current names of options that were renamed since it was written."""
-    algorithm = str(stored.get("algorithm", "")).lower()
+    algorithm = str(config.get("algorithm", "")).lower()
     current = {f"algorithm.{old}": f"algorithm.{new}" for old, new in _RENAMED_OF.get(algorithm, {}).items()} | _RENAMED
-    found = {current.get(key, key): value for key, value in stored.items()}
+    renamed = {current.get(key, key): value for key, value in config.items()}
     for table, names in _RENAMED_OF.items():
-        for key in {table, table.replace("_", "-")} & found.keys():
-            found[key] = {names.get(name, name): value for name, value in found[key].items()}
-    return found
+        for key in {table, table.replace("_", "-")} & renamed.keys():
+            renamed[key] = {names.get(name, name): value for name, value in renamed[key].items()}
+    return renamed
 
 
 def check_identity(directory: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise RunDirectoryError if the run in `directory` has a different identity. The message names the key."""
     stored = with_current_names(stored)
     lacking = {key: value for key, value in _SINCE.items() if key in now and key not in stored}
-    found = difference({**stored, **lacking}, now)
-    if found is not None:
-        key, before, after = found
+    differences = difference({**stored, **lacking}, now)
+    if differences is not None:
+        key, before, after = differences
         raise RunDirectoryError(
             f"the run in {directory} cannot be resumed with another {key}: it was started with {_short(before)}, now "
             f"it is {_short(after)}{_MEANING.get(key, '')}. Resume it as it was started, or choose another run_dir"

@@ -35,10 +35,10 @@ class Result:
         facts: Mapping[str, Any],
         run_dir: Path | None,
         settings: Any,
-        own: Callable[[int], nn.Module] | None = None,
+        client_model: Callable[[int], nn.Module] | None = None,
     ) -> None:
         self.model, self.history, self.run_dir, self.settings = model, history, run_dir, settings
-        self._facts, self._own = dict(facts), own
+        self._facts, self._client_model = dict(facts), client_model
 
     def summary(self) -> dict[str, Any]:
         """Return the run in numbers. Accuracies are in 0..1; None if nothing was measured.
@@ -58,7 +58,7 @@ class Result:
     @property
     def has_client_models(self) -> bool:
         """True if parameters or models stay with the clients, so that `client_model` returns them."""
-        return self._own is not None
+        return self._client_model is not None
 
     def client_model(self, client: int) -> nn.Module:
         """Return a copy of the client's own model.
@@ -69,11 +69,11 @@ class Result:
         Raises:
             ValueError: the clients of the run have no own models, or the run does not have this client.
         """
-        if self._own is None:
+        if self._client_model is None:
             raise ValueError(
                 "clients have their own models if parameters stay with them: fed.run(..., local_parameters='head.*')"
             )
-        return self._own(client)
+        return self._client_model(client)
 
     def to_pandas(self) -> pandas.DataFrame:
         """The history as a data frame, a row per round, whose number is the index. Needs pandas."""
@@ -84,11 +84,11 @@ class Result:
         return pandas.DataFrame(self.history).set_index("round") if self.history else pandas.DataFrame()
 
     def __repr__(self) -> str:
-        made = self.summary()
+        summary = self.summary()
         name, value = (
-            ("accuracy", made["accuracy_final"])
-            if made["accuracy_final"] is not None
-            else ("loss", made["test_loss_final"])
+            ("accuracy", summary["accuracy_final"])
+            if summary["accuracy_final"] is not None
+            else ("loss", summary["test_loss_final"])
         )
         return f"Result({self._facts['algorithm']}, {len(self.history)} rounds, test {name} {value})"
 
@@ -113,7 +113,7 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
         **to_target(history, facts["target"]),
         "seconds_per_round": statistics.median(r["seconds"] for r in history) if history else None,
         "seconds_training": statistics.median(r["seconds_training"] for r in history) if history else None,
-        "megabytes": sum(map(_sent, history)),
+        "megabytes": sum(map(_bytes_of, history)),
         "backprops": sum(r["backprops"] for r in history),
         "excluded": sum(len(r["excluded"]) for r in history),
         "privacy": None
@@ -137,11 +137,11 @@ def to_target(history: History, target: float | None) -> dict[str, Any]:
     return {
         "rounds_to_target": first,
         "seconds_to_target": sum(r["seconds_training"] for r in until) if until else None,
-        "megabytes_to_target": sum(map(_sent, until)) if until else None,
+        "megabytes_to_target": sum(map(_bytes_of, until)) if until else None,
     }
 
 
-def _sent(record: Mapping[str, Any]) -> float:
+def _bytes_of(record: Mapping[str, Any]) -> float:
     return record["megabytes_down"] + record["megabytes_up"]
 
 

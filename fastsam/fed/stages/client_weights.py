@@ -22,14 +22,14 @@ class ClientWeights(Stage):
     def process_uploads(self, uploads: ClientUploads, round: Round) -> None:
         """Replace the rows for weighted means by their products, and add the weights."""
         assert uploads.own_weights is not None
-        uploads.mean = weighed(uploads.mean, uploads.own_weights)
+        uploads.mean = apply_weights(uploads.mean, uploads.own_weights)
 
     def process_aggregate(self, aggregate: Aggregate | None, server: State, round: Round) -> Aggregate | None:
         """Return the aggregate whose means are divided by the mean weight."""
         return None if aggregate is None else ClientWeightedAggregate(aggregate)
 
 
-def weighed(rows: Mapping[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
+def apply_weights(rows: Mapping[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
     """Return the weights (float64 `[n]`) and the rows `[n, ...]` times the weights, in float64."""
     shaped = {name: weights.view(-1, *[1] * (x.dim() - 1)) for name, x in rows.items()}
     return {WEIGHT: weights[:, None], **{name: x.double() * shaped[name] for name, x in rows.items()}}

@@ -57,8 +57,8 @@ class Compress(Stage):
             return
         v, error = uploads.mean[DELTA], uploads.client.get(ERROR)
         v = v if error is None else v + error
-        sent = largest(v, self.k)
-        uploads.mean[DELTA], uploads.state[ERROR] = sent, v - sent
+        values = largest(v, self.k)
+        uploads.mean[DELTA], uploads.state[ERROR] = values, v - values
 
     def traffic(self, model: Replica) -> tuple[int, int]:
         """Return the bytes that are added to a client's download and upload: a delta's values less, k elements more."""

@@ -19,8 +19,8 @@ class Measuring(Stage):
 
     def __init__(self, measures: Measures) -> None:
         self.measures = measures
-        ours = type(measures).__module__.startswith("fastsam.fed.measures.hook")
-        self.record_keys = [key for keys in NAMES.values() for key in keys] if ours else None
+        is_built_in = type(measures).__module__.startswith("fastsam.fed.measures.hook")
+        self.record_keys = [key for keys in NAMES.values() for key in keys] if is_built_in else None
         self._aggregate: Aggregate | None = None
 
     def snapshots(self, round: Round, num_steps: int) -> Iterable[int]:
@@ -29,9 +29,9 @@ class Measuring(Stage):
 
     def process_uploads(self, uploads: ClientUploads, round: Round) -> None:
         """Add the measures' numbers of the clients to the scalars."""
-        found = self.measures.clients(uploads.server, uploads.results, round)
+        values = self.measures.clients(uploads.server, uploads.results, round)
         n = len(uploads.results.client_ids)
-        uploads.scalars |= rows_of_numbers(found, "clients()", uploads.scalars, n)
+        uploads.scalars |= rows_of_numbers(values, "clients()", uploads.scalars, n)
 
     def end_round(self, ranks: Ranks, round: Round) -> None:
         """Let the measures exchange what they keep with the other ranks."""
@@ -55,7 +55,7 @@ class Measuring(Stage):
         return numbers(self.measures.round(before, after, aggregate, round), "round()", set(reserved))
 
 
-def numbers(found: Any, who: str, reserved: Container[str]) -> dict[str, float | None]:
+def numbers(values: Any, who: str, reserved: Container[str]) -> dict[str, float | None]:
     """Return what the method `who` of the measures returned, as Python's own numbers.
 
     Raises:
@@ -63,7 +63,7 @@ def numbers(found: Any, who: str, reserved: Container[str]) -> dict[str, float |
     """
     return {
         name: value if value is None or isinstance(value, (int, float)) else _number(value, who, name)
-        for name, value in _entries(found, who, reserved)
+        for name, value in _entries(values, who, reserved)
     }
 
 
@@ -73,23 +73,23 @@ def rows_of_numbers(found: Any, who: str, reserved: Container[str], n: int) -> d
     Raises:
         ValueError: it is not a dict of n numbers under each name, or a name is `reserved`.
     """
-    made: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for name, values in _entries(found, who, reserved):
         if not isinstance(values, (Sequence, Tensor)) or isinstance(values, str) or len(values) != n:
             raise ValueError(
-                f"{who} of the measures must return {n} numbers, one for each client, got {_type(values)} for {name!r}"
+                f"the measures' {who} must return {n} numbers, one for each client, got {_type(values)} for {name!r}"
             )
-        made[name] = [_number(value, who, name) for value in values]
-    return made
+        columns[name] = [_number(value, who, name) for value in values]
+    return columns
 
 
-def _entries(found: Any, who: str, reserved: Container[str]) -> Iterable[tuple[str, Any]]:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{who} of the measures must return a dict of numbers, got {_type(found)}")
-    for name in found:
+def _entries(values: Any, who: str, reserved: Container[str]) -> Iterable[tuple[str, Any]]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"the measures' {who} must return a dict of numbers, got {_type(values)}")
+    for name in values:
         if name in reserved:
-            raise ValueError(f"{who} of the measures returned {name!r}, which the run has already; choose another name")
-    return found.items()
+            raise ValueError(f"the measures' {who} returned {name!r}, which the run has already; choose another name")
+    return values.items()
 
 
 def _number(value: Any, who: str, name: str) -> float:
@@ -97,7 +97,7 @@ def _number(value: Any, who: str, name: str) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{who} of the measures must return numbers (or None), got {_type(value)} for {name!r}"
+            f"the measures' {who} must return numbers (or None), got {_type(value)} for {name!r}"
         ) from error
 
 

@@ -163,9 +163,9 @@ def _accountant(settings: Any, num_clients: int) -> Accountant | None:
         ) from error
     share = settings.share_of(num_clients)
     draws = sampling.make(settings.sampler, num_clients, share)
-    taken = Participations(lambda t: sampling.draw(draws, t, num_clients, settings.seed))
+    participations = Participations(lambda t: sampling.draw(draws, t, num_clients, settings.seed))
     return Accountant(
-        law(privacy.noise, settings.sampler, share, num_clients, privacy.noise_multiplier, taken.most),
+        law(privacy.noise, settings.sampler, share, num_clients, privacy.noise_multiplier, participations.most),
         delta,
     )
 

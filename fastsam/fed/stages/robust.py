@@ -83,7 +83,7 @@ class RobustAggregate:
         return self._means[name]
 
     def _mean(self, name: str) -> Tensor:
-        chosen = [self._rows[i] for i in self._chosen if name in self._rows[i][2]]
+        chosen = [self._rows[i] for i in self._selected if name in self._rows[i][2]]
         return self.rule.mean([rows[name] for _, _, rows in chosen], [weight for weight, _, _ in chosen])
 
     def sum(self, name: str) -> Tensor:
@@ -93,7 +93,7 @@ class RobustAggregate:
         return self._sums.scalar(name)
 
     @cached_property
-    def _chosen(self) -> list[int]:
+    def _selected(self) -> list[int]:
         """The clients whose rows count, in ascending order."""
         order = sorted(self._rows)
         return [order[i] for i in self.rule.chosen([self._rows[client][1] for client in order])]
@@ -101,4 +101,4 @@ class RobustAggregate:
     @property
     def rejected(self) -> list[int]:
         """The clients that the rule rejected."""
-        return sorted(self._rows.keys() - set(self._chosen))
+        return sorted(self._rows.keys() - set(self._selected))

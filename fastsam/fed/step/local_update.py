@@ -55,7 +55,7 @@ _NEEDS = {
     **dict.fromkeys(ALONG_THE_WAY, ("direction_vector",)),
 }
 _MOST = 1024  # constants that are remembered
-_known: dict[tuple[object, ...], Constants] = {}
+_constants: dict[tuple[object, ...], Constants] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,21 +166,21 @@ def _constants_of(step: LocalUpdate) -> Constants:
         ValueError: for numbers that are not finite or out of range, and for fields that do not go together.
     """
     numbers = [getattr(step, name) for name in NUMBERS]
-    given = tuple([name for name in OBJECTS if getattr(step, name) is not None])
-    key = (*numbers, *map(type, numbers), given)  # with the types, because True equals 1
+    names = tuple([name for name in OBJECTS if getattr(step, name) is not None])
+    key = (*numbers, *map(type, numbers), names)  # with the types, because True equals 1
     try:
-        found = _known.get(key)
+        constants = _constants.get(key)
     except TypeError:  # a value without a hash, which the checks name
-        found = None
-    if found is None:
-        found = _made(step, given)
-        if len(_known) == _MOST:
-            _known.clear()
-        _known[key] = found
-    return found
+        constants = None
+    if constants is None:
+        constants = _make_constants(step, names)
+        if len(_constants) == _MOST:
+            _constants.clear()
+        _constants[key] = constants
+    return constants
 
 
-def _made(step: LocalUpdate, given: Sequence[str]) -> Constants:
+def _make_constants(step: LocalUpdate, given: Sequence[str]) -> Constants:
     _check(step, given)
     mix = GradCoefficients(step.perturbed_weight, step.clean_weight, step.surrogate_gap)
     variant = _variant(
@@ -203,7 +203,7 @@ def _made(step: LocalUpdate, given: Sequence[str]) -> Constants:
 _variant = lru_cache(maxsize=256)(StepVariant)
 
 
-def _check(c: LocalUpdate, given: Sequence[str]) -> None:
+def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     """Raise ValueError for numbers out of range, and for fields that do not go together."""
     number("rho", c.rho, at_least=0)
     number("eta", c.eta, at_least=0)
@@ -215,7 +215,7 @@ def _check(c: LocalUpdate, given: Sequence[str]) -> None:
             "LocalUpdate: rho_end_factor belongs to directions with a perturbation of every step; the direction is "
             f"{c.direction.value!r}, with rho_end_factor={c.rho_end_factor!r}"
         )
-    if "rho_scale" in given and c.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
+    if "rho_scale" in names and c.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
         raise ValueError(
             f"LocalUpdate: rho_scale belongs to a perturbation without a dual; the direction is {c.direction.value!r}"
         )
@@ -224,7 +224,7 @@ def _check(c: LocalUpdate, given: Sequence[str]) -> None:
         number(name, getattr(c, name))
     needed = _NEEDS.get(c.direction, ())
     for name in ("direction_vector", "dual", "server_perturbation"):
-        if (name in given) != (name in needed):
+        if (name in names) != (name in needed):
             raise ValueError(
                 f"LocalUpdate: the direction {c.direction.value!r} takes {', '.join(needed) or 'none'} of the "
                 f"vectors direction_vector, dual, server_perturbation; "
@@ -238,11 +238,11 @@ def _check(c: LocalUpdate, given: Sequence[str]) -> None:
             f"'gradient plus'; the direction is {c.direction.value!r}, with drift_weight={c.drift_weight!r} and "
             f"uses_last_gradient={c.uses_last_gradient!r}"
         )
-    if ("anchor" not in given) == (c.anchor_weight > 0) or (c.anchor_weight and c.backward_passes == 1):
+    if ("anchor" not in names) == (c.anchor_weight > 0) or (c.anchor_weight and c.backward_passes == 1):
         raise ValueError(
             "LocalUpdate: an anchor and an anchor_weight > 0 go together, in a step whose perturbation is found by a "
             "first gradient; got "
-            f"anchor_weight={c.anchor_weight!r}, {'no' if 'anchor' not in given else 'an'} anchor, and the direction "
+            f"anchor_weight={c.anchor_weight!r}, {'no' if 'anchor' not in names else 'an'} anchor, and the direction "
             f"{c.direction.value!r}"
         )
     if (c.clean_weight or c.surrogate_gap) and c.backward_passes == 1:
@@ -250,13 +250,13 @@ def _check(c: LocalUpdate, given: Sequence[str]) -> None:
             "LocalUpdate: clean_weight and surrogate_gap combine the gradients at the unperturbed and at the "
             f"perturbed weights; the direction {c.direction.value!r} has one gradient only"
         )
-    if "pilot" in given and (c.direction is Direction.NONE or c.full_gradient):
+    if "pilot" in names and (c.direction is Direction.NONE or c.full_gradient):
         raise ValueError(
             "LocalUpdate: a pilot finds the radius of a perturbation, by gradients that take the place of the full "
             "one; got the direction "
             f"{c.direction.value!r} and full_gradient={c.full_gradient!r}"
         )
-    if "pilot" in given and c.rho_end_factor != 1:
+    if "pilot" in names and c.rho_end_factor != 1:
         raise ValueError(
             f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end_factor={c.rho_end_factor!r}"
         )
@@ -323,11 +323,11 @@ class ClientResults:
     def take(self, places: Sequence[int]) -> ClientResults:
         """Return the results of some clients, by their indices, in new memory."""
 
-        def own(value: Any) -> Any:
+        def select(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return torch.stack([value[i] for i in places])
             if isinstance(value, Mapping):
-                return {name: own(x) for name, x in value.items()}
+                return {name: select(x) for name, x in value.items()}
             return None if value is None else [value[i] for i in places]
 
-        return ClientResults(**{f.name: own(getattr(self, f.name)) for f in fields(self)})
+        return ClientResults(**{f.name: select(getattr(self, f.name)) for f in fields(self)})

@@ -18,7 +18,7 @@ _MOST = 2**20  # elements of 4-d weights: with more, autograd's copies of their 
 _BLOCK = 32 * 2**20 - 2 * 4096  # bytes: the longest that glibc's threshold follows, less its header and an alignment
 
 
-def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -> nn.Module:
+def reorder(model: nn.Module, requested: str, device: torch.device, stacked: bool) -> nn.Module:
     """Return the model to train on `device`: `model` itself, or a copy whose 4-d parameters are stored in another
     order.
 
@@ -26,7 +26,7 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
 
     Args:
         model: the user's model.
-        asked: one of `FORMATS`. "auto" is the rule below. It also converts a model in channels_last if torch would
+        requested: one of `FORMATS`. "auto" is the rule below. It also converts a model in channels_last if torch would
             write past its memory (`overrun_risk`).
         device: device of training.
         stacked: several clients share one call of the model.
@@ -35,7 +35,7 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
         ValueError: the model has such a layer without "auto", or clients are stacked in channels_last. In float64 torch
             gives wrong gradients of grouped convolutions in that order for mapped batches of one sample.
     """
-    if stacked and asked == CHANNELS_LAST:
+    if stacked and requested == CHANNELS_LAST:
         raise ValueError(
             "memory_format='channels_last' is for executors that train one client after the other in a row; stacked "
             "clients "
@@ -45,25 +45,25 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
     weights = [p for p in model.parameters() if p.dim() == 4]
     itself_last = any(p.stride() != _strides(p, torch.contiguous_format) for p in weights)
     risk = overrun_risk(model, device)
-    if asked == "auto":
-        asked, reason = rule(model, device, stacked)
-        log.info("memory format %r: %s", asked, reason)
-    elif risk and (asked == CHANNELS_LAST or itself_last):
+    if requested == "auto":
+        requested, reason = rule(model, device, stacked)
+        log.info("memory format %r: %s", requested, reason)
+    elif risk and (requested == CHANNELS_LAST or itself_last):
         raise ValueError(
-            f"memory_format={asked!r} would train this model in channels_last, in which torch writes past its memory "
-            f"on some processors "
+            f"memory_format={requested!r} would train this model in channels_last, in which torch writes past its "
+            f"memory on some processors "
             f"(docs/torch_conv1x1_channels_last.md) for {risk}. Use memory_format='auto'"
         )
-    if not weights or (asked == PRESERVE and not (risk and itself_last)):
+    if not weights or (requested == PRESERVE and not (risk and itself_last)):
         return model
-    made = copied(model)
-    format = torch.channels_last if asked == CHANNELS_LAST else torch.contiguous_format
-    for p in made.parameters():
+    result = copied(model)
+    format = torch.channels_last if requested == CHANNELS_LAST else torch.contiguous_format
+    for p in result.parameters():
         if p.dim() == 4:
             # Not to(): a weight that both formats could describe would keep its strides, and convolutions go by the
             # strides.
             p.data = torch.empty_like(p, memory_format=format).copy_(p.data)
-    return made
+    return result
 
 
 def overrun_risk(model: nn.Module, device: torch.device) -> str:
@@ -116,13 +116,13 @@ def order(model: nn.Module) -> str | dict[str, list[int]]:
     else a table of the strides of parameters that are not contiguous.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    other = {name: p for name, p in trained.items() if p.stride() != _strides(p, torch.contiguous_format)}
-    if not other:
+    strided = {name: p for name, p in trained.items() if p.stride() != _strides(p, torch.contiguous_format)}
+    if not strided:
         return PRESERVE
-    wanted = {name: p for name, p in trained.items() if p.dim() == 4}
-    if other.keys() <= wanted.keys() and all(p.stride() == _strides(p, torch.channels_last) for p in wanted.values()):
+    images = {name: p for name, p in trained.items() if p.dim() == 4}
+    if strided.keys() <= images.keys() and all(p.stride() == _strides(p, torch.channels_last) for p in images.values()):
         return CHANNELS_LAST
-    return {name: list(p.stride()) for name, p in other.items()}
+    return {name: list(p.stride()) for name, p in strided.items()}
 
 
 def _strides(p: Tensor, format: torch.memory_format) -> tuple[int, ...]:

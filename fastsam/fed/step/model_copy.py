@@ -47,11 +47,11 @@ def check_model(model: nn.Module) -> torch.dtype:
     return dtypes.pop()
 
 
-def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
+def copied(model: nn.Module, shared_tensors: Iterable[Tensor] = ()) -> nn.Module:
     """A deep copy, which has the tensors `shared` in common with it. Raises ValueError for a model that has none, with
     the reason."""
     try:
-        return copy.deepcopy(model, {id(t): t for t in shared})
+        return copy.deepcopy(model, {id(t): t for t in shared_tensors})
     except Exception as error:
         raise ValueError(
             f"the model cannot be copied (copy.deepcopy), and clients train on copies: {type(error).__name__}: {error}"
@@ -67,8 +67,8 @@ class Replica:
 
     def __init__(self, model: nn.Module, layout: Layout, row: Tensor) -> None:
         frozen = [p for p in model.parameters() if not p.requires_grad]
-        there = all(p.device == row.device for p in frozen)
-        self.module = copied(model, frozen if there else ()).to(row.device)
+        is_on_device = all(p.device == row.device for p in frozen)
+        self.module = copied(model, frozen if is_on_device else ()).to(row.device)
         self.row, self.layout = row, layout
         self.parameters = trainable(self.module)
         self.buffers = list(self.module.buffers())
@@ -86,8 +86,8 @@ class Replica:
     def load(self, weights: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the weights (`[row_size]`) and the buffers in."""
         self.row.copy_(weights)
-        for own, new in zip(self.buffers, buffers, strict=True):
-            own.copy_(new)
+        for buffer, new in zip(self.buffers, buffers, strict=True):
+            buffer.copy_(new)
 
     @property
     def nbytes(self) -> int:
@@ -101,13 +101,13 @@ class Replica:
 def export(model: nn.Module, weights: Iterable[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
     """Return a copy of the user's model, on its device, with these trainable parameters and buffers. It shares no
     memory."""
-    made = copied(model)
+    model_copy = copied(model)
     with torch.no_grad():
-        for parameter, value in zip(trainable(made), weights, strict=True):
+        for parameter, value in zip(trainable(model_copy), weights, strict=True):
             parameter.copy_(value)
-        for own, new in zip(made.buffers(), buffers, strict=True):
-            own.copy_(new)
-    return made
+        for buffer, new in zip(model_copy.buffers(), buffers, strict=True):
+            buffer.copy_(new)
+    return model_copy
 
 
 def _with_mean(buffers: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -126,16 +126,16 @@ def buffer_displacement(ends: Sequence[Tensor], starts: Sequence[Tensor]) -> Ten
 def move_buffers(starts: Sequence[Tensor], by: Tensor) -> list[Tensor]:
     """The buffers moved by the flat float64 `by`; integer buffers (BatchNorm's num_batches_tracked) by the nearest
     whole numbers."""
-    moved, at = [], 0
+    result, at = [], 0
     for start in starts:
         if start.dtype == torch.bool or start.is_complex():
-            moved.append(start)
+            result.append(start)
             continue
         step = by[at : at + start.numel()].reshape(start.shape)
         at += start.numel()
-        moved.append(
+        result.append(
             (start.double() + step).to(start.dtype)
             if start.is_floating_point()
             else start + step.round().to(start.dtype)
         )
-    return moved
+    return result

@@ -122,15 +122,15 @@ class ParameterLayout:
         Raises:
             ValueError: a pattern matches no trainable parameter; the message has their names.
         """
-        found = {self.names[i] for i in self.indices(what, patterns)}
+        names = {self.names[i] for i in self.indices(what, patterns)}
         row = torch.zeros(self.row_size, dtype=torch.bool)
         for name, view in self.unflatten(row).items():
-            view.fill_(name in found)
+            view.fill_(name in names)
         return row
 
     def indices(self, what: str, patterns: str | Sequence[str]) -> tuple[int, ...]:
         """Return the indices in `names` of the parameters with such names. Patterns and errors are as in `mask`."""
-        found: set[str] = set()
+        names: set[str] = set()
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             matched = {n for n in self.names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
             if not matched:
@@ -138,8 +138,8 @@ class ParameterLayout:
                     f"{what}: {pattern!r} matches no trainable parameter of the model; its names are "
                     f"{', '.join(self.names)}"
                 )
-            found |= matched
-        return tuple(i for i, name in enumerate(self.names) if name in found)
+            names |= matched
+        return tuple(i for i, name in enumerate(self.names) if name in names)
 
     def factors(self, what: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
         """Return a row `[row_size]` with one number for each parameter, for `LocalUpdate(rho_scale=...)`.
@@ -178,4 +178,4 @@ class ParameterLayout:
 
     def _check(self, x: Tensor, length: int, what: str) -> None:
         if x.dim() == 0 or x.shape[-1] != length:
-            raise ValueError(f"{what} of this run has {length} numbers in its last dimension, got {list(x.shape)}")
+            raise ValueError(f"this run's {what} has {length} numbers in its last dimension, got {list(x.shape)}")

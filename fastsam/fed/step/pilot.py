@@ -35,10 +35,10 @@ class Pilot:
 
     def radii(self, norms: Tensor, gradients: Tensor) -> Tensor:
         """Return the radii `[n]`. Raises ValueError if the function returns another shape."""
-        made = self.radius(norms, gradients)
-        if not isinstance(made, Tensor) or made.shape != norms.shape:
-            got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        radii = self.radius(norms, gradients)
+        if not isinstance(radii, Tensor) or radii.shape != norms.shape:
+            shape = list(radii.shape) if isinstance(radii, Tensor) else type(radii).__name__
             raise ValueError(
-                f"Pilot: radius must return a tensor with a number for each client, {list(norms.shape)}, got {got}"
+                f"Pilot: radius must return a tensor with a number for each client, {list(norms.shape)}, got {shape}"
             )
-        return made
+        return radii

@@ -83,12 +83,12 @@ class StepVariant:
     def vectors(self) -> tuple[str, ...]:
         """Names of the vectors that the steps only read, in addition to the gradient offset and the server's
         perturbation."""
-        given = {
+        uses = {
             "direction_vector": self.direction in ALONG_THE_WAY,
             "anchor": self.anchor_weight > 0,
             "rho_scale": self.scaled,
         }
-        return tuple(name for name, is_given in given.items() if is_given)
+        return tuple(name for name, is_given in uses.items() if is_given)
 
     @cached_property
     def needs_origin(self) -> bool:

@@ -56,25 +56,25 @@ class Exchange:
             ValueError: two ranks hold vectors of one name and different shapes.
             RankError: a rank has died.
         """
-        own = aggregate.shapes(self.buffer)
-        here = [own.get(key) == shape for key, shape in self.shapes.items()]
-        new = sum(here) < len(own)
-        head = torch.tensor([new, aggregate.num_clients, aggregate.weight, *counts, *here], dtype=torch.int64)
+        local_shapes = aggregate.shapes(self.buffer)
+        agrees = [local_shapes.get(key) == shape for key, shape in self.shapes.items()]
+        new = sum(agrees) < len(local_shapes)
+        head = torch.tensor([new, aggregate.num_clients, aggregate.weight, *counts, *agrees], dtype=torch.int64)
         self.buffer[: len(head)] = head
         self.ranks.sum_(self.buffer)
-        new, clients, weight, *rest = self.buffer[: len(head)].tolist()
+        new, clients, weight, *sums = self.buffer[: len(head)].tolist()
         if new:
-            shapes = self._settle(aggregate, own)
+            shapes = self._settle(aggregate, local_shapes)
         else:
-            shapes = {key: shape for (key, shape), n in zip(self.shapes.items(), rest[len(counts) :], strict=True) if n}
+            shapes = {key: shape for (key, shape), n in zip(self.shapes.items(), sums[len(counts) :], strict=True) if n}
         aggregate.become_(shapes, clients, weight, self.buffer)
-        return rest[: len(counts)]
+        return sums[: len(counts)]
 
-    def _settle(self, aggregate: FixedPointAggregate, own: Mapping[Key, Shape]) -> dict[Key, Shape]:
+    def _settle(self, aggregate: FixedPointAggregate, local_shapes: Mapping[Key, Shape]) -> dict[Key, Shape]:
         """Add up the sums that had no position, and return the positions for the sums of this round."""
         shapes: dict[Key, Shape] = {}
-        for theirs in self.ranks.gather(own):
-            for key, shape in theirs.items():
+        for rank_shapes in self.ranks.gather(local_shapes):
+            for key, shape in rank_shapes.items():
                 if shapes.setdefault(key, shape) != shape:
                     raise ValueError(
                         f"the upload {key[1]!r} must have one shape for all clients, got {shapes[key]} and {shape}"

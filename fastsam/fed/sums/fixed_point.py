@@ -44,7 +44,7 @@ class FixedPointSum:
     """
 
     def __init__(self, like: Tensor, terms: int, place: Tensor | None = None) -> None:
-        self.bound = LIMIT / (1 << (max(terms, 1) - 1).bit_length())
+        self.limit = LIMIT / (1 << (max(terms, 1) - 1).bit_length())
         if place is None:
             place = torch.zeros(2, *like.shape, dtype=torch.int64, device=like.device)
         self.both, (self.high, self.low) = place, place.unbind()
@@ -61,9 +61,9 @@ class FixedPointSum:
         """Why `factor` times a vector whose largest element has this size cannot be added; None when it can."""
         if not math.isfinite(largest):
             return "is not finite"
-        if largest * factor <= self.bound:
+        if largest * factor <= self.limit:
             return None
-        return f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
+        return f"is out of range (an element of size {largest:.3g}, at most {self.limit / factor:.3g} can be summed)"
 
     def add_(self, x: Tensor, factor: float, largest: Tensor | None = None) -> None:
         """Add `factor * x` of a vector x, or of every row of x `[n, ...]`. The same call with `-factor` removes it.
@@ -132,7 +132,7 @@ def _add_(terms: Sequence[Term], weight: int, n: int) -> Problems:
     problems: Problems = {}
     for term, size in zip(terms, sizes, strict=True):
         factor, largest = term.factor(weight), size.tolist()
-        if not sum(largest) * factor <= term.sum.bound:  # true also for NaN
+        if not sum(largest) * factor <= term.sum.limit:  # true also for NaN
             found = {i: term.sum.problem_of_size(x, factor) for i, x in enumerate(largest)}
             problems = {i: f"its {term.name!r} {problem}" for i, problem in found.items() if problem} | problems
     for i in problems:
@@ -141,17 +141,17 @@ def _add_(terms: Sequence[Term], weight: int, n: int) -> Problems:
     return problems
 
 
-def _problems(numbers: Mapping[str, Sequence[float]], bound: float) -> Problems:
+def _problems(numbers: Mapping[str, Sequence[float]], limit: float) -> Problems:
     """Return the clients with a number that cannot be summed, and the reason."""
     problems: Problems = {}
     for name, values in numbers.items():
-        if sum(map(abs, values)) <= bound:  # a single number that is not finite makes the sum not finite
+        if sum(map(abs, values)) <= limit:  # a single number that is not finite makes the sum not finite
             continue
         for i, value in enumerate(values):
             if not math.isfinite(value):
                 problems.setdefault(i, f"the {name} is not finite")
-            elif abs(value) > bound:
-                problems.setdefault(i, f"the {name} is out of range ({value:.3g}, at most {bound:.3g} can be summed)")
+            elif abs(value) > limit:
+                problems.setdefault(i, f"the {name} is out of range ({value:.3g}, at most {limit:.3g} can be summed)")
     return problems
 
 
@@ -197,12 +197,12 @@ class FixedPointAggregate:
         terms = [Term(self._sum("mean", name, x), name, x, self._unit) for name, x in mean.items()]
         terms += [Term(self._sum("sum", name, x), name, x) for name, x in total.items()]
         for weight in {weight for i, weight in enumerate(weights) if i not in problems}:
-            chosen = [i for i, own in enumerate(weights) if own == weight and i not in problems]
-            some = terms if len(chosen) == len(weights) else [replace(t, rows=t.rows[chosen]) for t in terms]
-            problems |= {chosen[i]: problem for i, problem in _add_(some, weight, len(chosen)).items()}
+            indices = [i for i, own in enumerate(weights) if own == weight and i not in problems]
+            some = terms if len(indices) == len(weights) else [replace(t, rows=t.rows[indices]) for t in terms]
+            problems |= {indices[i]: problem for i, problem in _add_(some, weight, len(indices)).items()}
         if problems:
-            added = [i for i in range(len(weights)) if i not in problems]
-            weights, numbers = [weights[i] for i in added], {n: [v[i] for i in added] for n, v in numbers.items()}
+            accepted = [i for i in range(len(weights)) if i not in problems]
+            weights, numbers = [weights[i] for i in accepted], {n: [v[i] for i in accepted] for n, v in numbers.items()}
         for name, values in numbers.items():
             self._numbers[name] = self._numbers.get(name, 0) + sum([int(x * 2.0**_UNIT_BITS) for x in values])
         self.num_clients, self.weight = self.num_clients + len(weights), self.weight + sum(weights)
@@ -230,27 +230,27 @@ class FixedPointAggregate:
         """Take over the sums of several ranks after the limbs with these `shapes` have been added up. like: a tensor on
         the device."""
         for (kind, name), shape in shapes.items():
-            found = self._sum(kind, name, like.new_empty((1, *shape)))
-            found.carry_()
+            total = self._sum(kind, name, like.new_empty((1, *shape)))
+            total.carry_()
             if kind == "scalar":
-                coarse, fine = ((high << LOW_BITS) + low for high, low in found.both.T.tolist())
+                coarse, fine = ((high << LOW_BITS) + low for high, low in total.both.T.tolist())
                 self._numbers[name] = (coarse << _FINE_BITS) + fine
         self.num_clients, self.weight = clients, weight
 
     def _sum(self, kind: str, name: str, rows: Tensor) -> FixedPointSum:
         """The sum of vectors like the rows of `rows`."""
-        found = self._vectors.get((kind, name))
-        if found is None:
+        cached = self._vectors.get((kind, name))
+        if cached is None:
             place = self._places.get((kind, name))
             if place is not None and place.shape[1:] != rows.shape[1:]:
                 place = None
-            found = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms, place)
-        elif found.high.shape != rows.shape[1:]:
+            cached = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms, place)
+        elif cached.high.shape != rows.shape[1:]:
             raise ValueError(
                 f"the upload {name!r} must have one shape for all clients, got {list(rows.shape[1:])} after "
-                f"{list(found.high.shape)}"
+                f"{list(cached.high.shape)}"
             )
-        return found
+        return cached
 
     def mean(self, name: str) -> Tensor:
         """Return the weighted mean of an upload over the added clients, float64. Raises KeyError for an unknown
@@ -270,8 +270,8 @@ class FixedPointAggregate:
         try:
             return self._vectors[kind, name]
         except KeyError:
-            sent = ", ".join(repr(n) for k, n in self._vectors if k == kind) or "none"
-            raise KeyError(f"no client sent {name!r} for a {kind}; sent: {sent}") from None
+            names = ", ".join(repr(n) for k, n in self._vectors if k == kind) or "none"
+            raise KeyError(f"no client sent {name!r} for a {kind}; sent: {names}") from None
 
     def scalar(self, name: str) -> float:
         """Return the sum of a number over the added clients, rounded once, or 0 if no client sent it. Each number is

@@ -52,7 +52,7 @@ class Ranks:
         """Return the rank of each client of a round. The longest work is assigned first, to the rank with the least
         work,
         and among equals to the client's home."""
-        loads, dealt = [0] * self.size, {}
+        loads, assignment = [0] * self.size, {}
         # A heap. Old entries of a rank stay in it until they come up.
         least = [(0, rank) for rank in range(self.size)]
         for i in sorted(active, key=lambda i: (-work[i], i)):
@@ -60,15 +60,15 @@ class Ranks:
                 heapq.heappop(least)
             load, rank = least[0]
             home = homes.get(i, 0)
-            dealt[i] = rank = home if loads[home] == load else rank
+            assignment[i] = rank = home if loads[home] == load else rank
             loads[rank] += work[i]
             heapq.heappush(least, (loads[rank], rank))
-        return dealt
+        return assignment
 
     def move_states(
         self,
         states: Mapping[int, State],
-        dealt: Mapping[int, int],
+        assignment: Mapping[int, int],
         homes: Mapping[int, int],
         adopt: Callable[[Tensor], Tensor],
     ) -> dict[int, State]:
@@ -76,46 +76,45 @@ class Ranks:
 
         adopt: makes a tensor of a state where this rank keeps states out of one on the CPU.
         """
-        held = dict(states)
-        for i, to in sorted(dealt.items()):
+        result = dict(states)
+        for i, to in sorted(assignment.items()):
             home = homes.get(i, to)
             if home == to:
                 continue
             if self.rank == home:
-                self._send(held.pop(i), to)
+                self._send(result.pop(i), to)
             elif self.rank == to:
-                held[i] = {name: adopt(t) for name, t in self._receive(home).items()}
-        return held
+                result[i] = {name: adopt(t) for name, t in self._receive(home).items()}
+        return result
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises RankError when the ranks were not called with the same `facts`; collective."""
-        first, *others = self.gather(dict(facts))
-        for rank, other in enumerate(others, 1):
-            different = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        first, *following = self.gather(dict(facts))
+        for rank, rank_facts in enumerate(following, 1):
+            different = [key for key in {**first, **rank_facts} if first.get(key) != rank_facts.get(key)]
             if different:
                 raise RankError(
-                    f"all ranks must be called alike, but {different[0]!r} of rank {rank} is not that of rank 0; a "
-                    f"model needs the same "
-                    "weights in all of them (torch.manual_seed before it is made)"
+                    f"all ranks must have the same options, but {different[0]!r} differs between ranks 0 and {rank}. "
+                    "A model needs the same weights in all ranks: call torch.manual_seed before you make it"
                 )
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank; collective. Raises RankError if a rank has died."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with _rank_errors():
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(values, value)
+        return values
 
     def share(self, value: T) -> T:
         """Return the value of rank 0; collective. Raises RankError if a rank has died."""
         if self.size == 1:
             return value
-        found = [value]
+        values = [value]
         with _rank_errors():
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def add_(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (int64, the same shapes on all ranks) becomes its sum over the ranks: one all-reduce of one
@@ -138,10 +137,10 @@ class Ranks:
             dist.send_object_list([{name: t.detach().to("cpu", copy=True) for name, t in state.items()}], dst=to)
 
     def _receive(self, source: int) -> State:
-        found: list[Any] = [None]
+        values: list[Any] = [None]
         with _rank_errors():
-            dist.recv_object_list(found, src=source)
-        return found[0]
+            dist.recv_object_list(values, src=source)
+        return values[0]
 
 
 @contextmanager
@@ -182,10 +181,10 @@ def in_group() -> bool:
 
 def _start() -> None:
     """The process group of a launcher. CPU tensors (and Python objects) go over gloo, CUDA tensors over NCCL."""
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
+    absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
         raise RankError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the processes with "
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(absent)} is not set; start the processes with "
             f"torchrun, "
             "or unset WORLD_SIZE for a single process"
         )
@@ -202,10 +201,8 @@ def _start() -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     except RuntimeError as error:
         raise RankError(
-            f"the ranks have met, but cannot connect to each other ({error}). A machine whose name stands for "
-            f"127.0.0.1 needs to be told by "
-            "which network the others reach it: GLOO_SOCKET_IFNAME=eth0 (and NCCL_SOCKET_IFNAME), with the name that "
-            "`ip addr` shows"
+            f"the ranks have met, but cannot connect to each other ({error}). If a machine's name stands for "
+            "127.0.0.1, name its network: GLOO_SOCKET_IFNAME=eth0 (and NCCL_SOCKET_IFNAME), as `ip addr` shows it"
         ) from error
     atexit.register(_leave)
 

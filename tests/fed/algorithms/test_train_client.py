@@ -272,7 +272,7 @@ def test_a_loop_does_not_end_at_perturbed_weights():
 
 
 def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
-    whole = Task.whole
+    whole = Task.full_batches
 
     def unreadable(task):
         if task.client == 2 and threading.current_thread().name.startswith("fastsam"):
@@ -284,7 +284,7 @@ def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
             client.loss(x, y)
         default(client)
 
-    monkeypatch.setattr(Task, "whole", unreadable)
+    monkeypatch.setattr(Task, "full_batches", unreadable)
     options = {"executor": "threads", "participation": 1.0, "on_client_error": "exclude", "max_excluded": 0.9}
     excluded = run(Loop(loop, fed.LocalUpdate()), rounds=1, **options).history[0]["excluded"]
     assert [(one["client"], "OSError: disk" in one["reason"]) for one in excluded] == [(2, True)]

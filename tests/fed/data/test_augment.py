@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsam.fed.data import AUGMENTS, FederatedData, FlipCrop
-from fastsam.fed.data.augment import named
+from fastsam.fed.data.augment import augment_by_name
 
 
 def generator(seed: int) -> torch.Generator:
@@ -113,14 +113,18 @@ def test_flip_crop_refuses(options: dict, message: str) -> None:
 
 
 def test_names_and_a_users_own(tmp_path: Path) -> None:
-    assert named("none") is None and named("auto") is None and named("auto", "flip_crop") == FlipCrop()
-    assert named("flip_crop_always") == AUGMENTS["flip_crop_always"] == FlipCrop(crop=1.0)
+    assert (
+        augment_by_name("none") is None
+        and augment_by_name("auto") is None
+        and augment_by_name("auto", "flip_crop") == FlipCrop()
+    )
+    assert augment_by_name("flip_crop_always") == AUGMENTS["flip_crop_always"] == FlipCrop(crop=1.0)
     (tmp_path / "own.py").write_text("def brighter(x, generator): return x + 1\nnumber = 3\n")
-    assert named(f"{tmp_path / 'own.py'}:brighter")(1, None) == 2
+    assert augment_by_name(f"{tmp_path / 'own.py'}:brighter")(1, None) == 2
     with pytest.raises(ValueError, match="must be callable"):
-        named(f"{tmp_path / 'own.py'}:number")
+        augment_by_name(f"{tmp_path / 'own.py'}:number")
     with pytest.raises(ValueError, match="augment must be 'auto', 'none', 'flip_crop', .* got 'mixup'"):
-        named("mixup")
+        augment_by_name("mixup")
     pair = torch.zeros(2, 1, 4, 4), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="augment must be callable"):
         FederatedData([pair], pair, 2, augment="flip_crop")

@@ -159,7 +159,7 @@ def test_writes_in_place_are_recorded_without_them():
 
 def test_the_least_recently_used_shape_goes_first():
     passes, form = stacked(nn.Linear(3, 2))
-    replays = Replays(passes.gradients, passes.module, passes.layout, kept=2)
+    replays = Replays(passes.gradients, passes.module, passes.layout, max_shapes=2)
 
     def run(batch):
         assert replays.run(form.leaves, torch.randn(5, batch, 3), torch.zeros(5, batch, dtype=torch.int64)) is not None

@@ -60,7 +60,7 @@ def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[.
             losses, grads, _ = same(passes, form, x, y)
         assert passes.replays.has_row_pass(x, y)
         known = passes.replays.row_pass(n, x[0], y[0])
-        alone = known.program([*(t[:1] for t in (*form.leaves, x, y)), *known.others])[0]
+        alone = known.program([*(t[:1] for t in (*form.leaves, x, y)), *known.constants])[0]
         assert torch.equal(alone[: form.z.shape[1] + 1][-1], losses[0]), "other rows change no bit"
         assert torch.equal(passes.layout.views(alone)[0], grads[0][0])
 
@@ -90,12 +90,12 @@ def test_inputs_that_do_not_fit() -> None:
     leaves = [v.detach() for v in form.leaves]
     for bad in (x[:, :4], x.double(), x.mT.contiguous().mT, x[:1]):
         with pytest.raises(RuntimeError, match="another shape, order of memory or dtype"):
-            found.program([*leaves, bad, y, *found.others])
+            found.program([*leaves, bad, y, *found.constants])
     with pytest.raises(RuntimeError, match="inputs, got 2"):
         found.program([x, y])
     with FakeTensorMode(allow_non_fake_inputs=True):
         seen = found.program([torch.empty(7, 5, 12)])
-    assert seen.shape == (7, found.program([*leaves, x, y, *found.others]).shape[1]), "what a compiler is told"
+    assert seen.shape == (7, found.program([*leaves, x, y, *found.constants]).shape[1]), "what a compiler is told"
 
 
 # --- local epochs ---
@@ -110,7 +110,7 @@ def test_samples_and_labels_that_are_not_there() -> None:
     known, losses = passes.replays.row_pass(5, x, y), torch.zeros(2, dtype=torch.float64)
 
     def take(x: Tensor, y: Tensor, wanted: Tensor, batch: int = 5) -> None:
-        operands = (form.leaves, known.others, x, y, wanted, batch, form.z, None)
+        operands = (form.leaves, known.constants, x, y, wanted, batch, form.z, None)
         known.program.steps_(*operands, form.layout.table, form.hparams, losses)
 
     take(x, y, wanted)
@@ -252,7 +252,7 @@ def test_steps_check_the_memory_beside_the_weights() -> None:
     narrow, sums = form.z[:, :16].contiguous(), torch.zeros(2, dtype=torch.float64)
 
     def take(z: Tensor = form.z, w: Tensor | None = None, table: Tensor = form.layout.table, **fields: Tensor) -> None:
-        operands = (form.leaves, known.others, x, y, wanted, 4, z, w, table)
+        operands = (form.leaves, known.constants, x, y, wanted, 4, z, w, table)
         known.program.steps_(*operands, form.hparams, sums.clone(), **fields)
 
     take()

@@ -150,7 +150,9 @@ def test_copies_are_ordered_with_the_work_that_they_are_for(
     name: str, executor: str, slots: int | None, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Streams, and the host that writes a checkpoint, access a storage only after a wait."""
-    monkeypatch.setattr(client_state, "_AHEAD", 1)  # copies are awaited within a round, and not only at its end
+    monkeypatch.setattr(
+        client_state, "_MIN_PREFETCHED", 1
+    )  # copies are awaited within a round, and not only at its end
     options = {"backend": "reference", "rounds": 3, "sizes": (7, 10, 1, 6, 5, 3), "participation": 0.7}
     plain = digest(train(CASES[name], **options))
     with Watch():

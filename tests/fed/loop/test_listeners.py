@@ -83,7 +83,7 @@ def test_the_run_directory_is_complete_at_the_end_and_its_config_is_told(tmp_pat
 @pytest.mark.parametrize("progress", [True, False])
 def test_clients_that_are_read_one_by_one_are_counted_where_a_bar_is_shown(progress, monkeypatch):
     heard = []
-    monkeypatch.setattr(listeners, "counted", lambda things, what, console: heard.append(len(things)) or things)
+    monkeypatch.setattr(listeners, "with_progress", lambda things, what, console: heard.append(len(things)) or things)
     x, y = torch.randn(8, 4), torch.arange(8) % 3
     clients = [[(x[i], y[i]) for i in range(8)]] * 5
     fed.run(torch.nn.Linear(4, 3), clients, fed.FedAvg(), rounds=1, test=(x, y), progress=progress)

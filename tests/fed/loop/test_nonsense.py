@@ -10,7 +10,7 @@ import torch
 from fastsam import fed
 from fastsam.fed import data as data_sets
 from fastsam.fed.common.option import table
-from fastsam.fed.data.augment import FlipCrop, named
+from fastsam.fed.data.augment import FlipCrop, augment_by_name
 from fastsam.fed.loop.options import Settings
 from tests.helpers import oracle
 from tests.helpers.nonsense import NONSENSE
@@ -45,7 +45,7 @@ def test_options_of_the_algorithms(made: Any, name: str) -> None:
 def test_options_of_the_augmentation(name: str) -> None:
     for value in NONSENSE:
         refused(name, lambda value=value: FlipCrop(**{name: value}))
-        refused("augment", lambda value=value: named(value))
+        refused("augment", lambda value=value: augment_by_name(value))
 
 
 @pytest.mark.parametrize("name", ["clients", "alpha", "split", "seed", "test_fraction"])

@@ -285,17 +285,17 @@ def own(snapshots=lambda *a: (), clients=lambda *a: {}, round=lambda *a: {}):
 @pytest.mark.parametrize(
     ("measures", "words"),
     [
-        (own(round=lambda *a: None), r"round\(\) of the measures must return a dict of numbers, got NoneType"),
-        (own(clients=lambda *a: 5.0), r"clients\(\) of the measures must return a dict of numbers, got float"),
+        (own(round=lambda *a: None), r"the measures' round\(\) must return a dict of numbers, got NoneType"),
+        (own(clients=lambda *a: 5.0), r"the measures' clients\(\) must return a dict of numbers, got float"),
         (own(round=lambda *a: {"x": "high"}), r"round\(\) .*numbers .or None., got str for 'x'"),
         (own(round=lambda *a: {"x": torch.zeros(2)}), r"round\(\) .*got Tensor for 'x'"),
         (
             own(round=lambda *a: {"seconds": 1.0}),
-            r"round\(\) of the measures returned 'seconds', which the run has already",
+            r"the measures' round\(\) returned 'seconds', which the run has already",
         ),
         (
             own(clients=lambda *a: {"loss": [1.0]}),
-            r"clients\(\) of the measures returned 'loss', which the run has already",
+            r"the measures' clients\(\) returned 'loss', which the run has already",
         ),
         (own(clients=lambda *a: {"k": 1.0}), r"clients\(\) .*must return \d+ numbers, one for each client, got float"),
         (

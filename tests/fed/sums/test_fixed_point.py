@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.stages.client_weights import ClientWeightedAggregate, weighed
+from fastsam.fed.stages.client_weights import ClientWeightedAggregate, apply_weights
 from fastsam.fed.sums.fixed_point import LIMIT, FixedPointAggregate, FixedPointSum
 from tests.helpers import oracle, rank_cases
 from tests.helpers.fed_runs import digest, run, same_bits
@@ -99,11 +99,11 @@ def test_what_cannot_be_summed_is_refused_whole(bad):
 def test_the_bound_keeps_the_limbs_from_wrapping():
     for terms in (1, 3, 1000):
         out = FixedPointSum(torch.zeros(1), terms)
-        edge = torch.tensor([out.bound], dtype=torch.float64)
+        edge = torch.tensor([out.limit], dtype=torch.float64)
         assert out.problem(edge, 1.0) is None and out.problem(edge * 1.001, 1.0) is not None
         for _ in range(terms):
             out.add_(-edge, 1.0)
-        assert out.value().item() == -terms * out.bound >= -LIMIT
+        assert out.value().item() == -terms * out.limit >= -LIMIT
 
 
 def test_weights_are_exact():
@@ -176,7 +176,9 @@ def test_no_order_and_no_grouping_changes_a_bit():
         plain = FixedPointAggregate(5, 3)
         for group in groups:
             numbers = {"loss": [0.0] * len(group)}
-            plain.add_rows_([1 + i % 3 for i in group], weighed({"delta": rows[group]}, weights[group]), {}, numbers)
+            plain.add_rows_(
+                [1 + i % 3 for i in group], apply_weights({"delta": rows[group]}, weights[group]), {}, numbers
+            )
         aggregate.append(ClientWeightedAggregate(plain))
     factors = weights * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0], dtype=torch.float64)
     expected = (factors[:, None] * rows.double()).sum(0) / factors.sum()

@@ -246,7 +246,9 @@ def test_ctrl_c_is_told_as_such_and_the_run_continues(tmp_path: Path) -> None:
 
 def test_ranks_that_are_not_alike_are_refused() -> None:
     for answer in on_ranks(2, rank_cases.other_weights):
-        assert answer.startswith("RankError: all ranks must be called alike, but 'weights' of rank 1 is")
+        assert answer.startswith(
+            "RankError: all ranks must have the same options, but 'weights' differs between ranks 0 and 1"
+        )
 
 
 def test_a_robust_rule_needs_the_rows_of_all_clients() -> None:

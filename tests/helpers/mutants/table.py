@@ -96,7 +96,7 @@ algorithms.mimelite MimeLite.step_server: self._fresh * aggregate.mean('G') => a
 algorithms.mimelite MimeLite.step_server: self._fresh => -self._fresh @ mimelite-heavy
 algorithms.mimelite MimeLite.step_server: 1 - self.beta => 0 @ mimelite
 algorithms.mimelite MimeLite._fresh: self.beta if self.momentum_form == 'convex' else 1.0 => self.beta @ mimelite-heavy
-executors.task Task.whole: len(y) => 1 @ mimelite
+executors.task Task.full_batches: len(y) => 1 @ mimelite
 # FedDyn, FedLESAM_D, FedSMOO, FedSpeed, FedProx: the proximal half
 algorithms.feddyn attraction: client['h_i'] => -client['h_i'] @ feddyn
 algorithms.feddyn attraction: client['h_i'] - server['w'] => client['h_i'] + server['w'] @ feddyn
@@ -189,7 +189,7 @@ algorithms.moon MOON.contrast: (z_t, z_i) => (z_i, z_t) @ moon
 algorithms.moon MOON.finish_client: server['w'] => client['w_i'] @ moon
 algorithms.moon MOON.recorded: module.register_forward_hook if self.features else module.register_forward_pre_hook =>
     module.register_forward_hook @ moon
-executors.extra_models Teachers.get: known[1] is not weights => False @ moon
+executors.extra_models Teachers.get: cached[1] is not weights => False @ moon
 algorithms.distillation divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q -
     p)).sum(1).mean() @ fedgmt
 algorithms.distillation divergence: (outputs / temperature, teacher_outputs / temperature) => (outputs,

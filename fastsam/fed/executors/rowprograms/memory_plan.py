@@ -29,11 +29,11 @@ class MemoryPlan:
 
     Attributes:
         inputs: the inputs that the graph reads, in order.
-        others: the inputs that are tensors of the model.
+        constants: the inputs that are tensors of the model.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.inputs, self.others = list[Input](), list[Tensor]()
+        self.inputs, self.constants = list[Input](), list[Tensor]()
         self._places: dict[Node, Allocation] = {}
         self._memory = Scratch(graph)
         for node in graph.find_nodes(op="placeholder"):
@@ -47,7 +47,7 @@ class MemoryPlan:
     def read(self, node: Node, shape: Sequence[int]) -> Operand:
         """Return `node`, broadcast to the stacked `shape`. Raises NoFormError if rows do not stay separate."""
         place, t = self._place(node), node.meta["val"]
-        given = self._input(place)
+        tensor_input = self._input(place)
         check_dtype(t)
         if shape[0] != ROWS or 0 in shape:
             raise NoFormError("a tensor without rows, or without elements")
@@ -55,17 +55,17 @@ class MemoryPlan:
             strides = t.expand(list(shape)).stride()
         except RuntimeError:
             raise NoFormError("shapes that are not broadcast") from None
-        own = 0 if given is not None and given.one else place.tensor.stride(0)
+        row_stride = 0 if tensor_input is not None and tensor_input.one else place.tensor.stride(0)
         alike = strides[0] == t.stride(0) and "constant" in root(node).meta and _rows_are_alike(place.tensor)
-        if not (strides[0] == own or alike) or (given is not None and given.labels):
+        if not (strides[0] == row_stride or alike) or (tensor_input is not None and tensor_input.labels):
             raise NoFormError("rows that overlap, or labels as numbers")
         return Operand(place.base, _offset(place, t), strides[1:])
 
     def labels(self, node: Node) -> Operand:
         """Class numbers as they were given, int64 `[rows, ...]`."""
         place, t = self._place(node), node.meta["val"]
-        given = self._input(place)
-        if given is None or not given.labels or given.one or t.stride(0) != place.tensor.stride(0):
+        tensor_input = self._input(place)
+        if tensor_input is None or not tensor_input.labels or tensor_input.one or t.stride(0) != place.tensor.stride(0):
             raise NoFormError("labels that are computed")
         return Operand(place.base, _offset(place, t), t.stride()[1:])
 
@@ -81,15 +81,15 @@ class MemoryPlan:
 
     def goes_out(self, node: Node, offset: int, length: int, strides: tuple[int, ...]) -> bool:
         """Has an output made where it belongs in the result; False where it must be copied there."""
-        whole, t = root(node), node.meta["val"]
+        base, t = root(node), node.meta["val"]
         if (
-            whole.op != "call_function"
-            or whole in self._places
-            or span(whole.meta["val"]) != length
+            base.op != "call_function"
+            or base in self._places
+            or span(base.meta["val"]) != length
             or t.stride()[1:] != strides
         ):
             return False
-        self._places[whole] = Allocation(OUT, offset, whole.meta["val"])
+        self._places[base] = Allocation(OUT, offset, base.meta["val"])
         return True
 
     def leave(self, node: Node) -> None:
@@ -97,15 +97,15 @@ class MemoryPlan:
         self._memory.leave(node)
 
     def _place(self, node: Node) -> Allocation:
-        whole = root(node)
-        if memory(whole) != memory(node):
+        base = root(node)
+        if memory(base) != memory(node):
             raise NoFormError("a view that was a copy")
-        if whole not in self._places:
-            if whole.op == "call_function":
+        if base not in self._places:
+            if base.op == "call_function":
                 raise NoFormError("a result that is read in part")
-            self._add(whole, rows=0)
-            self.others.append(whole.meta["val"])
-        return self._places[whole]
+            self._add(base, rows=0)
+            self.constants.append(base.meta["val"])
+        return self._places[base]
 
     def _add(self, node: Node, rows: int) -> None:
         """One of the tensors that no operation makes. rows: 1 where its first dimension is the rows, else 0."""
@@ -126,7 +126,7 @@ class Scratch:
     """Memory of a row for intermediate results. The memory of results that are no longer read is used again."""
 
     def __init__(self, graph: Graph) -> None:
-        self.size, self._used = 0, dict[Node, tuple[int, int]]()
+        self.size, self._allocations = 0, dict[Node, tuple[int, int]]()
         last = {root(read): node for node in graph.nodes for read in node.all_input_nodes}
         self._ends: dict[Node, list[Node]] = {}
         for node, reader in last.items():
@@ -135,17 +135,17 @@ class Scratch:
     def take(self, node: Node) -> int:
         """The first place that is free, in whole cache lines."""
         length, at = -(-span(node.meta["val"]) // 16) * 16, 0
-        for begin, end in sorted(self._used.values()):
+        for begin, end in sorted(self._allocations.values()):
             if at + length <= begin:
                 break
             at = max(at, end)
-        self._used[node] = at, at + length
+        self._allocations[node] = at, at + length
         self.size = max(self.size, at + length)
         return at
 
     def leave(self, reader: Node) -> None:
         for node in self._ends.get(reader, ()):
-            self._used.pop(node, None)
+            self._allocations.pop(node, None)
 
 
 def root(node: Node) -> Node:

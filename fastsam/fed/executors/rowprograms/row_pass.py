@@ -18,7 +18,7 @@ from fastsam.fed.executors.task import to_device
 from fastsam.fed.step.local_update import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
-_SERVED = frozenset(
+_SUPPORTED = frozenset(
     {"gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "piloted"}
 )
 
@@ -29,17 +29,19 @@ class RowPass:
 
     Args:
         program: the row program.
-        others: tensors of the model that the program reads.
+        constants: tensors of the model that the program reads.
         layout: layout of a row.
         slots: indices of the parameters that have a gradient.
     """
 
-    def __init__(self, program: ops.RowProgram, others: Sequence[Tensor], layout: Layout, slots: Sequence[int]) -> None:
-        self.program, self.others, self.row_size = program, others, layout.row_size
+    def __init__(
+        self, program: ops.RowProgram, constants: Sequence[Tensor], layout: Layout, slots: Sequence[int]
+    ) -> None:
+        self.program, self.constants, self.row_size = program, constants, layout.row_size
         self.segments = [layout.segments[i] for i in slots]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        out = self.program([*inputs, *self.others])
+        out = self.program([*inputs, *self.constants])
         rows, width = out.shape
         grads = (out.as_strided((rows, *s.shape), (width, *s.stride), s.offset) for s in self.segments)
         return (out.select(1, self.row_size), *grads)
@@ -50,7 +52,7 @@ class RowPass:
         They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, on samples that can be gathered natively,
         and no row is copied before a step.
         """
-        plain = block.variant.needs <= _SERVED
+        plain = block.variant.needs <= _SUPPORTED
         x, y = block.samples
         gathered = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
         return plain and gathered and block.gatherer is not None and not any(task.snapshots for task in block.tasks)
@@ -73,7 +75,7 @@ class RowPass:
         (x, y, places), steps = _spans(blocks, counts)
         two_passes = row_slice.variant.two_passes
         self.program.steps_(
-            row_slice.leaves, self.others, x, y, places, batch, row_slice.z, row_slice.w, row_slice.layout.table,
+            row_slice.leaves, self.constants, x, y, places, batch, row_slice.z, row_slice.w, row_slice.layout.table,
             row_slice.hparams, row_slice.losses, momentum=row_slice.momentum, q=row_slice.q, shift=row_slice.shift,
             steps=steps, sumsq=row_slice.sumsq if two_passes else None, sumsq_v=row_slice.sumsq_v,
             adaptive=row_slice.variant.direction is Direction.ADAPTIVE_GRADIENT,
@@ -106,9 +108,9 @@ def row_pass(layout: Layout, device: torch.device, module: GraphModule, slots: S
     The graph was evaluated on `ROWS` rows (see `graph_passes`). It has no row program if an operation has no form.
     """
     try:
-        written = Writer(module.graph, [layout.segments[i] for i in slots], layout.row_size)
-        places, width = written.places, layout.row_size + SHARED
-        program = ops.row_program(written.instructions, places.inputs, places.scratch, width, device)
+        writer = Writer(module.graph, [layout.segments[i] for i in slots], layout.row_size)
+        places, width = writer.places, layout.row_size + SHARED
+        program = ops.row_program(writer.instructions, places.inputs, places.scratch, width, device)
     except NoFormError:
         return None
-    return RowPass(program, places.others, layout, slots)
+    return RowPass(program, places.constants, layout, slots)

@@ -51,7 +51,7 @@ class Writer:
         self.places, self.instructions = MemoryPlan(graph), list[Instruction]()
         wanted = [(row_size, 1, ()), *((s.offset, s.length, tuple(s.stride)) for s in segments)]
         results = list(zip(outputs(graph), wanted, strict=True))
-        late = [
+        deferred = [
             (node, offset, strides)
             for node, (offset, length, strides) in results
             if not self.places.goes_out(node, offset, length, strides)
@@ -60,7 +60,7 @@ class Writer:
             if node.op == "call_function" and node.target not in (*VIEWS, operator.getitem):
                 self._write(node)
             self.places.leave(node)
-        for node, offset, strides in late:  # outputs in another memory order, inputs, and outputs that are equal
+        for node, offset, strides in deferred:  # outputs in another memory order, inputs, and outputs that are equal
             self._add(Code.COPY, node.meta["val"].shape, Operand(OUT, offset, strides), node)
 
     # --- operations ---
@@ -75,8 +75,8 @@ class Writer:
             self._elementwise(call, _UNARY[op], args[0])
         elif op in _BINARY and len(args) == 2 and not call.kwargs:
             self._binary(call, _BINARY[op])
-        elif op in _OTHERS:
-            _OTHERS[op](self, call)
+        elif op in _WRITERS:
+            _WRITERS[op](self, call)
         else:
             raise NoFormError(f"{op} has no form")
 
@@ -144,8 +144,8 @@ class Writer:
             raise NoFormError("a softmax over rows, or in another precision")
         code = Code.LOG_SOFTMAX_BACKWARD if backward else Code.LOG_SOFTMAX
         operands = [self.places.read(n, t.shape) for n in read]
-        made = Instruction(code, tuple(t.shape[1:]), self.places.new(call), *operands)
-        self.instructions.append(made.by_classes(dim - 1))
+        instruction = Instruction(code, tuple(t.shape[1:]), self.places.new(call), *operands)
+        self.instructions.append(instruction.by_classes(dim - 1))
 
     def _nll(self, call: Node) -> None:
         """nll_loss2d: losses `[rows, 1, n]` of `[rows, classes, 1, n]` and labels `[rows, 1, n]`; as it is called for
@@ -204,7 +204,7 @@ class Writer:
         self._elementwise(call, Code.MULTIPLY_ADD, *arguments(call), number=value)
 
 
-_OTHERS: dict[Any, Callable[[Writer, Node], None]] = {
+_WRITERS: dict[Any, Callable[[Writer, Node], None]] = {
     aten.sum.dim_IntList: Writer._sum,
     aten.mean.dim: Writer._sum,
     aten._log_softmax.default: Writer._log_softmax,
