@@ -115,7 +115,7 @@ def case_table(case: Record) -> Table:
         texts = [text for column in columns for text in column.cells(row)]
         texts = ["failed" if row.get("problem") else NONE] * len(heads) if failed(row) else texts
         cells.append([f"{bold}{title}{bold}", *texts])
-    return Table(case["title"], ["", *heads], cells, aligned="l" + "".join("rl"[h == "quartiles"] for h in heads))
+    return Table(case["title"], ["", *heads], cells, alignment="l" + "".join("rl"[h == "quartiles"] for h in heads))
 
 
 def visible_rows(case: Record) -> Sequence[Row]:
@@ -186,7 +186,7 @@ def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
             cells = [cell(by_key.get((op, size, name), {})) for size in sizes]
             if set(cells) != {"-"}:
                 rows.append([op, str(bytes_), name, *cells])
-    table = Table("", ["op", "bytes", "backend", *sizes.values()], rows, aligned="lrl" + "r" * len(sizes))
+    table = Table("", ["op", "bytes", "backend", *sizes.values()], rows, alignment="lrl" + "r" * len(sizes))
     about = f"{'with the time per call, ' * times}median (one thread, or replayed on a GPU)"
     return f"Fraction of the floor on {layout} tensors, {about}:\n\n{table.markdown()}"
 

@@ -133,6 +133,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers import Trainer
 
-    made = type("SAMTrainer", (SAMTrainerMixin, Trainer), {"__doc__": SAMTrainerMixin.__doc__, "__module__": __name__})
-    globals()[name] = made
-    return made
+    trainer_class = type(
+        "SAMTrainer", (SAMTrainerMixin, Trainer), {"__doc__": SAMTrainerMixin.__doc__, "__module__": __name__}
+    )
+    globals()[name] = trainer_class
+    return trainer_class

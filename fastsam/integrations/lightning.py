@@ -100,8 +100,8 @@ class _Hooks:
 def _the_optimizer(trainer: Any) -> FusedSAM:
     optimizers = trainer.optimizers
     if len(optimizers) != 1 or not isinstance(optimizers[0], FusedSAM):
-        found = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-        raise ValueError(f"SAMCallback expects configure_optimizers to return one FusedSAM, got {found}")
+        class_names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise ValueError(f"SAMCallback expects configure_optimizers to return one FusedSAM, got {class_names}")
     opt: FusedSAM = optimizers[0]
     return opt
 
@@ -114,10 +114,10 @@ def _callback(trainer: Any, *names: str) -> str | None:
 
 def _refuse_averages(trainer: Any, opt: FusedSAM) -> None:
     """Raise ValueError for a callback that averages the weights between steps, where these are the perturbed ones."""
-    averaging = _callback(trainer, "WeightAveraging", "StochasticWeightAveraging")
-    if averaging and opt._engine.one_pass:
+    callback = _callback(trainer, "WeightAveraging", "StochasticWeightAveraging")
+    if callback and opt._engine.one_pass:
         raise ValueError(
-            f"{averaging} with {type(opt._engine.variant).__name__}, whose weights between steps are the perturbed "
+            f"{callback} with {type(opt._engine.variant).__name__}, whose weights between steps are the perturbed "
             f"ones: it would average those. Take a variant of two passes, or average inside opt.evaluating()"
         )
 

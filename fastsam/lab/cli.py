@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from fastsam.lab.config import Source
 
-USAGE, INTERRUPTED = 2, 130
-MISSING = "not installed"
+USAGE, INTERRUPT = 2, 130
+NO_VERSION = "not installed"
 MOST_POINTS = 1001  # largest number of points on a side of a loss surface: a million losses
 OPTIONAL = {  # packages that some uses need, and what each is for
     "triton": f"kernels for GPUs: {install_command('triton')}",
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not debug:
                 warnings.showwarning = _show_warning
             if arguments.command != "run":
-                _alone(arguments.command)
+                _check_one_process(arguments.command)
             if arguments.command == "reproduce" and arguments.list:
                 return list_tables(arguments, flags)
             if arguments.command in ("info", "plots"):
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return {"run": run, "compare": compare, "reproduce": reproduce}[arguments.command](arguments, flags)
     except KeyboardInterrupt as interrupt:
         print(f"\ninterrupted. {interrupt}".rstrip(), file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPT
     except BrokenPipeError:  # the reader closed the pipe, as in `fastsam info | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -145,13 +145,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_error(error, debug)
 
 
-def _alone(command: str) -> None:
+def _check_one_process(command: str) -> None:
     """Raise ValueError if a launcher started several processes of a command that needs only one."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(f"`fastsam {command}` runs in one process; torchrun is for `fastsam run`")
 
 
-def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+def _show_warning(message: Warning | str, *origin: Any, **options: Any) -> None:
     """Print a warning as one line, without the place in the code that raised it."""
     print(f"warning: {message}", file=sys.stderr)
 
@@ -160,15 +160,15 @@ def _report_error(error: Exception, debug: bool) -> int:
     """Print the error as one message, with its type if the message was not written for users. Return the exit code."""
     if debug:
         traceback.print_exception(error)
-    ours = type(error).__module__.startswith("fastsam.")
-    written_for_users = ours or isinstance(error, (ValueError, RuntimeError, OSError))
-    print(f"error: {error}" if written_for_users else f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    is_package_error = type(error).__module__.startswith("fastsam.")
+    is_for_users = is_package_error or isinstance(error, (ValueError, RuntimeError, OSError))
+    print(f"error: {error}" if is_for_users else f"error: {type(error).__name__}: {error}", file=sys.stderr)
     hint = missing_module_hint(error.name) if isinstance(error, ImportError) else None
     if isinstance(error, ImportError) and error.name == "torch":
         print("fastsam needs PyTorch: pip install 'torch>=2.10'", file=sys.stderr)
     elif hint is not None:
         print(hint, file=sys.stderr)
-    elif not written_for_users and not debug:
+    elif not is_for_users and not debug:
         print("run it again with --debug for the traceback", file=sys.stderr)
     return 1
 
@@ -181,8 +181,8 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
     versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     for package, use in OPTIONAL.items():
-        found = _version(package)
-        versions[package] = f"{found} ({use})" if found == MISSING else found
+        version = _version(package)
+        versions[package] = f"{version} ({use})" if version == NO_VERSION else version
     if not arguments.json:
         print(*(f"{name:<13} {text}" for name, text in versions.items()), sep="\n")
     import torch
@@ -191,19 +191,19 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     from fastsam.lab import next_steps
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    unavailable = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
-    steps = next_steps.steps(unavailable, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available())
+    reasons = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
+    steps = next_steps.steps(reasons, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available())
     if arguments.json:
-        known = [{"name": b.name, "device": b.device, "available": b.available, "reason": b.reason}
+        rows = [{"name": b.name, "device": b.device, "available": b.available, "reason": b.reason}
                  for b in backends.table()]  # fmt: skip
-        facts = {"versions": versions, "cuda": cuda, "backends": known, "auto": backends.backend(), "advice": steps}
+        facts = {"versions": versions, "cuda": cuda, "backends": rows, "auto": backends.backend(), "advice": steps}
         print(json.dumps(facts, indent=1))
         return 0
     print(f"{'cuda':<12} {cuda or 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
     for backend in backends.table():
-        available = "yes" if backend.available else "no"
-        print(f"{backend.name:<11}{backend.device:<8}{available:<11}{backend.reason or ''}".rstrip())
+        answer = "yes" if backend.available else "no"
+        print(f"{backend.name:<11}{backend.device:<8}{answer:<11}{backend.reason or ''}".rstrip())
     print(f"\n`auto` on this machine: {backends.backend()}\n")
     print(*steps, sep="\n")
     return 0
@@ -218,25 +218,25 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     source = configs.read(arguments.config, flags)
     _show_imports(source, arguments)
     config = configs.resolve(source)
-    short = run_config.short_name(config.algorithm)
+    algorithm = run_config.short_name(config.algorithm)
     if arguments.print_config:
         print(json.dumps(config.record(), indent=1))
         return 0
     experiment.keywords(config)  # bad keywords are reported before data are read
-    built = experiment.build(config)
+    run_setup = experiment.build(config)
     with join_ranks() as ranks:
         # The directory of rank 0: a number that is free now may be taken a moment later.
-        directory = ranks.share(arguments.run_dir or numbered_directory(f"{config.name}-{short}", arguments.resume))
+        directory = ranks.share(arguments.run_dir or numbered_directory(f"{config.name}-{algorithm}", arguments.resume))
         console = _console(quiet=not ranks.first)
         resume_command = (
             f"fastsam run {_quote(directory / 'config.json')} --run-dir {_quote(directory)}{_trust(arguments)} --resume"
         )
-        finished = compare.train(built, directory, arguments.resume, console, short, resume_command)
+        finished_run = compare.train(run_setup, directory, arguments.resume, console, algorithm, resume_command)
     if not ranks.first:
         return 0
-    title = f"{short} on {built.data.name}"
-    figures = report.draw_plots([finished], {"": built.data.class_counts()}, directory, title)
-    report.short_table([finished], f"{title}, {len(built.data)} clients", console.width).show(console)
+    title = f"{algorithm} on {run_setup.data.name}"
+    figures = report.draw_plots([finished_run], {"": run_setup.data.class_counts()}, directory, title)
+    report.short_table([finished_run], f"{title}, {len(run_setup.data)} clients", console.width).show(console)
     _say(console, {figure.path.stem: figure.path for figure in figures} | {"run directory": directory})
     return 0
 
@@ -263,25 +263,27 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         experiment.keywords(config)
     data = compare.load_all(plan)
     compare.write_record(plan, directory)
-    again = f"fastsam compare {_quote(directory / 'config.json')}{_trust(arguments)}"
+    repeat_command = f"fastsam compare {_quote(directory / 'config.json')}{_trust(arguments)}"
     console = _console()
-    finished, failed = compare.train_all(plan, data, directory, arguments.resume, console, again)
-    if not finished:
+    finished_runs, errors = compare.train_all(plan, data, directory, arguments.resume, console, repeat_command)
+    if not finished_runs:
         raise RuntimeError(f"no run of the comparison in {directory} was finished")
-    shown = compare.by_swept_data(plan, data)
-    title = report.title(finished, ", ".join(dict.fromkeys(one.name for one in shown.values())))
-    facts = compare.facts(plan, data) | {f"failed: {name}": text for name, text in failed.items()}
-    surfaces = {} if arguments.surface is None else compare.surfaces(plan, data, finished, arguments.surface, directory)
-    context = report.Context(title, facts, again, {name: one.class_counts() for name, one in shown.items()}, surfaces)
-    report.write_comparison(finished, context, directory)
-    clients = " or ".join(dict.fromkeys(str(len(one)) for one in shown.values()))
-    report.short_table(finished, f"{title}, {clients} clients", console.width).show(console)
-    for sentence in report.sentences(finished):
+    data_sets = compare.by_swept_data(plan, data)
+    title = report.title(finished_runs, ", ".join(dict.fromkeys(data_set.name for data_set in data_sets.values())))
+    facts = compare.facts(plan, data) | {f"failed: {name}": text for name, text in errors.items()}
+    points = arguments.surface
+    surfaces = {} if points is None else compare.surfaces(plan, data, finished_runs, points, directory)
+    counts = {name: data_set.class_counts() for name, data_set in data_sets.items()}
+    context = report.Context(title, facts, repeat_command, counts, surfaces)
+    report.write_comparison(finished_runs, context, directory)
+    clients = " or ".join(dict.fromkeys(str(len(data_set)) for data_set in data_sets.values()))
+    report.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
+    for sentence in report.sentences(finished_runs):
         console.print(sentence, soft_wrap=True)
     console.print()
     files = {name: directory / file for name, file in report.COMPARISON_FILES.items()}
     _say(console, files | {"run directory": directory})
-    return 1 if failed else 0
+    return 1 if errors else 0
 
 
 def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -354,7 +356,7 @@ def _split(text: str | None) -> list[str] | None:
 
 
 def _version(package: str) -> str:
-    return installed_version(package) or MISSING
+    return installed_version(package) or NO_VERSION
 
 
 def _quote(path: Path) -> str:

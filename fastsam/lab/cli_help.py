@@ -27,9 +27,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with the usage, the message, and the choice that was probably meant."""
-        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        close = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else []
-        super().error(message + "".join(f"; did you mean {name!r}?" for name in close))
+        match = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        suggestions = difflib.get_close_matches(match[1], re.findall(r"[\w-]+", match[2]), n=1) if match else []
+        super().error(message + "".join(f"; did you mean {name!r}?" for name in suggestions))
 
 
 TOPICS = ("data", "model", "run", "privacy", "compression", "measures", "algorithms", "all")
@@ -56,7 +56,8 @@ def _keys(topic: str) -> list[str]:
     tables = {"data": run_config.table(run_config.DataKeys), "model": run_config.table(run_config.ModelKeys)}
     tables["run"] = {key: row for key, row in run_config.KEYS.items() if key not in (*tables["data"], *tables["model"])}
     tables |= {
-        name: {f"{name}.{key}": row for key, row in found.items()} for name, found in run_config.OPTION_TABLES.items()
+        name: {f"{name}.{key}": row for key, row in options.items()}
+        for name, options in run_config.OPTION_TABLES.items()
     }
     lines = []
     for name, rows in tables.items():

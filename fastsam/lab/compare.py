@@ -32,7 +32,7 @@ from fastsam.lab.sweep import Axis, check_taken, combinations, parse_axis, with_
 if TYPE_CHECKING:
     from rich.console import Console
 
-ALL = "all"  # algorithms
+ALL_ALGORITHMS = "all"  # text that stands for all built-in algorithms
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class PlannedRun:
     @property
     def directory(self) -> str:
         """Return the name of the sub-directory, e.g. "fedsam-rho=0.05-seed0"."""
-        named = "-".join([*self.label.split(" "), f"seed{self.config.seed}"])
-        return "".join(c if c.isalnum() or c in "-_.=+" else "_" for c in named)
+        name = "-".join([*self.label.split(" "), f"seed{self.config.seed}"])
+        return "".join(c if c.isalnum() or c in "-_.=+" else "_" for c in name)
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ class Plan:
         for config in self.configs:
             records.setdefault(short_name(config.algorithm), config.record())
         first = next(iter(records.values()))
-        others = {"algorithm", "seed", *records}  # the last are the algorithms' own tables
-        common = {
-            k: v for k, v in first.items() if k not in others and all(k in r and r[k] == v for r in records.values())
-        }
+        separate_keys = {"algorithm", "seed", *records}  # the last are the algorithms' own tables
+        keys = [k for k in first if k not in separate_keys]
+        common_values = {k: first[k] for k in keys if all(k in r and r[k] == first[k] for r in records.values())}
         tables = {
-            short: {k: v for k, v in record.items() if k not in (*common, "algorithm", "seed", short)} | record[short]
-            for short, record in records.items()
+            algorithm: {k: v for k, v in record.items() if k not in (*common_values, "algorithm", "seed", algorithm)}
+            | record[algorithm]
+            for algorithm, record in records.items()
         }
         compare: dict[str, list[Any]] = {"algorithms": list(self.algorithms), "seeds": list(self.seeds)}
         if self.sweep:
             compare["sweep"] = [axis.text for axis in self.sweep]
-        return common | tables | {"compare": compare}
+        return common_values | tables | {"compare": compare}
 
 
 def plan(
@@ -106,29 +106,29 @@ def plan(
 
     Args:
         source: layers of the config. Its [compare] table has the defaults of the other arguments.
-        algorithms: names of the algorithms; only `ALL` for all built-in ones.
+        algorithms: names of the algorithms; only `ALL_ALGORITHMS` for all built-in ones.
         seeds: seeds as texts; by default the seeds of [compare], else the source's seed.
         sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false"; several of them are combined. An algorithm
             that does not take a key runs without it, once.
     """
     names = list(algorithms or source.compare.get("algorithms") or [])
-    if names == [ALL]:
+    if names == [ALL_ALGORITHMS]:
         names = list(registry)
     if not names:
         raise ConfigError(
             "what shall be compared? Name algorithms with --algorithms fedavg,fedsam or in a table [compare] of the "
             "config file"
         )
-    _unique([short_name(str(name)) for name in names], "algorithm")
+    _check_unique([short_name(str(name)) for name in names], "algorithm")
     if "algorithm" in source.flags:
         raise ConfigError("compare takes --algorithms A,B, not --algorithm")
     axes = tuple(parse_axis(text) for text in (sweep or source.compare.get("sweep") or []))
-    _unique([axis.name for axis in axes], "swept key")
+    _check_unique([axis.name for axis in axes], "swept key")
     check_taken(axes, names)
     if seeds is not None and not seeds:
         raise ConfigError("seeds must be integers such as 0,1,2, got none")
     numbers = [_seed(s) for s in (seeds or source.compare.get("seeds") or [])] or [_only_seed(source, names, axes)]
-    _unique([str(n) for n in numbers], "seed")
+    _check_unique([str(n) for n in numbers], "seed")
     runs = tuple(
         PlannedRun(config, point)
         for name in names
@@ -158,11 +158,11 @@ def _only_seed(source: Source, names: Sequence[str], axes: Sequence[Axis]) -> in
     return resolve(with_values(source, first), names[0], names).seed
 
 
-def _check_data(configs: Sequence[RunConfig], swept: set[str]) -> None:
+def _check_data(configs: Sequence[RunConfig], swept_keys: set[str]) -> None:
     first = configs[0]
     for config in configs[1:]:
         for key in DATA_KEYS:
-            if key not in swept and getattr(config, key) != getattr(first, key):
+            if key not in swept_keys and getattr(config, key) != getattr(first, key):
                 raise ConfigError(
                     f"a comparison runs on one data set: {key} is {getattr(first, key)!r} for {first.algorithm} "
                     f"and {getattr(config, key)!r} for {config.algorithm}"
@@ -183,10 +183,10 @@ def _seed(value: Any) -> int:
         raise ConfigError(f"seeds must be integers such as 0,1,2, got {value!r}") from None
 
 
-def _unique(names: Sequence[str], what: str) -> None:
-    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if repeated is not None:
-        raise ConfigError(f"the {what} {repeated!r} is named twice; each {what} runs once")
+def _check_unique(names: Sequence[str], kind: str) -> None:
+    duplicate = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if duplicate is not None:
+        raise ConfigError(f"the {kind} {duplicate!r} is named twice; each {kind} runs once")
 
 
 def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
@@ -200,12 +200,12 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
     if "compare" not in _config_of(directory):
         raise RunDirectoryError(f"{directory} is not the directory of a comparison; choose another --run-dir")
     for run in plan.runs:
-        now, before = run.config.record(), _config_of(directory / run.directory)
-        for key in sorted(now.keys() | before.keys() if before else ()):
-            if key not in (*FREE, "name") and now.get(key) != before.get(key):
+        new_record, old_record = run.config.record(), _config_of(directory / run.directory)
+        for key in sorted(new_record.keys() | old_record.keys() if old_record else ()):
+            if key not in (*FREE, "name") and new_record.get(key) != old_record.get(key):
                 raise RunDirectoryError(
                     f"{directory / run.directory} cannot be resumed with another {key}: "
-                    f"it was started with {before.get(key)!r}, now it is {now.get(key)!r}"
+                    f"it was started with {old_record.get(key)!r}, now it is {new_record.get(key)!r}"
                 )
 
 
@@ -253,16 +253,16 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
     A fact that differs between swept values of the data has a line for each value, with the value in its name.
     """
     config = plan.configs[0]
-    swept = {axis.key for axis in plan.sweep}
+    swept_keys = {axis.key for axis in plan.sweep}
     share = "participation" if config.cohort is None else "cohort"
     keys = ("rounds", share, "local_epochs", "batch_size", "model", "client_test_split")
-    firsts = {short_name(c.algorithm): c for c in reversed(plan.configs)}
+    first_configs = {short_name(c.algorithm): c for c in reversed(plan.configs)}
     data_facts = {_swept_data(run): _data_facts(run.config, data[data_key(run.config)]) for run in plan.runs}
     return {
-        **_merged(data_facts),
-        **{key: getattr(config, key) for key in keys if key not in swept},
+        **_merge_facts(data_facts),
+        **{key: getattr(config, key) for key in keys if key not in swept_keys},
         **{f"swept {axis.name}": ", ".join(axis.values) for axis in plan.sweep},
-        **{name: _settings(firsts[short_name(name)], swept) for name in plan.algorithms},
+        **{name: _settings(first_configs[short_name(name)], swept_keys) for name in plan.algorithms},
     }
 
 
@@ -278,7 +278,7 @@ def _data_facts(config: RunConfig, data: FederatedData) -> dict[str, str]:
     return facts if data.priors is None else facts | {"split": f"{split}, seed {config.split_seed}"}
 
 
-def _merged(data_facts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def _merge_facts(data_facts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return one line for each fact that is the same in all data sets, and one line per data set for other facts.
 
     Lines of the second kind have the data set's name in their key.
@@ -286,36 +286,37 @@ def _merged(data_facts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     lines: dict[str, str] = {}
     for key in dict.fromkeys(key for facts in data_facts.values() for key in facts):
         texts = {name: facts[key] for name, facts in data_facts.items() if key in facts}
-        common = len({*texts.values()}) == 1 and len(texts) == len(data_facts)
-        lines |= {key: next(iter(texts.values()))} if common else {f"{key}, {n}": text for n, text in texts.items()}
+        is_common = len({*texts.values()}) == 1 and len(texts) == len(data_facts)
+        lines |= {key: next(iter(texts.values()))} if is_common else {f"{key}, {n}": text for n, text in texts.items()}
     return lines
 
 
-def _settings(config: RunConfig, swept: set[str]) -> str:
+def _settings(config: RunConfig, swept_keys: set[str]) -> str:
     settings = {"lr": config.lr, "lr_decay": config.lr_decay, **config.options}
-    return ", ".join(f"{key} {value}" for key, value in settings.items() if key not in swept)
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if key not in swept_keys)
 
 
 Data = Mapping[str, FederatedData]
 
 
 def train(
-    built: Experiment, directory: Path, resume: bool, console: Console, label: str, resume_command: str,
-    every: int | None = None,
+    run_setup: Experiment, directory: Path, resume: bool, console: Console, label: str, resume_command: str,
+    print_interval: int | None = None,
 ) -> FinishedRun:  # fmt: skip
     """Train one run.
 
     Args:
         label: name of the run in the progress line.
+        print_interval: number of rounds between lines of a log; default a tenth of the rounds.
         resume_command: command that continues the run. Ctrl-C and a full disk raise errors that show it.
     """
     try:
-        with RunProgress(console, label, built.config.rounds, every) as progress:
-            result = experiment.start(built, directory, resume, progress)
+        with RunProgress(console, label, run_setup.config.rounds, print_interval) as progress:
+            result = experiment.start(run_setup, directory, resume, progress)
     except KeyboardInterrupt:
-        begun = (directory / "config.json").exists()
+        is_started = (directory / "config.json").exists()
         raise KeyboardInterrupt(
-            f"Continue with:\n  {resume_command}" if begun else "Nothing had been written yet."
+            f"Continue with:\n  {resume_command}" if is_started else "Nothing had been written yet."
         ) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -324,9 +325,9 @@ def train(
             f"no space is left for {directory} ({error.strerror}). Its last checkpoint is whole; make room, and "
             f"continue with:\n  {resume_command}"
         ) from error
-    short, config = short_name(built.config.algorithm), built.config
+    algorithm, config = short_name(run_setup.config.algorithm), run_setup.config
     lr = config.lr if isinstance(config.lr, float) else None
-    return FinishedRun(short, config.seed, result.summary(), result.history, directory, short, lr=lr)
+    return FinishedRun(algorithm, config.seed, result.summary(), result.history, directory, algorithm, lr=lr)
 
 
 def load_all(plan: Plan) -> dict[str, FederatedData]:
@@ -336,43 +337,44 @@ def load_all(plan: Plan) -> dict[str, FederatedData]:
 
 
 def train_all(
-    plan: Plan, data: Data, directory: Path, resume: bool, console: Console, again: str
+    plan: Plan, data: Data, directory: Path, resume: bool, console: Console, repeat_command: str
 ) -> tuple[list[FinishedRun], dict[str, str]]:
     """Train all runs. Return the finished runs, and the errors of failed runs by name.
 
-    `again` is the command that repeats the comparison. Raises RunDirectoryError if a run directory cannot be used.
+    `repeat_command` repeats the comparison. Raises RunDirectoryError if a run directory cannot be used.
     """
-    resume_command = f"{again} --run-dir {shlex.quote(str(directory))} --resume"
+    resume_command = f"{repeat_command} --run-dir {shlex.quote(str(directory))} --resume"
     runs: list[FinishedRun] = []
-    failed: dict[str, str] = {}
+    errors: dict[str, str] = {}
     countdown = Countdown(len(plan.runs))
-    for planned in plan.runs:
-        name, left = planned.directory, countdown.next()
-        done = (directory / name / "summary.json").exists()
-        built, rounds = experiment.build(planned.config, data[data_key(planned.config)]), planned.config.rounds
+    for run in plan.runs:
+        name, countdown_text = run.directory, countdown.next()
+        is_done = (directory / name / "summary.json").exists()
+        run_setup, rounds = experiment.build(run.config, data[data_key(run.config)]), run.config.rounds
         try:
-            finished = train(built, directory / name, resume, console, left + name, resume_command, rounds)
+            label = countdown_text + name
+            finished_run = train(run_setup, directory / name, resume, console, label, resume_command, rounds)
         except RunDirectoryError:
             raise
         except (RuntimeError, ValueError) as error:  # it diverged, say, or cannot be run so: the other runs go on
-            failed[name] = str(error)
+            errors[name] = str(error)
             print(f"error: {name}: {error}", file=sys.stderr)
             continue
-        if not done:
+        if not is_done:
             countdown.trained()
-        runs.append(replace(finished, label=planned.label, point=dict(planned.point)))
-    return runs, failed
+        runs.append(replace(finished_run, label=run.label, point=dict(run.point)))
+    return runs, errors
 
 
 def surfaces(
     plan: Plan, data: Data, runs: Sequence[FinishedRun], points: int, directory: Path
 ) -> Mapping[str, np.ndarray]:
     """Return the loss surface of each label's first run; see `report.loss_surfaces`."""
-    configs = {(planned.label, planned.config.seed): planned.config for planned in plan.runs}
+    configs = {(run.label, run.config.seed): run.config for run in plan.runs}
 
-    def build(run: FinishedRun) -> tuple[Any, Any, Any]:
-        config = configs[run.label, run.seed]
-        built = experiment.build(config, data[data_key(config)])
-        return built.model, built.data.clients, experiment.keywords(config)["loss"]
+    def build(finished_run: FinishedRun) -> tuple[Any, Any, Any]:
+        config = configs[finished_run.label, finished_run.seed]
+        run_setup = experiment.build(config, data[data_key(config)])
+        return run_setup.model, run_setup.data.clients, experiment.keywords(config)["loss"]
 
     return report.loss_surfaces(runs, build, points, directory)

@@ -91,18 +91,18 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
     for key, value in compare.items():
         if key not in COMPARE_KEYS or not isinstance(value, list):
             raise ConfigError(f"[compare] holds the lists 'algorithms', 'seeds' and 'sweep', got {key} = {value!r}")
-    flat, dotted = parse_flags(flags)
-    return Source(values, tables, compare, flat, dotted, str(values.get("name") or path.stem))
+    flat, flag_tables = parse_flags(flags)
+    return Source(values, tables, compare, flat, flag_tables, str(values.get("name") or path.stem))
 
 
-def with_current_options(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored config.json with today's names, and with options of privacy and measures in their tables."""
-    found = with_current_names(stored)
-    flat = {("clip" if key == "clip_update" else key): found.pop(key) for key in _FLAT_PRIVACY if key in found}
-    settings = found.pop("measure_options", None)
+def with_current_options(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json with today's names. Options of privacy and measures are in their tables."""
+    options = with_current_names(record)
+    flat = {("clip" if key == "clip_update" else key): options.pop(key) for key in _FLAT_PRIVACY if key in options}
+    settings = options.pop("measure_options", None)
     if settings:
-        found["measures"] = {"names": found.get("measures", []), **settings}
-    return found | {"privacy": flat} if flat else found
+        options["measures"] = {"names": options.get("measures", []), **settings}
+    return options | {"privacy": flat} if flat else options
 
 
 def imports(source: Source) -> list[tuple[str, str]]:
@@ -110,14 +110,16 @@ def imports(source: Source) -> list[tuple[str, str]]:
 
     Keys that a flag overrides are left out, because the user has typed the flag.
     """
-    found = [(key, value) for key, value in source.values.items() if key not in source.flags]
-    found += [item for table in source.tables.values() for item in table.items()]
+    candidates = [(key, value) for key, value in source.values.items() if key not in source.flags]
+    candidates += [item for table in source.tables.values() for item in table.items()]
     metrics = source.values.get("metrics")
-    found += [("metrics", path) for path in metrics.values()] if isinstance(metrics, dict) else []
-    found += [("algorithm", name) for name in source.compare.get("algorithms", ())]
-    swept = [str(text).partition("=") for text in source.compare.get("sweep", ())]
-    found += [(key.rpartition(".")[2], value) for key, _, values in swept for value in values.split(",")]
-    return [(key, path) for key, path in found if key in IMPORTING and isinstance(path, str) and is_import_path(path)]
+    candidates += [("metrics", path) for path in metrics.values()] if isinstance(metrics, dict) else []
+    candidates += [("algorithm", name) for name in source.compare.get("algorithms", ())]
+    sweeps = [str(text).partition("=") for text in source.compare.get("sweep", ())]
+    candidates += [(key.rpartition(".")[2], value) for key, _, values in sweeps for value in values.split(",")]
+    return [
+        (key, path) for key, path in candidates if key in IMPORTING and isinstance(path, str) and is_import_path(path)
+    ]
 
 
 def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
@@ -125,15 +127,15 @@ def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
 
     Raises ConfigError if another user made one of the places, and an import was not named by --trust.
     """
-    found = imports(source)
-    lines = [f"{key} imports {path}" for key, path in found]
-    others = [place for place in places if place.exists() and not trust.belongs_to_user(place)]
-    unknown = [where for _, path in found if not trust.is_trusted(where := path.rpartition(":")[0])]
-    if others and unknown:
-        named = " ".join(f"--trust {where}" for where in dict.fromkeys(unknown))
+    pairs = imports(source)
+    lines = [f"{key} imports {path}" for key, path in pairs]
+    foreign_places = [place for place in places if place.exists() and not trust.belongs_to_user(place)]
+    untrusted_modules = [module for _, path in pairs if not trust.is_trusted(module := path.rpartition(":")[0])]
+    if foreign_places and untrusted_modules:
+        trust_flags = " ".join(f"--trust {module}" for module in dict.fromkeys(untrusted_modules))
         raise ConfigError(
-            f"{others[0]} was made by another user, and resuming it runs what its config imports: {'; '.join(lines)}. "
-            f"Look at these, and if you trust them add {named}"
+            f"{foreign_places[0]} was made by another user, and resuming it runs what its config imports: "
+            f"{'; '.join(lines)}. Look at these, and if you trust them add {trust_flags}"
         )
     return lines
 
@@ -146,14 +148,14 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[st
     """
     flat: dict[str, str] = {}
     tables: dict[str, dict[str, str]] = {}
-    rest = list(flags)
-    while rest:
-        flag = rest.pop(0)
+    words = list(flags)
+    while words:
+        flag = words.pop(0)
         if not flag.startswith("--") or flag == "--":
             raise ConfigError(f"expected --key value, got {flag!r}")
         key, equals, value = flag[2:].partition("=")
         if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
         table, dot, option = key.rpartition(".")
         if dot:
             tables.setdefault(table, {})[option.replace("-", "_")] = value
@@ -167,7 +169,7 @@ def _check_flag_keys(flags: Sequence[str]) -> None:
     flat, _ = parse_flags(flags)
     for key in flat:
         if key not in KEYS and not takers_of(key) and not is_import_path(flat.get("algorithm", "")):
-            raise ConfigError(_unknown(key, flat.get("algorithm", RunConfig.algorithm), ()))
+            raise ConfigError(_unknown_key_message(key, flat.get("algorithm", RunConfig.algorithm), ()))
 
 
 def algorithm_class(name: str) -> Callable[..., Any]:
@@ -188,21 +190,21 @@ def algorithm_options(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _options_of(made: Callable[..., Any]) -> dict[str, Any]:
+def _options_of(constructor: Callable[..., Any]) -> dict[str, Any]:
     """Return the options of a class. Cached, because every run of a comparison needs the options of all algorithms."""
-    if dataclasses.is_dataclass(made):
-        names = [f.name for f in dataclasses.fields(made) if f.init]
+    if dataclasses.is_dataclass(constructor):
+        names = [f.name for f in dataclasses.fields(constructor) if f.init]
     else:
-        names = list(inspect.signature(made).parameters)
+        names = list(inspect.signature(constructor).parameters)
     try:
-        hints = typing.get_type_hints(made)
+        hints = typing.get_type_hints(constructor)
     except NameError:  # a user's annotations may name what exists for the type checker only
         hints = {}
     return {option: hints.get(option, Any) for option in names}
 
 
 def resolve(
-    source: Source, algorithm: str | None = None, beside: Iterable[str] = (), seed: int | None = None
+    source: Source, algorithm: str | None = None, competitors: Iterable[str] = (), seed: int | None = None
 ) -> RunConfig:
     """Return the config of one run.
 
@@ -211,13 +213,14 @@ def resolve(
 
     Args:
         algorithm: algorithm in place of the source's.
-        beside: other algorithms of the same comparison. An option outside the tables is ignored if only they take it.
+        competitors: other algorithms of the same comparison. An option outside the tables is ignored if only they
+            take it.
     """
     name = algorithm or (source.values | source.flags).get("algorithm", RunConfig.algorithm)
     if not isinstance(name, str):
         raise ConfigError(f"algorithm must be a string, got {name!r}")
-    _check_tables(source, [name, *beside])
-    filed, values, options = _merge_layers(source, name, beside)
+    _check_tables(source, [name, *competitors])
+    file_values, values, options = _merge_layers(source, name, competitors)
     values |= {"algorithm": name, "name": values.get("name") or source.name}
     if "/" in values["name"] or len(values["name"].encode()) > LONGEST_NAME:
         raise ConfigError(
@@ -226,96 +229,96 @@ def resolve(
         )
     if seed is not None:
         values["seed"] = seed
-    flagged = source.flags.keys() | source.flag_tables.get(short_name(name), {}).keys()
-    return RunConfig(**_with_meaning(values, filed, flagged), options=_complete(name, options))
+    flag_keys = source.flags.keys() | source.flag_tables.get(short_name(name), {}).keys()
+    return RunConfig(**_with_meaning(values, file_values, flag_keys), options=_fill_options(name, options))
 
 
 def _merge_layers(
-    source: Source, name: str, beside: Iterable[str]
+    source: Source, name: str, competitors: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return three dicts of typed values: keys of the file, keys with flags applied, and the algorithm's options."""
-    own, short = algorithm_options(name), short_name(name)
-    filed: dict[str, Any] = {}
+    option_types, table_name = algorithm_options(name), short_name(name)
+    file_values: dict[str, Any] = {}
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    layers = [(source.values, False, False), (source.tables.get(short, {}), True, False)]
-    layers += [(source.flags, False, True), (source.flag_tables.get(short, {}), True, True)]
+    layers = [(source.values, False, False), (source.tables.get(table_name, {}), True, False)]
+    layers += [(source.flags, False, True), (source.flag_tables.get(table_name, {}), True, True)]
     for layer, in_table, text in layers:
         for key, value in layer.items():
-            if key in own and (in_table or key not in KEYS):
-                options[key] = check_type(key, value, kinds(own[key]), text)
+            if key in option_types and (in_table or key not in KEYS):
+                options[key] = check_type(key, value, kinds(option_types[key]), text)
             elif key in KEYS:
                 values[key] = check_type(key, value, _kinds_in_a_file(key), text)
-            elif in_table or not any(key in algorithm_options(other) for other in beside):
-                raise ConfigError(_unknown(key, name, own))
-        filed = filed if text else dict(values)
-    for key, made in OPTION_TABLES.items():
-        flags = {name: check_type(name, text, made[name].kinds, True) for name, text in
+            elif in_table or not any(key in algorithm_options(competitor) for competitor in competitors):
+                raise ConfigError(_unknown_key_message(key, name, option_types))
+        file_values = file_values if text else dict(values)
+    for key, rows in OPTION_TABLES.items():
+        flags = {name: check_type(name, text, rows[name].kinds, True) for name, text in
                  source.flag_tables.get(key, {}).items()}  # fmt: skip
         if flags:
-            filed_table = values.get(key) or {}
-            values[key] = ({"names": filed_table} if isinstance(filed_table, list) else filed_table) | flags
-    return filed, values, options
+            file_table = values.get(key) or {}
+            values[key] = ({"names": file_table} if isinstance(file_table, list) else file_table) | flags
+    return file_values, values, options
 
 
-def _with_meaning(values: dict[str, Any], filed: dict[str, Any], flagged: Collection[str]) -> dict[str, Any]:
+def _with_meaning(values: dict[str, Any], file_values: dict[str, Any], flag_keys: Collection[str]) -> dict[str, Any]:
     """Return `values` without keys of the file that a flag has made meaningless, such as `alpha` with ``--split iid``.
 
     Raises ConfigError if a key without meaning was given as a flag, or it had no meaning in the file either.
     """
-    foreign, before = (
-        foreign_keys(*(keys.get(key, KEYS[key].default) for key in ("data", "split"))) for keys in (values, filed)
+    foreign_reasons, file_reasons = (
+        foreign_keys(*(keys.get(key, KEYS[key].default) for key in ("data", "split"))) for keys in (values, file_values)
     )
     for key in values:
-        if key in foreign and (key in flagged or key in before):
-            raise ConfigError(f"{key} has no meaning here: {foreign[key]}; remove it")
-    return {key: value for key, value in values.items() if key not in foreign}
+        if key in foreign_reasons and (key in flag_keys or key in file_reasons):
+            raise ConfigError(f"{key} has no meaning here: {foreign_reasons[key]}; remove it")
+    return {key: value for key, value in values.items() if key not in foreign_reasons}
 
 
 def _kinds_in_a_file(key: str) -> tuple[type, ...]:
     """Return the types of a key that a file can express: no callable, no device, a list for any sequence."""
-    plain = ({Sequence: list, Mapping: dict}.get(kind, kind) for kind in KEYS[key].kinds)
-    return tuple(kind for kind in plain if kind in _PLAIN)
+    file_kinds = ({Sequence: list, Mapping: dict}.get(kind, kind) for kind in KEYS[key].kinds)
+    return tuple(kind for kind in file_kinds if kind in _FILE_TYPES)
 
 
 _FLAT_PRIVACY = ("clip_update", "noise_multiplier", "noise", "delta", "accountant")  # keys of older files
-_PLAIN = (bool, int, float, str, dict, list, type(None))  # types that a file can express
+_FILE_TYPES = (bool, int, float, str, dict, list, type(None))  # types that a file can express
 
 
-def check_type(key: str, value: Any, allowed: tuple[Any, ...], text: bool = False) -> Any:
-    """Return `value` as one of the types `allowed`. Values are not checked if `allowed` has a user's class.
+def check_type(key: str, value: Any, types: tuple[Any, ...], text: bool = False) -> Any:
+    """Return `value` as one of `types`. Values are not checked if `types` has a user's class.
 
     An integer is a float, nothing else is converted; strings are parsed when `text`. Raises ConfigError if the value
     has a different type.
     """
     if text:
-        value = _parse(value, allowed)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        value = _parse(value, types)
+    if float in types and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if set(allowed) <= {*_PLAIN} and not any(
-        isinstance(value, k) and not (k is int and isinstance(value, bool)) for k in allowed
+    if set(types) <= {*_FILE_TYPES} and not any(
+        isinstance(value, k) and not (k is int and isinstance(value, bool)) for k in types
     ):
-        expected = " or ".join("none" if k is type(None) else k.__name__ for k in allowed)
+        type_names = " or ".join("none" if k is type(None) else k.__name__ for k in types)
         hint = "; a flag without a value means true" if text and value == "true" else ""
-        raise ConfigError(f"{key} must be {expected}, got {value!r} ({type(value).__name__}){hint}")
+        raise ConfigError(f"{key} must be {type_names}, got {value!r} ({type(value).__name__}){hint}")
     return value
 
 
-def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
+def _parse(value: str, types: tuple[Any, ...]) -> Any:
     """Return a flag's text as the first of its key's types that can parse it.
 
     If no type can, return the text; the type check then raises an error.
     """
-    if type(None) in allowed and value.lower() in ("none", "null"):
+    if type(None) in types and value.lower() in ("none", "null"):
         return None
-    for kind in allowed:
+    for kind in types:
         try:
             if kind is bool:
                 return {"true": True, "false": False}[value.lower()]
             if kind in (int, float):
                 return kind(value)
             if kind is list and not value.startswith("["):
-                if str in allowed and "," not in value:
+                if str in types and "," not in value:
                     return value
                 return [part.strip() for part in value.split(",") if part.strip()]
             if kind not in (str, type(None)):
@@ -325,28 +328,28 @@ def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
-def _complete(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def _fill_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return all options of an algorithm that is a dataclass, defaults included.
 
     Its checks run here, before anything is trained.
     """
     try:
-        made = algorithm_class(name)(**options)
+        instance = algorithm_class(name)(**options)
     except ValueError as error:
         raise ConfigError(f"{short_name(name)}: {error}") from error
     return (
-        {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.init}
-        if dataclasses.is_dataclass(made)
+        {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance) if f.init}
+        if dataclasses.is_dataclass(instance)
         else options
     )
 
 
-def _check_tables(source: Source, used: Sequence[str]) -> None:
+def _check_tables(source: Source, algorithms: Sequence[str]) -> None:
     """Check that each table belongs to an existing algorithm, and that the algorithm or the run takes its keys.
 
     Tables of algorithms that do not run this time are checked too.
     """
-    names = {short_name(name): name for name in [*registry, *used]}
+    names = {short_name(name): name for name in [*registry, *algorithms]}
     for tables in (source.tables, source.flag_tables):
         for table, content in tables.items():
             if table in OPTION_TABLES:
@@ -357,10 +360,10 @@ def _check_tables(source: Source, used: Sequence[str]) -> None:
                 raise ConfigError(
                     f"unknown table [{table}]{nearest(table, [*names, 'compare'])}; tables are named after algorithms"
                 )
-            own = algorithm_options(names[table])
+            option_types = algorithm_options(names[table])
             for key in content:
-                if key not in own and (key not in KEYS or key == "algorithm"):
-                    raise ConfigError(f"in [{table}]: {_unknown(key, names[table], own)}")
+                if key not in option_types and (key not in KEYS or key == "algorithm"):
+                    raise ConfigError(f"in [{table}]: {_unknown_key_message(key, names[table], option_types)}")
 
 
 def takers_of(option: str) -> list[str]:
@@ -368,13 +371,14 @@ def takers_of(option: str) -> list[str]:
     return [name for name in registry if option in algorithm_options(name)]
 
 
-def _unknown(key: str, algorithm: str, own: Iterable[str]) -> str:
+def _unknown_key_message(key: str, algorithm: str, algorithm_keys: Iterable[str]) -> str:
     takers = takers_of(key)
     if takers:
-        options = f"its options are {', '.join(own)}" if own else "it has no options"
+        options = f"its options are {', '.join(algorithm_keys)}" if algorithm_keys else "it has no options"
         return (
             f"{key} is an option of {', '.join(takers)}, not of {algorithm} ({options}); remove it or put it into the "
             f"table of one of these"
         )
-    others = {option for name in registry for option in algorithm_options(name)}
-    return f"unknown key {key!r}{nearest(key, [*KEYS, *own, *others])}; `fastsam run --help` lists all keys"
+    all_options = {option for name in registry for option in algorithm_options(name)}
+    hint = nearest(key, [*KEYS, *algorithm_keys, *all_options])
+    return f"unknown key {key!r}{hint}; `fastsam run --help` lists all keys"

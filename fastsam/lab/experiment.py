@@ -26,7 +26,7 @@ from fastsam.fed.rundir.result import Result
 from fastsam.lab.config import ConfigError, algorithm_class
 from fastsam.lab.run_config import RunConfig, is_pattern, set_options, set_parameters
 
-_IMPORTED = ("loss", "lr", "server_lr", "sampler", "available", "weighting", "optimizer")  # may be functions
+_IMPORT_KEYS = ("loss", "lr", "server_lr", "sampler", "available", "weighting", "optimizer")  # may be functions
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,24 @@ def _load(config: RunConfig) -> data_sets.FederatedData:
     if config.data.endswith(".npz"):
         split = _split(config)
         return data_sets.from_npz(config.data, test_fraction=config.test_fraction, classes=config.classes, **split)
-    others = ", ".join(map(repr, [name for name in data_sets.SETS if name != "digits"]))
+    set_names = ", ".join(map(repr, [name for name in data_sets.SETS if name != "digits"]))
     raise ConfigError(
         "data must be 'digits', a .npz file, a pattern such as 'clients/*.npz', the import path of a function "
-        f"('package.module:function', 'file.py:function'), or one of {others}; got {config.data!r}"
+        f"('package.module:function', 'file.py:function'), or one of {set_names}; got {config.data!r}"
     )
 
 
 def _load_set(config: RunConfig) -> data_sets.FederatedData:
     """Return a built-in data set, made with the keys that it takes."""
-    taken = set_parameters(config.data)
-    arguments = {key: getattr(config, key) for key in taken - {"split_seed"}} | {"seed": config.split_seed}
-    foreign = set(config.data_options) - set_options(config.data)
-    if foreign:
+    parameters = set_parameters(config.data)
+    arguments = {key: getattr(config, key) for key in parameters - {"split_seed"}} | {"seed": config.split_seed}
+    foreign_options = set(config.data_options) - set_options(config.data)
+    if foreign_options:
         raise ConfigError(
-            f"data_options of {config.data!r} has no {', '.join(sorted(foreign))}; it takes "
+            f"data_options of {config.data!r} has no {', '.join(sorted(foreign_options))}; it takes "
             f"{', '.join(sorted(set_options(config.data)))}"
         )
-    split = _split(config) if "split" in taken else {}
+    split = _split(config) if "split" in parameters else {}
     return data_sets.SETS[config.data](**arguments | split | config.data_options)
 
 
@@ -88,8 +88,8 @@ def _split(config: RunConfig) -> dict[str, Any]:
     """Return the arguments of the split of samples over clients. The split "own" lists its clients, so it takes no
     number."""
     clients = None if config.split == "own" else config.clients
-    own = {key: getattr(config, key) for key in options_of(config.split)}
-    return {"clients": clients, "split": config.split, "seed": config.split_seed} | own
+    split_options = {key: getattr(config, key) for key in options_of(config.split)}
+    return {"clients": clients, "split": config.split, "seed": config.split_seed} | split_options
 
 
 def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Experiment:
@@ -123,13 +123,13 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 def keywords(config: RunConfig) -> dict[str, Any]:
     """Return the checked keywords of `fastsam.fed.run` for a config. Raises ValueError as `run` would."""
-    made = {key: getattr(config, key) for key in table(Settings)}
-    imported = [key for key in _IMPORTED if isinstance(made[key], str) and is_import_path(made[key])]
-    made |= {key: import_object(made[key], key) for key in imported}
-    if made["metrics"] is not None:
-        made["metrics"] = {name: import_object(path, f"metrics.{name}") for name, path in made["metrics"].items()}
-    settings = Settings(**made)
-    return {key: getattr(settings, key) for key in made}
+    values = {key: getattr(config, key) for key in table(Settings)}
+    import_keys = [key for key in _IMPORT_KEYS if isinstance(values[key], str) and is_import_path(values[key])]
+    values |= {key: import_object(values[key], key) for key in import_keys}
+    if values["metrics"] is not None:
+        values["metrics"] = {name: import_object(path, f"metrics.{name}") for name, path in values["metrics"].items()}
+    settings = Settings(**values)
+    return {key: getattr(settings, key) for key in values}
 
 
 def start(

@@ -44,8 +44,8 @@ def _read(place: Path, top: Path) -> FinishedRun:
 
 def _json(path: Path) -> dict[str, Any]:
     """Return the content of a file, or nothing if the file does not exist yet."""
-    found = read_json(path) if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
+    content = read_json(path) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
 
 
 def to_pandas(directory: str | Path) -> pandas.DataFrame:
@@ -71,16 +71,16 @@ def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
     """
     if out is None and len(directories) > 1:
         raise ValueError(f"{len(directories)} directories: say with --out where the figures of all of them shall go")
-    found = {directory: runs_in(directory) for directory in directories}
+    groups = {directory: runs_in(directory) for directory in directories}
     if len(directories) > 1:  # their own names tell them apart
-        found = {where: [_named(run, where.name, len(runs)) for run in runs] for where, runs in found.items()}
+        groups = {folder: [_rename(run, folder.name, len(runs)) for run in runs] for folder, runs in groups.items()}
     place = directories[0] if out is None else out
     make_directory(place, "choose another --out")
     title = ", ".join(directory.resolve().name for directory in directories)
-    return report.draw_curves([run for runs in found.values() for run in runs], place, title)
+    return report.draw_curves([run for runs in groups.values() for run in runs], place, title)
 
 
-def _named(run: FinishedRun, directory: str, runs: int) -> FinishedRun:
+def _rename(run: FinishedRun, directory: str, runs: int) -> FinishedRun:
     """Return the run renamed after its directory, followed by its label if the directory has several runs."""
     label = directory if runs == 1 else f"{directory} {run.label}"
     return replace(run, label=label, algorithm=label)

@@ -15,7 +15,7 @@ START = (
 
 
 def steps(
-    unavailable: dict[tuple[str, str], str],
+    reasons: dict[tuple[str, str], str],
     *,
     torch_cuda: str | None,
     gpu: bool,
@@ -24,11 +24,11 @@ def steps(
     """Return one or two lines (a line may be a paragraph): the most useful thing to install, if any, and how to begin.
 
     Args:
-        unavailable: reasons why backends cannot be used, by (name, device).
+        reasons: reasons why backends cannot be used, by (name, device).
         torch_cuda: CUDA version that torch is built for, or None.
         which: function that finds a program by its name.
     """
-    native, cuda = (unavailable.get(("native", device)) for device in ("cpu", "cuda"))
+    native, cuda = (reasons.get(("native", device)) for device in ("cpu", "cuda"))
     if native is not None:
         compilers = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++", "c++"]
         if any(name and which(name) for name in compilers):
@@ -43,7 +43,7 @@ def steps(
             START,
         ]
     if gpu and cuda is not None:
-        triton = ("triton", "cuda") not in unavailable
+        triton = ("triton", "cuda") not in reasons
         lead = "Triton serves the GPU; for the compiled kernels " if triton else "for the GPU `pip install triton`, or "
         nvcc = "" if which("nvcc") else "install nvcc (the CUDA toolkit), then "
         return [f"next:  {lead}{nvcc}`{BUILD} --cuda`", START]

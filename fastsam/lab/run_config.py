@@ -98,8 +98,8 @@ class RunConfig(Settings, ModelKeys, DataKeys):
 
         Read again it gives this same config.
         """
-        foreign = foreign_keys(self.data, self.split)
-        values = {key: getattr(self, key) for key in KEYS if key not in foreign}
+        foreign_reasons = foreign_keys(self.data, self.split)
+        values = {key: getattr(self, key) for key in KEYS if key not in foreign_reasons}
         return values | {short_name(self.algorithm): dict(self.options)}
 
 
@@ -129,14 +129,14 @@ def foreign_keys(data: str, split: str) -> dict[str, str]:
 
     Keys of the data depend on the source of the data, and keys of the split on the split.
     """
-    known, why = _data_keys(data)
-    out = {key: f"data is {data!r}, {why}" for key in (*SOURCE_KEYS, *_SPLIT_OPTIONS) if key not in known}
-    if "split" in known:
-        own = partition.options_of(KEYS["split"].check(split))
-        out |= dict.fromkeys(_SPLIT_OPTIONS - own, f"the split {split!r} does not take it")
+    data_keys, why = _data_keys(data)
+    reasons = {key: f"data is {data!r}, {why}" for key in (*SOURCE_KEYS, *_SPLIT_OPTIONS) if key not in data_keys}
+    if "split" in data_keys:
+        split_options = partition.options_of(KEYS["split"].check(split))
+        reasons |= dict.fromkeys(_SPLIT_OPTIONS - split_options, f"the split {split!r} does not take it")
         if split == "own":
-            out |= dict.fromkeys(("clients", "split_seed"), "the split 'own' lists each client's samples")
-    return out
+            reasons |= dict.fromkeys(("clients", "split_seed"), "the split 'own' lists each client's samples")
+    return reasons
 
 
 _SPLIT_OPTIONS = frozenset().union(*(partition.options_of(split) for split in partition.SPLITS))
@@ -152,9 +152,9 @@ def _data_keys(data: str) -> tuple[frozenset[str], str]:
         return frozenset({"test_data", "classes"}), "each file is a client"
     if data not in SETS:
         return frozenset({"classes", "test_fraction", "clients", "split", "split_seed"}) | _SPLIT_OPTIONS, "one file"
-    known = set_parameters(data) & {*SOURCE_KEYS}
-    known |= _SPLIT_OPTIONS if "split" in known else set()
-    return frozenset(known | ({"data_options"} if set_options(data) else set())), "a data set that does not take it"
+    keys = set_parameters(data) & {*SOURCE_KEYS}
+    keys |= _SPLIT_OPTIONS if "split" in keys else set()
+    return frozenset(keys | ({"data_options"} if set_options(data) else set())), "a data set that does not take it"
 
 
 def set_parameters(data: str) -> set[str]:

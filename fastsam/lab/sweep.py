@@ -50,8 +50,8 @@ def parse_axis(text: str) -> Axis:
     Commas inside brackets do not separate values. Raises ConfigError if the text has a different form, or the key
     cannot be swept.
     """
-    name, equals, listed = str(text).partition("=")
-    values = tuple(_split(listed))
+    name, equals, value_text = str(text).partition("=")
+    values = tuple(_split(value_text))
     if not equals or not name.strip() or not values:
         raise ConfigError(f"a sweep is written key=value,value,..., e.g. rho=0.01,0.05,0.1; got {text!r}")
     if len(set(values)) < len(values):
@@ -59,8 +59,8 @@ def parse_axis(text: str) -> Axis:
     table, _, key = name.strip().removeprefix("--").rpartition(".")
     key = key.replace("-", "_")
     if key in ("algorithm", "seed", "name", "measures", "metrics"):
-        other = {"algorithm": "use --algorithms", "seed": "use --seeds"}.get(key, "it does not change the training")
-        raise ConfigError(f"{key} cannot be swept: {other}")
+        hint = {"algorithm": "use --algorithms", "seed": "use --seeds"}.get(key, "it does not change the training")
+        raise ConfigError(f"{key} cannot be swept: {hint}")
     return Axis(table or None, key, values)
 
 
@@ -91,7 +91,9 @@ def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
         elif axis.table is None and takers_of(axis.key):
             hint = f"; it is an option of {', '.join(takers_of(axis.key))}"
         else:
-            hint = nearest(axis.key, tables.get(axis.table or "") or [key for own in tables.values() for key in own])
+            hint = nearest(
+                axis.key, tables.get(axis.table or "") or [key for options in tables.values() for key in options]
+            )
         raise ConfigError(f"--sweep {axis.name}: none of {', '.join(algorithms)} takes this key{hint}")
 
 
@@ -103,7 +105,7 @@ def combinations(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Axis, str], ...]]
 
 def with_values(source: Source, values: Sequence[tuple[Axis, str]]) -> Source:
     """Return the source with these values in place of its flags."""
-    flags, tables = dict(source.flags), {table: dict(own) for table, own in source.flag_tables.items()}
+    flags, tables = dict(source.flags), {table: dict(options) for table, options in source.flag_tables.items()}
     for axis, value in values:
         if axis.table is None:
             flags[axis.key] = value

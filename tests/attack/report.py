@@ -32,7 +32,7 @@ def table(record: dict[str, Any]) -> str:
         numbers = [f"{one['trials']:,}", f"{len(one['failures'])}"]
         came = [f"left out: {one['left_out']}", ""] if one["left_out"] else numbers
         rows.append([f"`{one['name']}`", one["promise"], *came])
-    table = Table("", ["attack", "what is promised", "trials", "failures"], rows, aligned="llrr")
+    table = Table("", ["attack", "what is promised", "trials", "failures"], rows, alignment="llrr")
     e = record["environment"]
     minutes = sum(one["seconds"] for one in record["attacks"]) / 60
     return (

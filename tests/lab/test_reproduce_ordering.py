@@ -38,15 +38,15 @@ SECONDS = {  # the paper: 20.34, 25.71, 28.73, 29.88, 29.67, 20.99, 25.81, 25.70
 
 def test_claims_are_the_papers_own_methods_ahead_of_others() -> None:
     table = reproduce.load("fedlesam-table8", "digits")
-    found = {(c.ahead, c.other): c for c in ordering.claims(table, outcomes_of(table, SECONDS, "seconds_per_round"))}
+    found = {(c.winner, c.loser): c for c in ordering.claims(table, outcomes_of(table, SECONDS, "seconds_per_round"))}
     assert not any(other == "fedavg" for _, other in found), "nothing is quicker than FedAvg in the paper"
     assert ("fedlesam-s", "fedsam") not in found and ("fedlesam-d", "fedsam") in found
     claim = found["fedlesam-d", "fedsam"]
-    assert claim.paper == pytest.approx((25.71 - 25.70) / 20.34)
-    assert claim.ours == pytest.approx((0.5, 0.9)) and claim.held
+    assert claim.paper_margin == pytest.approx((25.71 - 25.70) / 20.34)
+    assert claim.measured_margins == pytest.approx((0.5, 0.9)) and claim.is_reproduced
     last = found["fedlesam", "fedgamma"]
-    assert last.ours == pytest.approx((-0.1, -0.3)) and not last.held
-    assert found["fedlesam-s", "mofedsam"].ours == pytest.approx((0.9, -0.1))
+    assert last.measured_margins == pytest.approx((-0.1, -0.3)) and not last.is_reproduced
+    assert found["fedlesam-s", "mofedsam"].measured_margins == pytest.approx((0.9, -0.1))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_claims_are_the_papers_own_methods_ahead_of_others() -> None:
 )
 def test_a_margin_of_one_sample_is_undecided(margin: float, verdict: str) -> None:
     claim = ordering.Claim("", "accuracy", "fedlesam", "fedsam", 1, 1.0, (margin, margin), 100 / 360)
-    assert (claim.undecided, claim.held) == (verdict == "undecided", verdict == "held")
+    assert (claim.is_tie, claim.is_reproduced) == (verdict == "undecided", verdict == "held")
 
 
 def test_the_size_of_the_test_set_decides_what_a_tie_is() -> None:
@@ -64,8 +64,8 @@ def test_the_size_of_the_test_set_decides_what_a_tie_is() -> None:
     outcomes = {
         part: replace(outcome, samples=360) for part, outcome in outcomes_of(table, numbers, "accuracy_final").items()
     }
-    found = [c for c in ordering.claims(table, outcomes) if c.ahead == "fedlesam"]
-    assert found and all(c.undecided for c in found) and len(table.seeds) == 3
+    found = [c for c in ordering.claims(table, outcomes) if c.winner == "fedlesam"]
+    assert found and all(c.is_tie for c in found) and len(table.seeds) == 3
     assert ordering.text_tables(table, outcomes)[0].title.startswith("Undecided, by one test sample or less: ")
 
 
@@ -83,7 +83,7 @@ def test_what_did_not_hold_is_said_first() -> None:
 def test_cells_not_to_be_trusted_claim_nothing() -> None:
     table = reproduce.load("fedsam-table1", "digits")
     outcomes = outcomes_of(table, {name: [0.5] for name in table.algorithms}, "client_accuracy_mean")
-    found = {(c.section, c.metric, c.ahead, c.other) for c in ordering.claims(table, outcomes)}
+    found = {(c.section, c.metric, c.winner, c.loser) for c in ordering.claims(table, outcomes)}
     assert ("CIFAR-10", "train", "fedsam", "fedavg") in found and (
         "CIFAR-10", "validation", "fedsam", "fedavg",
     ) not in found  # fmt: skip
@@ -92,7 +92,8 @@ def test_cells_not_to_be_trusted_claim_nothing() -> None:
 def test_equal_numbers_hold_nothing_and_a_run_without_a_number_is_left_out() -> None:
     table = reproduce.load("fedlesam-table8", "digits")
     same = outcomes_of(table, {name: [1.0] for name in SECONDS}, "seconds_per_round")
-    assert not any(claim.held for claim in ordering.claims(table, same)) and not ordering.rank_correlations(table, same)
+    assert not any(claim.is_reproduced for claim in ordering.claims(table, same))
+    assert not ordering.rank_correlations(table, same)
     some = outcomes_of(table, {k: v for k, v in SECONDS.items() if k != "fedlesam-d"}, "seconds_per_round")
     first, *_ = ordering.text_tables(table, some)
     assert "6 claims more: a run failed" in first.note and "FedLESAM-D" not in str(first.rows)

@@ -39,26 +39,26 @@ class Point:
 Line = tuple[float | None, Sequence[float]]
 
 
-@figures.styled
+@figures.apply_style
 def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path: str | Path, title: str = "") -> Path:
     """Plot final test accuracy against `key`: mean over seeds with one standard deviation as a bar.
 
     Labels without the key are dashed levels. Numbers have an axis to scale, a logarithmic one when they are positive
     and span a factor of 8 or more. Other values are evenly spaced. panels: title -> label -> points.
     """
-    every = [point for lines in panels.values() for points in lines.values() for point in points]
-    places = _places([point.value for point in every if point.value is not None])
-    numeric = _numeric([*places])
+    all_points = [point for lines in panels.values() for points in lines.values() for point in points]
+    places = _places([point.value for point in all_points if point.value is not None])
+    is_numeric = _are_numbers([*places])
     figure, grid, styles = _grid(panels)
     for axes, lines in zip(grid, panels.values(), strict=True):
         for label, points in lines.items():
             style = styles[label]
             _levels(axes, label, [point.accuracies for point in points if point.value is None], style)
-            placed = sorted((places[value_text(p.value)], p.accuracies) for p in points if p.value is not None)
+            coordinates = sorted((places[value_text(p.value)], p.accuracies) for p in points if p.value is not None)
             # Values without an order are not joined by a line.
-            _bars(axes, label, placed, style if numeric else style | {"linestyle": "none"})
+            _bars(axes, label, coordinates, style if is_numeric else style | {"linestyle": "none"})
         axes.set(xlabel=NAMES.get(key, key.replace("_", " ")), ylabel="final test accuracy (%)")
-        if numeric:
+        if is_numeric:
             ticks = sorted(places.values())
             if ticks[0] > 0 and ticks[-1] >= 8 * ticks[0]:
                 figures.logarithmic(axes, "x")
@@ -70,7 +70,7 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
     return _close(figure, grid, panels, path, title)
 
 
-@figures.styled
+@figures.apply_style
 def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, title: str = "") -> Path:
     """Plot final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes.
 
@@ -80,8 +80,8 @@ def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, 
     for axes, lines in zip(grid, panels.values(), strict=True):
         for label, points in lines.items():
             _levels(axes, label, [accuracies for place, accuracies in points if place is None], styles[label])
-            placed = sorted((math.log10(place), accuracies) for place, accuracies in points if place is not None)
-            _bars(axes, label, placed, styles[label])
+            coordinates = sorted((math.log10(place), accuracies) for place, accuracies in points if place is not None)
+            _bars(axes, label, coordinates, styles[label])
         axes.set(xlabel="log₁₀(ρ / local learning rate)", ylabel="final test accuracy (%)")
     return _close(figure, grid, panels, path, title)
 
@@ -115,10 +115,10 @@ def _bars(axes: Any, label: str, points: Sequence[tuple[float, Sequence[float]]]
 def _places(values: Sequence[Any]) -> dict[str, float]:
     """Return the position of each value on the axis, by its name: numbers are at their values, others at 0, 1, ..."""
     names = list(dict.fromkeys(map(value_text, values)))
-    return {name: float(name if _numeric(names) else i) for i, name in enumerate(names)}
+    return {name: float(name if _are_numbers(names) else i) for i, name in enumerate(names)}
 
 
-def _numeric(names: Sequence[str]) -> bool:
+def _are_numbers(names: Sequence[str]) -> bool:
     try:
         return all(math.isfinite(float(name)) for name in names)
     except ValueError:

@@ -10,7 +10,7 @@ import numpy as np
 from fastsam.lab.plots import figure as figures
 
 
-@figures.styled
+@figures.apply_style
 def classes(panels: Mapping[str, np.ndarray], path: str | Path, title: str = "") -> Path:
     """Plot heat maps of the numbers of samples, in one colour scale.
 
@@ -21,9 +21,9 @@ def classes(panels: Mapping[str, np.ndarray], path: str | Path, title: str = "")
     width = figures.PAGE if columns > 1 else min(max(figures.COLUMN, 2.0 + 0.2 * count), figures.PAGE)
     figure = figures.new(width, rows * min(1.2 + 0.07 * clients, 8.0))
     grid = figures.panels(figure, len(panels))
-    largest = max(max((int(counts.max(initial=0)) for counts in panels.values()), default=0), 1)
+    most_samples = max(max((int(counts.max(initial=0)) for counts in panels.values()), default=0), 1)
     for axes, (name, counts) in zip(grid, panels.items(), strict=True):
-        image = axes.imshow(counts, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0, vmax=largest)
+        image = axes.imshow(counts, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0, vmax=most_samples)
         axes.set(xlabel="class", ylabel="client", title=name)
         axes.locator_params(integer=True)
         if counts.shape[1] <= 20:

@@ -53,11 +53,11 @@ def value_text(value: Any) -> str:
 
 def deviation(values: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
     """Return the sample's standard deviation (n - 1) over the first axis, the seeds. Zero for one seed."""
-    found = np.asarray(values, dtype=np.float64)
-    return found.std(axis=0, ddof=1) if len(found) > 1 else np.zeros(found.shape[1:])
+    numbers = np.asarray(values, dtype=np.float64)
+    return numbers.std(axis=0, ddof=1) if len(numbers) > 1 else np.zeros(numbers.shape[1:])
 
 
-@figures.styled
+@figures.apply_style
 def curves(panels: Panels, path: str | Path, target: float | None = None, title: str = "") -> Path:
     """Plot test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate.
 
@@ -77,8 +77,10 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
     figure, grid = _grid(len(panels), len(views))
     for column, (name, lines) in zip(grid, runs.items(), strict=True):
         for axes, (view, text, logarithmic) in zip(column, views, strict=True):
-            viewed = {k: [{r: view(v) for r, v in one.items()} for one in seeds] for k, seeds in lines.items()}
-            _lines(axes, viewed, runs, limits)
+            view_lines = {
+                k: [{r: view(v) for r, v in history.items()} for history in seeds] for k, seeds in lines.items()
+            }
+            _lines(axes, view_lines, runs, limits)
             if target is not None:
                 goal = f"target {100 * target:g} %"
                 axes.axhline(view(target), color="0.4", linestyle="--", linewidth=0.8, label=goal)
@@ -89,7 +91,7 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
     return _close(figure, grid, path, title)
 
 
-@figures.styled
+@figures.apply_style
 def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str = "") -> Path:
     """Draw one small plot by round for each of `keys` and every swept value.
 
@@ -105,8 +107,8 @@ def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str =
         for axes, key in zip(column, keys, strict=True):
             _lines(axes, {label: [series(history, key) for history in seeds] for label, seeds in lines.items()}, panels)
             inches = figure.get_figwidth() / axes.get_subplotspec().get_gridspec().ncols - 0.3
-            about = figures.wrapped(NAMES.get(key, key.replace("_", " ")), inches)
-            axes.set(xlabel="round", title=f"{about}\n{name}" if name else about)
+            axis_label = figures.wrap(NAMES.get(key, key.replace("_", " ")), inches)
+            axes.set(xlabel="round", title=f"{axis_label}\n{name}" if name else axis_label)
             figures.finish(axes)
             if key in _LOGARITHMIC:
                 figures.logarithmic(axes)
@@ -143,11 +145,13 @@ def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
         return figure, [list(figure.subplots(1, views, squeeze=False)[0])]
     blocks, columns = figures.shape(panels)
     figure = figures.new(figures.PAGE, 2.2 * views * blocks + 0.5)
-    every = figure.subplots(blocks * views, columns, squeeze=False)
+    all_axes = figure.subplots(blocks * views, columns, squeeze=False)
     for place in range(panels, blocks * columns):
         for view in range(views):
-            every[place // columns * views + view, place % columns].set_axis_off()
-    return figure, [[every[i // columns * views + view, i % columns] for view in range(views)] for i in range(panels)]
+            all_axes[place // columns * views + view, place % columns].set_axis_off()
+    return figure, [
+        [all_axes[i // columns * views + view, i % columns] for view in range(views)] for i in range(panels)
+    ]
 
 
 def _lines(
@@ -167,7 +171,7 @@ def _lines(
         rounds = sorted(set.intersection(*(set(values) for values in seeds)))
         if not rounds:
             continue
-        values, style = np.array([[one[r] for r in rounds] for one in seeds]), styles[label]
+        values, style = np.array([[history[r] for r in rounds] for history in seeds]), styles[label]
         mean, spread = values.mean(axis=0), deviation(values)
         name = label if len(seeds) == 1 else f"{label} ({len(seeds)} seeds)"
         axes.plot(rounds, mean, label=name, marker="o" if len(rounds) <= 5 else None, markersize=3, **style)

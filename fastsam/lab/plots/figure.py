@@ -27,17 +27,17 @@ _STYLE: Any = {  # matplotlib's types list its settings one by one
 }  # fmt: skip
 
 
-def styled(draw: Callable[P, T]) -> Callable[P, T]:
+def apply_style(draw: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that draws: letters and lines get the sizes that they have on a paper's page."""
 
     @functools.wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
+    def draw_with_style(*args: P.args, **kwargs: P.kwargs) -> T:
         from matplotlib import rc_context
 
         with rc_context(_STYLE):
             return draw(*args, **kwargs)
 
-    return drawn
+    return draw_with_style
 
 
 def new(width: float, height: float) -> Figure:
@@ -58,16 +58,16 @@ def shape(count: int) -> tuple[int, int]:
 
 def panels(figure: Figure, count: int, **options: Any) -> list[Any]:
     """Return the axes of `count` panels, three in a row."""
-    every = list(figure.subplots(*shape(count), squeeze=False, **options).flatten())
-    for axes in every[count:]:
+    all_axes = list(figure.subplots(*shape(count), squeeze=False, **options).flatten())
+    for axes in all_axes[count:]:
         axes.set_axis_off()
-    return every[:count]
+    return all_axes[:count]
 
 
 def close(figure: Figure, path: str | Path, title: str) -> Path:
     """Write the title above the figure, and save it."""
     if title:
-        figure.suptitle(wrapped(title, figure.get_figwidth()))
+        figure.suptitle(wrap(title, figure.get_figwidth()))
     return save(figure, Path(path))
 
 
@@ -102,15 +102,15 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     words = {label: label.partition(" ")[::2] for label in labels}
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in words.values()))
     variants = list(dict.fromkeys(variant for _, variant in words.values()))
-    made = {}
+    styles_by_label = {}
     for label, (algorithm, variant) in words.items():
         i = algorithms.index(algorithm)
         dash = i // len(_COLOURS) + variants.index(variant)
-        made[label] = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[dash % len(_DASHES)]}
-    return made
+        styles_by_label[label] = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[dash % len(_DASHES)]}
+    return styles_by_label
 
 
-def wrapped(text: str, inches: float) -> str:
+def wrap(text: str, inches: float) -> str:
     """Return a title broken into lines of at most `inches`."""
     return textwrap.fill(text, max(8, int(inches / 0.075)))
 
@@ -132,17 +132,17 @@ def legend(figure: Figure, panels: Iterable[Any]) -> None:
         return
     letters = max(map(len, entries))
     columns = max(1, min(len(entries), int(figure.get_figwidth() / (0.065 * letters + 0.65))))
-    look: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False, "handlelength": 4}
-    figure.legend(list(entries.values()), list(entries), **look)
+    options: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False, "handlelength": 4}
+    figure.legend(list(entries.values()), list(entries), **options)
 
 
-def logarithmic(axes: Any, which: str = "y") -> None:
+def logarithmic(axes: Any, axis_name: str = "y") -> None:
     """Make an axis logarithmic, with plain numbers at every decade; also at 2 and 5 if there are few decades."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    (axes.set_yscale if which == "y" else axes.set_xscale)("log")
-    low, high = (axes.get_ylim if which == "y" else axes.get_xlim)()
-    axis = axes.yaxis if which == "y" else axes.xaxis
+    (axes.set_yscale if axis_name == "y" else axes.set_xscale)("log")
+    low, high = (axes.get_ylim if axis_name == "y" else axes.get_xlim)()
+    axis = axes.yaxis if axis_name == "y" else axes.xaxis
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")

@@ -12,7 +12,7 @@ from fastsam.lab.plots import figure as figures
 _SPAN = 1e4  # largest span of the colour scale: largest loss / smallest loss
 
 
-@figures.styled
+@figures.apply_style
 def surfaces(grids: Mapping[str, np.ndarray], radius: float, path: str | Path, title: str = "") -> Path:
     """Plot the loss on each label's grid `[points, points]` over [-radius, radius]^2, with level lines.
 
@@ -26,18 +26,18 @@ def surfaces(grids: Mapping[str, np.ndarray], radius: float, path: str | Path, t
     side = min((figures.PAGE - 0.7) / columns, 2.6)
     figure = figures.new(side * columns + 0.7, (side + 0.2) * rows + 0.3)
     panels = figures.panels(figure, len(grids))
-    every = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
-    low = max(float(every.min()), 1e-12) if every.size else 1.0
-    high = min(max(float(every.max(initial=low)), 1.001 * low), _SPAN * low)
+    all_losses = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
+    low = max(float(all_losses.min()), 1e-12) if all_losses.size else 1.0
+    high = min(max(float(all_losses.max(initial=low)), 1.001 * low), _SPAN * low)
     levels = np.geomspace(low, high, 16)
     for axes, (label, grid) in zip(panels, grids.items(), strict=True):
         axis = np.linspace(-radius, radius, len(grid))
-        shown = np.clip(np.nan_to_num(grid, nan=high, posinf=high), low, high)
+        losses = np.clip(np.nan_to_num(grid, nan=high, posinf=high), low, high)
         norm = LogNorm(levels[0], levels[-1])
-        image = axes.pcolormesh(axis, axis, shown, norm=norm, cmap="viridis", shading="gouraud", rasterized=True)
-        axes.contour(axis, axis, shown, levels=levels, colors="white", linewidths=0.4)
+        image = axes.pcolormesh(axis, axis, losses, norm=norm, cmap="viridis", shading="gouraud", rasterized=True)
+        axes.contour(axis, axis, losses, levels=levels, colors="white", linewidths=0.4)
         axes.plot(0, 0, marker="+", color="red", markersize=6, markeredgewidth=1.2)
-        axes.set(title=figures.wrapped(label, side - 0.3), aspect="equal", xlabel="direction 1", ylabel="direction 2")
+        axes.set(title=figures.wrap(label, side - 0.3), aspect="equal", xlabel="direction 1", ylabel="direction 2")
         axes.label_outer()
     shrink = min(0.9, 4 / figure.get_figheight())
     bar = figure.colorbar(image, ax=panels, label="training loss", shrink=shrink, aspect=30)

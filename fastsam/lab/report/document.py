@@ -52,7 +52,7 @@ class Document:
         for figure in self.figures:
             caption, path = _escaped(figure.caption), os.path.relpath(figure.path, directory)
             parts += [f"## {caption}", f"![{caption}](<{path}>)"]
-        parts += ["## Runs", "\n".join(f"- {_escaped(name)}: `{where}`" for name, where in self.runs)]
+        parts += ["## Runs", "\n".join(f"- {_escaped(name)}: `{path}`" for name, path in self.runs)]
         parts += ["Repeat with", f"    {self.command}"]
         return "\n\n".join(parts) + "\n"
 
@@ -66,14 +66,14 @@ def page(title: str, text: str, directory: Path) -> str:
     """Return Markdown as a web page that loads nothing: the figures in `directory` become data URIs."""
     from markdown_it import MarkdownIt
 
-    def embedded(match: re.Match[str]) -> str:
+    def embed(match: re.Match[str]) -> str:
         from urllib.parse import unquote
 
         data = (directory / unquote(html.unescape(match[1]))).read_bytes()
         return f'src="data:image/png;base64,{base64.b64encode(data).decode()}"'
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    return _PAGE.format(title=html.escape(title), body=re.sub(r'src="([^"]*)"', embedded, body))
+    return _PAGE.format(title=html.escape(title), body=re.sub(r'src="([^"]*)"', embed, body))
 
 
 _PAGE = """\

@@ -54,8 +54,8 @@ def write_comparison(runs: Sequence[FinishedRun], context: Context, directory: P
         *_surfaces(context.surfaces, directory),
         *ablations(runs, directory, context.title),
     ]
-    where = [(f"{run.label}, seed {run.seed}", os.path.relpath(run.run_dir, directory)) for run in runs]
-    Document(context.title, context.facts, all_tables(runs), figures, where, context.command).write(directory)
+    run_paths = [(f"{run.label}, seed {run.seed}", os.path.relpath(run.run_dir, directory)) for run in runs]
+    Document(context.title, context.facts, all_tables(runs), figures, run_paths, context.command).write(directory)
 
 
 def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
@@ -64,19 +64,19 @@ def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
     It has the summary of each run, and per label the mean and the sample's standard deviation over seeds of its
     numbers. `swept` has the swept values of a run.
     """
-    averaged: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for label, group in by_label(runs).items():
-        averaged[label] = {"seeds": [run.seed for run in group]}
+        means[label] = {"seeds": [run.seed for run in group]}
         for key, value in flat(group[0]).items():
-            found = values(group, key)
+            numbers = values(group, key)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if number and len(found) == len(group) and key not in ("seed", "client_worst", "client_best"):
-                averaged[label][key] = {"mean": float(np.mean(found)), "std": float(deviation(found))}
-    listed = []
+            if number and len(numbers) == len(group) and key not in ("seed", "client_worst", "client_best"):
+                means[label][key] = {"mean": float(np.mean(numbers)), "std": float(deviation(numbers))}
+    run_records = []
     for run in runs:
-        about = {"label": run.label, "swept": dict(run.point), "run_dir": os.path.relpath(run.run_dir, directory)}
-        listed.append({**about, **run.summary})
-    return {"algorithms": averaged, "runs": listed}
+        head = {"label": run.label, "swept": dict(run.point), "run_dir": os.path.relpath(run.run_dir, directory)}
+        run_records.append({**head, **run.summary})
+    return {"algorithms": means, "runs": run_records}
 
 
 def draw_plots(
@@ -89,30 +89,30 @@ def draw_plots(
     Args:
         counts: numbers of samples `[clients, classes]`, by the swept values of the data; under "" if none was swept.
     """
-    held = plots.classes(counts, directory / "classes.png", f"who holds which classes: {title}")
-    return [*draw_curves(runs, directory, title), Figure(held, "Who holds which classes")]
+    path = plots.classes(counts, directory / "classes.png", f"who holds which classes: {title}")
+    return [*draw_curves(runs, directory, title), Figure(path, "Who holds which classes")]
 
 
 def draw_curves(runs: Sequence[FinishedRun], directory: Path, title: str) -> list[Figure]:
     """Draw the figures of `draw_plots` that need only the records."""
-    made = plots.curves(_histories(runs), directory / "curves.png", target_of(runs), title)
-    return [Figure(made, "Test accuracy and error by round"), *_measures(runs, directory, title)]
+    path = plots.curves(_histories(runs), directory / "curves.png", target_of(runs), title)
+    return [Figure(path, "Test accuracy and error by round"), *_measures(runs, directory, title)]
 
 
 def _histories(runs: Sequence[FinishedRun]) -> plots.Panels:
     """Return the histories by panel (a value of each key that all runs took) and line (an algorithm, or a variant)."""
-    shared, found = shared_keys(runs), dict[str, dict[str, list[Sequence[Mapping[str, Any]]]]]()
+    panel_keys, panels = shared_keys(runs), dict[str, dict[str, list[Sequence[Mapping[str, Any]]]]]()
     for run in runs:
-        name = panel_name({key: run.point[key] for key in shared})
-        found.setdefault(name, {}).setdefault(line(run, shared), []).append(run.history)
-    return found
+        name = panel_name({key: run.point[key] for key in panel_keys})
+        panels.setdefault(name, {}).setdefault(line(run, panel_keys), []).append(run.history)
+    return panels
 
 
 def _measures(runs: Sequence[FinishedRun], directory: Path, title: str) -> list[Figure]:
     figures = []
-    named = {"Metrics by round": ("metrics.png", metrics_of(runs)), "Measures by round": ("measures.png", NAMES)}
-    for caption, (file, known) in named.items():
-        keys = [key for key in known if any(record.get(key) is not None for run in runs for record in run.history)]
+    figure_specs = {"Metrics by round": ("metrics.png", metrics_of(runs)), "Measures by round": ("measures.png", NAMES)}
+    for caption, (file, file_keys) in figure_specs.items():
+        keys = [key for key in file_keys if any(record.get(key) is not None for run in runs for record in run.history)]
         if keys:
             figures.append(Figure(plots.measures(_histories(runs), keys, directory / file, title), caption))
     return figures
@@ -132,17 +132,17 @@ def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> 
     """
     figures = []
     for key in dict.fromkeys(key for run in runs for key in run.point):
-        found: dict[str, dict[str, list[plots.Point]]] = {}
-        for name, label, group in _without(runs, (key,)):
+        panels: dict[str, dict[str, list[plots.Point]]] = {}
+        for name, label, group in _figure_groups(runs, (key,)):
             accuracies = values(group, "accuracy_final")
             if accuracies:
                 point = plots.Point(group[0].point.get(key), accuracies)
-                found.setdefault(name, {}).setdefault(label, []).append(point)
-        if found:
-            path = plots.ablations.ablation(found, key, directory / f"ablation-{key}.png", title)
+                panels.setdefault(name, {}).setdefault(label, []).append(point)
+        if panels:
+            path = plots.ablations.ablation(panels, key, directory / f"ablation-{key}.png", title)
             figures.append(Figure(path, f"Final test accuracy against {key}"))
     ratios: dict[str, dict[str, list[plots.ablations.Line]]] = {}
-    for name, label, group in _without(runs, ("rho", "lr")):
+    for name, label, group in _figure_groups(runs, ("rho", "lr")):
         rho, accuracies = group[0].summary.get("hyperparameters", {}).get("rho"), values(group, "accuracy_final")
         # Lines without points keep the colours of the other figures; a method without a radius has a level.
         points = ratios.setdefault(name, {}).setdefault(label, [])
@@ -156,9 +156,9 @@ def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> 
     return figures
 
 
-def _without(runs: Sequence[FinishedRun], keys: Sequence[str]) -> Iterator[tuple[str, str, list[FinishedRun]]]:
+def _figure_groups(runs: Sequence[FinishedRun], keys: Sequence[str]) -> Iterator[tuple[str, str, list[FinishedRun]]]:
     """Yield panel, line and runs of every label, for a figure that has `keys` on its axis."""
-    shared = shared_keys(runs)
+    panel_keys = shared_keys(runs)
     for group in by_label(runs).values():
-        panel = {key: value for key, value in group[0].point.items() if key in shared and key not in keys}
-        yield panel_name(panel), line(group[0], (*keys, *shared)), group
+        panel = {key: value for key, value in group[0].point.items() if key in panel_keys and key not in keys}
+        yield panel_name(panel), line(group[0], (*keys, *panel_keys)), group

@@ -75,13 +75,13 @@ def panel_name(point: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {value_text(value)}" for key, value in point.items())
 
 
-def line(run: FinishedRun, without: Iterable[str]) -> str:
+def line(run: FinishedRun, omitted_keys: Iterable[str]) -> str:
     """Return the name of a run's line: its algorithm, and the values of its swept keys.
 
-    The keys `without` are left out, because a panel or an axis shows them.
+    `omitted_keys` are left out, because a panel or an axis shows them.
     """
-    left = {key: value for key, value in run.point.items() if key not in {*without}}
-    return " ".join([run.algorithm or run.label, *(f"{key}={value_text(value)}" for key, value in left.items())])
+    values = {key: value for key, value in run.point.items() if key not in {*omitted_keys}}
+    return " ".join([run.algorithm or run.label, *(f"{key}={value_text(value)}" for key, value in values.items())])
 
 
 def baseline(groups: Mapping[str, Group], label: str) -> str | None:
@@ -93,9 +93,10 @@ def baseline(groups: Mapping[str, Group], label: str) -> str | None:
     algorithms = [group[0].algorithm for group in groups.values()]
     if len({*algorithms}) == 1:
         return next(iter(groups))
-    base, own = "fedavg" if "fedavg" in algorithms else algorithms[0], groups[label][0].point
-    for other, group in groups.items():
+    base, label_point = "fedavg" if "fedavg" in algorithms else algorithms[0], groups[label][0].point
+    for base_label, group in groups.items():
         point = group[0].point
-        if group[0].algorithm == base and all(own[key] == point[key] for key in own.keys() & point.keys()):
-            return other
+        common_keys = label_point.keys() & point.keys()
+        if group[0].algorithm == base and all(label_point[key] == point[key] for key in common_keys):
+            return base_label
     return None

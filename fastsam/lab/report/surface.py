@@ -46,10 +46,10 @@ def _surface(model: nn.Module, pairs: Sequence[Pair], loss: Loss, points: int) -
     first: Tensor = trainable(model)[0]
     layout = Layout.of(trainable(model))
     replica = Replica.new(model, layout, first.device)
-    moved = [
+    device_pairs = [
         (x.to(first.device, first.dtype) if x.is_floating_point() else x.to(first.device), y.to(first.device))
         for x, y in pairs
     ]
     w = replica.row.clone()
     with repeatable(first.device):
-        return surface(Objective.pooled(replica, loss, moved), w, directions(layout, w), points, RADIUS).numpy()
+        return surface(Objective.pooled(replica, loss, device_pairs), w, directions(layout, w), points, RADIUS).numpy()

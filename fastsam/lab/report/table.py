@@ -19,12 +19,12 @@ class Table:
     head: Sequence[str]  # texts above the columns, which may have several lines
     rows: Sequence[Sequence[str]]  # texts of each row, one for each column
     note: str = ""  # explanation of the numbers, which is not part of the rendered table either
-    aligned: str = ""  # `l` or `r` per column; by default the first column is on the left and the others on the right
+    alignment: str = ""  # `l` or `r` per column; by default the first column is on the left and the others on the right
 
     @property
     def sides(self) -> str:
         """Return `l` or `r` per column."""
-        return self.aligned or "l" + "r" * (len(self.head) - 1)
+        return self.alignment or "l" + "r" * (len(self.head) - 1)
 
     def markdown(self) -> str:
         """Return the table in Markdown."""

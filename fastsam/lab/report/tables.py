@@ -12,7 +12,7 @@ from fastsam.lab.plots.curves import NAMES, deviation
 from fastsam.lab.report.finished import FinishedRun, Group, baseline, by_label, metrics_of, target_of, values
 from fastsam.lab.report.table import Table
 
-NONE = "–"
+DASH = "–"
 
 
 def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) -> Table:
@@ -42,28 +42,35 @@ def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) 
 def sentences(runs: Sequence[FinishedRun]) -> list[str]:
     """Return what came out in one sentence per label: final accuracy, its difference to the baseline, rounds to the
     target."""
-    groups, target, found = by_label(runs), target_of(runs), []
+    groups, target, texts = by_label(runs), target_of(runs), []
     for label, group in groups.items():
         text = f"{label}: {percent(group, 'accuracy_final')} % test accuracy"
         base = baseline(groups, label)
-        own = {run.seed: run.summary["accuracy_final"] for run in group if run.summary["accuracy_final"] is not None}
-        others = {run.seed: run.summary["accuracy_final"] for run in groups[base]} if base not in (None, label) else {}
-        gains = [100 * (own[seed] - others[seed]) for seed in own if others.get(seed) is not None]
+        base_group = groups[base] if base not in (None, label) else ()
+        accuracies, base_accuracies = _final_accuracies(group), _final_accuracies(base_group)
+        gains = [100 * (accuracies[seed] - base_accuracies[seed]) for seed in accuracies if seed in base_accuracies]
         if gains:
-            better = sum(gain > 0 for gain in gains)
-            text += f", {np.mean(gains):+.2f} points against {base} (higher in {better} of {len(gains)} seeds)"
+            gain_count = sum(gain > 0 for gain in gains)
+            text += f", {np.mean(gains):+.2f} points against {base} (higher in {gain_count} of {len(gains)} seeds)"
         if target is not None:
-            reached = values(group, "rounds_to_target")
-            text += f", {100 * target:g} % " + (f"after {np.mean(reached):.1f} rounds" if reached else "not reached")
-            text += f" (in {len(reached)} of {len(group)} seeds)" if 0 < len(reached) < len(group) else ""
-        found.append(text + ".")
-    return found
+            target_rounds = values(group, "rounds_to_target")
+            count = len(target_rounds)
+            time = f"after {np.mean(target_rounds):.1f} rounds" if count else "not reached"
+            text += f", {100 * target:g} % {time}"
+            text += f" (in {count} of {len(group)} seeds)" if 0 < count < len(group) else ""
+        texts.append(text + ".")
+    return texts
+
+
+def _final_accuracies(group: Group) -> dict[int, float]:
+    """Return the final accuracy of each seed that has one."""
+    return {run.seed: run.summary["accuracy_final"] for run in group if run.summary["accuracy_final"] is not None}
 
 
 def all_tables(runs: Sequence[FinishedRun]) -> list[Table]:
     """Return all tables of a report for which there are numbers."""
-    made = [accuracy(runs), last_metrics(runs), to_target(runs), cost(runs), last_measures(runs)]
-    return [one for one in made if one is not None]
+    tables = [accuracy(runs), last_metrics(runs), to_target(runs), cost(runs), last_measures(runs)]
+    return [table for table in tables if table is not None]
 
 
 def accuracy(runs: Sequence[FinishedRun]) -> Table:
@@ -111,8 +118,9 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
     if target is None:
         return None
     bases = {label: baseline(groups, label) for label in groups}
-    named = {base for base in bases.values() if base is not None}
-    base = next(iter(named)) if len(named) == 1 else next(groups[one][0].algorithm for one in named)
+    base_labels = {base for base in bases.values() if base is not None}
+    first_label = next(iter(base_labels))
+    base = first_label if len(base_labels) == 1 else groups[first_label][0].algorithm
     keys: list[tuple[str, str, Callable[[float], str]]] = [
         ("rounds_to_target", "rounds", lambda v: f"{v:.1f}".removesuffix(".0")),
         ("seconds_to_target", "computing s", lambda v: f"{v:.2f}"),
@@ -123,25 +131,26 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
     for label, group in groups.items():
         cells = [label]
         for key, _, form in keys:
-            own, other = _complete(group, key), _complete(groups.get(bases[label] or "", ()), key)
-            cells += [_rounds_to_target(group) if key == "rounds_to_target" else NONE if own is None else form(own)]
-            cells += [NONE if own is None or not other else f"{own / other:.2f}"]
+            label_mean, base_mean = _mean_of_all(group, key), _mean_of_all(groups.get(bases[label] or "", ()), key)
+            text = DASH if label_mean is None else form(label_mean)
+            cells += [_rounds_to_target(group) if key == "rounds_to_target" else text]
+            cells += [DASH if label_mean is None or not base_mean else f"{label_mean / base_mean:.2f}"]
         rows.append(cells)
-    same = f"× {base}: relative to its run with the same swept values. " if len(named) > 1 else ""
+    base_note = f"× {base}: relative to its run with the same swept values. " if len(base_labels) > 1 else ""
     note = (
         f"Completed rounds when the test accuracy first reached {100 * target:g} %, without smoothing; means over the "
-        f"seeds; {NONE} where a seed did not reach it. {same}Computing time is that of local training and the server's "
-        "step, without evaluation."
+        f"seeds; {DASH} where a seed did not reach it. {base_note}Computing time is that of local training and the "
+        "server's step, without evaluation."
     )
     return Table(f"To {100 * target:g} % test accuracy", head, rows, note)
 
 
 def cost(runs: Sequence[FinishedRun]) -> Table:
     """Return the table of costs: time, back-propagations, traffic, memory."""
-    seconds, whole = "{:.3f}".format, "{:,.0f}".format
+    seconds, integer = "{:.3f}".format, "{:,.0f}".format
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("seconds_training", "training s/round", seconds), ("seconds_per_round", "all s/round", seconds),
-        ("backprops", "back-propagations", whole), ("megabytes", "MB sent", size),
+        ("backprops", "back-propagations", integer), ("megabytes", "MB sent", size),
         ("state_megabytes", "state MB", partial(size, digits=2)),
         ("client_megabytes", "client MB", partial(size, digits=2)),
     ]  # fmt: skip
@@ -167,16 +176,16 @@ def last_measures(runs: Sequence[FinishedRun]) -> Table | None:
 
 def percent(group: Group, key: str) -> str:
     """Return an accuracy in percent, with its deviation over the seeds."""
-    found = 100 * np.array(values(group, key))
-    if not found.size:
-        return NONE
-    return f"{found.mean():.2f}" + (f" ± {deviation(found):.2f}" if found.size > 1 else "")
+    numbers = 100 * np.array(values(group, key))
+    if not numbers.size:
+        return DASH
+    return f"{numbers.mean():.2f}" + (f" ± {deviation(numbers):.2f}" if numbers.size > 1 else "")
 
 
 def mean(group: Group, key: str, form: Callable[[float], str]) -> str:
     """Return the mean over the seeds."""
-    found = values(group, key)
-    return form(float(np.mean(found))) if found else NONE
+    numbers = values(group, key)
+    return form(float(np.mean(numbers))) if numbers else DASH
 
 
 def size(megabytes: float, digits: int = 1) -> str:
@@ -186,10 +195,10 @@ def size(megabytes: float, digits: int = 1) -> str:
 
 def number(group: Group, key: str) -> str:
     """Return the mean over the seeds with four digits, and the deviation over the seeds."""
-    found = np.array(values(group, key))
-    if not found.size:
-        return NONE
-    return f"{found.mean():.4g}" + (f" ± {deviation(found):.2g}" if found.size > 1 else "")
+    numbers = np.array(values(group, key))
+    if not numbers.size:
+        return DASH
+    return f"{numbers.mean():.4g}" + (f" ± {deviation(numbers):.2g}" if numbers.size > 1 else "")
 
 
 def _validation(runs: Sequence[FinishedRun]) -> str | None:
@@ -198,27 +207,28 @@ def _validation(runs: Sequence[FinishedRun]) -> str | None:
 
 def _clients(group: Group, name: str = "accuracy", unit: int = 100, form: str = "{:.2f}") -> str:
     means, spreads = values(group, f"client_{name}_mean"), values(group, f"client_{name}_std")
-    return " ± ".join(form.format(unit * np.mean(found)) for found in (means, spreads)) if means and spreads else NONE
+    texts = [form.format(unit * np.mean(numbers)) for numbers in (means, spreads) if numbers]
+    return " ± ".join(texts) if means and spreads else DASH
 
 
-def _extreme(group: Group, which: str, who: str) -> str:
+def _extreme(group: Group, extreme: str, client_key: str) -> str:
     """Return the mean over the seeds of the worst (best) client's accuracy, and this client's number in each seed."""
-    found, clients = values(group, f"client_accuracy_{which}"), values(group, who)
-    if not found:
-        return NONE
-    named = f" (client {', '.join(f'{c:g}' for c in clients)})" if clients else ""
-    return f"{100 * np.mean(found):.2f}{named}"
+    accuracies, clients = values(group, f"client_accuracy_{extreme}"), values(group, client_key)
+    if not accuracies:
+        return DASH
+    client_text = f" (client {', '.join(f'{c:g}' for c in clients)})" if clients else ""
+    return f"{100 * np.mean(accuracies):.2f}{client_text}"
 
 
-def _complete(group: Group, key: str) -> float | None:
+def _mean_of_all(group: Group, key: str) -> float | None:
     """Return the mean if all seeds have the value, else None."""
-    found = values(group, key)
-    return float(np.mean(found)) if found and len(found) == len(group) else None
+    numbers = values(group, key)
+    return float(np.mean(numbers)) if numbers and len(numbers) == len(group) else None
 
 
 def _rounds_to_target(group: Group) -> str:
     """Return the mean over seeds. If a seed did not reach the target, return each seed's rounds, e.g. "12 / –"."""
-    reached = values(group, "rounds_to_target")
-    if len(reached) == len(group):
-        return f"{np.mean(reached):g}" if len(group) == 1 else f"{np.mean(reached):.1f}"
-    return " / ".join(NONE if (r := run.summary.get("rounds_to_target")) is None else str(r) for run in group)
+    target_rounds = values(group, "rounds_to_target")
+    if len(target_rounds) == len(group):
+        return f"{np.mean(target_rounds):g}" if len(group) == 1 else f"{np.mean(target_rounds):.1f}"
+    return " / ".join(DASH if (r := run.summary.get("rounds_to_target")) is None else str(r) for run in group)

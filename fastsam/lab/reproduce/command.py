@@ -29,11 +29,12 @@ def listing() -> list[tuple[str, str, str, str]]:
     """
     rows = []
     for name in names():
-        full, small = load(name), load(name, "digits")
+        paper_table, scaled_table = load(name), load(name, "digits")
         counts = [
-            sum(len(plan.runs) for plan in runner.plans(runner.sources(t, ()), t.seeds).values()) for t in (full, small)
+            sum(len(plan.runs) for plan in runner.plans(runner.sources(t, ()), t.seeds).values())
+            for t in (paper_table, scaled_table)
         ]
-        rows.append((name, full.title, ", ".join(full.needs), f"{counts[0]}; {counts[1]}"))
+        rows.append((name, paper_table.title, ", ".join(paper_table.needs), f"{counts[0]}; {counts[1]}"))
     return rows
 
 
@@ -59,31 +60,32 @@ def reproduce(
     sources = runner.sources(table, flags)
     plans = runner.plans(sources, numbers)
     grid = None if tune is None else tuning.grid(tune, numbers, flags)
-    asked = {"reproduce": name, "scale": scale, "seeds": list(numbers), "flags": list(flags)}
-    asked |= {"tune": grid.texts} if grid else {}
-    _check_directory({} if grid else plans, asked, directory, resume)
+    request = {"reproduce": name, "scale": scale, "seeds": list(numbers), "flags": list(flags)}
+    request |= {"tune": grid.texts} if grid else {}
+    _check_directory({} if grid else plans, request, directory, resume)
     runner.check_data(plans)
     make_directory(directory)
-    write_json(directory / "config.json", asked)
-    again, tuned = _command(asked), dict[Any, tuning.Accuracies]()
+    write_json(directory / "config.json", request)
+    repeat_command, accuracies = _command(request), dict[Any, tuning.Accuracies]()
     try:
         if grid:
-            sources, tuned = tuning.tune(sources, grid, directory, resume, console)
+            sources, accuracies = tuning.tune(sources, grid, directory, resume, console)
             plans = runner.plans(sources, numbers)
-            _check_directory(plans, asked, directory, True)
+            _check_directory(plans, request, directory, True)
         outcomes = runner.run(table, plans, directory, resume, console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Continue with:\n  {again} --run-dir {shlex.quote(str(directory))} --resume") from None
-    beside = tuning.text_tables(tuned, grid, algorithm_name) if grid else []
-    made = document(table, plans, outcomes, directory, again, beside)
-    made.write(directory)
-    found = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
-    found |= {"tuning": tuning.record(tuned, grid)} if grid else {}
-    write_json(directory / "summary.json", {**asked, "title": made.title, **found})
-    console.print(made.title, soft_wrap=True)
-    for part in made.tables:
+        resume_command = f"{repeat_command} --run-dir {shlex.quote(str(directory))} --resume"
+        raise KeyboardInterrupt(f"Continue with:\n  {resume_command}") from None
+    tuning_tables = tuning.text_tables(accuracies, grid, algorithm_name) if grid else []
+    report = document(table, plans, outcomes, directory, repeat_command, tuning_tables)
+    report.write(directory)
+    results = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
+    results |= {"tuning": tuning.record(accuracies, grid)} if grid else {}
+    write_json(directory / "summary.json", {**request, "title": report.title, **results})
+    console.print(report.title, soft_wrap=True)
+    for part in report.tables:
         part.show(console)
-    return 1 if any(outcome.failed for outcome in outcomes.values()) else 0
+    return 1 if any(outcome.failures for outcome in outcomes.values()) else 0
 
 
 def _numbers(seeds: Sequence[str]) -> list[int]:
@@ -96,7 +98,7 @@ def _numbers(seeds: Sequence[str]) -> list[int]:
     return numbers
 
 
-def _check_directory(plans: Mapping[Any, Any], asked: Mapping[str, Any], directory: Path, resume: bool) -> None:
+def _check_directory(plans: Mapping[Any, Any], request: Mapping[str, Any], directory: Path, resume: bool) -> None:
     """Check that the directory is new or empty, or has earlier runs of the same table at the same scale.
 
     Raises RunDirectoryError if the directory has other content, or it is not empty and `resume` is False.
@@ -104,20 +106,20 @@ def _check_directory(plans: Mapping[Any, Any], asked: Mapping[str, Any], directo
     if compare.is_new(directory, resume):
         return
     try:
-        before = json.loads((directory / "config.json").read_text())
+        old_request = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
-        before = {}
-    same = isinstance(before, dict) and all(before.get(key) == asked[key] for key in ("reproduce", "scale"))
-    if not same:
-        command = _command({**asked, "flags": [], "seeds": []})
+        old_request = {}
+    keys = ("reproduce", "scale")
+    if not isinstance(old_request, dict) or any(old_request.get(key) != request[key] for key in keys):
+        command = _command({**request, "flags": [], "seeds": []})
         raise RunDirectoryError(f"{directory} is not a directory of `{command}`; choose another --run-dir")
     for part, plan in plans.items():
         compare.check_directory(plan, directory / part.slug, resume)
 
 
-def _command(asked: Mapping[str, Any]) -> str:
-    words = ["fastsam", "reproduce", asked["reproduce"]]
-    words += ["--scale", asked["scale"]] if asked["scale"] else []
-    words += ["--seeds", ",".join(map(str, asked["seeds"]))] if asked["seeds"] else []
-    words += [word for text in asked.get("tune", ()) for word in ("--tune", text)]
-    return shlex.join([*words, *asked["flags"]])
+def _command(request: Mapping[str, Any]) -> str:
+    words = ["fastsam", "reproduce", request["reproduce"]]
+    words += ["--scale", request["scale"]] if request["scale"] else []
+    words += ["--seeds", ",".join(map(str, request["seeds"]))] if request["seeds"] else []
+    words += [word for text in request.get("tune", ()) for word in ("--tune", text)]
+    return shlex.join([*words, *request["flags"]])

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import Part, Section, Table
 
-OWN = {
+PROPOSED_METHODS = {
     "fedsam": ("fedsam", "mofedsam"),
     "fedlesam": ("fedlesam", "fedlesam-s", "fedlesam-d"),
     "fedgmt": ("fedgmt",),
@@ -32,32 +32,32 @@ Outcomes = Mapping[Part, Outcome]
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper: `ahead` is ahead of `other`."""
+    """A claim of a paper: the method `winner` has a better number than the method `loser`."""
 
     section: str
     metric: str
-    ahead: str  # the better method
-    other: str  # the method that it is compared with
-    columns: int  # number of the section's columns in which the paper has `ahead` ahead
-    paper: float  # mean margin over these columns in the paper
-    ours: tuple[float, ...]  # mean margin over these columns in our runs, one number per seed
+    winner: str  # the better method in the paper
+    loser: str  # the method that it is compared with
+    columns: int  # number of the section's columns in which the paper has `winner` ahead
+    paper_margin: float  # mean margin over these columns in the paper
+    measured_margins: tuple[float, ...]  # mean margin over these columns in our runs, one number per seed
     sample: float = 0.0  # margin of one test sample, or 0 for numbers that are not accuracies
 
     @property
-    def undecided(self) -> bool:
+    def is_tie(self) -> bool:
         """Return True if the mean margin over the seeds is one sample or less, in either direction."""
-        return bool(self.ours) and abs(float(np.mean(self.ours))) <= self.sample + 1e-9
+        return bool(self.measured_margins) and abs(float(np.mean(self.measured_margins))) <= self.sample + 1e-9
 
     @property
-    def held(self) -> bool:
-        """Return True if `ahead` is ahead in our runs too, on the mean over the seeds."""
-        return bool(self.ours) and not self.undecided and float(np.mean(self.ours)) > 0
+    def is_reproduced(self) -> bool:
+        """Return True if `winner` is ahead in our runs too, on the mean over the seeds."""
+        return bool(self.measured_margins) and not self.is_tie and float(np.mean(self.measured_margins)) > 0
 
 
 def number_of(text: str) -> float | None:
     """Return the number at the start of a published cell, 79.52 for "79.52 ± 0.13"; None for a dash or a bound."""
-    found = re.match(r"\d+(?:\.\d+)?", text)
-    return None if found is None else float(found[0])
+    match = re.match(r"\d+(?:\.\d+)?", text)
+    return None if match is None else float(match[0])
 
 
 def multiple_of(text: str, base: str) -> float | None:
@@ -65,30 +65,35 @@ def multiple_of(text: str, base: str) -> float | None:
 
     Examples: .31 for "0.31x", 1 for "246 (1x)", 253/246 for "253" if FedAvg's cell is "246 (1x)".
     """
-    found, number, whole = re.search(r"(\d+(?:\.\d+)?)x", text), number_of(text), number_of(base)
-    if found is not None or number is None or not whole:
-        return None if found is None else float(found[1])
-    return number if number < 10 else number / whole  # FedLESAM's Table 9 has a multiple without its x
+    match, number, base_number = re.search(r"(\d+(?:\.\d+)?)x", text), number_of(text), number_of(base)
+    if match is not None or number is None or not base_number:
+        return None if match is None else float(match[1])
+    return number if number < 10 else number / base_number  # FedLESAM's Table 9 has a multiple without its x
 
 
 def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
     """Return the claims about the methods that the paper proposes, without cells that cannot be trusted."""
-    own = [name for name in OWN[table.name.partition("-")[0]] if name in table.algorithms]
-    found = []
+    methods = [name for name in PROPOSED_METHODS[table.name.partition("-")[0]] if name in table.algorithms]
+    claim_list = []
     for section, metric in itertools.product(table.sections, table.metrics):
-        paper, ours = _paper(table, section, metric), _ours(table, section, metric, outcomes)
-        for ahead, other in itertools.product(own, table.algorithms):
-            margins = {c: paper[c, ahead] - paper[c, other] for c in _columns(section, paper, ahead, other)}
+        paper_numbers = _paper_numbers(table, section, metric)
+        measured_numbers = _measured_numbers(table, section, metric, outcomes)
+        for winner, loser in itertools.product(methods, table.algorithms):
+            margins = {
+                c: paper_numbers[c, winner] - paper_numbers[c, loser]
+                for c in _columns(section, paper_numbers, winner, loser)
+            }
             margins = {column: margin for column, margin in margins.items() if margin > 0}
             if margins:
-                seeds = zip(*(_margins(ours[c, ahead], ours[c, other]) for c in margins), strict=False)
-                means = tuple(float(np.mean(each)) for each in seeds if None not in each)
+                columns = [_margins(measured_numbers[c, winner], measured_numbers[c, loser]) for c in margins]
+                seeds = zip(*columns, strict=False)
+                means = tuple(float(np.mean(seed_margins)) for seed_margins in seeds if None not in seed_margins)
                 mean = float(np.mean(list(margins.values())))
                 parts = [part for column in margins for part in section.columns[column].parts if part in outcomes]
                 samples = min((outcomes[part].samples for part in parts), default=0)
-                sample = 100 / samples if samples and METRICS[metric].better > 0 else 0.0
-                found.append(Claim(section.title, metric, ahead, other, len(margins), mean, means, sample))
-    return found
+                sample = 100 / samples if samples and METRICS[metric].direction > 0 else 0.0
+                claim_list.append(Claim(section.title, metric, winner, loser, len(margins), mean, means, sample))
+    return claim_list
 
 
 def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str], float]:
@@ -97,32 +102,34 @@ def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str],
 
     Sections without any tau are left out.
     """
-    found = {}
+    correlations = {}
     for section, metric in itertools.product(table.sections, table.metrics):
-        paper, ours = _paper(table, section, metric), _ours(table, section, metric, outcomes)
+        paper_numbers = _paper_numbers(table, section, metric)
+        measured_numbers = _measured_numbers(table, section, metric, outcomes)
         taus = []
         for column in range(len(section.columns)):
-            both = [
-                (paper[column, name], float(np.mean(known)))
+            pairs = [
+                (paper_numbers[column, name], float(np.mean(numbers)))
                 for name in table.algorithms
-                if (column, name) in paper and (known := _complete(ours[column, name]))
+                if (column, name) in paper_numbers and (numbers := _complete_values(measured_numbers[column, name]))
             ]
-            taus.append(kendall(*zip(*both, strict=True)) if len(both) > 1 else math.nan)
+            taus.append(kendall(*zip(*pairs, strict=True)) if len(pairs) > 1 else math.nan)
         if not all(map(math.isnan, taus)):
-            found[section.title, metric] = float(np.nanmean(taus))
-    return found
+            correlations[section.title, metric] = float(np.nanmean(taus))
+    return correlations
 
 
-def kendall(one: Sequence[float], other: Sequence[float]) -> float:
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     """Return Kendall's tau-b of two orders: 1 for the same order, -1 for the reverse.
 
     Pairs that are equal in one of the orders do not count. It is NaN if all pairs are equal in one of them.
     """
     signs = [
-        (np.sign(a - b), np.sign(c - d)) for (a, c), (b, d) in itertools.combinations(zip(one, other, strict=True), 2)
+        (np.sign(a - b), np.sign(c - d))
+        for (a, c), (b, d) in itertools.combinations(zip(first, second, strict=True), 2)
     ]
-    different = [sum(1 for pair in signs if pair[i]) for i in (0, 1)]
-    return float(sum(a * b for a, b in signs) / math.sqrt(math.prod(different))) if all(different) else math.nan
+    pair_counts = [sum(1 for pair in signs if pair[i]) for i in (0, 1)]
+    return float(sum(a * b for a, b in signs) / math.sqrt(math.prod(pair_counts))) if all(pair_counts) else math.nan
 
 
 def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
@@ -130,9 +137,10 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
 
     The list is empty if the paper prints no numbers or no run was finished.
     """
-    found = claims(table, outcomes)
-    every = [claim for claim in found if claim.ours]
-    if not every:
+    all_claims = claims(table, outcomes)
+    measured_claims = [claim for claim in all_claims if claim.measured_margins]
+    count = len(measured_claims)
+    if not count:
         return []
     note = (
         "Margins are in favour of the first method, means over the columns in which the paper has it ahead; ours with "
@@ -140,88 +148,104 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
     )
     if table.scale is not None:
         note += f" Ours are of the scaled run on {table.scale}: only their sign can be compared."
-    if unknown := len(found) - len(every):
-        note += f" {unknown} claim{'s' * (unknown > 1)} more: a run failed or a target was not reached."
+    if missing_count := len(all_claims) - count:
+        note += f" {missing_count} claim{'s' * (missing_count > 1)} more: a run failed or a target was not reached."
     kinds: dict[str, list[Claim]] = {"Did not hold": [], "Undecided, by one test sample or less": [], "Held": []}
-    for claim in sorted(every, key=lambda claim: (claim.metric, claim.section, -claim.paper)):
-        kinds[[*kinds][1 if claim.undecided else 2 if claim.held else 0]].append(claim)
+    for claim in sorted(measured_claims, key=lambda claim: (claim.metric, claim.section, -claim.paper_margin)):
+        kinds[[*kinds][1 if claim.is_tie else 2 if claim.is_reproduced else 0]].append(claim)
     head = ["claim", "where", "paper: by", "ours: by", "seeds in favour"]
     tables = [
-        TextTable(f"{what}: {len(some)} of {len(every)} claims", head, [_row(claim, table) for claim in some], note)
-        for what, some in kinds.items()
-        if some
+        TextTable(f"{verdict}: {len(group)} of {count} claims", head, [_row(claim, table) for claim in group], note)
+        for verdict, group in kinds.items()
+        if group
     ]
     taus = rank_correlations(table, outcomes)
-    rows = [[f"{section}{_about(table, metric)}", f"{tau:.2f}"] for (section, metric), tau in taus.items()]
-    about = (
+    rows = [[f"{section}{_metric_suffix(table, metric)}", f"{tau:.2f}"] for (section, metric), tau in taus.items()]
+    rank_note = (
         "Kendall's tau of the order of all methods, the mean over the columns: 1 for the paper's order, 0 for none, -1 "
         "for its reverse."
     )
-    return [*tables, *([TextTable("Rank correlation with the paper", ["where", "tau"], rows, about)] if rows else [])]
+    if rows:
+        tables.append(TextTable("Rank correlation with the paper", ["where", "tau"], rows, rank_note))
+    return tables
 
 
 def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
     """Return claims and rank correlations for summary.json."""
     taus = rank_correlations(table, outcomes).items()
     return {
-        "claims": [{**asdict(c), "held": c.held, "undecided": c.undecided} for c in claims(table, outcomes)],
+        "claims": [_claim_record(claim) for claim in claims(table, outcomes)],
         "rank_correlations": [{"section": section, "metric": metric, "tau": tau} for (section, metric), tau in taus],
     }
 
 
-def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str], float]:
+def _claim_record(claim: Claim) -> dict[str, Any]:
+    """Return a claim with the names of summary.json."""
+    return {
+        "section": claim.section, "metric": claim.metric, "ahead": claim.winner, "other": claim.loser,
+        "columns": claim.columns, "paper": claim.paper_margin, "ours": claim.measured_margins, "sample": claim.sample,
+        "held": claim.is_reproduced, "undecided": claim.is_tie,
+    }  # fmt: skip
+
+
+def _paper_numbers(table: Table, section: Section, metric: str) -> dict[tuple[int, str], float]:
     """Return the paper's numbers by column and algorithm, with signs such that larger is better.
 
     Cells without a number and cells that cannot be trusted are left out.
     """
-    kind, found = METRICS[metric], {}
+    kind, numbers = METRICS[metric], {}
     for name, i in itertools.product(section.published, range(len(section.columns))):
         text, doubts = table.published(section, i, name, metric)
         base, _ = table.published(section, i, "fedavg", metric)
-        number = multiple_of(text or "", base or "") if kind.relative or kind.ratio else number_of(text or "")
+        uses_base = kind.shows_multiple or kind.is_multiple
+        number = multiple_of(text or "", base or "") if uses_base else number_of(text or "")
         if number is not None and not doubts:
-            found[i, name] = kind.better * number
-    return found
+            numbers[i, name] = kind.direction * number
+    return numbers
 
 
-def _ours(table: Table, section: Section, metric: str, outcomes: Outcomes) -> dict[tuple[int, str], list[float | None]]:
+def _measured_numbers(
+    table: Table, section: Section, metric: str, outcomes: Outcomes
+) -> dict[tuple[int, str], list[float | None]]:
     """Return the number of each seed by column and algorithm, with signs such that larger is better.
 
     If the paper prints multiples of FedAvg's number, ours are multiples of FedAvg's mean.
     """
-    kind, found = METRICS[metric], {}
+    kind, numbers_by_cell = METRICS[metric], {}
     for i, column in enumerate(section.columns):
-        numbers = {name: value(kind, groups_of(column, name, outcomes), column.target) for name in table.algorithms}
-        unit = float(kind.better)
-        if kind.relative or kind.ratio:
-            base = _complete(numbers["fedavg"])
-            unit = kind.better / float(np.mean(base)) if base else math.nan
-        for name, values in numbers.items():
-            found[i, name] = [None if v is None or math.isnan(unit) else unit * v for v in values]
-    return found
+        groups = {name: groups_of(column, name, outcomes) for name in table.algorithms}
+        seed_numbers = {name: value(kind, group, column.target) for name, group in groups.items()}
+        unit = float(kind.direction)
+        if kind.shows_multiple or kind.is_multiple:
+            base = _complete_values(seed_numbers["fedavg"])
+            unit = kind.direction / float(np.mean(base)) if base else math.nan
+        for name, values in seed_numbers.items():
+            numbers_by_cell[i, name] = [None if v is None or math.isnan(unit) else unit * v for v in values]
+    return numbers_by_cell
 
 
-def _complete(values: Sequence[float | None]) -> list[float]:
+def _complete_values(values: Sequence[float | None]) -> list[float]:
     """Return the values, or an empty list if one is missing."""
-    known = [v for v in values if v is not None]
-    return known if len(known) == len(values) else []
+    numbers = [v for v in values if v is not None]
+    return numbers if len(numbers) == len(values) else []
 
 
 def _columns(section: Section, paper: Mapping[tuple[int, str], float], *names: str) -> Iterator[int]:
     return (i for i in range(len(section.columns)) if all((i, name) in paper for name in names))
 
 
-def _margins(ahead: Sequence[float | None], other: Sequence[float | None]) -> list[float | None]:
-    return [None if a is None or b is None else a - b for a, b in zip(ahead, other, strict=False)]
+def _margins(winner: Sequence[float | None], loser: Sequence[float | None]) -> list[float | None]:
+    return [None if a is None or b is None else a - b for a, b in zip(winner, loser, strict=False)]
 
 
 def _row(claim: Claim, table: Table) -> list[str]:
-    spread = f" ± {float(deviation(claim.ours)):.3g}" if len(claim.ours) > 1 else ""
-    names = " over ".join(registry[name].__name__.replace("_", "-") for name in (claim.ahead, claim.other))
-    where = f"{claim.section}{_about(table, claim.metric)}, {claim.columns} column{'s' * (claim.columns > 1)}"
-    won = sum(margin > 0 for margin in claim.ours)
-    return [names, where, f"{claim.paper:.3g}", f"{np.mean(claim.ours):.3g}{spread}", f"{won} of {len(claim.ours)}"]
+    spread = f" ± {float(deviation(claim.measured_margins)):.3g}" if len(claim.measured_margins) > 1 else ""
+    names = " over ".join(registry[name].__name__.replace("_", "-") for name in (claim.winner, claim.loser))
+    place = f"{claim.section}{_metric_suffix(table, claim.metric)}, {claim.columns} column{'s' * (claim.columns > 1)}"
+    favour_count = sum(margin > 0 for margin in claim.measured_margins)
+    margin = f"{np.mean(claim.measured_margins):.3g}{spread}"
+    return [names, place, f"{claim.paper_margin:.3g}", margin, f"{favour_count} of {len(claim.measured_margins)}"]
 
 
-def _about(table: Table, metric: str) -> str:
+def _metric_suffix(table: Table, metric: str) -> str:
     return f", {METRICS[metric].head}" if len(table.metrics) > 1 else ""

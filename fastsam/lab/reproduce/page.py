@@ -17,11 +17,11 @@ from fastsam.lab.report.document import Document, Figure
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.report.tables import accuracy, last_measures
 from fastsam.lab.reproduce import ordering
-from fastsam.lab.reproduce.metrics import METRICS, NONE, cell, groups_of
+from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, groups_of
 from fastsam.lab.reproduce.runner import Outcome, changes
 from fastsam.lab.reproduce.table import Column, Part, Section, Table
 
-_WIDEST = 4  # pairs of columns side by side: more do not fit a page
+_MOST_PAIRS = 4  # pairs of columns side by side: more do not fit a page
 Outcomes = Mapping[Part, Outcome]
 
 
@@ -36,12 +36,12 @@ def document(
     outcomes: Outcomes,
     directory: Path,
     command: str,
-    beside: Sequence[TextTable] = (),
+    further_tables: Sequence[TextTable] = (),
 ) -> Document:
     """Return the report. Its figures are drawn into `directory`.
 
     Args:
-        beside: further tables, of work done before the runs.
+        further_tables: tables about work done before the runs.
     """
     title = f"{table.name}: {table.title}"
     if table.scale is not None:
@@ -51,14 +51,15 @@ def document(
     facts: dict[str, Any] = {"source": table.source, "scale": _scale(table)}
     facts["seeds"] = ", ".join(map(str, next(iter(plans.values())).seeds))
     facts |= {"data at the paper's scale": ", ".join(table.needs)} | ({"note": table.note} if table.note else {})
-    facts |= {f"failed: {name}": text for outcome in outcomes.values() for name, text in outcome.failed.items()}
-    where = [
+    facts |= {f"failed: {name}": text for outcome in outcomes.values() for name, text in outcome.failures.items()}
+    run_paths = [
         (f"{part.title}: {run.label}, seed {run.seed}", os.path.relpath(run.run_dir, directory))
         for part, outcome in outcomes.items()
         for run in outcome.runs
     ]
-    every = [*comparisons, *beside, *([difference] if difference else []), *ordering.text_tables(table, outcomes)]
-    return Document(title, facts, every, _figures(table, outcomes, directory), where, command)
+    all_tables = [*comparisons, *further_tables, *([difference] if difference else [])]
+    all_tables += ordering.text_tables(table, outcomes)
+    return Document(title, facts, all_tables, _figures(table, outcomes, directory), run_paths, command)
 
 
 def _scale(table: Table) -> str:
@@ -75,14 +76,14 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
 
     The list is empty for a table without metrics.
     """
-    found = []
+    tables = []
     for section in table.sections if table.metrics else ():
-        each = max(1, _WIDEST // len(table.metrics))
-        blocks = -(-len(section.columns) // each)
+        columns_per_block = max(1, _MOST_PAIRS // len(table.metrics))
+        blocks = -(-len(section.columns) // columns_per_block)
         size = -(-len(section.columns) // blocks)
         starts = range(0, len(section.columns), size)
-        found += [_block(table, section, range(s, min(s + size, len(section.columns))), outcomes) for s in starts]
-    return found
+        tables += [_block(table, section, range(s, min(s + size, len(section.columns))), outcomes) for s in starts]
+    return tables
 
 
 def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -> TextTable:
@@ -91,8 +92,8 @@ def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -
     for i in columns:
         for name in table.metrics:
             metric = METRICS[name].head if len(table.metrics) > 1 else ""
-            about = ", ".join(part for part in (section.columns[i].name, metric) if part)
-            head += [f"{about}: paper", f"{about}: {_ours(table, section.columns[i], name)}"]
+            label = ", ".join(part for part in (section.columns[i].name, metric) if part)
+            head += [f"{label}: paper", f"{label}: {_measured_head(table, section.columns[i], name)}"]
     rows = []
     for algorithm in table.algorithms:
         row = [algorithm_name(algorithm)]
@@ -100,33 +101,33 @@ def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -
             for name in table.metrics:
                 text, doubts = table.published(section, i, algorithm, name)
                 marks = "".join(f" †{reasons.setdefault(reason, len(reasons) + 1)}" for reason in doubts if text)
-                row.append((text or NONE) + marks)
-                row.append(ours_cell(section.columns[i], algorithm, name, outcomes)[1])
+                row.append((text or DASH) + marks)
+                row.append(measured_cell(section.columns[i], algorithm, name, outcomes)[1])
         rows.append(row)
     note = f"{_cells_note(table)} {table.note}".strip()
-    listed = "; ".join(f"†{number}: {reason}" for reason, number in reasons.items())
-    return TextTable(section.title, head, rows, f"{note} Not to be trusted – {listed}." if listed else note)
+    reason_list = "; ".join(f"†{number}: {reason}" for reason, number in reasons.items())
+    return TextTable(section.title, head, rows, f"{note} Not to be trusted – {reason_list}." if reason_list else note)
 
 
-def _ours(table: Table, column: Column, metric: str) -> str:
+def _measured_head(table: Table, column: Column, metric: str) -> str:
     """Return the head of our cells, which names differences from the paper's."""
     if table.scale is None:
         return "ours"
-    reached = METRICS[metric].timed and column.target is not None
-    return f"ours ({table.scale}, to {100 * (column.target or 0):g} %)" if reached else f"ours ({table.scale})"
+    has_target = METRICS[metric].uses_target and column.target is not None
+    return f"ours ({table.scale}, to {100 * (column.target or 0):g} %)" if has_target else f"ours ({table.scale})"
 
 
 def _cells_note(table: Table) -> str:
-    spread = METRICS[table.metrics[0]].seeds
+    spread = METRICS[table.metrics[0]].shows_deviation
     text = "with several seeds the mean ± their standard deviation" if spread else "means over the seeds"
-    if any(METRICS[m].relative for m in table.metrics):
+    if any(METRICS[m].shows_multiple for m in table.metrics):
         text += ", and in parentheses the multiple of FedAvg's"
     if table.scale is None:
         return f"Ours: {text}."
     return f"Ours: {text}. Ours are of the scaled run on {table.scale}, in another setting than the paper's."
 
 
-def ours_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -> tuple[float | None, str]:
+def measured_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -> tuple[float | None, str]:
     """Return our number and its text."""
     groups, base = (groups_of(column, name, outcomes) for name in (algorithm, "fedavg"))
     return cell(METRICS[metric], groups, base, column.target)
@@ -134,13 +135,12 @@ def ours_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -
 
 def _plain_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
     """Return tables of our numbers, for figures, because these print no numbers."""
-    found = []
+    tables = []
     for part, outcome in outcomes.items():
-        made = [accuracy(outcome.runs), last_measures(outcome.runs)] if outcome.runs else []
-        found += [
-            replace(one, title=f"{_part_name(table, part)}: {one.title.lower()}") for one in made if one is not None
-        ]
-    return found
+        candidates = [accuracy(outcome.runs), last_measures(outcome.runs)] if outcome.runs else []
+        part_tables = [part_table for part_table in candidates if part_table is not None]
+        tables += [replace(t, title=f"{_part_name(table, part)}: {t.title.lower()}") for t in part_tables]
+    return tables
 
 
 def _changes(table: Table, plans: Mapping[Part, Plan]) -> TextTable | None:
@@ -154,17 +154,17 @@ def _changes(table: Table, plans: Mapping[Part, Plan]) -> TextTable | None:
 
 def _figures(table: Table, outcomes: Outcomes, directory: Path) -> list[Figure]:
     """Draw the figures that the table names: the figures of each part, and all surfaces in one scale."""
-    found: list[Figure] = []
+    figures: list[Figure] = []
     for part, outcome in outcomes.items():
         if not outcome.runs:
             continue
-        drawn = report.draw_plots(outcome.runs, {"": outcome.counts}, directory, _part_name(table, part))
-        drawn += report.ablations(outcome.runs, directory, _part_name(table, part))
-        for figure in drawn:
+        part_figures = report.draw_plots(outcome.runs, {"": outcome.counts}, directory, _part_name(table, part))
+        part_figures += report.ablations(outcome.runs, directory, _part_name(table, part))
+        for figure in part_figures:
             kind = figure.path.stem.partition("-")[0]
             if kind in table.figures or f"{kind}s" in table.figures:
                 path = plots.figure.rename(figure.path, f"{part.slug}-{figure.path.stem}")
-                found.append(
+                figures.append(
                     Figure(path, f"{_part_name(table, part)}: {figure.caption[0].lower()}{figure.caption[1:]}")
                 )
             else:
@@ -177,8 +177,9 @@ def _figures(table: Table, outcomes: Outcomes, directory: Path) -> list[Figure]:
     if grids:
         title = "" if table.scale is None else f"scaled to {table.scale}"
         path = plots.surfaces(grids, RADIUS, directory / "surfaces.png", title)
-        found.append(Figure(path, "Training loss around the final models of the first seed, in two random directions"))
-    return found
+        caption = "Training loss around the final models of the first seed, in two random directions"
+        figures.append(Figure(path, caption))
+    return figures
 
 
 def _part_name(table: Table, part: Part) -> str:
@@ -198,8 +199,8 @@ def record(table: Table, outcomes: Outcomes) -> list[dict[str, Any]]:
     cells = []
     for section in table.sections:
         for (i, column), metric, algorithm in product(enumerate(section.columns), table.metrics, table.algorithms):
-            about = {"section": section.title, "column": column.name, "algorithm": algorithm, "metric": metric}
+            head = {"section": section.title, "column": column.name, "algorithm": algorithm, "metric": metric}
             paper, doubts = table.published(section, i, algorithm, metric)
-            ours = ours_cell(column, algorithm, metric, outcomes)[0]
-            cells.append({**about, "paper": paper, "not_to_be_trusted": doubts, "ours": ours})
+            number = measured_cell(column, algorithm, metric, outcomes)[0]
+            cells.append({**head, "paper": paper, "not_to_be_trusted": doubts, "ours": number})
     return cells

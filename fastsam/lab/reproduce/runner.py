@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TECHNICAL = FREE - {"rounds", "max_excluded", "on_client_error"}
 TECHNICAL |= {"name", "data_dir", "download", "device", "backend", "eval_every", "seed"}
 
-_NAMED = 4  # places that a change names before it counts the others
+_MOST_PLACES = 4  # places that a change names before it counts the others
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Outcome:
     """The finished runs of a part, and the data of its figures."""
 
     runs: Sequence[FinishedRun]
-    failed: Mapping[str, str]  # reason of each failed run, by the run's name
+    failures: Mapping[str, str]  # reason of each failed run, by the run's name
     counts: np.ndarray  # numbers of samples, `[clients, classes]`
     surfaces: Mapping[str, np.ndarray]  # loss surfaces by label
     samples: int = 0  # number of test samples, 0 if unknown
@@ -49,30 +49,32 @@ def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
             this algorithm.
     """
     flat, tables = parse_flags(flags)
-    owns = ({name: own for name, own in tables.items() if name in part.algorithms} for part in table.parts)
+    tables_by_part = (
+        {name: part_tables for name, part_tables in tables.items() if name in part.algorithms} for part in table.parts
+    )
     return {
-        part: replace(source(part, table.name), flags=flat, flag_tables=own)
-        for part, own in zip(table.parts, owns, strict=True)
+        part: replace(source(part, table.name), flags=flat, flag_tables=part_tables)
+        for part, part_tables in zip(table.parts, tables_by_part, strict=True)
     }
 
 
 def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Plan]:
     """Return the comparison of each part, all checked. Raises ConfigError."""
-    made = {}
-    for part, own in sources.items():
-        plan = compare.plan(own, part.algorithms, [str(s) for s in seeds], part.sweep)
+    plans_by_part = {}
+    for part, part_source in sources.items():
+        plan = compare.plan(part_source, part.algorithms, [str(s) for s in seeds], part.sweep)
         for config in plan.configs:
             experiment.keywords(config)
-        made[part] = plan
-    return made
+        plans_by_part[part] = plan
+    return plans_by_part
 
 
 def check_data(plans: Mapping[Part, Plan]) -> None:
     """Open each data set once, so that a missing archive raises FileNotFoundError before anything runs."""
-    firsts: dict[Any, RunConfig] = {}
+    first_configs: dict[Any, RunConfig] = {}
     for config in (plan.configs[0] for plan in plans.values()):
-        firsts.setdefault((config.data, config.data_dir), config)
-    for config in firsts.values():
+        first_configs.setdefault((config.data, config.data_dir), config)
+    for config in first_configs.values():
         experiment.load_data(config)
 
 
@@ -97,17 +99,17 @@ def _run_part(table: Table, part: Part, plan: Plan, directory: Path, resume: boo
     data = compare.load_all(plan)
     compare.write_record(plan, directory)
     quiet = Console(quiet=table.scale is not None)
-    finished, failed = compare.train_all(plan, data, directory, resume, quiet, "")
-    points = ({part.same_axis.get(key, key): value for key, value in run.point.items()} for run in finished)
-    finished = [replace(run, point=point) for run, point in zip(finished, points, strict=True)]
-    shown = data[compare.data_key(plan.configs[0])]
+    finished_runs, errors = compare.train_all(plan, data, directory, resume, quiet, "")
+    points = ({part.same_axis.get(key, key): value for key, value in run.point.items()} for run in finished_runs)
+    finished_runs = [replace(run, point=point) for run, point in zip(finished_runs, points, strict=True)]
+    data_set = data[compare.data_key(plan.configs[0])]
     if "train" in table.metrics:
-        finished = [_with_train_accuracy(run, plan, data) for run in finished]
+        finished_runs = [_with_train_accuracy(run, plan, data) for run in finished_runs]
     grids: Mapping[str, np.ndarray] = {}
-    if "surfaces" in table.figures and finished:
-        grids = compare.surfaces(plan, data, finished, table.surface_points, directory)
-    samples = len(shown.test[1]) if isinstance(shown.test, tuple) else 0
-    return Outcome(finished, failed, shown.class_counts(), grids, samples)
+    if "surfaces" in table.figures and finished_runs:
+        grids = compare.surfaces(plan, data, finished_runs, table.surface_points, directory)
+    samples = len(data_set.test[1]) if isinstance(data_set.test, tuple) else 0
+    return Outcome(finished_runs, errors, data_set.class_counts(), grids, samples)
 
 
 def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> FinishedRun:
@@ -116,12 +118,12 @@ def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> Fi
     The numbers are the mean and standard deviation over clients.
     """
     config = next(p.config for p in plan.runs if (p.label, p.config.seed) == (run.label, run.seed))
-    shown = data[compare.data_key(config)]
-    built = experiment.build(config, shown)
-    built.model.load_state_dict(safetensors.torch.load_file(run.run_dir / "model.safetensors"))
-    accuracies = _client_accuracies(built.model, shown, config.device)
-    found = {"train_accuracy_mean": float(accuracies.mean()), "train_accuracy_std": float(accuracies.std())}
-    return replace(run, summary={**run.summary, **found})
+    data_set = data[compare.data_key(config)]
+    run_setup = experiment.build(config, data_set)
+    run_setup.model.load_state_dict(safetensors.torch.load_file(run.run_dir / "model.safetensors"))
+    accuracies = _client_accuracies(run_setup.model, data_set, config.device)
+    accuracy_summary = {"train_accuracy_mean": float(accuracies.mean()), "train_accuracy_std": float(accuracies.std())}
+    return replace(run, summary={**run.summary, **accuracy_summary})
 
 
 @torch.no_grad()
@@ -131,11 +133,11 @@ def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torc
     first = next(model.parameters())
     accuracies = []
     for x, y in data.clients:
-        right = 0
+        correct_count = 0
         for part, labels in zip(x.split(512), y.split(512), strict=True):
-            moved = part.to(first.device, first.dtype) if part.is_floating_point() else part.to(first.device)
-            right += int((model(moved).argmax(1).cpu() == labels).sum())
-        accuracies.append(right / len(y))
+            device_part = part.to(first.device, first.dtype) if part.is_floating_point() else part.to(first.device)
+            correct_count += int((model(device_part).argmax(1).cpu() == labels).sum())
+        accuracies.append(correct_count / len(y))
     return np.array(accuracies)
 
 
@@ -144,43 +146,44 @@ def changes(table: Table, plans: Mapping[Part, Plan]) -> list[tuple[str, str, st
 
     Each is a tuple (key, the paper's value, our value, affected parts).
     """
-    found: dict[tuple[str, str, str], dict[str, set[str]]] = {}
+    parts_by_change: dict[tuple[str, str, str], dict[str, set[str]]] = {}
     for part, plan in plans.items():
-        ours = {short_name(p.config.algorithm): p.config for p in reversed(plan.runs)}
-        swept = {axis.key for axis in plan.sweep}
-        own = source(part, table.name, at_paper=True)
+        part_configs = {short_name(p.config.algorithm): p.config for p in reversed(plan.runs)}
+        swept_keys = {axis.key for axis in plan.sweep}
+        paper_source = source(part, table.name, at_paper=True)
         for name in part.algorithms:
-            for change in _differences(resolve(own, name, part.algorithms), ours[name], swept):
-                found.setdefault(change, {}).setdefault(part.title, set()).add(name)
+            for change in _differences(resolve(paper_source, name, part.algorithms), part_configs[name], swept_keys):
+                parts_by_change.setdefault(change, {}).setdefault(part.title, set()).add(name)
     algorithms = {part.title: set(part.algorithms) for part in plans}
-    return [(*change, _where(where, algorithms)) for change, where in found.items()]
+    return [(*change, _affected_places(parts, algorithms)) for change, parts in parts_by_change.items()]
 
 
-def _differences(paper: RunConfig, ours: RunConfig, swept: set[str]) -> list[tuple[str, str, str]]:
-    short = short_name(paper.algorithm)
-    before, after = paper.record(), ours.record()
-    pairs = [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])]
-    pairs += [(f"{short}.{key}", paper.options[key], ours.options[key]) for key in paper.options]
-    ignored = TECHNICAL | swept | {short} | {f"{short}.{key}" for key in swept}
-    shown = [(key, _text(a), _text(b)) for key, a, b in pairs if key not in ignored]
-    return [(key, a, b) for key, a, b in shown if a != b]
+def _differences(paper: RunConfig, config: RunConfig, swept_keys: set[str]) -> list[tuple[str, str, str]]:
+    algorithm = short_name(paper.algorithm)
+    paper_record, config_record = paper.record(), config.record()
+    keys = dict.fromkeys([*paper_record, *config_record])
+    pairs = [(key, paper_record.get(key), config_record.get(key)) for key in keys]
+    pairs += [(f"{algorithm}.{key}", paper.options[key], config.options[key]) for key in paper.options]
+    ignored_keys = TECHNICAL | swept_keys | {algorithm} | {f"{algorithm}.{key}" for key in swept_keys}
+    text_pairs = [(key, _text(a), _text(b)) for key, a, b in pairs if key not in ignored_keys]
+    return [(key, a, b) for key, a, b in text_pairs if a != b]
 
 
 def _text(value: Any) -> str:
     return "–" if value is None or value == {} else str(value)
 
 
-def _where(found: Mapping[str, set[str]], every: Mapping[str, set[str]]) -> str:
+def _affected_places(affected_parts: Mapping[str, set[str]], all_parts: Mapping[str, set[str]]) -> str:
     """Return the names of parts or whole sections, and of algorithms if a change does not affect all of them."""
     names = []
-    for part in found:
+    for part in affected_parts:
         section = part.rpartition(", ")[0]
-        together = {other for other in every if section and other.startswith(f"{section}, ")}
-        names.append(section if len(together) > 1 and together <= found.keys() else part)
+        section_parts = {title for title in all_parts if section and title.startswith(f"{section}, ")}
+        names.append(section if len(section_parts) > 1 and section_parts <= affected_parts.keys() else part)
     names = list(dict.fromkeys(names))
-    where = "everywhere" if len(found) == len(every) else "; ".join(names[:_NAMED])
-    if len(names) > _NAMED and len(found) < len(every):
-        where += f"; and {len(names) - _NAMED} more"
-    if all(found[part] == every[part] for part in found):
-        return where
-    return f"{', '.join(sorted(set().union(*found.values())))}: {where}"
+    place_text = "everywhere" if len(affected_parts) == len(all_parts) else "; ".join(names[:_MOST_PLACES])
+    if len(names) > _MOST_PLACES and len(affected_parts) < len(all_parts):
+        place_text += f"; and {len(names) - _MOST_PLACES} more"
+    if all(affected_parts[part] == all_parts[part] for part in affected_parts):
+        return place_text
+    return f"{', '.join(sorted(set().union(*affected_parts.values())))}: {place_text}"

@@ -69,9 +69,10 @@ class Distrust:
 
     def covers(self, section: str, column: str, algorithm: str, metric: str) -> bool:
         """Return True if this entry covers the cell."""
-        given = (((self.section,) if self.section else (), section), (self.columns, column))
+        conditions = (((self.section,) if self.section else (), section), (self.columns, column))
         return all(
-            not own or value in own for own, value in (*given, (self.algorithms, algorithm), (self.metrics, metric))
+            not names or value in names
+            for names, value in (*conditions, (self.algorithms, algorithm), (self.metrics, metric))
         )
 
 
@@ -95,17 +96,17 @@ class Table:
     @property
     def parts(self) -> tuple[Part, ...]:
         """Return all parts, each once; columns may share parts."""
-        found: list[Part] = []
+        parts: list[Part] = []
         for part in (part for section in self.sections for column in section.columns for part in column.parts):
-            found += [part] if part not in found else []
-        return tuple(found)
+            parts += [part] if part not in parts else []
+        return tuple(parts)
 
     def published(self, section: Section, column: int, algorithm: str, metric: str) -> tuple[str | None, list[str]]:
         """Return a published cell as printed, or None, and the reasons not to trust it."""
         cells = section.published.get(algorithm)
         text = None if cells is None else cells[column * len(self.metrics) + self.metrics.index(metric)]
-        about = (section.title, section.columns[column].name, algorithm, metric)
-        return text, [entry.reason for entry in self.distrust if entry.covers(*about)]
+        cell = (section.title, section.columns[column].name, algorithm, metric)
+        return text, [entry.reason for entry in self.distrust if entry.covers(*cell)]
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -116,9 +117,9 @@ class Table:
 def names() -> list[str]:
     """Return the names of all tables and figures, paper by paper, in the order of the paper."""
     files = (resources.files(__package__) / "tables").iterdir()
-    found = [file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")]
+    stems = [file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")]
     papers = ("fedsam", "fedlesam", "fedgmt")
-    return sorted(found, key=lambda name: (papers.index(name.partition("-")[0]), "fig" in name, name))
+    return sorted(stems, key=lambda name: (papers.index(name.partition("-")[0]), "fig" in name, name))
 
 
 def load(name: str, scale: str | None = None) -> Table:
@@ -164,25 +165,25 @@ def _column(
 ) -> Column:
     if "average" in column:
         return Column(column["name"], _parts_of(column["average"], column["protocol"], table["algorithms"], scale))
-    full = [_read("protocols", section["protocol"])]
-    small = [full[0].pop("scaled")]
+    layers = [_read("protocols", section["protocol"])]
+    scaled_layers = [layers[0].pop("scaled")]
     for layer in (section, column):
-        full.append(layer.get("keys", {}))
-        small.append(layer.get("scaled", {}))
-    paper = _merge(full)
-    own = paper if scale is None else _merge([*full, *small])
+        layers.append(layer.get("keys", {}))
+        scaled_layers.append(layer.get("scaled", {}))
+    paper = _merge(layers)
+    keys = paper if scale is None else _merge([*layers, *scaled_layers])
     algorithms = column.get("algorithms", section.get("algorithms", table["algorithms"]))
     sweep = column.get("sweep", ()) if scale is None else column.get("scaled_sweep", column.get("sweep", ()))
-    distinct = column.get("keys") or column.get("algorithms") or column.get("sweep")
-    title = f"{section['title']}, {column['name']}" if distinct else section["title"]
+    is_distinct = column.get("keys") or column.get("algorithms") or column.get("sweep")
+    title = f"{section['title']}, {column['name']}" if is_distinct else section["title"]
     target = column.get("target") if scale is None else column.get("scaled_target")
-    part = Part(title, tuple(algorithms), own, paper, tuple(sweep), column.get("same_axis", {}))
+    part = Part(title, tuple(algorithms), keys, paper, tuple(sweep), column.get("same_axis", {}))
     return Column(column["name"], (part,), target)
 
 
-def _parts_of(other: str, protocol: str, algorithms: Sequence[str], scale: str | None) -> tuple[Part, ...]:
+def _parts_of(table_name: str, protocol: str, algorithms: Sequence[str], scale: str | None) -> tuple[Part, ...]:
     """Return the parts of another table whose sections have this protocol, for these algorithms."""
-    content = _read("tables", other)
+    content = _read("tables", table_name)
     sections = [
         _section(section | {"algorithms": algorithms}, content, scale)
         for section in content["section"]
@@ -193,11 +194,11 @@ def _parts_of(other: str, protocol: str, algorithms: Sequence[str], scale: str |
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge layers; the later wins. The tables of algorithms are merged key by key, other values replaced."""
-    merged: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
-            merged[key] = {**merged.get(key, {}), **value} if _is_table(key, value) else value
-    return merged
+            result[key] = {**result.get(key, {}), **value} if _is_table(key, value) else value
+    return result
 
 
 def _is_table(key: str, value: Any) -> bool:

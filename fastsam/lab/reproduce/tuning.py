@@ -57,15 +57,15 @@ def best(accuracies: Accuracies, algorithm: str) -> Point:
     return max(points, key=lambda point: points[point], default=())
 
 
-def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> Grid:
+def grid(texts: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> Grid:
     """Return the grid of `--tune`.
 
     Raises ConfigError if a text is not a grid of numbers, or a key is both tuned and given by a flag.
 
     Args:
-        asked: texts such as "lr=0.1,0.2"; "" for the grid of this module.
+        texts: texts such as "lr=0.1,0.2"; "" for the grid of this module.
     """
-    axes = tuple(parse_axis(text) for text in ([text for text in asked if text] or GRID))
+    axes = tuple(parse_axis(text) for text in ([text for text in texts if text] or GRID))
     if any(axis.table is not None for axis in axes):
         raise ConfigError(
             f"--tune takes keys of all methods, such as lr=0.1,0.2, got {', '.join(axis.text for axis in axes)}; "
@@ -77,9 +77,9 @@ def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> 
         except ValueError:
             raise ConfigError(f"--tune takes numbers such as lr=0.1,0.2, got {axis.text!r}") from None
     flat, tables = parse_flags(flags)
-    given = {*flat, *(key for own in tables.values() for key in own)}
+    flag_keys = {*flat, *(key for table in tables.values() for key in table)}
     for axis in axes:
-        if axis.key in given:
+        if axis.key in flag_keys:
             raise ConfigError(
                 f"{axis.key} is tuned, and a flag gives it: leave out --{axis.key}, or {axis.key} of --tune"
             )
@@ -93,29 +93,30 @@ def tune(
 
     Finished runs of `directory` are not run again.
     """
-    chosen, found = dict[Part, Source](), dict[Part, Accuracies]()
+    sources_by_part, results = dict[Part, Source](), dict[Part, Accuracies]()
     for number, (part, source) in enumerate(sources.items(), 1):
         axes = [axis for axis in grid.axes if not any(parse_axis(text).key == axis.key for text in part.sweep)]
-        found[part] = {}
+        results[part] = {}
         if axes and any(axis.applies_to(name) for axis in axes for name in part.algorithms):
             trial = _trial(part, source, grid, axes)
             console.print(f"tuning [{number}/{len(sources)}] {part.title}: {len(trial.runs)} runs", soft_wrap=True)
-            found[part] = _run(trial, {axis.key for axis in axes}, directory / FOLDER / part.slug, resume)
-        tables = {short_name(name): dict(best(found[part], short_name(name))) for name in part.algorithms}
-        merged = {name: {**source.flag_tables.get(name, {}), **own} for name, own in tables.items()}
-        chosen[part] = replace(source, flag_tables={name: own for name, own in merged.items() if own})
-    return chosen, found
+            results[part] = _run(trial, {axis.key for axis in axes}, directory / FOLDER / part.slug, resume)
+        tables = {short_name(name): dict(best(results[part], short_name(name))) for name in part.algorithms}
+        tables_by_name = {name: {**source.flag_tables.get(name, {}), **point} for name, point in tables.items()}
+        flag_tables = {name: table for name, table in tables_by_name.items() if table}
+        sources_by_part[part] = replace(source, flag_tables=flag_tables)
+    return sources_by_part, results
 
 
 def _trial(part: Part, source: Source, grid: Grid, axes: Sequence[Axis]) -> Plan:
-    taken = [axis.text for axis in axes if any(axis.applies_to(name) for name in part.algorithms)]
-    return compare.plan(source, part.algorithms, [str(grid.seed)], [*part.sweep, *taken])
+    axis_texts = [axis.text for axis in axes if any(axis.applies_to(name) for name in part.algorithms)]
+    return compare.plan(source, part.algorithms, [str(grid.seed)], [*part.sweep, *axis_texts])
 
 
 def _run(trial: Plan, keys: set[str], directory: Path, resume: bool) -> Accuracies:
     from rich.console import Console
 
-    data = {key: held_out(shown) for key, shown in compare.load_all(trial).items()}
+    data = {key: held_out(data_set) for key, data_set in compare.load_all(trial).items()}
     compare.write_record(trial, directory)
     runs, _ = compare.train_all(trial, data, directory, resume, Console(quiet=True), "")
     return _accuracies(runs, keys)
@@ -126,16 +127,16 @@ def _accuracies(runs: Sequence[FinishedRun], keys: set[str]) -> dict[str, dict[P
 
     A point is left out if one of its runs is missing.
     """
-    collected: dict[str, dict[Point, list[float]]] = {}
+    accuracies: dict[str, dict[Point, list[float]]] = {}
     for run in runs:
         point = tuple((key, f"{value:g}") for key, value in run.point.items() if key in keys)
         accuracy = run.summary["accuracy_last10"]
         if point and accuracy is not None:
-            collected.setdefault(run.algorithm, {}).setdefault(point, []).append(accuracy)
-    whole = {name: max(map(len, points.values())) for name, points in collected.items()}
+            accuracies.setdefault(run.algorithm, {}).setdefault(point, []).append(accuracy)
+    run_counts = {name: max(map(len, points.values())) for name, points in accuracies.items()}
     return {
-        name: {point: fmean(seen) for point, seen in points.items() if len(seen) == whole[name]}
-        for name, points in collected.items()
+        name: {point: fmean(values) for point, values in points.items() if len(values) == run_counts[name]}
+        for name, points in accuracies.items()
     }
 
 
@@ -144,30 +145,30 @@ def held_out(data: FederatedData) -> FederatedData:
 
     A client of fewer than five samples keeps all of them. Raises ValueError if no client has five samples.
     """
-    kept, others = [], []
+    train_parts, test_parts = [], []
     for client, (x, y) in enumerate(data.clients):
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seeds.derive(SEED, "held out", client)))
         count = int(HELD_OUT * len(y))
-        kept.append((x[order[count:]], y[order[count:]]))
-        others.append((x[order[:count]], y[order[:count]]))
-    test = tuple(torch.cat(parts) for parts in zip(*others, strict=True))
+        train_parts.append((x[order[count:]], y[order[count:]]))
+        test_parts.append((x[order[:count]], y[order[:count]]))
+    test = tuple(torch.cat(parts) for parts in zip(*test_parts, strict=True))
     if not len(test[1]):
         raise ValueError(f"{data.name}: no client has five samples, of which one could be held out for --tune")
-    return replace(data, clients=kept, test=(test[0], test[1]))
+    return replace(data, clients=train_parts, test=(test[0], test[1]))
 
 
 # --- what the report says ---
 
 
-def text_tables(found: Mapping[Part, Accuracies], grid: Grid, name: Callable[[str], str]) -> list[TextTable]:
+def text_tables(results: Mapping[Part, Accuracies], grid: Grid, name: Callable[[str], str]) -> list[TextTable]:
     """Return one table of the chosen values for each part.
 
     Args:
         name: function that returns a method's name for the report.
     """
     tables = []
-    for part, one in found.items():
-        rows = [[name(algorithm), *_row(one, short_name(algorithm), grid)] for algorithm in part.algorithms]
+    for part, accuracies in results.items():
+        rows = [[name(algorithm), *_row(accuracies, short_name(algorithm), grid)] for algorithm in part.algorithms]
         keys = [axis.key for axis in grid.axes]
         head = ["algorithm", *keys, "held-out accuracy", "worst of its grid", "at the edge"]
         note = (
@@ -181,8 +182,8 @@ def text_tables(found: Mapping[Part, Accuracies], grid: Grid, name: Callable[[st
     return tables
 
 
-def _row(one: Accuracies, algorithm: str, grid: Grid) -> list[str]:
-    point, points = dict(best(one, algorithm)), one.get(algorithm, {})
+def _row(accuracies: Accuracies, algorithm: str, grid: Grid) -> list[str]:
+    point, points = dict(best(accuracies, algorithm)), accuracies.get(algorithm, {})
     values = [point.get(axis.key, "–") for axis in grid.axes]
     if not points:
         return [*values, "–", "–", "–"]
@@ -191,13 +192,13 @@ def _row(one: Accuracies, algorithm: str, grid: Grid) -> list[str]:
     return [*values, f"{100 * max(points.values()):.2f}", f"{100 * min(points.values()):.2f}", ", ".join(edge) or "–"]
 
 
-def record(found: Mapping[Part, Accuracies], grid: Grid) -> dict[str, Any]:
+def record(results: Mapping[Part, Accuracies], grid: Grid) -> dict[str, Any]:
     """Return the grid and every point of every method, for summary.json."""
     parts = [
         {"part": part.title, "algorithm": algorithm, "point": dict(point), "accuracy": accuracy,
-            "taken": point == best(one, algorithm)}
-        for part, one in found.items()
-        for algorithm, points in one.items()
+            "taken": point == best(accuracies, algorithm)}
+        for part, accuracies in results.items()
+        for algorithm, points in accuracies.items()
         for point, accuracy in points.items()
     ]  # fmt: skip
     return {"grid": grid.texts, "seed": grid.seed, "held_out": HELD_OUT, "points": parts}
