@@ -219,7 +219,7 @@ def test_editable(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
 def test_sdist(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
     make = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
     run(sys.executable, "-c", make, tmp_path, cwd=checkout)
-    (archive,) = tmp_path.glob("fastsam-*.tar.gz")
+    (archive,) = tmp_path.glob("fused_sam-*.tar.gz")
     with tarfile.open(archive) as tar:
         assert not [name for name in tar.getnames() if name.endswith((".so", "native.json"))]
     env = layered(tmp_path / "env")

@@ -78,11 +78,11 @@ class HostStateStorage(ClientStateStorage):
     """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most
     `prefetched` states earlier.
 
-    All copies in both directions use one separate stream. Therefore host memory is written only after earlier reads,
-    and read only after it is written, without further waits. The host waits for copies only at the end of a round. The
-    device holds the states of the clients that train, and `prefetched` more states: first of the cohort, and at its
-    end of the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A tensor that
-    several states share (a past model) is copied once and stays shared.
+    All copies in both directions use one separate stream. Therefore host memory is written only after earlier
+    reads, and read only after it is written, without further waits. The host waits for copies only at the end of a
+    round. The device holds the states of the clients that train, and `prefetched` more states: first of the cohort,
+    and at its end of the next cohort. The state of a client in both cohorts is fetched again when its new state
+    exists. A tensor that several states share (a past model) is copied once and stays shared.
     """
 
     prefetches = True
