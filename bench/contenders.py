@@ -200,7 +200,7 @@ class CompiledStepper(Stepper):
         self.update = torch.compile(_compiled_update, fullgraph=True, dynamic=False)
 
     def set_grads(self, gradients: Gradients, index: int) -> None:
-        self.gradients = list(gradients.tensors(index))
+        self.gradients[:] = gradients.tensors(index)
 
     def phases(self) -> Sequence[Callable[[], object]]:
         lists = self.data, self.saved, self.gradients

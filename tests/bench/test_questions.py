@@ -120,6 +120,13 @@ def test_contenders_and_variants_agree_with_the_reference(size: Size) -> None:
     assert red == {} and list(green) == [c.name for c in chosen]
 
 
+def test_the_functions_of_the_compiled_contender_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    size, compiled = TINY, contenders()["compiled"]
+    green, red = correctness.check([compiled], initial_weights(size.shapes), Gradients(size.shapes))
+    assert red == {} and list(green) == ["compiled"]
+
+
 class NotRestored(ForeachStepper):
     """Steps from the perturbed weights."""
 
