@@ -10,7 +10,11 @@ from fastsam.fed.executors.base import registry
 from tests.helpers.pages import PAGES, links
 from tools import diagrams, pictures
 
-DRAWN = {"speed.svg": ("step_bars", "round_bars"), "step.svg": ("step_bars",), "rounds.svg": ("round_bars",)}
+DRAWN = {
+    "speed.svg": ("step_bars", "whole_bars", "round_bars"),
+    "step.svg": ("step_bars",),
+    "rounds.svg": ("round_bars",),
+}
 ALL = [*DRAWN, "variants.svg", "surfaces.svg", *diagrams.DIAGRAMS]
 
 
@@ -24,6 +28,8 @@ def test_a_picture_shows_the_measured_numbers(name: str) -> None:
 
 def test_each_contender_of_the_picture_was_measured() -> None:
     assert all(set(values) == set(pictures.STEP_NAMES.values()) for values in pictures.step_bars().values())
+    whole = set(pictures.STEP_NAMES.values()) - {"torch.compile", "foreach by hand"}
+    assert all(set(values) == whole for values in pictures.whole_bars().values()) and len(pictures.whole_bars()) == 3
     assert all(set(values) == set(pictures.ROUND_NAMES.values()) for values in pictures.round_bars().values())
 
 

@@ -57,15 +57,21 @@ Bars = dict[str, dict[str, float]]  # {problem: {contender: value}}
 
 def step_bars() -> Bars:
     """Return the time of the optimizer part of a step by model, relative to the copied class; one thread."""
-    record = json.loads((ROOT / STEP).read_text())
+    cases = json.loads((ROOT / STEP).read_text())["cases"]
+    return {case["title"].removesuffix(", 1 thread"): _relative(case) for case in cases if case.get("threads") == 1}
+
+
+def whole_bars() -> Bars:
+    """Return the time of a whole training step by model, relative to the copied class."""
+    cases = json.loads((ROOT / STEP).read_text())["cases"]
+    return {case["title"].removesuffix(", batch of 16"): _relative(case) for case in cases if case["part"] == "whole"}
+
+
+def _relative(case: Mapping[str, Any]) -> dict[str, float]:
     return {
-        case["title"].removesuffix(", 1 thread"): {
-            STEP_NAMES[row["name"]]: row["eager"]["to"]["copied"]["median"]
-            for row in case["rows"]
-            if row["name"] in STEP_NAMES and "eager" in row
-        }
-        for case in record["cases"]
-        if case["threads"] == 1
+        STEP_NAMES[row["name"]]: row["eager"]["to"]["copied"]["median"]
+        for row in case["rows"]
+        if row["name"] in STEP_NAMES and "eager" in row
     }
 
 
@@ -175,12 +181,17 @@ Panel = Callable[[Axes], None]
 
 def step_panel(axes: Axes) -> None:
     """Draw the optimizer part of a step."""
-    draw_bars(axes, step_bars(), "Optimizer part of a SAM step: less time is better")
+    draw_bars(axes, step_bars(), "Optimizer part of a SAM step:\nless time is better")
+
+
+def whole_panel(axes: Axes) -> None:
+    """Draw whole training steps."""
+    draw_bars(axes, whole_bars(), "Whole training step with SAM:\nless time is better")
 
 
 def rounds_panel(axes: Axes) -> None:
     """Draw the speed of federated rounds."""
-    draw_bars(axes, round_bars(), "Rounds of FedAvg per second: more is better")
+    draw_bars(axes, round_bars(), "Rounds of FedAvg per second:\nmore is better")
 
 
 def variants_panels() -> list[Panel]:
@@ -210,7 +221,7 @@ def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2) -
 def main(folder: Path = FOLDER) -> None:
     """Write every picture into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "speed.svg", step_panel, rounds_panel)
+    write(folder / "speed.svg", step_panel, whole_panel, rounds_panel, width=4.4)
     write(folder / "step.svg", step_panel)
     write(folder / "rounds.svg", rounds_panel)
     write(folder / "variants.svg", *variants_panels())
