@@ -36,7 +36,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .toolchain import BuildError, Step, Torch, execute, find_cxx, find_nvcc, find_torch, gencode, locked, output_of
+from .toolchain import (
+    BuildError,
+    BuildStep,
+    Torch,
+    execute,
+    find_cxx,
+    find_nvcc,
+    find_torch,
+    gencode,
+    locked,
+    output_of,
+)
 
 FOLDER = Path(__file__).resolve().parent
 FILES = {"cpu": "libfastsam_cpu.so", "cuda": "libfastsam_cuda.so"}
@@ -139,9 +150,9 @@ def variants_of(source: Path, root: Path) -> list[tuple[str, tuple[str, ...]]]:
     return [(f"{name}.{rule}.o", (f"-DFASTSAM_RULE={rule}",)) for rule in rules(root)]
 
 
-def _compile(source: Path, root: Path, argv: Sequence[str]) -> list[Step]:
+def _compile(source: Path, root: Path, argv: Sequence[str]) -> list[BuildStep]:
     return [
-        Step(
+        BuildStep(
             output,
             (str(source),),
             (*argv, *flags, "-MD", "-MF", f"{output}.d", "-c", str(source), "-o", output),
@@ -160,7 +171,7 @@ def _link_flags() -> list[str]:
     return shlex.split(os.environ.get("FASTSAM_LDFLAGS", ""))
 
 
-def cpu_steps(torch: Torch) -> list[Step]:
+def cpu_steps(torch: Torch) -> list[BuildStep]:
     """Return the commands that build `libfastsam_cpu.so`. The sources in `cpu/` include no header of torch."""
     root, cxx = csrc(), find_cxx()
     flags = [*cxx, *CXX_FLAGS, f"-I{root}", *_relocate(torch, root)]
@@ -172,10 +183,10 @@ def cpu_steps(torch: Torch) -> list[Step]:
     objects = tuple(step.output for step in steps)
     # No run path is set. torch is loaded first, and the loader then finds it by its soname in any folder.
     options = (*_link_flags(), f"-L{torch.lib}", "-ltorch_cpu", "-Wl,--no-undefined", "-Wl,--as-needed")
-    return [*steps, Step(FILES["cpu"], objects, (*cxx, "-shared", *objects, "-o", FILES["cpu"], *options))]
+    return [*steps, BuildStep(FILES["cpu"], objects, (*cxx, "-shared", *objects, "-o", FILES["cpu"], *options))]
 
 
-def cuda_steps(torch: Torch) -> list[Step]:
+def cuda_steps(torch: Torch) -> list[BuildStep]:
     """Return the commands that build `libfastsam_cuda.so`. Only the `.cpp` files include torch's headers."""
     root, cxx, nvcc = csrc(), find_cxx(), find_nvcc()
     assert nvcc is not None, "the caller asks _wants_cuda first"
@@ -190,11 +201,11 @@ def cuda_steps(torch: Torch) -> list[Step]:
         # A CPU build of torch: link an empty library of that name, which records the need for the real one at run time.
         stub = "stub/libtorch_cuda.so"
         argv = (*cxx, "-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cuda.so", "-o", stub)
-        steps, folder = [*steps, Step(stub, (), argv)], "stub"
+        steps, folder = [*steps, BuildStep(stub, (), argv)], "stub"
     options = ("-Xlinker=--no-as-needed", f"-L{folder}", f"-L{torch.lib}", "-ltorch_cuda", "-ltorch_cpu")
     host = [f'-Xcompiler="{flag}"' for flag in _link_flags()]
     argv = (*driver, "-shared", "-cudart=static", *archs, *host, *objects, "-o", FILES["cuda"], *options)
-    return [*steps, Step(FILES["cuda"], tuple(step.output for step in steps), argv)]
+    return [*steps, BuildStep(FILES["cuda"], tuple(step.output for step in steps), argv)]
 
 
 # --- building and finding libraries ---

@@ -54,7 +54,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Step:
+class BuildStep:
     """A command. `depfile` is the file in which the compiler lists the headers that it read (None for a link step)."""
 
     output: str
@@ -162,7 +162,7 @@ def _run(argv: Sequence[str], folder: Path) -> None:
         raise BuildError("\n".join([f"compiling failed: {reason.strip()}", *lines[-40:]]))
 
 
-def _ninja_file(steps: Sequence[Step]) -> str:
+def _ninja_file(steps: Sequence[BuildStep]) -> str:
     def escape(path: str) -> str:
         return re.sub(r"([$ :])", r"$\1", path)
 
@@ -185,7 +185,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def execute(steps: Sequence[Step], folder: Path) -> None:
+def execute(steps: Sequence[BuildStep], folder: Path) -> None:
     """Run `steps` in `folder`. With ninja only changed steps run, without it all of them.
 
     Several processes that build in one folder must lock it (`locked`). Raises BuildError with the compiler's output.

@@ -28,7 +28,7 @@ from fastsam.lab.completion import SHELLS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fastsam.lab.config import Source
+    from fastsam.lab.config import ConfigSource
 
 USAGE, INTERRUPT = 2, 130
 NO_VERSION = "not installed"
@@ -324,7 +324,7 @@ def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
-def _show_imports(source: Source, arguments: argparse.Namespace) -> None:
+def _show_imports(source: ConfigSource, arguments: argparse.Namespace) -> None:
     """Print the imports of a config before its run is resumed, and so before anything is imported."""
     if not arguments.resume:
         return

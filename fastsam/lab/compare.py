@@ -21,7 +21,7 @@ from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import FREE
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import experiment, report
-from fastsam.lab.config import ConfigError, Source, resolve, with_current_options
+from fastsam.lab.config import ConfigError, ConfigSource, resolve, with_current_options
 from fastsam.lab.experiment import Experiment
 from fastsam.lab.plots.curves import value_text
 from fastsam.lab.report import FinishedRun
@@ -94,7 +94,7 @@ class Plan:
 
 
 def plan(
-    source: Source,
+    source: ConfigSource,
     algorithms: Sequence[str] | None = None,
     seeds: Sequence[str] | None = None,
     sweep: Sequence[str] | None = None,
@@ -143,7 +143,7 @@ Point = tuple[tuple[str, Any], ...]
 
 
 def _resolve_point(
-    source: Source, name: str, names: Sequence[str], seed: int, values: Sequence[tuple[Axis, str]]
+    source: ConfigSource, name: str, names: Sequence[str], seed: int, values: Sequence[tuple[Axis, str]]
 ) -> tuple[RunConfig, Point]:
     config = resolve(with_values(source, values), name, names, seed)
     point = tuple(
@@ -153,7 +153,7 @@ def _resolve_point(
     return config, point
 
 
-def _only_seed(source: Source, names: Sequence[str], axes: Sequence[Axis]) -> int:
+def _only_seed(source: ConfigSource, names: Sequence[str], axes: Sequence[Axis]) -> int:
     first = [(axis, axis.values[0]) for axis in axes if axis.applies_to(names[0])]
     return resolve(with_values(source, first), names[0], names).seed
 

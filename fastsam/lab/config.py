@@ -46,7 +46,7 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """The layers of a config, unresolved. `text` layers hold strings from the command line."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Source:
     name: str = "run"
 
 
-def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
+def read(path: str | Path, flags: Sequence[str] = ()) -> ConfigSource:
     """Return the layers of a config file, with flags as the last layer.
 
     Args:
@@ -92,7 +92,7 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
         if key not in COMPARE_KEYS or not isinstance(value, list):
             raise ConfigError(f"[compare] holds the lists 'algorithms', 'seeds' and 'sweep', got {key} = {value!r}")
     flat, flag_tables = parse_flags(flags)
-    return Source(values, tables, compare, flat, flag_tables, str(values.get("name") or path.stem))
+    return ConfigSource(values, tables, compare, flat, flag_tables, str(values.get("name") or path.stem))
 
 
 def with_current_options(record: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def with_current_options(record: dict[str, Any]) -> dict[str, Any]:
     return options | {"privacy": flat} if flat else options
 
 
-def imports(source: Source) -> list[tuple[str, str]]:
+def imports(source: ConfigSource) -> list[tuple[str, str]]:
     """Return the imports of the file as pairs of key and import path, with the imports of [compare].
 
     Keys that a flag overrides are left out, because the user has typed the flag.
@@ -122,7 +122,7 @@ def imports(source: Source) -> list[tuple[str, str]]:
     ]
 
 
-def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
+def show_imports(source: ConfigSource, places: Iterable[Path]) -> list[str]:
     """Return lines that list the imports of a run directory's config, to be read before the run is resumed.
 
     Raises ConfigError if another user made one of the places, and an import was not named by --trust.
@@ -204,7 +204,7 @@ def _options_of(constructor: Callable[..., Any]) -> dict[str, Any]:
 
 
 def resolve(
-    source: Source, algorithm: str | None = None, competitors: Iterable[str] = (), seed: int | None = None
+    source: ConfigSource, algorithm: str | None = None, competitors: Iterable[str] = (), seed: int | None = None
 ) -> RunConfig:
     """Return the config of one run.
 
@@ -234,7 +234,7 @@ def resolve(
 
 
 def _merge_layers(
-    source: Source, name: str, competitors: Iterable[str]
+    source: ConfigSource, name: str, competitors: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return three dicts of typed values: keys of the file, keys with flags applied, and the algorithm's options."""
     option_types, table_name = algorithm_options(name), short_name(name)
@@ -344,7 +344,7 @@ def _fill_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _check_tables(source: Source, algorithms: Sequence[str]) -> None:
+def _check_tables(source: ConfigSource, algorithms: Sequence[str]) -> None:
     """Check that each table belongs to an existing algorithm, and that the algorithm or the run takes its keys.
 
     Tables of algorithms that do not run this time are checked too.

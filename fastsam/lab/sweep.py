@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.common.checks import nearest
-from fastsam.lab.config import ConfigError, Source, algorithm_options, takers_of
+from fastsam.lab.config import ConfigError, ConfigSource, algorithm_options, takers_of
 from fastsam.lab.run_config import KEYS, short_name
 
 
@@ -103,7 +103,7 @@ def combinations(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Axis, str], ...]]
         yield tuple(zip(axes, values, strict=True))
 
 
-def with_values(source: Source, values: Sequence[tuple[Axis, str]]) -> Source:
+def with_values(source: ConfigSource, values: Sequence[tuple[Axis, str]]) -> ConfigSource:
     """Return the source with these values in place of its flags."""
     flags, tables = dict(source.flags), {table: dict(options) for table, options in source.flag_tables.items()}
     for axis, value in values:

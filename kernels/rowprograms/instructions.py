@@ -63,7 +63,7 @@ class Code(IntEnum):
 
 
 @dataclass(frozen=True)
-class Operand:
+class RowOperand:
     """An operand: elements of a row.
 
     Attributes:
@@ -87,14 +87,14 @@ class Instruction:
 
     code: Code
     sizes: tuple[int, ...]
-    out: Operand
-    a: Operand
-    b: Operand = Operand()
-    c: Operand = Operand()
+    out: RowOperand
+    a: RowOperand
+    b: RowOperand = RowOperand()
+    c: RowOperand = RowOperand()
     number: float = field(default=0.0, kw_only=True)
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
+    def operands(self) -> tuple[RowOperand, ...]:
         return self.out, self.a, self.b, self.c
 
     @property

@@ -115,9 +115,9 @@ def test_unlike_clients_train_in_one_launch(
     in fewer launches."""
     emulation.order(0, 0)
     options = {"momentum": 0.3, "clip_norm": 0.05}
-    expected, joined, train_ = digest(trained(method, slots=slots, **options)), list[int](), RowPass.train_
+    expected, joined, train_ = digest(trained(method, slots=slots, **options)), list[int](), RowPass.train
     monkeypatch.setattr(RowPass, "side_by_side", True)
-    monkeypatch.setattr(RowPass, "train_", lambda *given: (joined.append(len(given[1])), train_(*given)))
+    monkeypatch.setattr(RowPass, "train", lambda *given: (joined.append(len(given[1])), train_(*given)))
     with emulated_programs():
         assert digest(trained(method, slots=slots, **options)) == expected
     assert max(joined) > 1

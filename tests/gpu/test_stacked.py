@@ -42,8 +42,8 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatc
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM()], ids=["fedavg", "fedsam"])
 def test_row_programs_agree_with_the_cpus(algorithm: fed.Algorithm, hidden: int, monkeypatch: MonkeyPatch) -> None:
     """Products in shared and in global memory have the CPU's bits; sums over a batch may have a different order."""
-    own, taken = RowPass.train_, []
-    monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
+    own, taken = RowPass.train, []
+    monkeypatch.setattr(RowPass, "train", lambda *operands: (taken.append(1), own(*operands)))
     draw, weights = torch.Generator().manual_seed(0), []
     clients = [(torch.randn(n, 64, generator=draw), torch.randint(10, (n,), generator=draw)) for n in (40, 40, 23)]
     for device in ("cpu", DEVICE):

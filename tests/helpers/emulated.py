@@ -38,7 +38,7 @@ ONLY_FLOAT: Changes = {
 }  # compiles in a fraction of the time
 
 
-def _steps(csrc: Path, ready: Path | None, kept: Sequence[str], fast: bool) -> list[toolchain.Step]:
+def _steps(csrc: Path, ready: Path | None, kept: Sequence[str], fast: bool) -> list[toolchain.BuildStep]:
     """Return the build steps. `kept` names sources whose objects are in `ready`."""
     flags, checks = (("-O2", *FLAGS[1:]), ()) if fast else (FLAGS, CHECKS)
     torch_, cxx = toolchain.find_torch(), toolchain.find_cxx()
@@ -51,10 +51,11 @@ def _steps(csrc: Path, ready: Path | None, kept: Sequence[str], fast: bool) -> l
                 objects.append(str(ready / output))
                 continue
             argv = (*cxx, "-x", "c++", "-std=c++20", *flags, *extra, *own, *includes, "-MD", "-MF", f"{output}.d")
-            steps.append(toolchain.Step(output, (str(path),), (*argv, "-c", str(path), "-o", output), f"{output}.d"))
+            command = (*argv, "-c", str(path), "-o", output)
+            steps.append(toolchain.BuildStep(output, (str(path),), command, f"{output}.d"))
             objects.append(output)
     link = (*cxx, "-shared", *objects, "-o", LIBRARY, f"-L{torch_.lib}", "-ltorch_cpu", "-Wl,--no-undefined")
-    return [*steps, toolchain.Step(LIBRARY, tuple(objects), link)]
+    return [*steps, toolchain.BuildStep(LIBRARY, tuple(objects), link)]
 
 
 def compile_library(

@@ -72,7 +72,7 @@ def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
     for rows in [slice(0, ROWS)] if joined else [slice(i, i + 1) for i in range(ROWS)]:
         count = max(steps[rows])
         found.program.steps_(
-            [leaf[rows] for leaf in form.leaves], found.others, x, y, wanted[rows, : 5 * count].contiguous(), 5,
+            [leaf[rows] for leaf in form.leaves], found.constants, x, y, wanted[rows, : 5 * count].contiguous(), 5,
             form.z[rows], None,
             form.layout.table, form.hparams[rows], losses[rows], steps=torch.tensor(steps) if joined else None,
         )  # fmt: skip
@@ -99,7 +99,8 @@ def epoch(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.Re
         "keeps_first": True,
     }  # fmt: skip
     found.program.steps_(
-        form.leaves, found.others, x, y, wanted, batch, form.z, w if sam else None, form.layout.table, hparams, losses,
+        form.leaves, found.constants, x, y, wanted, batch, form.z, w if sam else None, form.layout.table, hparams,
+        losses,
         **(options if sam else {}),
     )  # fmt: skip
     return [form.z.detach().clone(), w, fields[0], losses, sums, clipped]

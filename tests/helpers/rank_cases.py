@@ -209,7 +209,7 @@ def exchanged(rank: int) -> list[dict[str, Any]]:
         counts = [len(mine), sum(mine)]
         with Counted() as calls:
             if ranks.size > 1:
-                counts = exchange.close_(aggregate, counts)
+                counts = exchange.all_reduce(aggregate, counts)
         own = {"mean a": aggregate.mean("a").tolist(), "number loss": aggregate.scalar("loss"), "counts": counts}
         own |= {"clients": aggregate.num_clients, "weight": aggregate.weight, "number late": aggregate.scalar("late")}
         try:
@@ -226,7 +226,7 @@ def of_other_shape(rank: int) -> Any:
     for length in (3, 3 + rank):
         aggregate = FixedPointAggregate(2, 1, exchange.open(0, W))
         add_client_(aggregate, 1, {"a": torch.ones(length)}, {}, {})
-        exchange.close_(aggregate, [])
+        exchange.all_reduce(aggregate, [])
 
 
 def collectives(rank: int, rounds: int) -> dict[str, int]:

@@ -18,4 +18,4 @@ def add_client_(
 ) -> str | None:
     """Add one client, and return the reason why it was left out, or None."""
     means, totals = ({name: x[None] for name, x in vectors.items()} for vectors in (mean, total))
-    return aggregate.add_rows_([weight], means, totals, {name: [value] for name, value in numbers.items()}).get(0)
+    return aggregate.add_rows([weight], means, totals, {name: [value] for name, value in numbers.items()}).get(0)

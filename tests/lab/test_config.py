@@ -30,7 +30,7 @@ lr = 0.5
 """
 
 
-def read(tmp_path: Path, text: str = FILE, *flags: str) -> config.Source:
+def read(tmp_path: Path, text: str = FILE, *flags: str) -> config.ConfigSource:
     path = tmp_path / "exp.toml"
     path.write_text(text)
     return config.read(path, flags)

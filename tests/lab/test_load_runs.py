@@ -67,7 +67,7 @@ def test_what_cannot_be_drawn(words: list[str], message: str, runs: Path, capsys
 
 def settled(weights: str) -> experiment.Experiment:
     flags = ["--model", "mlp", "--clients", "5", "--weights", weights]
-    return experiment.build(config.resolve(config.Source(flags=config.parse_flags(flags)[0])))
+    return experiment.build(config.resolve(config.ConfigSource(flags=config.parse_flags(flags)[0])))
 
 
 def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from fastsam.lab import reproduce
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.reproduce import ordering
 from fastsam.lab.reproduce.runner import Outcome
-from fastsam.lab.reproduce.table import Part, Table
+from fastsam.lab.reproduce.table import PaperTable, Part
 
 
-def outcomes_of(table: Table, numbers: dict[str, list[float]], key: str) -> dict[Part, Outcome]:
+def outcomes_of(table: PaperTable, numbers: dict[str, list[float]], key: str) -> dict[Part, Outcome]:
     """Every part ended with these numbers, one for each seed."""
     runs = [
         FinishedRun(name, seed, {key: number}, [], Path(), name)

@@ -25,7 +25,7 @@ rho = 0.3
 """
 
 
-def read(tmp_path: Path, text: str = FILE, *flags: str) -> config.Source:
+def read(tmp_path: Path, text: str = FILE, *flags: str) -> config.ConfigSource:
     (tmp_path / "small.toml").write_text(text)
     return config.read(tmp_path / "small.toml", flags)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsam import ops
 from fastsam_kernels import native
-from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, Code, Input, Instruction, NoFormError, Operand
+from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, Code, Input, Instruction, NoFormError, RowOperand
 
 pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
 
@@ -47,8 +47,8 @@ def program(instructions: list[Instruction], inputs: list[Tensor], width: int) -
     return ops.row_program(instructions, given, 0, width)(inputs)
 
 
-def operand(i: int, t: Tensor, shape: tuple[int, ...]) -> Operand:
-    return Operand(FIRST_INPUT + i, 0, t.expand(shape).stride()[1:])
+def operand(i: int, t: Tensor, shape: tuple[int, ...]) -> RowOperand:
+    return RowOperand(FIRST_INPUT + i, 0, t.expand(shape).stride()[1:])
 
 
 @st.composite
@@ -73,7 +73,7 @@ def test_elementwise(code: Code, rows: int, shape: tuple[int, ...], data: st.Dat
     full = (rows, *shape)
     reads = [operand(i, t, full) for i, t in enumerate(read)]
     out = torch.empty(full)
-    made = Instruction(code, shape, Operand(OUT, 0, out.stride()[1:]), *reads, number=x)
+    made = Instruction(code, shape, RowOperand(OUT, 0, out.stride()[1:]), *reads, number=x)
     found = program([made.flattened()], read, out[0].numel()).view(full)
     exact = formula(*(t.double() for t in read), x).expand(full)
     size = sum(t.double().abs() for t in read) + exact.abs()
@@ -84,7 +84,8 @@ def test_elementwise_where_numbers_end() -> None:
     ends = torch.tensor([[0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-42, 3e38, -3e38, 88.7, -103.0]])
     for code in (Code.EXPONENTIAL, Code.LOGARITHM, Code.RELU, Code.SIGMOID, Code.TANH, Code.MAGNITUDE, Code.ROOT):
         formula, n = ELEMENTWISE[code][1], ends.numel()
-        found = program([Instruction(code, (n,), Operand(OUT, 0, (1,)), Operand(FIRST_INPUT, 0, (1,)))], [ends], n)
+        copy = Instruction(code, (n,), RowOperand(OUT, 0, (1,)), RowOperand(FIRST_INPUT, 0, (1,)))
+        found = program([copy], [ends], n)
         flushed = torch.where(ends.abs() < 2.0**-126, 0.0, ends)  # no denormals: trained classifiers would be slow
         assert torch.allclose(found, formula(flushed, 0.0), rtol=1e-6, atol=1e-37, equal_nan=True), code.name
 
@@ -97,7 +98,7 @@ def test_sums(rows: int, shape: tuple[int, ...], data: st.DataObject) -> None:
     kept = [1 if d in over else n for d, n in enumerate(shape)]
     out = torch.empty(rows, *kept)
     strides = tuple(0 if d in over else s for d, s in enumerate(out.stride()[1:]))
-    made = Instruction(Code.SUM, shape, Operand(OUT, 0, strides), operand(0, a, (rows, *shape)))
+    made = Instruction(Code.SUM, shape, RowOperand(OUT, 0, strides), operand(0, a, (rows, *shape)))
     found = program([made.flattened()], [a], out[0].numel()).view(out.shape)
     exact = a.double().expand(rows, *shape)
     dims = [1 + d for d in over]
@@ -114,7 +115,7 @@ def test_log_softmax_and_its_gradient(rows: int, shape: tuple[int, ...], dim: in
     exact = a.double().requires_grad_()
     outputs = exact.log_softmax(1 + dim)
     (gradient,) = torch.autograd.grad(outputs, exact, g.double())
-    place = Operand(OUT, 0, torch.empty(rows, *shape).stride()[1:])
+    place = RowOperand(OUT, 0, torch.empty(rows, *shape).stride()[1:])
     reads = [operand(i, t, (rows, *shape)) for i, t in enumerate((a, g, outputs.detach().float()))]
     if (dim, len(shape)) in ((0, 3), (2, 3)):
         with pytest.raises(NoFormError, match="more than one dimension"):
@@ -135,7 +136,7 @@ N = 20  # elements of every tensor below
 
 def words_of(change: Callable[[dict[str, list[int]]], object] = lambda parts: None) -> list[int]:
     """A program of one instruction, `out = a * x` of an input `[rows, N]`, where `change` changes its parts."""
-    scale = Instruction(Code.SCALE, (N,), Operand(OUT, 0, (1,)), Operand(FIRST_INPUT, 0, (1,)), number=2.0)
+    scale = Instruction(Code.SCALE, (N,), RowOperand(OUT, 0, (1,)), RowOperand(FIRST_INPUT, 0, (1,)), number=2.0)
     inputs = [*Input((N,), (1,)).words(), *Input((N,), (1,), labels=True).words()]
     parts = {"head": [0, N, N, 2], "inputs": inputs, "instruction": scale.words()}
     change(parts)
@@ -182,17 +183,17 @@ def test_words_that_leave_their_memory_are_refused() -> None:
 
 def test_operations_with_labels_stay_within_their_memory() -> None:
     scores, labels = Input((4, 3), (3, 1)), Input((3,), (1,), labels=True)
-    place, read = Operand(FIRST_INPUT, 0, (0, 3, 1)), Operand(FIRST_INPUT + 1, 0, (0, 0, 1))
-    fine = Instruction(Code.NLL, (1, 4, 3), Operand(OUT, 0, (0, 0, 1)), place, read)
+    place, read = RowOperand(FIRST_INPUT, 0, (0, 3, 1)), RowOperand(FIRST_INPUT + 1, 0, (0, 0, 1))
+    fine = Instruction(Code.NLL, (1, 4, 3), RowOperand(OUT, 0, (0, 0, 1)), place, read)
     ops.row_program([fine], [scores, labels], 0, 3)
     for change in (
-        {"a": replace(place, strides=(0, 4, 1))}, {"b": replace(read, strides=(0, 0, 2))}, {"b": Operand()},
+        {"a": replace(place, strides=(0, 4, 1))}, {"b": replace(read, strides=(0, 0, 2))}, {"b": RowOperand()},
         {"b": replace(read, base=FIRST_INPUT)}, {"a": replace(place, base=FIRST_INPUT + 1)},
         {"out": replace(fine.out, offset=1)},
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match="outside of its memory"):
             ops.row_program([replace(fine, **change)], [scores, labels], 0, 3)
-    dense = Instruction(Code.PRODUCT, (4, 3, 4), Operand(OUT, 0, (4, 1)), replace(place, strides=(3, 1)))
+    dense = Instruction(Code.PRODUCT, (4, 3, 4), RowOperand(OUT, 0, (4, 1)), replace(place, strides=(3, 1)))
     dense = replace(dense, b=replace(place, strides=(1, 3)))
     ops.row_program([dense], [scores], 0, 16)
     with pytest.raises(RuntimeError, match="outside of its memory"):
@@ -202,7 +203,7 @@ def test_operations_with_labels_stay_within_their_memory() -> None:
 def test_a_softmax_that_is_the_same_along_a_dimension() -> None:
     g, outputs = torch.randn(2, 3, 5), torch.randn(2, 3, 1).log_softmax(1)
     given = [Input((3, 5), (5, 1)), Input((3, 1), (1, 1))]
-    reads = Operand(FIRST_INPUT, 0, (5, 1)), Operand(FIRST_INPUT + 1, 0, (1, 0))
-    made = Instruction(Code.LOG_SOFTMAX_BACKWARD, (3, 5), Operand(OUT, 0, (5, 1)), *reads).by_classes(0)
+    reads = RowOperand(FIRST_INPUT, 0, (5, 1)), RowOperand(FIRST_INPUT + 1, 0, (1, 0))
+    made = Instruction(Code.LOG_SOFTMAX_BACKWARD, (3, 5), RowOperand(OUT, 0, (5, 1)), *reads).by_classes(0)
     found = ops.row_program([made], given, 0, 15)([g, outputs]).view(2, 3, 5)
     assert torch.allclose(found, g - outputs.exp() * g.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ from fastsam.fed.clients.lazy import LazyClientData, LazyClients
 from fastsam.fed.clients.packed_samples import LARGEST, PackedSamples, StoredPairs, store_of, stored
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
-from fastsam.fed.clients.reading import LARGEST_READ, Source, read, source
+from fastsam.fed.clients.reading import LARGEST_READ, SampleSource, read, source
 from fastsam.fed.clients.samples import ClientDataset, Collate, PairSamples, as_samples
 
 Watched = Callable[[Sequence[Any]], Iterable[Any]]
@@ -110,14 +110,14 @@ def _read(
 ) -> tuple[list[Pair | ClientDataset], Pair | ClientDataset | None]:
     collated = collate is not None
     sources = [(source(one, f"client {i}", collated), f"client {i}") for i, one in enumerate(clients)]
-    if collated and sources and not any(isinstance(one, Source) for one, _ in sources):
+    if collated and sources and not any(isinstance(one, SampleSource) for one, _ in sources):
         raise ValueError(
             "collate makes a batch of a list of samples, and all clients are tensors of all their samples; leave it "
             "out, or hand over data sets"
         )
     if test is not None:
         sources.append((source(test, "the test set", collated), "the test set"))
-    share = LARGEST_READ / max(1, sum(len(one) for one, _ in sources if isinstance(one, Source)))
+    share = LARGEST_READ / max(1, sum(len(one) for one, _ in sources if isinstance(one, SampleSource)))
     samples = [read(one, who, collate, dtype, device, share) for one, who in watched(sources)]
     return samples[: len(clients)], samples[-1] if test is not None else None
 

@@ -44,7 +44,7 @@ FORMS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class SampleSource:
     """A data set of samples, and the collate of the loader that it came in."""
 
     data: Any
@@ -55,8 +55,8 @@ class Source:
 
 
 def source(data: Any, who: str, collated: bool = False) -> Any:
-    """Return a `Source` of a data set, a list of samples or a loader. Columns are returned as they are. `collated`: a
-    `collate` takes samples. Raises ValueError, with the name `who`, for anything else."""
+    """Return a `SampleSource` of a data set, a list of samples or a loader. Columns are returned as they are.
+    `collated`: a `collate` takes samples. Raises ValueError, with the name `who`, for anything else."""
     if isinstance(data, DataLoader):
         return _of_loader(data, who, collated)
     if isinstance(data, (IterableDataset, Iterator)):
@@ -71,7 +71,7 @@ def source(data: Any, who: str, collated: bool = False) -> Any:
     if isinstance(data, (str, bytes)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(f"{who} must be {FORMS}, got {type(data).__name__}")
     if isinstance(data, (Mapping, tuple)) and lies_in_files(data):
-        return Source(MappedRows(data, who))
+        return SampleSource(MappedRows(data, who))
     if isinstance(data, Mapping) or is_array(data):
         return data
     if isinstance(data, tuple):
@@ -82,7 +82,7 @@ def source(data: Any, who: str, collated: bool = False) -> Any:
         if len(data) != 2:
             raise ValueError(f"{who} must be {FORMS}, got a list of {len(data)} that are not samples (tuples or dicts)")
         return tuple(data)
-    return Source(data)
+    return SampleSource(data)
 
 
 def _columns(tensors: list[Tensor]) -> Any:
@@ -108,7 +108,7 @@ def _of_loader(loader: DataLoader[Any], who: str, collated: bool) -> Any:
     collate = loader.collate_fn if loader.batch_size is not None else None
     if collate is default_collate or collate is None:
         return source(data, who, collated)
-    return Source(data, collate)
+    return SampleSource(data, collate)
 
 
 def read(
@@ -130,7 +130,7 @@ def read(
     Raises:
         ValueError: the data cannot be read; the message names client and sample.
     """
-    if not isinstance(data, Source):
+    if not isinstance(data, SampleSource):
         return _of_columns(data, who, dtype, device)
     if len(data) == 0:
         raise ValueError(f"{who} has no samples; leave it out or give it some")

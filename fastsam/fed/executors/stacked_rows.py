@@ -69,7 +69,7 @@ class StackedRows:
         row_slice.vectors = {name: row_slice.field(name) for name in blocks[0].variant.vectors}
 
     def gathered(self, blocks: Sequence[ClientBlock]) -> RowSlice:
-        """Their rows side by side, ready for a step: where they are, or copies, which `put_back_` takes back."""
+        """Their rows side by side, ready for a step: where they are, or copies, which `put_back` takes back."""
         row_slice = self.row_slice(blocks) if neighbours(blocks) else self._copied(blocks)
         row_slice.s = (
             row_slice.field("server_perturbation") if blocks[0].tasks[0].step.server_perturbation is not None else None
@@ -91,7 +91,7 @@ class StackedRows:
         torch.index_select(self.rows.losses, 0, index, out=row_slice.losses)
         return row_slice
 
-    def put_back_(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
+    def put_back(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
         """Copy the results of a step from copied rows to the rows."""
         if row_slice.rows is self.rows:
             return

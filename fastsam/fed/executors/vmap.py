@@ -216,8 +216,8 @@ class Vmap(Executor):
         for together in [blocks] if joins else [[block] for block in blocks]:
             try:
                 row_slice = self.rows.gathered(together)
-                row_pass.train_(together, row_slice)
-                self.rows.put_back_(together, row_slice)
+                row_pass.train(together, row_slice)
+                self.rows.put_back(together, row_slice)
             except Exception as error:
                 raise client_error(together, error) from error
         return True
@@ -229,7 +229,7 @@ class Vmap(Executor):
         for i, snapshots, k in rows:
             snapshots[k] = row_slice.snapshot(i)
         self._local_step(blocks, row_slice, x, y, any(block.k + 1 == block.steps for block in blocks), rows)
-        self.rows.put_back_(blocks, row_slice)
+        self.rows.put_back(blocks, row_slice)
         for block in blocks:
             block.k += 1
 

@@ -197,7 +197,7 @@ class Cohort:
         problems = not_finite(new, client, len(states)) | _problems(results, vectors)
         # The cause before its symptoms: states and deltas follow from a loss.
         problems |= {i: "the loss is not finite" for i, x in enumerate(scalars["loss"]) if not math.isfinite(x)}
-        problems = self.sums.add_rows_(weights, uploads.mean, uploads.sum, uploads.scalars, problems)
+        problems = self.sums.add_rows(weights, uploads.mean, uploads.sum, uploads.scalars, problems)
         for stage in self.stages:
             stage.after_sum(uploads, problems)
 
@@ -234,7 +234,7 @@ class Cohort:
         homes = [ranks.rank + 1 if i in stateful else 0 for i in self.client_ids]
         norms = [_bits(self.norms.get(i, 0.0)) for i in self.client_ids]
         counts = [len(self.excluded), self.steps, self.backward_passes, *homes, *norms]
-        excluded, self.steps, self.backward_passes, *scalars = self.exchange.close_(self.sums, counts)
+        excluded, self.steps, self.backward_passes, *scalars = self.exchange.all_reduce(self.sums, counts)
         homes, norms = scalars[: len(self.client_ids)], scalars[len(self.client_ids) :]
         if excluded:
             self.excluded = {i: reason for part in ranks.gather(self.excluded) for i, reason in part.items()}

@@ -123,7 +123,7 @@ class RoundMeasures:
             merged.results |= results
             if limbs is not None:
                 total = merged.total = merged.total or FixedPointSum(limbs[0], about.cohort_size)
-                total.add_limbs_(*limbs)
+                total.add_limbs(*limbs)
         self._round = about.index
 
     def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:

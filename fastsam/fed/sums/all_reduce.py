@@ -21,7 +21,7 @@ _ALIGNED = 8  # integers: 64 bytes, as torch allocates
 
 
 class Exchange:
-    """The all-reduce of the sums at the end of every round: `open` before the round, `close_` after this rank's
+    """The all-reduce of the sums at the end of every round: `open` before the round, `all_reduce` after this rank's
     clients.
 
     With one rank it does nothing.
@@ -37,7 +37,7 @@ class Exchange:
 
     def open(self, counts: int, like: Tensor) -> dict[Key, Tensor]:
         """Places for the sums of a round: zeros, int64 `[2, *shape]`, on the device of `like`. counts: how many
-        `close_` will be given."""
+        `all_reduce` will be given."""
         if self.ranks.size == 1:
             return {}
         ends = [_aligned(3 + counts + len(self.shapes))]
@@ -49,7 +49,7 @@ class Exchange:
             for at, (key, shape) in zip(ends, self.shapes.items(), strict=False)
         }
 
-    def close_(self, aggregate: FixedPointAggregate, counts: Sequence[int]) -> list[int]:
+    def all_reduce(self, aggregate: FixedPointAggregate, counts: Sequence[int]) -> list[int]:
         """Make `aggregate` the sums of all ranks, and return the sums of `counts`; collective.
 
         Raises:
@@ -67,7 +67,7 @@ class Exchange:
             shapes = self._settle(aggregate, local_shapes)
         else:
             shapes = {key: shape for (key, shape), n in zip(self.shapes.items(), sums[len(counts) :], strict=True) if n}
-        aggregate.become_(shapes, clients, weight, self.buffer)
+        aggregate.become(shapes, clients, weight, self.buffer)
         return sums[: len(counts)]
 
     def _settle(self, aggregate: FixedPointAggregate, local_shapes: Mapping[Key, Shape]) -> dict[Key, Shape]:

@@ -80,7 +80,7 @@ class FixedPointSum:
             x = x.detach()
         self._kernels.accumulate_(self.high, self.low, x.contiguous(), factor, largest_=largest)
 
-    def carry_(self) -> None:
+    def carry(self) -> None:
         """Moves what is over in the low limb to the high one; the number they stand for stays."""
         self.high.add_(self.low >> LOW_BITS)
         self.low.bitwise_and_((1 << LOW_BITS) - 1)
@@ -89,11 +89,11 @@ class FixedPointSum:
         """The sum as it is: int64, high and low."""
         return self.high, self.low
 
-    def add_limbs_(self, high: Tensor, low: Tensor) -> None:
+    def add_limbs(self, high: Tensor, low: Tensor) -> None:
         """Adds another sum. Together they may have `terms` terms."""
         self.high.add_(high)
         self.low.add_(low)
-        self.carry_()
+        self.carry()
 
     def value(self) -> Tensor:
         """The sum as float64."""
@@ -171,7 +171,7 @@ class FixedPointAggregate:
         self._vectors: dict[Key, FixedPointSum] = {}
         self._numbers: dict[str, int] = {}  # their sums
 
-    def add_rows_(
+    def add_rows(
         self,
         weights: Sequence[int],
         mean: Mapping[str, Tensor],
@@ -226,12 +226,12 @@ class FixedPointAggregate:
         """
         return self._sum(*key, like.new_empty((1, *shape))).both
 
-    def become_(self, shapes: Mapping[Key, Shape], clients: int, weight: int, like: Tensor) -> None:
+    def become(self, shapes: Mapping[Key, Shape], clients: int, weight: int, like: Tensor) -> None:
         """Take over the sums of several ranks after the limbs with these `shapes` have been added up. like: a tensor on
         the device."""
         for (kind, name), shape in shapes.items():
             total = self._sum(kind, name, like.new_empty((1, *shape)))
-            total.carry_()
+            total.carry()
             if kind == "scalar":
                 coarse, fine = ((high << LOW_BITS) + low for high, low in total.both.T.tolist())
                 self._numbers[name] = (coarse << _FINE_BITS) + fine

@@ -5,6 +5,6 @@ ours."""
 from __future__ import annotations
 
 from fastsam.lab.reproduce.command import FILES, listing, reproduce
-from fastsam.lab.reproduce.table import Column, Distrust, Part, Section, Table, load, names
+from fastsam.lab.reproduce.table import Column, Distrust, PaperTable, Part, Section, load, names
 
-__all__ = ["FILES", "Column", "Distrust", "Part", "Section", "Table", "listing", "load", "names", "reproduce"]
+__all__ = ["FILES", "Column", "Distrust", "PaperTable", "Part", "Section", "listing", "load", "names", "reproduce"]

@@ -20,7 +20,7 @@ from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
 from fastsam.lab.reproduce.runner import Outcome
-from fastsam.lab.reproduce.table import Part, Section, Table
+from fastsam.lab.reproduce.table import PaperTable, Part, Section
 
 PROPOSED_METHODS = {
     "fedsam": ("fedsam", "mofedsam"),
@@ -71,7 +71,7 @@ def multiple_of(text: str, base: str) -> float | None:
     return number if number < 10 else number / base_number  # FedLESAM's Table 9 has a multiple without its x
 
 
-def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
+def claims(table: PaperTable, outcomes: Outcomes) -> list[Claim]:
     """Return the claims about the methods that the paper proposes, without cells that cannot be trusted."""
     methods = [name for name in PROPOSED_METHODS[table.name.partition("-")[0]] if name in table.algorithms]
     claim_list = []
@@ -96,7 +96,7 @@ def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
     return claim_list
 
 
-def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str], float]:
+def rank_correlations(table: PaperTable, outcomes: Outcomes) -> dict[tuple[str, str], float]:
     """Return Kendall's tau-b of the paper's and our order of all methods, by section and metric: the mean over the
     columns.
 
@@ -132,7 +132,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     return float(sum(a * b for a, b in signs) / math.sqrt(math.prod(pair_counts))) if all(pair_counts) else math.nan
 
 
-def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
+def text_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
     """Return the tables of claims, first the claims that did not hold, and the table of ranks.
 
     The list is empty if the paper prints no numbers or no run was finished.
@@ -170,7 +170,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
     return tables
 
 
-def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
+def record(table: PaperTable, outcomes: Outcomes) -> dict[str, Any]:
     """Return claims and rank correlations for summary.json."""
     taus = rank_correlations(table, outcomes).items()
     return {
@@ -188,7 +188,7 @@ def _claim_record(claim: Claim) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _paper_numbers(table: Table, section: Section, metric: str) -> dict[tuple[int, str], float]:
+def _paper_numbers(table: PaperTable, section: Section, metric: str) -> dict[tuple[int, str], float]:
     """Return the paper's numbers by column and algorithm, with signs such that larger is better.
 
     Cells without a number and cells that cannot be trusted are left out.
@@ -205,7 +205,7 @@ def _paper_numbers(table: Table, section: Section, metric: str) -> dict[tuple[in
 
 
 def _measured_numbers(
-    table: Table, section: Section, metric: str, outcomes: Outcomes
+    table: PaperTable, section: Section, metric: str, outcomes: Outcomes
 ) -> dict[tuple[int, str], list[float | None]]:
     """Return the number of each seed by column and algorithm, with signs such that larger is better.
 
@@ -238,7 +238,7 @@ def _margins(winner: Sequence[float | None], loser: Sequence[float | None]) -> l
     return [None if a is None or b is None else a - b for a, b in zip(winner, loser, strict=False)]
 
 
-def _row(claim: Claim, table: Table) -> list[str]:
+def _row(claim: Claim, table: PaperTable) -> list[str]:
     spread = f" ± {float(deviation(claim.measured_margins)):.3g}" if len(claim.measured_margins) > 1 else ""
     names = " over ".join(registry[name].__name__.replace("_", "-") for name in (claim.winner, claim.loser))
     place = f"{claim.section}{_metric_suffix(table, claim.metric)}, {claim.columns} column{'s' * (claim.columns > 1)}"
@@ -247,5 +247,5 @@ def _row(claim: Claim, table: Table) -> list[str]:
     return [names, place, f"{claim.paper_margin:.3g}", margin, f"{favour_count} of {len(claim.measured_margins)}"]
 
 
-def _metric_suffix(table: Table, metric: str) -> str:
+def _metric_suffix(table: PaperTable, metric: str) -> str:
     return f", {METRICS[metric].head}" if len(table.metrics) > 1 else ""

@@ -19,7 +19,7 @@ from fastsam.lab.report.tables import accuracy, last_measures
 from fastsam.lab.reproduce import ordering
 from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, groups_of
 from fastsam.lab.reproduce.runner import Outcome, changes
-from fastsam.lab.reproduce.table import Column, Part, Section, Table
+from fastsam.lab.reproduce.table import Column, PaperTable, Part, Section
 
 _MOST_PAIRS = 4  # pairs of columns side by side: more do not fit a page
 Outcomes = Mapping[Part, Outcome]
@@ -31,7 +31,7 @@ def algorithm_name(name: str) -> str:
 
 
 def document(
-    table: Table,
+    table: PaperTable,
     plans: Mapping[Part, Plan],
     outcomes: Outcomes,
     directory: Path,
@@ -62,7 +62,7 @@ def document(
     return Document(title, facts, all_tables, _figures(table, outcomes, directory), run_paths, command)
 
 
-def _scale(table: Table) -> str:
+def _scale(table: PaperTable) -> str:
     if table.scale is None:
         return "the paper's"
     return (
@@ -71,7 +71,7 @@ def _scale(table: Table) -> str:
     )
 
 
-def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
+def text_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
     """Return the tables of published cells next to our cells, in blocks narrow enough to be read.
 
     The list is empty for a table without metrics.
@@ -86,7 +86,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
     return tables
 
 
-def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -> TextTable:
+def _block(table: PaperTable, section: Section, columns: range, outcomes: Outcomes) -> TextTable:
     """Return a table of some columns of a section. Cells that cannot be trusted are numbered; the note has reasons."""
     head, reasons = ["algorithm"], dict[str, int]()
     for i in columns:
@@ -109,7 +109,7 @@ def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -
     return TextTable(section.title, head, rows, f"{note} Not to be trusted – {reason_list}." if reason_list else note)
 
 
-def _measured_head(table: Table, column: Column, metric: str) -> str:
+def _measured_head(table: PaperTable, column: Column, metric: str) -> str:
     """Return the head of our cells, which names differences from the paper's."""
     if table.scale is None:
         return "ours"
@@ -117,7 +117,7 @@ def _measured_head(table: Table, column: Column, metric: str) -> str:
     return f"ours ({table.scale}, to {100 * (column.target or 0):g} %)" if has_target else f"ours ({table.scale})"
 
 
-def _cells_note(table: Table) -> str:
+def _cells_note(table: PaperTable) -> str:
     spread = METRICS[table.metrics[0]].shows_deviation
     text = "with several seeds the mean ± their standard deviation" if spread else "means over the seeds"
     if any(METRICS[m].shows_multiple for m in table.metrics):
@@ -133,7 +133,7 @@ def measured_cell(column: Column, algorithm: str, metric: str, outcomes: Outcome
     return cell(METRICS[metric], groups, base, column.target)
 
 
-def _plain_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
+def _plain_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
     """Return tables of our numbers, for figures, because these print no numbers."""
     tables = []
     for part, outcome in outcomes.items():
@@ -143,7 +143,7 @@ def _plain_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
     return tables
 
 
-def _changes(table: Table, plans: Mapping[Part, Plan]) -> TextTable | None:
+def _changes(table: PaperTable, plans: Mapping[Part, Plan]) -> TextTable | None:
     """Return the table of our changes to the paper's setting, key by key."""
     rows = changes(table, plans)
     if not rows:
@@ -152,7 +152,7 @@ def _changes(table: Table, plans: Mapping[Part, Plan]) -> TextTable | None:
     return TextTable("What this run changes in the paper's setting", ["key", "paper", "here", "where"], rows, note)
 
 
-def _figures(table: Table, outcomes: Outcomes, directory: Path) -> list[Figure]:
+def _figures(table: PaperTable, outcomes: Outcomes, directory: Path) -> list[Figure]:
     """Draw the figures that the table names: the figures of each part, and all surfaces in one scale."""
     figures: list[Figure] = []
     for part, outcome in outcomes.items():
@@ -182,7 +182,7 @@ def _figures(table: Table, outcomes: Outcomes, directory: Path) -> list[Figure]:
     return figures
 
 
-def _part_name(table: Table, part: Part) -> str:
+def _part_name(table: PaperTable, part: Part) -> str:
     """Return the part's name in figures and above our tables.
 
     It names the scale, so that a scaled result is not taken for the paper's.
@@ -194,7 +194,7 @@ def _surface_label(part: Part, label: str, outcomes: Outcomes) -> str:
     return label if len(outcomes) == 1 else f"{label}, {part.title.rpartition(', ')[2]}"
 
 
-def record(table: Table, outcomes: Outcomes) -> list[dict[str, Any]]:
+def record(table: PaperTable, outcomes: Outcomes) -> list[dict[str, Any]]:
     """Return every cell, for summary.json."""
     cells = []
     for section in table.sections:

@@ -15,9 +15,9 @@ from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import FREE
 from fastsam.lab import compare, experiment
 from fastsam.lab.compare import Plan
-from fastsam.lab.config import Source, parse_flags, resolve
+from fastsam.lab.config import ConfigSource, parse_flags, resolve
 from fastsam.lab.report import FinishedRun
-from fastsam.lab.reproduce.table import Part, Table, source
+from fastsam.lab.reproduce.table import PaperTable, Part, source
 from fastsam.lab.run_config import RunConfig, short_name
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Outcome:
     samples: int = 0  # number of test samples, 0 if unknown
 
 
-def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
+def sources(table: PaperTable, flags: Sequence[str]) -> dict[Part, ConfigSource]:
     """Return the config of each part.
 
     Args:
@@ -58,7 +58,7 @@ def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
     }
 
 
-def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Plan]:
+def plans(sources: Mapping[Part, ConfigSource], seeds: Sequence[int]) -> dict[Part, Plan]:
     """Return the comparison of each part, all checked. Raises ConfigError."""
     plans_by_part = {}
     for part, part_source in sources.items():
@@ -79,7 +79,7 @@ def check_data(plans: Mapping[Part, Plan]) -> None:
 
 
 def run(
-    table: Table, plans: Mapping[Part, Plan], directory: Path, resume: bool, console: Console
+    table: PaperTable, plans: Mapping[Part, Plan], directory: Path, resume: bool, console: Console
 ) -> dict[Part, Outcome]:
     """Run all parts, one after the other.
 
@@ -93,7 +93,7 @@ def run(
     return outcomes
 
 
-def _run_part(table: Table, part: Part, plan: Plan, directory: Path, resume: bool) -> Outcome:
+def _run_part(table: PaperTable, part: Part, plan: Plan, directory: Path, resume: bool) -> Outcome:
     from rich.console import Console
 
     data = compare.load_all(plan)
@@ -141,7 +141,7 @@ def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torc
     return np.array(accuracies)
 
 
-def changes(table: Table, plans: Mapping[Part, Plan]) -> list[tuple[str, str, str, str]]:
+def changes(table: PaperTable, plans: Mapping[Part, Plan]) -> list[tuple[str, str, str, str]]:
     """Return our changes to the paper's setting, from the resolved configs.
 
     Each is a tuple (key, the paper's value, our value, affected parts).

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from fastsam.fed.common.checks import nearest
-from fastsam.lab.config import ConfigError, Source, tomllib
+from fastsam.lab.config import ConfigError, ConfigSource, tomllib
 from fastsam.lab.run_config import TABLES
 
 SCALES = ("digits",)
@@ -77,7 +77,7 @@ class Distrust:
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     """A table or figure of a paper at one scale."""
 
     name: str
@@ -122,7 +122,7 @@ def names() -> list[str]:
     return sorted(stems, key=lambda name: (papers.index(name.partition("-")[0]), "fig" in name, name))
 
 
-def load(name: str, scale: str | None = None) -> Table:
+def load(name: str, scale: str | None = None) -> PaperTable:
     """Return a table at a scale. Raises ConfigError for a name or a scale that does not exist."""
     if name not in names():
         raise ConfigError(f"there is no table {name!r}{nearest(name, names())}; choose from {', '.join(names())}")
@@ -130,7 +130,7 @@ def load(name: str, scale: str | None = None) -> Table:
         raise ConfigError(f"--scale must be one of {', '.join(SCALES)}, got {scale!r}")
     content = _read("tables", name)
     sections = tuple(_section(section, content, scale) for section in content["section"])
-    return Table(
+    return PaperTable(
         name, content["title"], content["source"], scale, content.get("note", ""),
         tuple(content.get("metrics", ())), tuple(content.get("figures", ())), tuple(content["algorithms"]),
         tuple(content["seeds" if scale is None else "scaled_seeds"]),
@@ -139,11 +139,11 @@ def load(name: str, scale: str | None = None) -> Table:
     )  # fmt: skip
 
 
-def source(part: Part, name: str, at_paper: bool = False) -> Source:
+def source(part: Part, name: str, at_paper: bool = False) -> ConfigSource:
     """Return the part's config, as `fastsam.lab.config.resolve` takes it."""
     content = part.paper if at_paper else part.keys
     tables = {key: value for key, value in content.items() if _is_table(key, value)}
-    return Source({k: v for k, v in content.items() if k not in tables}, tables, name=name)
+    return ConfigSource({k: v for k, v in content.items() if k not in tables}, tables, name=name)
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fastsam.fed.common import seeds
 from fastsam.fed.data import FederatedData
 from fastsam.lab import compare
 from fastsam.lab.compare import Plan
-from fastsam.lab.config import ConfigError, Source, parse_flags
+from fastsam.lab.config import ConfigError, ConfigSource, parse_flags
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.table import Part
@@ -87,13 +87,13 @@ def grid(texts: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> 
 
 
 def tune(
-    sources: Mapping[Part, Source], grid: Grid, directory: Path, resume: bool, console: Console
-) -> tuple[dict[Part, Source], dict[Part, Accuracies]]:
+    sources: Mapping[Part, ConfigSource], grid: Grid, directory: Path, resume: bool, console: Console
+) -> tuple[dict[Part, ConfigSource], dict[Part, Accuracies]]:
     """Return the parts' sources with the best point of each method, and all results.
 
     Finished runs of `directory` are not run again.
     """
-    sources_by_part, results = dict[Part, Source](), dict[Part, Accuracies]()
+    sources_by_part, results = dict[Part, ConfigSource](), dict[Part, Accuracies]()
     for number, (part, source) in enumerate(sources.items(), 1):
         axes = [axis for axis in grid.axes if not any(parse_axis(text).key == axis.key for text in part.sweep)]
         results[part] = {}
@@ -108,7 +108,7 @@ def tune(
     return sources_by_part, results
 
 
-def _trial(part: Part, source: Source, grid: Grid, axes: Sequence[Axis]) -> Plan:
+def _trial(part: Part, source: ConfigSource, grid: Grid, axes: Sequence[Axis]) -> Plan:
     axis_texts = [axis.text for axis in axes if any(axis.applies_to(name) for name in part.algorithms)]
     return compare.plan(source, part.algorithms, [str(grid.seed)], [*part.sweep, *axis_texts])
 

@@ -86,8 +86,8 @@ def test_a_record_gives_the_same_algorithm_again(name):
     changed = {f.name: OTHER[f.name] for f in fields(REGISTRY[name]) if f.name in OTHER}
     if name == "fedadam":
         changed.pop("V0")
-    resolved = config.resolve(config.Source({"algorithm": name}, {name: changed}))
-    again = config.resolve(config.Source(*_split(resolved.record())))
+    resolved = config.resolve(config.ConfigSource({"algorithm": name}, {name: changed}))
+    again = config.resolve(config.ConfigSource(*_split(resolved.record())))
     assert again == resolved
     assert REGISTRY[name](**resolved.options) == REGISTRY[name](**changed)
     assert hash(REGISTRY[name](**resolved.options)) == hash(REGISTRY[name](**changed))

@@ -130,8 +130,8 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 2)])
 def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch in one launch needs no graph; steps with duals are captured, including their row programs."""
-    own, taken = RowPass.train_, []
-    monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
+    own, taken = RowPass.train, []
+    monkeypatch.setattr(RowPass, "train", lambda *operands: (taken.append(1), own(*operands)))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4))
     clients = [(torch.randn(6, 64), torch.randint(4, (6,))) for _ in range(3)]
     fed.run(

@@ -158,13 +158,13 @@ def weights(result: fed.Result) -> Tensor:
     ids=str,
 )
 def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkeypatch: MonkeyPatch) -> None:
-    taken, train_ = [], RowPass.train_
+    taken, train_ = [], RowPass.train
 
     def count(self: RowPass, blocks: Any, rows: Any) -> None:
         taken.append(blocks[0].alike_steps[0])
         train_(self, blocks, rows)
 
-    monkeypatch.setattr(RowPass, "train_", count)
+    monkeypatch.setattr(RowPass, "train", count)
     native_ = digest(trained(method, slots=3, **options))
     alone = "fedsmoo", "fedgsam", "fedmoswa"
     assert (max(taken, default=0) > 1) == (method not in alone), "duals, gaps and changing rates go step by step"

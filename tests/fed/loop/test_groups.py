@@ -54,7 +54,7 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
     for aggregate in (together, alone):  # the sum exists for any number of accepted clients
         assert add_client_(aggregate, 1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
     known = {0: "it is known to be bad"} if data.draw(st.booleans()) else {}
-    problems = together.add_rows_(weights, {"delta": rows}, {"plain": rows}, {"loss": losses}, known)
+    problems = together.add_rows(weights, {"delta": rows}, {"plain": rows}, {"loss": losses}, known)
     assert known.items() <= problems.items()
     for i, (row, weight, loss) in enumerate(zip(rows, weights, losses, strict=True)):
         if i not in known:

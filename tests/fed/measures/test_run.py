@@ -199,7 +199,7 @@ def taken(measures, order, bad=None):
     for i in order:
         end = results()[i]
         upload = end.delta * (float("nan") if i == bad else 1)
-        aggregate.add_rows_([1], {"delta": upload}, {}, measures.clients({"w": w}, end, ABOUT))
+        aggregate.add_rows([1], {"delta": upload}, {}, measures.clients({"w": w}, end, ABOUT))
     return measures.round({"w": w}, {"w": w + aggregate.mean("delta")}, aggregate, ABOUT)
 
 

@@ -114,8 +114,8 @@ def test_row_programs_take_it(monkeypatch):
         train(own, blocks, row_slice)
         taken.append(blocks[0].k - before)
 
-    train = RowPass.train_
-    monkeypatch.setattr(RowPass, "train_", counted)
+    train = RowPass.train
+    monkeypatch.setattr(RowPass, "train", counted)
     clients = oracle.ragged_clients(torch.float32)
     one, other = (
         replayed(oracle.smooth_model(torch.float32), clients, Own(FALLING["falling"]), OPTIONS, executor=executor).model

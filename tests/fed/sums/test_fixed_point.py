@@ -59,7 +59,7 @@ def test_any_grouping_gives_the_same_bits(seed, cut):
     for i, v in enumerate(vectors):
         whole.add_(v, 0.3)
         (left if i < cut else right).add_(v, 0.3)
-    left.add_limbs_(*right.limbs())
+    left.add_limbs(*right.limbs())
     assert torch.equal(whole.value(), left.value())
 
 
@@ -176,7 +176,7 @@ def test_no_order_and_no_grouping_changes_a_bit():
         plain = FixedPointAggregate(5, 3)
         for group in groups:
             numbers = {"loss": [0.0] * len(group)}
-            plain.add_rows_(
+            plain.add_rows(
                 [1 + i % 3 for i in group], apply_weights({"delta": rows[group]}, weights[group]), {}, numbers
             )
         aggregate.append(ClientWeightedAggregate(plain))
@@ -248,19 +248,19 @@ def test_numbers_of_ranks_are_added_exactly_and_rounded_once(ranks: list[list[fl
     alone, parts = FixedPointAggregate(24, 1), [FixedPointAggregate(24, 1) for _ in ranks]
     for aggregate, values in zip(parts, ranks, strict=True):
         for own in (aggregate, alone):
-            assert own.add_rows_([1] * len(values), {}, {}, {"x": values}) == {}
+            assert own.add_rows([1] * len(values), {}, {}, {"x": values}) == {}
     first, key = parts[0], ("scalar", "x")
     shapes = {key: shape for aggregate in parts for key, shape in aggregate.shapes(rank_cases.W).items()}
     for aggregate in parts[1:]:
         first.limbs(key, (2,), rank_cases.W).add_(aggregate.limbs(key, (2,), rank_cases.W))
-    first.become_(shapes, 0, 0, rank_cases.W)
+    first.become(shapes, 0, 0, rank_cases.W)
     assert first.scalar("x") == alone.scalar("x") == math.fsum(v for values in ranks for v in values)
 
 
 @given(st.lists(st.floats(-1e-9, 1e-9), min_size=1, max_size=6))
 def test_tiny_numbers_are_added_to_2_to_the_minus_110(values: list[float]) -> None:
     aggregate = FixedPointAggregate(6, 1)
-    aggregate.add_rows_([1] * len(values), {}, {}, {"x": values})
+    aggregate.add_rows([1] * len(values), {}, {}, {"x": values})
     exact = sum(map(Fraction, values))
     error = abs(Fraction(aggregate.scalar("x")) - exact)
     assert error <= abs(exact) * Fraction(1, 2**53) + (len(values) + 1) * Fraction(1, 2**110)
@@ -272,7 +272,7 @@ def test_tiny_numbers_are_added_to_2_to_the_minus_110(values: list[float]) -> No
 )
 def test_numbers_that_cannot_be_summed_leave_their_client_out(bad: float, words: str) -> None:
     aggregate = FixedPointAggregate(4, 1)
-    problems = aggregate.add_rows_([1] * 3, {}, {}, {"x": [1.0, bad, 4e17], "y": [1.0, 1.0, 1.0]})
+    problems = aggregate.add_rows([1] * 3, {}, {}, {"x": [1.0, bad, 4e17], "y": [1.0, 1.0, 1.0]})
     assert list(problems) == [1] and re.search(f"the x {words}", problems[1])
     assert aggregate.scalar("x") == 1.0 + 4e17 and aggregate.scalar("y") == aggregate.num_clients == 2
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from fastsam.fed.executors.graph_passes import VIEWS, arguments, memory
 from fastsam.fed.executors.replay import ROWS
-from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, SCRATCH, Input, NoFormError, Operand
+from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, SCRATCH, Input, NoFormError, RowOperand
 
 
 @dataclass
@@ -44,7 +44,7 @@ class MemoryPlan:
         """Elements of scratch memory."""
         return self._memory.size
 
-    def read(self, node: Node, shape: Sequence[int]) -> Operand:
+    def read(self, node: Node, shape: Sequence[int]) -> RowOperand:
         """Return `node`, broadcast to the stacked `shape`. Raises NoFormError if rows do not stay separate."""
         place, t = self._place(node), node.meta["val"]
         tensor_input = self._input(place)
@@ -59,17 +59,17 @@ class MemoryPlan:
         alike = strides[0] == t.stride(0) and "constant" in root(node).meta and _rows_are_alike(place.tensor)
         if not (strides[0] == row_stride or alike) or (tensor_input is not None and tensor_input.labels):
             raise NoFormError("rows that overlap, or labels as numbers")
-        return Operand(place.base, _offset(place, t), strides[1:])
+        return RowOperand(place.base, _offset(place, t), strides[1:])
 
-    def labels(self, node: Node) -> Operand:
+    def labels(self, node: Node) -> RowOperand:
         """Class numbers as they were given, int64 `[rows, ...]`."""
         place, t = self._place(node), node.meta["val"]
         tensor_input = self._input(place)
         if tensor_input is None or not tensor_input.labels or tensor_input.one or t.stride(0) != place.tensor.stride(0):
             raise NoFormError("labels that are computed")
-        return Operand(place.base, _offset(place, t), t.stride()[1:])
+        return RowOperand(place.base, _offset(place, t), t.stride()[1:])
 
-    def new(self, node: Node) -> Operand:
+    def new(self, node: Node) -> RowOperand:
         """Allocate the result of an operation. Raises NoFormError if it has no rows."""
         t = node.meta["val"]
         if t.dim() < 1 or t.shape[0] != ROWS or t.stride(0) < span(t):
@@ -77,7 +77,7 @@ class MemoryPlan:
         if node not in self._places:
             self._places[node] = Allocation(SCRATCH, self._memory.take(node), t)
         place = self._places[node]
-        return Operand(place.base, place.offset, t.stride()[1:])
+        return RowOperand(place.base, place.offset, t.stride()[1:])
 
     def goes_out(self, node: Node, offset: int, length: int, strides: tuple[int, ...]) -> bool:
         """Has an output made where it belongs in the result; False where it must be copied there."""

@@ -64,7 +64,7 @@ class RowPass:
         no row can raise."""
         return self.program.device.type == "cuda"
 
-    def train_(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
+    def train(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
         """Take the next steps of each block while their shape is the same, and add up the losses.
 
         Args:

@@ -15,7 +15,16 @@ from fastsam.arena import Segment
 from fastsam.fed.executors.graph_passes import VIEWS, arguments, aten, outputs
 from fastsam.fed.executors.replay import ROWS
 from fastsam.fed.executors.rowprograms.memory_plan import MemoryPlan, check_dtype
-from fastsam_kernels.rowprograms.instructions import DIMS, IGNORED, MOST, OUT, Code, Instruction, NoFormError, Operand
+from fastsam_kernels.rowprograms.instructions import (
+    DIMS,
+    IGNORED,
+    MOST,
+    OUT,
+    Code,
+    Instruction,
+    NoFormError,
+    RowOperand,
+)
 
 _COPIES = (aten.clone.default, aten.reshape.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
@@ -61,7 +70,7 @@ class Writer:
                 self._write(node)
             self.places.leave(node)
         for node, offset, strides in deferred:  # outputs in another memory order, inputs, and outputs that are equal
-            self._add(Code.COPY, node.meta["val"].shape, Operand(OUT, offset, strides), node)
+            self._add(Code.COPY, node.meta["val"].shape, RowOperand(OUT, offset, strides), node)
 
     # --- operations ---
 
@@ -80,8 +89,10 @@ class Writer:
         else:
             raise NoFormError(f"{op} has no form")
 
-    def _add(self, code: Code, shape: Sequence[int], out: Operand, *read: Node | Operand, number: float = 0.0) -> None:
-        operands = [v if isinstance(v, Operand) else self.places.read(v, shape) for v in read]
+    def _add(
+        self, code: Code, shape: Sequence[int], out: RowOperand, *read: Node | RowOperand, number: float = 0.0
+    ) -> None:
+        operands = [v if isinstance(v, RowOperand) else self.places.read(v, shape) for v in read]
         self.instructions.append(Instruction(code, tuple(shape[1:]), out, *operands, number=float(number)).flattened())
 
     def _elementwise(self, call: Node, code: Code, *read: Any, number: float = 0.0) -> None:
@@ -165,13 +176,13 @@ class Writer:
         read = _with_classes(self.places.read(g, labels.meta["val"].shape))
         self._labelled(Code.NLL_BACKWARD, scores.meta["val"].shape, self.places.new(call), read, labels)
 
-    def _labelled(self, code: Code, shape: Sequence[int], out: Operand, a: Operand, labels: Node) -> None:
+    def _labelled(self, code: Code, shape: Sequence[int], out: RowOperand, a: RowOperand, labels: Node) -> None:
         """Sizes of the instruction: outer, classes, inner."""
         _, classes, down, across = shape
         b = self.places.labels(labels)
         b = replace(b, strides=(b.strides[0], 0, b.strides[1]))
 
-        def turned(o: Operand) -> Operand:
+        def turned(o: RowOperand) -> RowOperand:
             return replace(o, strides=(o.strides[1], o.strides[0], o.strides[2]))
 
         self.instructions.append(Instruction(code, (down, classes, across), turned(out), turned(a), b))
@@ -220,6 +231,6 @@ _WRITERS: dict[Any, Callable[[Writer, Node], None]] = {
 }
 
 
-def _with_classes(o: Operand) -> Operand:
+def _with_classes(o: RowOperand) -> RowOperand:
     """`[down, across]` as `[classes, down, across]`."""
     return replace(o, strides=(0, *o.strides))
