@@ -126,8 +126,8 @@ ERRORS = {
         ("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")
     ],
     "chunk begins one late": [("chunk_in_segment * chunk;", "chunk_in_segment * chunk + 1;")],
-    "one element less": [("rest < chunk ? rest : chunk", "rest < chunk ? rest - 1 : chunk")],
-    "one element more": [("rest < chunk ? rest : chunk", "rest < chunk ? rest + 1 : chunk")],
+    "one element less": [("remaining < chunk ? remaining : chunk", "remaining < chunk ? remaining - 1 : chunk")],
+    "one element more": [("remaining < chunk ? remaining : chunk", "remaining < chunk ? remaining + 1 : chunk")],
     "neighbouring thread": [("(u * threads + thread) * width", "(u * threads + thread + 1) * width")],
     "turns overlap": [("(u * threads + thread) * width", "(u * (threads - 1) + thread) * width")],
     "packs overlap": [("(u * threads + thread) * width", "(u * threads + thread) * (width - 1)")],
@@ -135,7 +135,7 @@ ERRORS = {
 
 
 SHARED = {  # mutations for blocks in which each warp has a small segment
-    "row's small segments in one": [("(block - table.whole) * kWarps +", "(block - table.whole) +")],
+    "row's small segments in one": [("(block - table.large_chunks) * kWarps +", "(block - table.large_chunks) +")],
     "thread of a block": [("tile.thread = threadIdx.x % kWarp;", "tile.thread = threadIdx.x;")],
     "chunks of small segments": [("  tile.chunk += table.less[tile.segment];\n", "")],
     "a block less": [("(segments - large + kWarps - 1) / kWarps;", "(segments - large) / kWarps;")],
