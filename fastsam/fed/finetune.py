@@ -42,7 +42,7 @@ def finetune(
         epochs: local epochs per client, at least 1.
         lr: learning rate; default: the learning rate of the run's last round.
         test: the test set, as in `fed.run`; default: the test set of a `FederatedData`.
-        collate: as in `fed.run`.
+        collate: see `fed.run`.
 
     Returns:
         One dict per client: `client`, and the accuracies `before` and `after` in 0..1, None if it has no test samples.

@@ -1,4 +1,4 @@
-"""That the sanitizers see what they are there for; `make test-sanitize` runs the kernels' tests under them."""
+"""The sanitizers find the errors that they are made for; `make test-sanitize` runs the kernels' tests under them."""
 
 import subprocess
 import sys

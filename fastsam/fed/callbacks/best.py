@@ -102,7 +102,7 @@ class SaveBest(Best):
 
     Args:
         path: path of the file. Its folders are made.
-        metric, mode: as in `EarlyStopping`.
+        metric, mode: see `EarlyStopping`.
     """
 
     def __init__(self, path: str | PathLike[str], metric: str = "test_accuracy", mode: str | None = None) -> None:

@@ -231,7 +231,7 @@ FREE = frozenset(name for name, row in table(Settings).items() if row.free)
 
 
 def _optimizer(optimizer: str | Optimizer | None) -> Optimizer | None:
-    """Return an optimizer class by its name in `torch.optim`, or `optimizer` itself. Raises ValueError for others."""
+    """Return an optimizer class by its name in `torch.optim`, or `optimizer` itself. Raises ValueError otherwise."""
     classes = {name: c for name, c in vars(torch.optim).items() if isinstance(c, type)}
     if isinstance(optimizer, str) and optimizer in classes:
         return classes[optimizer]

@@ -210,6 +210,6 @@ def check_buffers(trial: Trial, buffers: str | None) -> None:
         names = ", ".join(trial.changed_buffers[:3]) + (", ..." if len(trial.changed_buffers) > 3 else "")
         raise ValueError(
             f"training changes buffers of the model ({names}: BatchNorm?), and clients' buffers are not parameters. "
-            "Say buffers='average' (mean over the clients), 'keep' (those of the start) or 'local' (each client's "
+            "Say buffers='average' (mean over the clients), 'keep' (initial buffers) or 'local' (each client's "
             "own), or use GroupNorm"
         )

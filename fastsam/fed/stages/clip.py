@@ -27,7 +27,7 @@ class Clip(Stage):
         return [min(norm, self.limit) for norm in shorten_(results.delta, self.limit)]
 
 
-# How far, relatively, a norm of the kernels may be off. The CPU's add up 64 squares in a float32, the others fewer; the
+# Largest relative error of a norm from the kernels. The CPU's add up 64 squares in a float32, the others fewer; the
 # rest is in float64: half of 66 roundings of 2**-24.
 _OFF = 2.0**-18
 _FINE = 1e-10, 1e16  # between these no square that counts is lost to float32's range
