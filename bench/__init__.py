@@ -1,2 +1,8 @@
-"""Benchmarks. One harness (`bench.timing`, `bench.correctness`, `bench.report`) serves `python -m bench.step` and
-`pytest bench/ --benchmark-only`."""
+"""Benchmarks: `python -m bench QUESTION` and `pytest bench/ --benchmark-only`.
+
+This module imports no package, because the programs of other simulators (bench/fed/peers.py) run without fastsam.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from bench import ROOT
 from fastsam import backends
 from fastsam_kernels.toolchain import find_nvcc
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "fused-sam", "pytorch-optimizer")
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import environment
+from bench import ROOT, environment
 
-RESULTS = environment.ROOT / "bench" / "results"
+RESULTS = ROOT / "bench" / "results"
 KINDS = ("step", "variants", "kernels", "federated", "accuracy", "ncu")
 FORMAT = "fastsam.bench.{}/2"
 HOW = ("command", "date", "commit")

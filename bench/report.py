@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import joint
+from bench import ROOT, joint
 from bench import record as records
 from bench.accuracy.report import pieces
 from bench.accuracy.training import contenders
 from bench.contenders import VARIANTS
-from bench.environment import ROOT
 from bench.ncu import METRICS
 from bench.record import RESULTS, Record, Row, failed, figure, median
 from fastsam.lab.report.table import Table

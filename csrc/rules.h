@@ -53,8 +53,8 @@ inline std::string rule_names() {
 
 #define FASTSAM_TEXT_OF(x) #x
 #define FASTSAM_TEXT(x) FASTSAM_TEXT_OF(x)
-// The file of the rule for which a file of cpu/ or cuda/ is compiled. Its path is relative, because csrc is no include
-// folder.
+// The file of the rule for which a file of cpu/ or cuda/ is compiled. Its path is relative, because csrc is not an
+// include folder.
 // clang-format off
 #define FASTSAM_RULE_FILE FASTSAM_TEXT(../rules/FASTSAM_RULE.h)
 // clang-format on

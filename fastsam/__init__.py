@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["GSAM", "MSAM", "SAM", "FusedSAM", "Lion", "backend", "frozen_batchnorm_stats", "variants"]
 
-# Imported at first use, so that `fastsam info` can tell what is missing where torch is.
+# Imported at first use, so that `fastsam info` works, and names what is missing, even if torch is not installed.
 _HOMES = {
     "FusedSAM": ".optim",
     "GSAM": ".optim.variants",

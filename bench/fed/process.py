@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from bench.environment import ROOT
+from bench import ROOT
 
 PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after the last
 

@@ -27,7 +27,7 @@ struct SmemFunctor {
   }
 };
 
-// Returns the functor of the calling thread among those of the block's tiles.
+// Returns the functor of the calling thread's tile.
 template <class Rule>
 __device__ __forceinline__ SmemFunctor<Rule>& functor_of(SmemFunctor<Rule> (&functors)[kWarps], const Tile& tile) {
   return functors[tile.warp];

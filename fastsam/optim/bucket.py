@@ -18,7 +18,7 @@ from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_gr
 from fastsam.optim.storage_swap import grad_storage_reusable
 from fastsam_kernels.constants import compute_dtype
 
-G1, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
+G1, VARIANT_STATE, NEXT_STATE = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
 GRADIENT, ROUNDED = "gathered_gradient", "rounded_direction"
 
 
@@ -114,17 +114,17 @@ class Bucket:
         choose: Callable[[Tensor, Tensor, Tensor], Tensor],
         factor: Tensor | None,
     ) -> list[Tensor]:
-        """Return the vectors along which these parameters are perturbed: `choose(factor * g, memory, after)`, see
-        `SAM.direction`. The memory of other parameters stays."""
+        """Return the vectors along which these parameters are perturbed: `choose(factor * g, state, next_state)`,
+        see `SAM.direction`. The state of other parameters stays."""
         g = self._gathered(selection, grads)
         if factor is not None:
             g.mul_(factor)
-        if MEMORY not in self.arena:
+        if VARIANT_STATE not in self.arena:
             return self._rounded(choose(g, g[:, :0], g[:, :0]), selection)
-        memory, after = self.field(MEMORY), self.field(NEXT)
-        direction = choose(g, memory, after)
+        state, next_state = self.field(VARIANT_STATE), self.field(NEXT_STATE)
+        direction = choose(g, state, next_state)
         if selection is not self.whole and (complement := self._complement(selection)).slots:
-            torch._foreach_copy_(complement.views(after), complement.views(memory))
+            torch._foreach_copy_(complement.views(next_state), complement.views(state))
         return self._rounded(direction, selection)
 
     def _gathered(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:

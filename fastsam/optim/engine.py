@@ -21,7 +21,7 @@ from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced
 from fastsam.optim.state_dict_format import STEPS
 from fastsam.optim.update_calls import UpdateInputs, rule_of
-from fastsam.optim.variants.sam import SAM, Memory
+from fastsam.optim.variants.sam import SAM, VariantState
 from fastsam_kernels.constants import FreedError, check_not_freed
 
 COULD_NOT = "the update could not run: out of memory, or torch's threads or a launch on the GPU failed"
@@ -43,8 +43,8 @@ class Engine(ParamTracker):
         combiner = self.combiner = GradCombiner(variant)
         looks_ahead = bool(variant.unperturbed_coefficients.looksam_alpha)
         self.perturbs_every_step = variant.interval == 1 and type(variant).perturbs is SAM.perturbs  # else steps count
-        updates_memory = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
-        self.uses_combiner = combiner.changes_gradient or updates_memory or looks_ahead
+        updates_state = variant.state in (VariantState.DIRECTION, VariantState.ORTHOGONAL)
+        self.uses_combiner = combiner.changes_gradient or updates_state or looks_ahead
         self.combines_grads = combiner.coefficients.needs_g1 or looks_ahead
         self.uses_separate_norm = variant.rho_fn is not None or variant.norm_degree != 2
         self.has_unperturbed_groups = type(variant).perturbs_group is not SAM.perturbs_group

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import G1, MEMORY, NEXT, Bucket, BucketGrads
+from fastsam.optim.bucket import G1, NEXT_STATE, VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.hparams import HParamTensor, LossScales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced, to_local
 from fastsam.optim.update_calls import UpdateInputs, op_calls
-from fastsam.optim.variants.sam import SAM, Memory
+from fastsam.optim.variants.sam import SAM, VariantState
 from fastsam_kernels.constants import CLIP_EPS
 from fastsam_kernels.hparams import HParam
 
@@ -26,8 +26,8 @@ class GradCombiner:
 
     def __init__(self, variant: SAM) -> None:
         self.coefficients, self.unperturbed_coefficients = variant.coefficients, variant.unperturbed_coefficients
-        self.memory, self.choose = variant.memory, variant.direction
-        updates_state = variant.memory is Memory.ORTHOGONAL
+        self.state, self.choose = variant.state, variant.direction
+        updates_state = variant.state is VariantState.ORTHOGONAL
         if updates_state and self.coefficients.needs_g1:
             raise ValueError(
                 f"{type(variant).__name__} keeps a part of g2, so its coefficients must have only g2, got "
@@ -37,7 +37,7 @@ class GradCombiner:
         self.needs_g1 = self.coefficients.needs_g1 or updates_state
         # The update sees something else than the last gradient.
         self.changes_gradient = self.coefficients.needs_g1 or self.coefficients.g2 != 1
-        # A GradScaler's scale in the first step: the unit of a direction's memory from then on.
+        # A GradScaler's scale in the first step: the unit of a direction's state from then on.
         self.unit: Tensor | None = None
 
     def directions(self, calls: Sequence[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
@@ -79,7 +79,7 @@ class GradCombiner:
         inputs = UpdateInputs(calls, None, [], found_inf, scales.g2)
         if self.unperturbed_coefficients.looksam_alpha:
             scalars.set_looksam_coefficient(self.unperturbed_coefficients.looksam_alpha * _ratio(calls), scales.g2)
-            inputs = inputs._replace(g1_field=MEMORY)
+            inputs = inputs._replace(g1_field=VARIANT_STATE)
         return with_norm(scalars, inputs)
 
     @torch.no_grad()
@@ -141,21 +141,21 @@ class GradCombiner:
         self, calls: Sequence[BucketGrads], sumsq: Tensor, found_inf: Tensor | None
     ) -> list[partial[Any]]:
         """Return the calls that update the kept vector. It stays if a gradient is not finite."""
-        if self.memory is Memory.ORTHOGONAL:
+        if self.state is VariantState.ORTHOGONAL:
             return self._orthogonal(calls, sumsq, found_inf)
-        if self.memory is Memory.NONE:
+        if self.state is VariantState.NONE:
             return []
         fine = or_nonfinite(found_inf, sumsq) == 0
         after: list[partial[Any]] = []
         for bucket, _, _ in calls:
-            memory, next_ = bucket.field(MEMORY), bucket.field(NEXT)
-            torch.where(fine, next_, memory, out=next_)
-            after.append(copy_call(memory, next_))
+            state, next_state = bucket.field(VARIANT_STATE), bucket.field(NEXT_STATE)
+            torch.where(fine, next_state, state, out=next_state)
+            after.append(copy_call(state, next_state))
         return after
 
     def unit_calls(self, scale: Tensor | None) -> list[partial[Any]]:
         """Return the calls that set the unit after the first step: the loss scale of its first gradients."""
-        if self.memory is not Memory.DIRECTION or self.unit is not None:
+        if self.state is not VariantState.DIRECTION or self.unit is not None:
             return []
         unit = torch.ones(1, dtype=torch.float32, device="cpu") if scale is None else scale.clone()
         return [partial(setattr, self, "unit", unit)]
@@ -171,12 +171,12 @@ class GradCombiner:
         fine = (or_nonfinite(found_inf, sumsq) == 0) & along.isfinite()
         after = []
         for bucket, selection, grads in calls:
-            g1, memory = bucket.arena.field(G1, bucket.dtype), bucket.arena.field(MEMORY, bucket.dtype)
+            g1, state = bucket.arena.field(G1, bucket.dtype), bucket.arena.field(VARIANT_STATE, bucket.dtype)
             g1.mul_(-along)
             if grads:
                 torch._foreach_add_(bucket.g1_views(selection), list(grads))
-            torch.where(fine, g1, memory, out=g1)
-            after.append(copy_call(memory, g1))
+            torch.where(fine, g1, state, out=g1)
+            after.append(copy_call(state, g1))
         return after
 
 
@@ -232,7 +232,7 @@ def _ratio(calls: Sequence[BucketGrads]) -> Tensor:
 
     The coefficient of gradients is 1 or -1 at this time.
     """
-    parts = [(b, part, part.views(b.arena.field(MEMORY, b.dtype))) for b, part, _ in calls]
+    parts = [(b, part, part.views(b.arena.field(VARIANT_STATE, b.dtype))) for b, part, _ in calls]
     g, m = update_norm(UpdateInputs(calls)), update_norm(UpdateInputs(parts))
     return torch.where((m > 0) & g.isfinite(), (g / m).sqrt(), 0.0)
 

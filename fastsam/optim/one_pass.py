@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim.backup import Target
-from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, BucketGrads
+from fastsam.optim.bucket import GRADIENT, ROUNDED, VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.engine import Engine
 from fastsam.optim.grad_combination import c_call, copy_call
 from fastsam.optim.hparams import LossScales
@@ -22,7 +22,7 @@ from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.state_dict_format import Weights
 from fastsam.optim.update_calls import Group, rule_of
-from fastsam.optim.variants.sam import SAM, Memory, OnePassDirection
+from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 
 # By update rule: the field of its state that is a momentum.
 MOMENTA = {"sgd": "momentum_buffer", "rmsprop": "momentum_buffer", "adam": "exp_avg", "lion": "exp_avg"}
@@ -31,13 +31,13 @@ IN_EVALUATION = (
     "step() in evaluation: the weights are the clean ones since eval(); call train() before the forward pass"
 )
 WRITTEN_WEIGHTS = (
-    "somebody wrote the weights while they rest at the perturbed point, and this step, which starts from the clean "
-    "ones, would lose it. Call eval() "
-    "before and train() after what writes them (a model's load_state_dict(), a clamp, an average that is swapped in)"
+    "the weights were written while they are at the perturbed point, and this step, which starts from the clean "
+    "ones, would lose the change. Call eval() before the change (a model's load_state_dict(), a clamp, an average that "
+    "is swapped in), and train() after it"
 )
 ARRIVED_CLEAN = (
-    "the optimizer's state was saved in training, at the perturbed point, and the model's in evaluation, so that the "
-    "gradient would be that of the clean weights. After loading both call train()"
+    "the optimizer's state was saved in training, at the perturbed point, and the model's in evaluation. The gradient "
+    "would be the gradient at the clean weights. Call train() after loading both"
 )
 
 
@@ -121,7 +121,7 @@ class OnePass(Engine):
 
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
         calls_after = super()._post_update_calls(calls, found_inf)
-        if self.variant.memory is Memory.GRADIENT and any(grads for _, _, grads in calls):
+        if self.variant.state is VariantState.GRADIENT and any(grads for _, _, grads in calls):
             calls_after += [_gradient_call(*call, found_inf) for call in calls]
         if self._seed is not None:
             calls_after.append(c_call(self._seed.add_, 1))
@@ -247,7 +247,7 @@ def _last_gradient(bucket: Bucket, has_all_grads: bool) -> BucketGrads:
     part = bucket.whole
     if not has_all_grads:
         part = bucket.select(tuple(i for i, p in enumerate(bucket.params) if p.requires_grad))
-    return bucket, part, _views(bucket, part, bucket.arena.field(MEMORY, bucket.dtype))
+    return bucket, part, _views(bucket, part, bucket.arena.field(VARIANT_STATE, bucket.dtype))
 
 
 def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
@@ -261,14 +261,14 @@ def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
 
 def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: Tensor | None) -> partial[Any]:
     """Return a call that keeps these gradients, and zeros for other parameters; nothing if `found_inf` is not 0."""
-    memory = bucket.arena.field(MEMORY, bucket.dtype)
+    state = bucket.arena.field(VARIANT_STATE, bucket.dtype)
     if found_inf is None and part is bucket.whole:
-        return c_call(torch._foreach_copy_, _views(bucket, part, memory), list(grads))
+        return c_call(torch._foreach_copy_, _views(bucket, part, state), list(grads))
     field = bucket.arena.field(GRADIENT, bucket.dtype)
     if part is not bucket.whole:
         field.zero_()
     if grads:
         torch._foreach_copy_(part.views(field), list(grads))
     if found_inf is not None:
-        torch.where(found_inf == 0, field, memory, out=field)
-    return copy_call(memory, field)
+        torch.where(found_inf == 0, field, state, out=field)
+    return copy_call(state, field)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim import parameters
-from fastsam.optim.bucket import MEMORY, Bucket, BucketGrads, buckets_of
+from fastsam.optim.bucket import VARIANT_STATE, Bucket, BucketGrads, buckets_of
 from fastsam.optim.hparams import HParamTensor
 from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.param_guard import ParamGuard, any_gradient
@@ -24,7 +24,7 @@ from fastsam.optim.sharded import fsdp_modules_of, reshard, to_local
 from fastsam.optim.state_dict_format import Weights, restore_weights, saved_weights
 from fastsam.optim.update import FusedUpdate, State
 from fastsam.optim.update_calls import Group, UpdateRule, rule_of
-from fastsam.optim.variants.sam import SAM, Memory, OnePassDirection
+from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 from fastsam.step import GradCoefficients
 
 
@@ -191,9 +191,9 @@ class ParamTracker:
         fused = rule is not None
         buckets = buckets_of(groups, uninitialized, self.backend, device, scalars.tensor, fused, self.exclusive)
         for bucket in buckets:
-            if self.variant.memory is not Memory.NONE:
-                dtype = bucket.compute if self.variant.memory is Memory.DIRECTION else bucket.dtype
-                bucket.arena.field(MEMORY, dtype)  # a part of the state from the first step on
+            if self.variant.state is not VariantState.NONE:
+                dtype = bucket.compute if self.variant.state is VariantState.DIRECTION else bucket.dtype
+                bucket.arena.field(VARIANT_STATE, dtype)  # a part of the state from the first step on
             restore_weights(bucket, weights, self.weight_state is not WeightState.ORIGINAL)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:

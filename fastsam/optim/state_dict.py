@@ -23,7 +23,7 @@ from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.running_stats import RunningStatsFreezer
 from fastsam.optim.state_dict_format import COPIED_ALONE, Loaded, pack
-from fastsam.optim.variants.sam import Memory
+from fastsam.optim.variants.sam import VariantState
 
 NOT_THERE = (
     "torch.distributed.checkpoint saves the state of an optimizer whose weights are perturbed: what it loads into has "
@@ -57,7 +57,7 @@ def make_state_dict(optimizer: Any) -> dict[str, Any]:
         facts["training"] = engine.training
     if (uninitialized := engine.uninitialized_numbers()) is not None:
         facts["left_out"] = uninitialized
-    if engine.variant.memory is Memory.DIRECTION and optimizer._scaler_tracker.scale is not None:
+    if engine.variant.state is VariantState.DIRECTION and optimizer._scaler_tracker.scale is not None:
         facts["scale"] = float(optimizer._scaler_tracker.scale)
     state_dict = pack(optimizer.base_optimizer.state_dict(), params, engine.saved(), facts)
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():

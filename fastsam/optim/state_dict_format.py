@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import G1, MEMORY, NEXT, Bucket
+from fastsam.optim.bucket import G1, NEXT_STATE, VARIANT_STATE, Bucket
 from fastsam.optim.hparams import OWN_OPTIONS, check_group
 from fastsam.optim.sharded import as_dtensor_like, local_part_like
 from fastsam.optim.update_calls import Group, UpdateRule
@@ -35,7 +35,7 @@ T = TypeVar("T")
 KINDS: dict[type, str] = {
     bool: "True or False", int: "an integer", float: "a number", str: "a name", dict: "a dict", list: "a list"
 }  # fmt: skip
-SAM_KEYS = (MASTER, UNPERTURBED, G1, MEMORY, NEXT)
+SAM_KEYS = (MASTER, UNPERTURBED, G1, VARIANT_STATE, NEXT_STATE)
 # The widely copied SAM class keeps the weights and the perturbation of the last step in its state, and not the base
 # optimizer's state.
 COPIED = ("old_p", "e_w")
@@ -54,7 +54,7 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
             weights = bucket.backup.saved(bucket.select((slot,)))[0]
             if bucket.backup.is_master:
                 saved.setdefault(parameter, {})[MASTER] = weights.clone()
-            for name in (MEMORY, NEXT) if perturbed else (MEMORY,):
+            for name in (VARIANT_STATE, NEXT_STATE) if perturbed else (VARIANT_STATE,):
                 if name in bucket.arena:
                     saved.setdefault(parameter, {})[name] = bucket.arena.views(name)[slot].clone()
             if perturbed and slot in bucket.backed_up.slots:
@@ -70,10 +70,10 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
     for slot, parameter in enumerate(bucket.params):
         tensors = {name: local_part_like(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
         weights = tensors.get(MASTER) if bucket.backup.is_master else None
-        if MEMORY in tensors and MEMORY in bucket.arena:
-            bucket.arena.views(MEMORY)[slot].copy_(tensors[MEMORY])
-            if NEXT in tensors:
-                bucket.layout.views(bucket.field(NEXT)[0])[slot].copy_(tensors[NEXT])
+        if VARIANT_STATE in tensors and VARIANT_STATE in bucket.arena:
+            bucket.arena.views(VARIANT_STATE)[slot].copy_(tensors[VARIANT_STATE])
+            if NEXT_STATE in tensors:
+                bucket.layout.views(bucket.field(NEXT_STATE)[0])[slot].copy_(tensors[NEXT_STATE])
         if perturbed and UNPERTURBED in tensors:
             backups.append(slot)
             if G1 in tensors:
@@ -139,7 +139,7 @@ class Loaded:
             for name in ("unit", "scale")
         )
         self.uninitialized_numbers = _numbers(facts.get("left_out"), sum(len(group["params"]) for group in groups))
-        keeps = any(isinstance(entry, dict) and MEMORY in entry for entry in entries.values())
+        keeps = any(isinstance(entry, dict) and VARIANT_STATE in entry for entry in entries.values())
         saved = _is(str, facts.get("variant", type(sam).__name__), "'variant' of 'fastsam'")
         if saved != type(sam).__name__ and (keeps or self.perturbed):
             midway = "between its two passes" if "training" not in facts else "in training, at its perturbed point"

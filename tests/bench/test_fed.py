@@ -2,6 +2,7 @@
 
 import json
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import ROOT
 from bench import __main__ as command
 from bench.fed import cases, on_gpu, overhead, process, share
 from bench.fed.bare import Flat, Tensors
@@ -291,3 +293,9 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
     assert "Not measured: pfl: broken." in capsys.readouterr().out
     failing = "fastsam, vmap"
     assert command.main(run) == 1
+
+
+def test_other_simulators_train_in_environments_without_fastsam() -> None:
+    blocked = "import sys; sys.modules |= {'fastsam': None, 'fastsam_kernels': None}"
+    code = f"{blocked}; import bench.fed.worker, bench.fed.peers"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -123,7 +123,7 @@ def test_weights_written_where_a_step_would_lose_it() -> None:
     with torch.no_grad():
         training.params[1].mul_(0.5)
     training.backward(2)
-    with pytest.raises(RuntimeError, match=r"wrote the weights while they rest .* Call eval\(\)"):
+    with pytest.raises(RuntimeError, match=r"weights were written while they are .* Call eval\(\)"):
         training.opt.step()
     training.opt.eval()  # as they were
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_a_training_state_beside_an_evaluated_model(name: str) -> None:
             p.copy_(q)
     new.opt.load_state_dict(state)
     new.backward(2)
-    with pytest.raises(RuntimeError, match=r"saved in training.*the model's in evaluation.*call train\(\)"):
+    with pytest.raises(RuntimeError, match=r"saved in training.*the model's in evaluation.*Call train\(\)"):
         new.opt.step()
     new.opt.train()
     new.steps(range(2, 4))

@@ -123,8 +123,8 @@ def test_a_radius_of_ones_own() -> None:
 
 def test_a_direction_of_ones_own_needs_no_flag() -> None:
     class Averaged(SAM):
-        def direction(self, g: torch.Tensor, memory: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-            return after.copy_(torch.lerp(memory, g, 0.9))
+        def direction(self, g: torch.Tensor, state: torch.Tensor, next_state: torch.Tensor) -> torch.Tensor:
+            return next_state.copy_(torch.lerp(state, g, 0.9))
 
     assert same_bits(fused(Averaged(RHO), "sgd", 3).params, fused(VaSSO(RHO), "sgd", 3).params)
 

@@ -71,7 +71,7 @@ class FedSCAM(Algorithm):
         return h * (1 - self.kappa * c).clamp(min=0)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        assert results.gradient is not None and results.norms is not None  # local_update asked for a pilot
+        assert results.gradient is not None and results.norms is not None  # because local_update sets `pilot`
         c = cosines(-results.gradient, server["u"])
         weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._orthogonal(results.norms, c))
         return client, Upload(mean={"delta": results.delta}, weight=weight)

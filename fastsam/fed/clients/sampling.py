@@ -108,11 +108,11 @@ def expected(sampler: str | Sampler, participation: float, clients: int) -> floa
     return float(fixed_size(participation, clients)) if sampler in ("fixed", "shuffled") else None
 
 
-def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = False) -> list[int]:
+def draw(sampler: Sampler, round: int, clients: int, seed: int, may_be_empty: bool = False) -> list[int]:
     """Return the clients of a round in ascending order.
 
     Raises:
-        ValueError: the sampler returned something invalid, or no client and `nobody` is False.
+        ValueError: the sampler returned something invalid, or no client although `may_be_empty` is False.
     """
     first = round - round % (sampler.epoch if isinstance(sampler, Shuffled) else 1)
     ids = sampler(round, seeds.generator(seed, "sample", first))
@@ -125,14 +125,14 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = F
             f"{ids!r}"
         ) from error
     ordered = sorted(client_ids)
-    if not ordered and nobody:
+    if not ordered and may_be_empty:
         return ordered
     if not ordered or ordered[0] < 0 or ordered[-1] >= clients or len(set(ordered)) != len(ordered):
         wrong = [i for i in client_ids if not 0 <= i < clients]
-        what = f"{wrong[0]}, which is not a client" if wrong else "a client twice" if client_ids else "nobody"
+        what = f"{wrong[0]}, which is not a client" if wrong else "a client twice" if client_ids else "no client"
         raise ValueError(
-            f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round + 1} "
-            f"it returned {what}"
+            f"the sampler must return at least one client id, and only different ids from 0 to {clients - 1}; in "
+            f"round {round + 1} it returned {what}"
         )
     return ordered
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Of Philox: 7 rounds are the fewest that its authors found no test to fail, 10 their margin, which orders of samples do
-# not need; its multipliers, and what is added to the key in each round.
+# Constants of Philox: number of rounds, multipliers, and the increments of the key. Its authors recommend 10 rounds and
+# found no statistical test that 7 rounds fail. Orders of samples need no more.
 _ROUNDS, _MOST = 7, 10
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
 _WEYL = np.arange(_MOST, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)

@@ -36,7 +36,7 @@ def by_domain(
     remainder goes to the domain's first client).
 
     Args:
-        domains: by name, x [n, *shape] and y [n] int64.
+        domains: x [n, *shape] and y [n] int64 of each domain, by its name.
         held_out: the domain that is the test set and is not trained on. None: the test set is a stratified
             `test_fraction` of every domain.
         seed: random seed of the split of each domain.

@@ -102,7 +102,7 @@ def emnist(
         data_dir: folder with the archive's `gzip.zip`.
         fraction: share of the 697,932 training and of the 116,323 test images, drawn without replacement by a fixed
             generator. 0.1, the FedSAM paper's subset, gives 69,793 and 11,632 images.
-        augment: "auto" is none.
+        augment: "auto" means no augmentation.
 
     See `cifar10` for the other arguments and errors.
     """

@@ -69,7 +69,7 @@ class ClientTrainer:
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self.client_errors = ClientErrors(self)
-        self.penalty: Objective | None = None  # what the passes of the next steps back-propagate (see `Client.step`)
+        self.penalty: Objective | None = None  # replaces the loss in the next steps (see `Client.step`)
         self.first_objective: Objective | None = None
         self.teachers = Teachers(setup, self.row_slice)
         self.second_model: SecondModel | None = None
@@ -243,7 +243,7 @@ class ClientTrainer:
         return self._plain_step(k, x, y)
 
     def run_pass(self, k: int, x: Any, y: Any, objective: Objective | None = None) -> tuple[Tensor, Gradients]:
-        """Run a forward and backward pass. objective: what takes the place of the loss in the backward pass."""
+        """Run a forward and backward pass of the loss, or of `objective` if it is given."""
         if self.random.draws:
             self.random.seed(self.task.pass_seed(k))
         if self.penalty is None and objective is None:

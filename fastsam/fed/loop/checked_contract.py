@@ -282,7 +282,7 @@ def check_rows(algorithm: Any, method: str, together: Any, single_calls: Sequenc
     """Raise AlgorithmError if a method gives n clients `together` other numbers, beyond rounding, than each client
     separately.
 
-    `algorithm` is a copy of the user's algorithm, and `alone` has the arguments for single clients.
+    `algorithm` is a copy of the algorithm, and `single_calls` has the arguments for single clients.
     """
     with torch.random.fork_rng([]):
         for place, arguments in enumerate(single_calls):
@@ -291,8 +291,8 @@ def check_rows(algorithm: Any, method: str, together: Any, single_calls: Sequenc
                 raise AlgorithmError(
                     f"{type(algorithm).__name__}.{method} returns different numbers for {n} clients together and for "
                     "each by itself, so that results would depend on the executor. Each row must come from its own "
-                    "client: delta.norm(dim=1, keepdim=True) in place of delta.norm(), and no random numbers but "
-                    "those of a generator with a seed of round.seed"
+                    "client: use delta.norm(dim=1, keepdim=True) in place of delta.norm(), and draw random numbers "
+                    "only from a generator whose seed is round.seed"
                 )
 
 

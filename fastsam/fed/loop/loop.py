@@ -189,9 +189,9 @@ class Loop:
     def _skipped(self, state: RunState, round: Round, visible: Round, began: float) -> RunState:
         """Return the state after a round without clients. If no client was available, only the record changes. If
         private sampling chose no client, noise is added all the same, because the server must not learn it."""
-        why = "nobody was available"
+        why = "no client was available"
         if self._may_empty:
-            why = "nobody was sampled, and the server's step was of noise alone"
+            why = "no client was sampled; the server's step was noise only"
             state = replace(state, server=self._server_step(state, None, round, visible)[0])
         if self.ranks.first:
             record: dict[str, Any] = {"round": round.index + 1, "lr": round.lr, "clients": 0, "samples": 0, "steps": 0}

@@ -50,7 +50,7 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
     Raises:
         ValueError: the model or the loss does not work on the data, or not in training (see `look`); labels are outside
             the model's outputs; the model has another number of outputs than the data have classes; or `augment`
-            returns something else than a batch like its input, or writes into that. The message names client and batch.
+            does not return a batch like its input, or writes into its input. The message names client and batch.
     """
     _check_function(loss.of_outputs if isinstance(loss, PairLoss) else loss)
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)

@@ -115,7 +115,7 @@ class ParameterLayout:
         """Return a mask of the parameters with these names, bool `[row_size]`, on the CPU. Padding is False.
 
         Args:
-            what: name of the option, for errors.
+            what: the option's name, for error messages.
             patterns: names of parameters, or of modules for all parameters in them, with `*`, `?` and `[...]` as in
                 file names: "head.*", "*.bias", "layer4".
 
@@ -145,7 +145,7 @@ class ParameterLayout:
         """Return a row `[row_size]` with one number for each parameter, for `LocalUpdate(rho_scale=...)`.
 
         Args:
-            what: name of the option, for errors.
+            what: the option's name, for error messages.
             numbers: numbers by pattern, as in `mask`. The last matching pattern counts. Parameters without a match get
                 1, the padding 0.
             like: a tensor with the dtype and the device.

@@ -34,6 +34,6 @@ class FriendlySAM(SAM):
         check_real("sigma", self.sigma, "0 or more and finite", lambda v: 0 <= v < float("inf"))
         check_real("lmbda", self.lmbda, "0 or more and below 1", lambda v: 0 <= v < 1)
 
-    def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
-        torch.lerp(memory, g, 1 - self.lmbda, out=after)
-        return g.sub_(after, alpha=self.sigma)
+    def direction(self, g: Tensor, state: Tensor, next_state: Tensor) -> Tensor:
+        torch.lerp(state, g, 1 - self.lmbda, out=next_state)
+        return g.sub_(next_state, alpha=self.sigma)

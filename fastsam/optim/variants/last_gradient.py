@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.optim.variants.sam import SAM, Memory, OnePassDirection, check_one_pass
+from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState, check_one_pass
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LastGradient(SAM):
     use.
     """
 
-    memory: ClassVar[Memory] = Memory.GRADIENT
+    state: ClassVar[VariantState] = VariantState.GRADIENT
     one_pass_direction: ClassVar[OnePassDirection] = OnePassDirection.GRADIENT
 
     def __post_init__(self) -> None:

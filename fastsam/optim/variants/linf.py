@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.optim.variants.sam import SAM, Memory
+from fastsam.optim.variants.sam import SAM, VariantState
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LInfSAM(SAM):
     """
 
     norm_degree: ClassVar[float] = math.inf
-    memory: ClassVar[Memory] = Memory.NONE
+    state: ClassVar[VariantState] = VariantState.NONE
 
     rho: float | Tensor = 0.001
 
@@ -35,5 +35,5 @@ class LInfSAM(SAM):
         if self.adaptive:
             raise ValueError("adaptive must be left at False: LInfSAM moves each weight by the same distance")
 
-    def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
+    def direction(self, g: Tensor, state: Tensor, next_state: Tensor) -> Tensor:
         return torch.sign(g).add_(g.mul_(0.0))  # NaN for an infinite gradient, which must not perturb

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.optim.variants.sam import SAM, Memory, check_interval, check_real
+from fastsam.optim.variants.sam import SAM, VariantState, check_interval, check_real
 from fastsam.step import GradCoefficients
 
 
@@ -26,7 +26,7 @@ class LookSAM(SAM):
     `interval`, which k replaces.
     """
 
-    memory: ClassVar[Memory] = Memory.ORTHOGONAL
+    state: ClassVar[VariantState] = VariantState.ORTHOGONAL
 
     k: int = 10
     alpha: float = 0.7

@@ -30,7 +30,7 @@ class OnePassDirection(Enum):
     GRADIENT = "along the gradient of the step before"
 
 
-class Memory(Enum):
+class VariantState(Enum):
     """The vector that a variant keeps from step to step, if any."""
 
     NONE = "none"
@@ -59,7 +59,7 @@ class SAM:
     Raises TypeError if `interval` is not an integer or `rho_fn` is not a function, ValueError if `interval` is below 1.
     """
 
-    memory: ClassVar[Memory] = Memory.NONE
+    state: ClassVar[VariantState] = VariantState.NONE
     one_pass_direction: ClassVar[OnePassDirection] = OnePassDirection.NONE
     #: degree of the norm by which a perturbation is divided: 2, or infinity for the largest element
     norm_degree: ClassVar[float] = 2
@@ -71,7 +71,7 @@ class SAM:
     rho_fn: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a class that overrides `direction` a memory, unless it declares none.
+        """Give a class that overrides `direction` a state, unless it declares none.
 
         Raises TypeError if it keeps another vector, or takes one pass, so that its direction would not be called.
         """
@@ -80,13 +80,14 @@ class SAM:
             raise TypeError(f"{cls.__name__}: norm_degree must be 2 or math.inf, got {cls.norm_degree!r}")
         if cls.direction is SAM.direction:
             return
-        if cls.memory not in (Memory.NONE, Memory.DIRECTION) or cls.one_pass_direction is not OnePassDirection.NONE:
+        one_pass = cls.one_pass_direction is not OnePassDirection.NONE
+        if one_pass or cls.state not in (VariantState.NONE, VariantState.DIRECTION):
             raise TypeError(
-                f"{cls.__name__} overrides direction, and {cls.__mro__[1].__name__} has a memory or a pass that "
+                f"{cls.__name__} overrides direction, and {cls.__mro__[1].__name__} has a state or a pass that "
                 f"uses no direction. Derive it from fastsam.SAM"
             )
-        if cls.__dict__.get("memory") is not Memory.NONE:
-            cls.memory = Memory.DIRECTION
+        if cls.__dict__.get("state") is not VariantState.NONE:
+            cls.state = VariantState.DIRECTION
 
     def __post_init__(self) -> None:
         check_interval("interval", self.interval)
@@ -112,17 +113,17 @@ class SAM:
         """Return True if the parameters of this group are perturbed. The norm leaves all other groups out."""
         return True
 
-    def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
-        """Return what to perturb along. A class that overrides this has `Memory.DIRECTION`, or declares
-        `memory = Memory.NONE` and gets empty vectors for `memory` and `after`.
+    def direction(self, g: Tensor, state: Tensor, next_state: Tensor) -> Tensor:
+        """Return what to perturb along. A class that overrides this has `VariantState.DIRECTION`, or declares
+        `state = VariantState.NONE` and gets empty vectors for `state` and `next_state`.
 
-        Must be a linear function of g and memory, so that a GradScaler's scale cancels. All vectors are `[1, n]`, all
+        Must be a linear function of g and state, so that a GradScaler's scale cancels. All vectors are `[1, n]`, all
         parameters of one dtype in one vector: float32, or float64 for float64 parameters.
 
         Args:
             g: first gradient, which may be overwritten.
-            memory: kept vector, as the last step left it; zeros at first.
-            after: output, the kept vector after this step.
+            state: kept vector, as the last step left it; zeros at first.
+            next_state: output, the kept vector after this step.
         """
         raise NotImplementedError
 

@@ -30,5 +30,5 @@ class VaSSO(SAM):
         super().__post_init__()
         check_real("theta", self.theta, "above 0 and 1 or less", lambda v: 0 < v <= 1)
 
-    def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
-        return torch.lerp(memory, g, self.theta, out=after)
+    def direction(self, g: Tensor, state: Tensor, next_state: Tensor) -> Tensor:
+        return torch.lerp(state, g, self.theta, out=next_state)

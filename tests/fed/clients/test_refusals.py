@@ -98,7 +98,7 @@ def second(client):
     (lambda: run(fed.LazyClients(4, pairs().__getitem__, [10, 11, 12, 13]), measures=["sharpness"]),
      'sharpness .*batch by batch'),
     # wrong results of a sampler
-    (lambda: start_small(sampler=lambda t, g: []), 'nobody'),
+    (lambda: start_small(sampler=lambda t, g: []), 'no client'),
     (lambda: start_small(sampler=lambda t, g: [5]), '5, which is not a client'),
     (lambda: start_small(sampler=lambda t, g: [-1]), '-1, which is not a client'),
     (lambda: start_small(sampler=lambda t, g: [0, 0]), 'a client twice'),

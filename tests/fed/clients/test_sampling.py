@@ -256,7 +256,7 @@ def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):
     result = start(tmp_path / "run", rounds=4, callbacks=[models], **options)
     assert [same_bits(a, b) for a, b in zip(models.found, models.found[1:])] == [True, False, True, False]
     skipped, trained = result.history[2], result.history[1]
-    assert [r.get("skipped") for r in result.history] == ["nobody was available", None] * 2
+    assert [r.get("skipped") for r in result.history] == ["no client was available", None] * 2
     assert (skipped["clients"], skipped["steps"], skipped["train_loss"]) == (0, 0, None)
     assert skipped["test_loss"] == trained["test_loss"] and {*trained} == {*skipped} - {"skipped"}
     assert result.summary()["rounds"] == 4 and result.summary()["megabytes"] > 0
