@@ -131,9 +131,11 @@ struct FixedPointArgs {
 // float32 [rows, ., .] with any strides; nullptr: not given.
 struct Matrix {
   const float* data = nullptr;
-  int64_t down = 0, across = 0, row = 0;  // elements from one to the next
-  Matrix of(int64_t i) const { return {data + i * row, down, across, row}; }
-  Matrix from(int64_t i, int64_t j) const { return {data + i * down + j * across, down, across, row}; }
+  int64_t row_stride = 0, column_stride = 0, matrix_stride = 0;  // in elements
+  Matrix of(int64_t i) const { return {data + i * matrix_stride, row_stride, column_stride, matrix_stride}; }
+  Matrix from(int64_t i, int64_t j) const {
+    return {data + i * row_stride + j * column_stride, row_stride, column_stride, matrix_stride};
+  }
 };
 
 // out[row] = bias[row] + a[row] * b[row]: [m, k] times [k, n], out contiguous.

@@ -4,16 +4,16 @@
 namespace fastsam {
 namespace {
 
-// Returns a float32 [rows, down, across]. Dimensions of size 1 are broadcast.
-Matrix matrix_of(const Tensor& tensor, int64_t rows, int64_t down, int64_t across, const char* name) {
+// Returns a float32 [rows, m, n]. Dimensions of size 1 are broadcast.
+Matrix matrix_of(const Tensor& tensor, int64_t rows, int64_t m, int64_t n, const char* name) {
   STD_TORCH_CHECK(tensor.dim() == 3 && tensor.scalar_type() == ScalarType::Float, name, " must be float32 [., ., .]");
   const auto step = [&](int64_t dim, int64_t size) {
-    STD_TORCH_CHECK(tensor.size(dim) == size || tensor.size(dim) == 1, name, " must be [", rows, ", ", down, ", ",
-                    across, "] or broadcast to it");
+    STD_TORCH_CHECK(tensor.size(dim) == size || tensor.size(dim) == 1, name, " must be [", rows, ", ", m, ", ", n,
+                    "] or broadcast to it");
     return tensor.size(dim) == size ? tensor.stride(dim) : 0;
   };
   const int64_t row = step(0, rows);
-  return Matrix{static_cast<const float*>(tensor.data_ptr()), step(1, down), step(2, across), row};
+  return Matrix{static_cast<const float*>(tensor.data_ptr()), step(1, m), step(2, n), row};
 }
 
 Tensor product(const Tensor a, const Tensor b, const OptionalTensor bias) {

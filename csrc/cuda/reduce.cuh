@@ -22,8 +22,8 @@ __device__ __forceinline__ double sum_of_warps(const double* warps) {
   return sum;
 }
 
-// Returns the sum over the block, or over the warp if warps are `apart`, as if the other warps were empty. Valid in the
-// first thread. Two calls need a __syncthreads() between them.
+// Returns the sum over the block, or over the warp if `per_warp` is true, as if the other warps were empty. Valid in
+// the first thread. Two calls need a __syncthreads() between them.
 __device__ __forceinline__ double block_sum(double x, bool per_warp = false) {
   __shared__ double warps[kWarps];
   x = warp_sum(x);
@@ -117,7 +117,7 @@ __device__ __forceinline__ double squares(const Op& op, const Tile& tile) {
 }
 
 // Returns true in the last block of its row; all threads of the block call it. It sees the stores of thread 0 of every
-// block (and of its other warps, if they worked `apart`), and their reads are complete. Thread 0 acquires them right
+// block (and of its other warps, if `per_warp` is true), and their reads are complete. Thread 0 acquires them right
 // after the atomic, and the barrier makes them visible to the block. The ticket wraps back to zero, ready for the next
 // launch or the next replay of a graph.
 __device__ __forceinline__ bool last_of_row(unsigned* ticket, unsigned blocks, bool per_warp) {

@@ -194,9 +194,9 @@ __device__ __forceinline__ void by_classes(const RowOp& op, const RowPlaces& at)
 
 // ---- products: sizes m, k, n ----
 
-// Computes High rows of a column in one thread: sums in the order of k. b: dense across.
+// Computes High rows of a column in one thread: sums in the order of k. The rows of b are dense.
 template <int High>
-__device__ __forceinline__ void block_product(const RowOp& op, const RowPlaces& at, const float* b, int down) {
+__device__ __forceinline__ void block_product(const RowOp& op, const RowPlaces& at, const float* b, int row_stride) {
   const int m = op.size[0], k = op.size[1], n = op.size[2];
   for (int i = threadIdx.x; i < (m + High - 1) / High * n; i += kThreads) {
     const int top = i / n * High, column = i % n;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void block_product(const RowOp& op, const RowPlaces& 
     for (int r = 0; r < High; ++r) row[r] = (top + r < m ? top + r : m - 1) * op.a.stride[0];
     const float *left = at.a, *right = b + column;
 #pragma unroll 4
-    for (int step = 0; step < k; ++step, left += op.a.stride[1], right += down) {
+    for (int step = 0; step < k; ++step, left += op.a.stride[1], right += row_stride) {
       const float factor = *right;
 #pragma unroll
       for (int r = 0; r < High; ++r) sum[r] = fmaf(left[row[r]], factor, sum[r]);
@@ -223,21 +223,21 @@ __device__ __forceinline__ void block_product(const RowOp& op, const RowPlaces& 
 // panel: memory for b if its columns are not dense. Otherwise neighbouring threads would use the same bank of shared
 // memory.
 __device__ __forceinline__ void product(const RowOp& op, const RowPlaces& at, float* panel) {
-  const int k = op.size[1], n = op.size[2], wide = n | 1;
-  const bool turned = op.b.stride[1] != 1;
-  if (turned) {
+  const int k = op.size[1], n = op.size[2], panel_stride = n | 1;
+  const bool is_transposed = op.b.stride[1] != 1;
+  if (is_transposed) {
     for (int i = threadIdx.x; i < k * n; i += kThreads) {
       const int step = i % k, column = i / k;
-      panel[step * wide + column] = at.b[step * op.b.stride[0] + column * op.b.stride[1]];
+      panel[step * panel_stride + column] = at.b[step * op.b.stride[0] + column * op.b.stride[1]];
     }
     __syncthreads();
   }
-  const float* b = turned ? panel : at.b;
-  const int down = turned ? wide : op.b.stride[0];
+  const float* b = is_transposed ? panel : at.b;
+  const int row_stride = is_transposed ? panel_stride : op.b.stride[0];
   if (op.size[0] * n >= 4 * kThreads) {
-    block_product<4>(op, at, b, down);
+    block_product<4>(op, at, b, row_stride);
   } else {
-    block_product<1>(op, at, b, down);
+    block_product<1>(op, at, b, row_stride);
   }
 }
 

@@ -54,12 +54,12 @@ inline void add_line(float* out, const float* a, int64_t n, int64_t stride) {
   *out += total;
 }
 
-// Adds `down` lines of n dense elements to out, element by element.
-inline void add_lines(float* out, const float* a, int64_t down, int64_t stride, int64_t n) {
+// Adds `num_lines` lines of n dense elements to out, element by element.
+inline void add_lines(float* out, const float* a, int64_t num_lines, int64_t stride, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t lanes = std::min<int64_t>(kLanes, n - i);
     Lanes total = load_some(out + i, lanes);
-    for (int64_t line = 0; line < down; ++line) total += load_some(a + line * stride + i, lanes);
+    for (int64_t line = 0; line < num_lines; ++line) total += load_some(a + line * stride + i, lanes);
     store_some(out + i, total, lanes);
   }
 }

@@ -162,7 +162,7 @@ ERRORS = {
     "barrier of an instruction": {
         KERNEL: [("      elements(op, at);\n    }\n    __syncthreads();", "      elements(op, at);\n    }")]
     },
-    "barrier of a turned matrix": {
+    "barrier of a transposed matrix": {
         LINES: [("    }\n    __syncthreads();\n  }\n  const float* b =", "    }\n  }\n  const float* b =")]
     },
     "stride": {
