@@ -161,17 +161,14 @@ def _spoilt(rng: random.Random, saved: dict[str, Any]) -> dict[str, Any]:
             at = at[step]
         print(above, key, flush=True)
         old = at[key]
-        tensors = [old[:1], old.double(), old.to("meta"), old.flatten(), torch.full_like(old, torch.nan)]
-        tensors *= _is_matrix(old)
+        tensors: list[Any] = []
+        if isinstance(old, torch.Tensor) and old.dim() > 0:
+            tensors = [old[:1], old.double(), old.to("meta"), old.flatten(), torch.full_like(old, torch.nan)]
         if isinstance(at, dict) and rng.random() < 0.2:
             del at[key]
         else:
             at[key] = copy.copy(rng.choice([*tensors * 4, *NONSENSE]))
     return saved
-
-
-def _is_matrix(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def states_of_the_optimizer(trial: Trial) -> int:

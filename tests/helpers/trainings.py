@@ -51,6 +51,8 @@ class Spec(NamedTuple):
         """True if FusedSAM accepts the combination (`tests/optim/test_refusals.py` has the refusals)."""
         if self.options == "in backward":
             return self.variant in ("sam", "asam", "lesam") and self.fused
+        if self.dtype is torch.float16 and not self.fused:
+            return False  # torch's epsilon of 1e-8 is 0 in float16: it divides 0 by 0
         momentum = self.variant != "msam" or self.base in ("sgd", "adamw")
         return momentum and not (self.one_pass and self.options == "exclusive")
 
@@ -72,6 +74,7 @@ def _specs() -> list[Any]:
         if (slow and number % 2) or not spec.valid:
             spec = spec._replace(options=list(OPTIONS)[number % len(OPTIONS)])
         spec = spec if spec.valid else spec._replace(options="plain")
+        spec = spec if spec.valid else spec._replace(dtype=torch.float32)
         if spec.valid and spec not in usual:
             found.append(pytest.param(spec, id="-".join(map(str, spec)), marks=[pytest.mark.slow] if slow else []))
     return found
