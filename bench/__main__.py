@@ -50,9 +50,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         parser.error(f"--rounds takes whole numbers from 1, got {options.rounds}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; measure with --device cpu")
-    options.all = list(QUESTIONS[options.question](options))
-    options.all = [case for case in options.all if _is_selected(case, options.cases or ["*"])]
-    if not options.all:
+    options.selection = list(QUESTIONS[options.question](options))
+    options.selection = [case for case in options.selection if _is_selected(case, options.cases or ["*"])]
+    if not options.selection:
         parser.error(f"no case has these names: {options.cases}, with rows {options.rows or 'of any name'}")
     return options
 
@@ -73,25 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             record = records.join(records.read(path), record)
         except ValueError as error:
             raise SystemExit(str(error)) from error
-    measured: list[dict[str, Any]] = []
-    for number, case in enumerate(options.all):
+    case_records: list[dict[str, Any]] = []
+    for number, case in enumerate(options.selection):
         recorded_case = records.find(record, {"part": case.part, "name": case.name})
         old_rows = (recorded_case or {"rows": ()})["rows"]
-        lacking = set(case.rows) - {row["name"] for row in old_rows if not records.failed(row)}
-        if options.add and case.rows and not lacking:
+        missing_rows = set(case.rows) - {row["name"] for row in old_rows if not records.has_failed(row)}
+        if options.add and case.rows and not missing_rows:
             continue
         seconds_left = end - time.monotonic()
         if seconds_left < 0:
             record["left_out"].append(case.name)
             print(f"no time left for {case.name}")
             continue
-        share = max(SHARE * seconds_left / (len(options.all) - number), LEAST)
+        share = max(SHARE * seconds_left / (len(options.selection) - number), LEAST)
         try:
             result = case.measure(min(seconds_left, share))
             for one in [result] if isinstance(result, dict) else result:
                 case_record = {"part": case.part, "name": case.name, "title": case.name, **one}
                 records.add(record, case_record)
-                measured.append(case_record)
+                case_records.append(case_record)
                 print(report.case_text(case_record), flush=True)
                 records.write(record, path)
         except Absent as reason:
@@ -99,11 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ABSENT
     records.write(record, path)
     print("written:", path, *plots.draw(record, folder))
-    rows = [row for case in measured for row in case["rows"]]
+    rows = [row for case in case_records for row in case["rows"]]
     wrong = [f"{row['name']}: {row['problem']}" for row in rows if row.get("problem") and row.get("ours", True)]
     for text in wrong:
         print(f"failed: {text}")
-    return int(bool(wrong) or not any(not records.failed(row) for row in rows))
+    return int(bool(wrong) or not any(not records.has_failed(row) for row in rows))
 
 
 def _new_directory() -> Path:

@@ -27,7 +27,7 @@ class Options(argparse.Namespace):
     def machine(self) -> Machine:
         return Machine(torch.device(self.device))
 
-    def chosen(self, names: Iterable[str]) -> list[str]:
+    def select(self, names: Iterable[str]) -> list[str]:
         """Return the names that match `--rows`."""
         return [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.rows or ["*"])]
 

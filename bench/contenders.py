@@ -94,7 +94,7 @@ class ForeachStepper(OptimizerStepper):
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__(weights, lambda params: torch.optim.SGD(params, **SGD_OPTIONS, fused=True))
         self.data = [p.detach() for p in self.parameters]
-        self.saved = [torch.empty_like(p) for p in self.data]
+        self.backup = [torch.empty_like(p) for p in self.data]
 
     def phases(self) -> Sequence[Callable[[], object]]:
         return self.first, self.second
@@ -103,7 +103,7 @@ class ForeachStepper(OptimizerStepper):
     def first(self) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_copy_(self.saved, self.data)
+        torch._foreach_copy_(self.backup, self.data)
         self.perturb(gradients, norm)
 
     def perturb(self, gradients: list[Tensor], norm: Tensor) -> None:
@@ -111,7 +111,7 @@ class ForeachStepper(OptimizerStepper):
 
     @torch.no_grad()
     def second(self) -> None:
-        torch._foreach_copy_(self.data, self.saved)
+        torch._foreach_copy_(self.data, self.backup)
         self.optimizer.step()
 
 
@@ -139,7 +139,7 @@ class FlatStepper(Stepper):
         self.shapes = [w.shape for w in weights]
         self.parameter = nn.Parameter(torch.cat([w.detach().reshape(-1) for w in weights]))
         self.data = self.parameter.detach()
-        self.saved = torch.empty_like(self.data)
+        self.backup = torch.empty_like(self.data)
         self.sgd = torch.optim.SGD([self.parameter], **SGD_OPTIONS, fused=True)
 
     def set_grads(self, gradients: Gradients, index: int) -> None:
@@ -153,12 +153,12 @@ class FlatStepper(Stepper):
         gradient = self.parameter.grad
         assert gradient is not None
         norm = torch.linalg.vector_norm(gradient)
-        self.saved.copy_(self.data)
+        self.backup.copy_(self.data)
         self.data.addcmul_(gradient, RHO / (norm + NU))
 
     @torch.no_grad()
     def second(self) -> None:
-        self.data.copy_(self.saved)
+        self.data.copy_(self.backup)
         self.sgd.step()
 
     def weights(self) -> Sequence[Tensor]:
@@ -166,18 +166,18 @@ class FlatStepper(Stepper):
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
-def _compiled_perturb(weights: list[Tensor], saved: list[Tensor], gradients: list[Tensor]) -> None:
+def _compiled_perturb(weights: list[Tensor], backup: list[Tensor], gradients: list[Tensor]) -> None:
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
     scale = RHO / (norm + NU)
-    torch._foreach_copy_(saved, weights)
+    torch._foreach_copy_(backup, weights)
     torch._foreach_add_(weights, torch._foreach_mul(gradients, scale))
 
 
-def _compiled_update(weights: Tensors, saved: Tensors, gradients: Tensors, momenta: Tensors) -> None:
-    direction = torch._foreach_add(gradients, saved, alpha=WEIGHT_DECAY)
+def _compiled_update(weights: Tensors, backup: Tensors, gradients: Tensors, momenta: Tensors) -> None:
+    direction = torch._foreach_add(gradients, backup, alpha=WEIGHT_DECAY)
     torch._foreach_mul_(momenta, MOMENTUM)
     torch._foreach_add_(momenta, direction)
-    torch._foreach_copy_(weights, torch._foreach_add(saved, momenta, alpha=-LR))
+    torch._foreach_copy_(weights, torch._foreach_add(backup, momenta, alpha=-LR))
 
 
 class CompiledStepper(Stepper):
@@ -187,7 +187,7 @@ class CompiledStepper(Stepper):
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.data = [w.detach().clone() for w in weights]
-        self.saved = [torch.empty_like(w) for w in self.data]
+        self.backup = [torch.empty_like(w) for w in self.data]
         self.momenta = [torch.zeros_like(w) for w in self.data]
         self.gradients: list[Tensor] = []
         # Compiled code holds its shapes and its number of threads; with older entries around, torch would try dynamic
@@ -203,7 +203,7 @@ class CompiledStepper(Stepper):
         self.gradients[:] = gradients.tensors(index)
 
     def phases(self) -> Sequence[Callable[[], object]]:
-        lists = self.data, self.saved, self.gradients
+        lists = self.data, self.backup, self.gradients
         return lambda: self.perturb(*lists), lambda: self.update(*lists, self.momenta)
 
     def weights(self) -> Sequence[Tensor]:
@@ -223,21 +223,21 @@ class CopiedSAM(torch.optim.Optimizer):
         self.param_groups = self.base_optimizer.param_groups
         self.defaults.update(self.base_optimizer.defaults)
 
-    def _each(self) -> list[tuple[dict[str, Any], Any]]:
+    def _active_params(self) -> list[tuple[dict[str, Any], Any]]:
         return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     @torch.no_grad()
     def first_step(self) -> None:
         """Perturb the weights, with a norm and a clone per tensor, and the norm of these norms."""
-        norm = torch.norm(torch.stack([(1.0 * p.grad).norm(p=2) for _, p in self._each()]), p=2)
-        for group, p in self._each():
+        norm = torch.norm(torch.stack([(1.0 * p.grad).norm(p=2) for _, p in self._active_params()]), p=2)
+        for group, p in self._active_params():
             self.state[p]["old_p"] = p.data.clone()
             p.add_(1.0 * p.grad * (group["rho"] / (norm + 1e-12)).to(p))
 
     @torch.no_grad()
     def second_step(self) -> None:
         """Restore the weights by setting `p.data` to the clones, and take the base optimizer's step."""
-        for _, p in self._each():
+        for _, p in self._active_params():
             p.data = self.state[p]["old_p"]
         self.base_optimizer.step()
 
@@ -269,7 +269,7 @@ def _theirs(kind: str, foreach: bool | None, **options: Any) -> Callable[[Sequen
     return lambda weights: OptimizerStepper(weights, make)
 
 
-def _copied(weights: Sequence[Tensor]) -> Stepper:
+def _build_copied(weights: Sequence[Tensor]) -> Stepper:
     return OptimizerStepper(weights, lambda p: CopiedSAM(p, torch.optim.SGD, rho=RHO, **SGD_OPTIONS))
 
 
@@ -293,7 +293,7 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         Contender("foreach", by_hand, DeviceForeachStepper if on_device else ForeachStepper),
         Contender("pytorch_optimizer_foreach", "pytorch-optimizer, foreach=True", _theirs("SAM", True, perturb_eps=NU)),
         Contender("pytorch_optimizer", "pytorch-optimizer", _theirs("SAM", None, perturb_eps=NU)),
-        Contender("copied", "the copied per-tensor SAM", _copied),
+        Contender("copied", "the copied per-tensor SAM", _build_copied),
     ]
     return {contender.name: contender for contender in result}
 

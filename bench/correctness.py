@@ -29,12 +29,12 @@ def excess(compare: Callable[..., tuple[Tensor, Tensor, Tensor]], *operands: Ite
     """Apply `compare` -> (got, expected, allowed) to pieces of the operands. Return the first that is out of bounds."""
     for i, tensors in enumerate(zip(*operands, strict=True)):
         for pieces in zip(*(t.reshape(-1).split(PIECE[t.device.type]) for t in tensors), strict=True):
-            actual, expected, allowed = compare(*pieces)
-            over = (actual - expected).abs_() - allowed
+            actual, target, tolerance = compare(*pieces)
+            over = (actual - target).abs_() - tolerance
             if bool((over <= 0).all()):  # false with a NaN
                 continue
             worst = int(over.nan_to_num_(nan=float("inf")).argmax())
-            values = (float(t.expand(over.shape)[worst]) for t in (actual, expected, allowed))
+            values = (float(t.expand(over.shape)[worst]) for t in (actual, target, tolerance))
             return "tensor {} has {:.9g} where {:.9g} is expected within {:.2g}".format(i, *values)
     return None
 
@@ -49,10 +49,10 @@ class Doubles(Gradients):
         return [g.double() for g in super().tensors(index)]
 
 
-Checked = tuple[dict[str, Stepper], dict[str, str]]
+CheckResult = tuple[dict[str, Stepper], dict[str, str]]
 
 
-def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients: Gradients) -> Checked:
+def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients: Gradients) -> CheckResult:
     """Build every contender and take `STEPS` steps with it.
 
     Returns:
@@ -60,26 +60,26 @@ def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients:
         name: its disagreement, or the exception that it raised. A peer that breaks with a new version of torch costs
         only its own row.
     """
-    green: dict[str, Stepper] = {}
-    red: dict[str, str] = {}
+    steppers: dict[str, Stepper] = {}
+    problems: dict[str, str] = {}
 
-    def attempt(contender: Contender, where: str, act: Callable[..., str | None], *arguments: Any) -> None:
-        if contender.name in red:
+    def attempt(contender: Contender, location: str, act: Callable[..., str | None], *arguments: Any) -> None:
+        if contender.name in problems:
             return
         try:
             problem = act(contender, *arguments)
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
         if problem is not None:
-            red[contender.name] = f"{where}: {problem}"
-            green.pop(contender.name, None)
+            problems[contender.name] = f"{location}: {problem}"
+            steppers.pop(contender.name, None)
 
     def build(contender: Contender) -> None:
-        green[contender.name] = contender.build(weights)
+        steppers[contender.name] = contender.build(weights)
 
     def phase(contender: Contender, index: int, number: int, start: list[Tensor], step: int) -> str | None:
         """Take one phase of a contender and compare it with the reference, which has taken it."""
-        stepper, last = green[contender.name], number + 1 == len(phases)
+        stepper, last = steppers[contender.name], number + 1 == len(phases)
         stepper.set_grads(gradients, index)
         before = [] if last else _copies(stepper)
         phases_by_name[contender.name][number]()
@@ -96,15 +96,15 @@ def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients:
         doubles, passes = Doubles(gradients), 0
         for step in range(1, STEPS + 1):
             phases, start = reference.phases(), _copies(reference)
-            phases_by_name = {one.name: green[one.name].phases() for one in group if one.name in green}
+            phases_by_name = {one.name: steppers[one.name].phases() for one in group if one.name in steppers}
             for number, act in enumerate(phases):
                 reference.set_grads(doubles, passes)
                 act()
-                where = f"weights after step {step}" if act is phases[-1] else f"perturbation of step {step}"
+                location = f"weights after step {step}" if act is phases[-1] else f"perturbation of step {step}"
                 for contender in group:
-                    attempt(contender, where, phase, passes, number, start, step)
+                    attempt(contender, location, phase, passes, number, start, step)
                 passes += 1
-    return green, red
+    return steppers, problems
 
 
 def _copies(stepper: Stepper) -> list[Tensor]:
@@ -115,20 +115,20 @@ def _perturbation(
     before: Sequence[Tensor],
     actual: Sequence[Tensor],
     start: Sequence[Tensor],
-    expected: Sequence[Tensor],
+    target: Sequence[Tensor],
     norm_error: float,
 ) -> str | None:
     def compare(w: Tensor, z: Tensor, origin: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         w, e = w.double(), point - origin
         return z - w, e, (w.abs() + e.abs()).mul_(EPS).add_(e.abs(), alpha=norm_error)
 
-    return excess(compare, before, actual, start, expected)
+    return excess(compare, before, actual, start, target)
 
 
-def _update(actual: Sequence[Tensor], start: Sequence[Tensor], expected: Sequence[Tensor], share: float) -> str | None:
-    pairs = zip(expected, start, strict=True)
+def _update(actual: Sequence[Tensor], start: Sequence[Tensor], target: Sequence[Tensor], share: float) -> str | None:
+    pairs = zip(target, start, strict=True)
     bounds = [w.new_tensor(share * (_largest(w) + _largest(w - origin))).expand(w.numel()) for w, origin in pairs]
-    return excess(lambda w, value, tolerance: (w.double(), value, tolerance), actual, expected, bounds)
+    return excess(lambda w, value, tolerance: (w.double(), value, tolerance), actual, target, bounds)
 
 
 def _largest(tensor: Tensor) -> float:

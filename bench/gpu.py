@@ -99,10 +99,10 @@ def surroundings() -> tuple[dict[str, str], dict[str, Any]]:
     # one queue of the device per stream; the default of 8 would be shared
     environment |= {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     command = [sys.executable, "-m", "bench.environment"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        return environment, {"machine": {}, "problem": last_word(done.stderr)}
-    facts: dict[str, Any] = json.loads(done.stdout)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        return environment, {"machine": {}, "problem": last_word(result.stderr)}
+    facts: dict[str, Any] = json.loads(result.stdout)
     if "capability" in facts["machine"]:  # the other architectures are compiled elsewhere
         environment["TORCH_CUDA_ARCH_LIST"] = facts["machine"]["capability"]
     return environment, facts
@@ -181,12 +181,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes: list[dict[str, Any]] = []
     for i, part in enumerate(parts):
         print(f"{part.title} ...", flush=True)
-        following = sum(later.weight for later in parts[i + 1 :] if not reasons[later.name])
+        weight_left = sum(next_part.weight for next_part in parts[i + 1 :] if not reasons[next_part.name])
         seconds_left = end - time.monotonic()
         if reason := reasons[part.name] or ("no time left" if seconds_left < LEAST else ""):
             outcomes.append({"title": part.title, "state": LEFT_OUT, "seconds": 0.0, "result": reason})
         else:
-            limit = max(seconds_left * part.weight / (part.weight + following), LEAST)
+            limit = max(seconds_left * part.weight / (part.weight + weight_left), LEAST)
             outcomes.append(run_part(part, out, environment, limit))
         print(f"  {outcomes[-1]['state']} {outcomes[-1]['result']}", flush=True)
         (out / "summary.md").write_text(page := summary(facts, outcomes))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from bench.record import Record, Row, failed, median
+from bench.record import Record, Row, has_failed, median
 from fastsam.lab.report.table import Table
 
 NONE = "–"
@@ -88,5 +88,5 @@ def _rows(cases: Sequence[Record]) -> list[Row]:
 
 
 def _cell(row: Row, figure: Figure) -> str:
-    value = None if failed(row) else median(row, figure.path)
+    value = None if has_failed(row) else median(row, figure.path)
     return NONE if value is None else figure.show(value)

@@ -31,8 +31,8 @@ class Operator:
         shapes = [torch.empty(shape, device="meta") for shape in size.shapes]
         self.layout = Layout.of(shapes)
         self.table = self.layout.table
-        touched = size.parameters * sum(8 if name in LONGS else 4 for name in case.op.operands)
-        num_sets = -(-ROTATION * cache_bytes // touched)
+        num_bytes = size.parameters * sum(8 if name in LONGS else 4 for name in case.op.operands)
+        num_sets = -(-ROTATION * cache_bytes // num_bytes)
         self.sets = [self._operands(seed) for seed in range(min(max(num_sets, 1), MAX_SETS))]
 
     def _operands(self, seed: int) -> Operands:
@@ -41,12 +41,12 @@ class Operator:
         flat = case.layout == "flat"
         values = Operands(table=self.table)
         for name in case.op.operands:
-            listed = name in LISTS or name == "g1"
-            if listed and not flat:
+            is_list = name in LISTS or name == "g1"
+            if is_list and not flat:
                 values[name] = [self._random((rows, *shape), name, generator) for shape in case.size.shapes]
             else:
                 field = self._random((rows, self.layout.row_size), name, generator)
-                values[name] = [field] if listed else field
+                values[name] = [field] if is_list else field
         if "params" not in values:
             values["params"] = [values["backup"]] if "backup" in values else values.get("grads", [])  # never read
         per_row = sum(case.size.lengths)
@@ -69,14 +69,14 @@ class Operator:
         how the two differ; None if they agree."""
         op = self.case.op
         actual = Operands({name: _map(torch.clone, value) for name, value in self.sets[0].items()})
-        expected = Operands({name: _map(_double, value) for name, value in self.sets[0].items()})
-        op.call(reference, expected)
+        target = Operands({name: _map(_double, value) for name, value in self.sets[0].items()})
+        op.call(reference, target)
         op.call(kernels, actual)
         outputs = ("sumsq", "products") if op.sums else (*op.writes, *(("steps",) if op.adam else ()))
-        return next((reason for name in outputs if (reason := self._differs(name, actual[name], expected[name]))), None)
+        return next((reason for name in outputs if (reason := self._differs(name, actual[name], target[name]))), None)
 
-    def _differs(self, name: str, actual: Any, expected: Any) -> str | None:
-        share, references = SUM if name in ("sumsq", "products", "steps") else ELEMENT, self.pieces(expected)
+    def _differs(self, name: str, actual: Any, target: Any) -> str | None:
+        share, references = SUM if name in ("sumsq", "products", "steps") else ELEMENT, self.pieces(target)
         bounds = [(share * b.abs().max() if b.numel() else b.new_zeros(())).expand(b.shape) for b in references]
         problem = excess(lambda a, b, tolerance: (a.double(), b, tolerance), self.pieces(actual), references, bounds)
         return problem and f"{name}: {problem}"

@@ -41,12 +41,12 @@ def measure() -> list[dict[str, Any]]:
     names = ["--kernel-name-base", "demangled", "--kernel-name", "regex:fastsam"]
     options = ["--clock-control", "none", "--csv", "--metrics", ",".join((DURATION, *METRICS)), *names]
     command = [ncu, *options, sys.executable, "-m", "bench.ncu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "ERR_NVGPUCTRPERM" in result.stdout + result.stderr:
         raise Absent("the driver does not permit this user to read performance counters (ERR_NVGPUCTRPERM)")
-    rows = rows_of(done.stdout)
-    if done.returncode or not rows:
-        raise RuntimeError(f"ncu ended with code {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    rows = rows_of(result.stdout)
+    if result.returncode or not rows:
+        raise RuntimeError(f"ncu ended with code {result.returncode}: {result.stdout[-2000:]}{result.stderr[-2000:]}")
     return rows
 
 

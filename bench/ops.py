@@ -32,8 +32,8 @@ def measure(case: KernelCase, machine: Machine, rounds: int, most: float, names:
         row |= {"problem": problem} if problem else _prepare(backend, operator, machine, samples)
     timings = interleave(samples, rounds, machine.copy_bandwidth, most)
     for key in timings.seconds:
-        name, how = key.split()
-        rows[name][how] = timings.figures(key, case.op.bytes_per_parameter * case.size.parameters)
+        name, mode = key.split()
+        rows[name][mode] = timings.figures(key, case.op.bytes_per_parameter * case.size.parameters)
     return {
         "op": case.op.name, "layout": case.layout, "rows_of_arena": case.size.rows, **case.size.facts,
         "bytes_per_parameter": case.op.bytes_per_parameter, "sets": len(operator.sets), **timings.facts,
@@ -53,23 +53,23 @@ def _prepare(backend: backends.Backend, operator: Operator, machine: Machine, sa
     """Add the samples of a call: eager, and on CUDA replayed from a graph of one call per set. Return the launches of a
     call, on some of the sizes; only a GPU has launches."""
     kernels, case, reference = backend.load(), operator.case, backend.name == "reference"
-    some = operator.sets[:REFERENCE_CALLS] if reference else operator.sets
+    operand_sets = operator.sets[:REFERENCE_CALLS] if reference else operator.sets
     cold = reference or len(operator.sets) == MAX_SETS
 
     def every() -> None:
-        for operands in some:
+        for operands in operand_sets:
             case.op.call(kernels, operands)
 
-    def sample(body: Callable[[], object], queued: bool = False) -> Callable[[], float]:
-        return lambda: machine.sample(body, cold, queued) / len(some)
+    def sample(body: Callable[[], object], is_queued: bool = False) -> Callable[[], float]:
+        return lambda: machine.sample(body, cold, is_queued) / len(operand_sets)
 
     every()
     samples[f"{backend.name} eager"] = sample(every)
     if machine.cuda and not reference:
         try:
-            samples[f"{backend.name} replayed"] = sample(machine.capture(every), queued=True)
+            samples[f"{backend.name} replayed"] = sample(machine.capture(every), is_queued=True)
         except RuntimeError as error:
             print(f"{case.name}: {backend.name} is not replayed: {error}", flush=True)
     if not machine.cuda or case.size.name not in LAUNCHES_AT or case.layout != "scattered":
         return {}
-    return {"launches": machine.launches(lambda: case.op.call(kernels, some[0]))}
+    return {"launches": machine.launches(lambda: case.op.call(kernels, operand_sets[0]))}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.record import Record, Row, failed, figure, median, name_of
+from bench.record import Record, Row, figure, has_failed, median, name_of
 
 # Ours in blues, the peers in warm colours and greys.
 OURS = ("#0b5fa5", "#7fb2dd", "#b9d6ee", "#2b8cbe", "#08306b")
@@ -23,7 +23,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)
-    where = (e["machine"].get("gpus") or [e["machine"]["cpu"]])[0]
+    device = (e["machine"].get("gpus") or [e["machine"]["cpu"]])[0]
     for stem, canvas in make(record):
         labels: dict[str, Any] = {}
         for axis in canvas.axes:
@@ -31,7 +31,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
             axis.set_axisbelow(True)
             labels |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         canvas.legend(labels.values(), labels, loc="outside lower center", fontsize=8, ncols=3, frameon=False)
-        canvas.suptitle(f"{where}, torch {e['versions']['torch']}, {e['date'][:10]}", fontsize=10)
+        canvas.suptitle(f"{device}, torch {e['versions']['torch']}, {e['date'][:10]}", fontsize=10)
         paths.append(folder / f"{stem}{'-cuda' * name.endswith('-cuda')}.png")
         canvas.savefig(paths[-1], dpi=120)
         pyplot.close(canvas)
@@ -77,7 +77,7 @@ def _kernels(record: Record) -> Iterator[tuple[str, Any]]:
     points: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for case in record["cases"]:
         if case.get("layout") == "scattered" and not case["size"].startswith(("cut", "rows")):
-            for row in (row for row in case["rows"] if not failed(row)):
+            for row in (row for row in case["rows"] if not has_failed(row)):
                 line = points.setdefault(row["name"], {}).setdefault(case["op"], [])
                 line.append((case["parameters"], median(row.get("replayed") or row["eager"], "fraction")))
     if not points:
@@ -91,7 +91,7 @@ def _kernels(record: Record) -> Iterator[tuple[str, Any]]:
     yield "roofline", canvas
 
 
-def _federated(record: Record) -> Iterator[tuple[str, Any]]:
+def _federated_plots(record: Record) -> Iterator[tuple[str, Any]]:
     """Plot speeds as bars, a group per race; growth as lines."""
     speed, growth = ([case for case in record["cases"] if case["part"] == part] for part in ("speed", "growth"))
     if not speed and not growth:
@@ -101,7 +101,7 @@ def _federated(record: Record) -> Iterator[tuple[str, Any]]:
         axis.remove()
     _bars(canvas.add_subplot(axes[0, 0].get_gridspec()[0, :]), speed, "speed", "rounds per second, bare loop = 1")
     for axis, case in zip(axes[1], growth, strict=False):
-        good = [row for row in case["rows"] if not failed(row)]
+        good = [row for row in case["rows"] if not has_failed(row)]
         summaries = [row["seconds"] for row in good]
         options = {"yerr": _spread(summaries), "marker": "o", "markersize": 3}
         axis.errorbar([row["at"] for row in good], [s["median"] for s in summaries], **options)
@@ -110,4 +110,4 @@ def _federated(record: Record) -> Iterator[tuple[str, Any]]:
 
 
 Plot = Callable[[Record], Iterator[tuple[str, Any]]]
-PLOTS: dict[str, Plot] = {"step": _step, "kernels": _kernels, "federated": _federated}
+PLOTS: dict[str, Plot] = {"step": _step, "kernels": _kernels, "federated": _federated_plots}

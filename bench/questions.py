@@ -28,24 +28,37 @@ VARIANT_SIZES = {"cpu": [SIZES[n] for n in ("resnet18", "small_cnn")],
                  "cuda": [KERNEL_SIZES[n] for n in ("50k", "resnet18", "100m")]}  # fmt: skip
 
 
-def _steps(options: Options, part: str, name: str, table: Contenders, *where: Any, **how: Any) -> Iterator[Case]:
+def _steps(
+    options: Options, part: str, name: str, table: Contenders, *arguments: Any, **keywords: Any
+) -> Iterator[Case]:
     """Yield a case of steps, if `--rows` leaves contenders."""
-    selected = [table[one] for one in options.chosen(table) if not (options.quick and table[one].compiles)]
-    if selected:
-        run = partial(steps.measure, selected, *where, **how)
-        yield Case(part, name, [one.name for one in selected], lambda _: run())
+    subset = [table[one] for one in options.select(table) if not (options.quick and table[one].compiles)]
+    if subset:
+        run = partial(steps.measure, subset, *arguments, **keywords)
+        yield Case(part, name, [one.name for one in subset], lambda _: run())
 
 
 def step(options: Options) -> Iterator[Case]:
     """The optimizer part of a SAM step by one and two threads, and whole steps; ours and others'."""
     for size, threads in itertools.product(SIZES.values(), (1, 2)):
-        where, how = (size, options.machine, options.number(size.rounds)), {"steps": size.steps, "threads": threads}
-        yield from _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *where, to=TO, **how)
+        arguments, keywords = (
+            (size, options.machine, options.number(size.rounds)),
+            {"steps": size.steps, "threads": threads},
+        )
+        yield from _steps(
+            options,
+            "step",
+            f"{size.name}-{threads}",
+            contenders(options.device),
+            *arguments,
+            to=TO,
+            **keywords,
+        )
     table = {name: one for name, one in contenders(options.device).items() if name in WHOLE}
-    if selected := [table[name] for name in options.chosen(table)]:
+    if subset := [table[name] for name in options.select(table)]:
         for name, training in whole_steps.TRAININGS.items():
-            run = partial(whole_steps.measure, selected, training, options.machine, options.number(31))
-            yield Case("whole", name, [one.name for one in selected], lambda _, run=run: run())  # type: ignore[misc]
+            run = partial(whole_steps.measure, subset, training, options.machine, options.number(31))
+            yield Case("whole", name, [one.name for one in subset], lambda _, run=run: run())  # type: ignore[misc]
 
 
 def kernels(options: Options) -> Iterator[Case]:
@@ -56,12 +69,12 @@ def kernels(options: Options) -> Iterator[Case]:
         left_out = {"flat", "pytorch_optimizer", "pytorch_optimizer_foreach"}
         left_out |= {"compiled"} if size.name not in COMPILED_SIZES else set()
         left_out |= {"copied"} if len(size.shapes) >= COPIED_TENSORS else set()
-        measured = {name: c for name, c in contenders(options.device).items() if name not in left_out}
+        table = {name: c for name, c in contenders(options.device).items() if name not in left_out}
         counts = ("memory", "replays", *(("launches",) if size.name not in LAUNCHES_LEFT_OUT else ()))
-        where = (size, options.machine, *limits)
+        arguments = (size, options.machine, *limits)
         if size.rows == 1:
-            yield from _steps(options, "steps", size.name, measured, *where, rotate=True, to=TO, counts=counts)
-    names = options.chosen(b.name for b in backends.table() if b.device == options.device)
+            yield from _steps(options, "steps", size.name, table, *arguments, rotate=True, to=TO, counts=counts)
+    names = options.select(b.name for b in backends.table() if b.device == options.device)
     for case in kernel_cases(sizes, list(OPS.values())) if names else ():
         run = partial(ops.measure, case, options.machine, *limits, names)
         yield Case("ops", case.name, names, lambda _, run=run: run())  # type: ignore[misc]
@@ -69,27 +82,27 @@ def kernels(options: Options) -> Iterator[Case]:
 
 def family(options: Options) -> Iterator[Case]:
     """The optimizer part of a step of every variant of SAM, and of pytorch-optimizer's classes."""
-    measured = variant_contenders(peers=options.device == "cpu")
+    table = variant_contenders(peers=options.device == "cpu")
     for size in VARIANT_SIZES[options.device]:
         many = max(size.steps // steps.INTERVAL * steps.INTERVAL, steps.INTERVAL)
-        where = (size, options.machine, options.number(15))
-        yield from _steps(options, "variants", size.name, measured, *where, steps=many, to=("SAM",), counts=("calls",))
+        arguments = (size, options.machine, options.number(15))
+        yield from _steps(options, "variants", size.name, table, *arguments, steps=many, to=("SAM",), counts=("calls",))
 
 
 def worth(options: Options) -> Iterator[Case]:
     """The accuracy of SAM's variants on small tasks, next to SGD's."""
     for task in TASKS:
-        for name in dict.fromkeys(["SGD", *options.chosen(accuracy.contenders())]):
+        for name in dict.fromkeys(["SGD", *options.select(accuracy.contenders())]):
             run = partial(accuracy.measure, task, name, options.quick)
             yield Case("accuracy", task, [name], lambda _, run=run: run())  # type: ignore[misc]
 
 
-def profiled(options: Options) -> Iterator[Case]:
+def profile(options: Options) -> Iterator[Case]:
     """Nsight Compute on norm, perturbation, update and a row program."""
     yield Case("ncu", "Nsight Compute", (), lambda _: {"rows": ncu.measure()})
 
 
 QUESTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
     "step": step, "variants": family, "kernels": kernels, 
-    "accuracy": worth, "federated": federated.all_of, "ncu": profiled,
+    "accuracy": worth, "federated": federated.all_of, "ncu": profile,
 }  # fmt: skip

@@ -56,7 +56,7 @@ def write(record: Record, path: Path) -> None:
     os.replace(part, path)
 
 
-def failed(row: Row) -> bool:
+def has_failed(row: Row) -> bool:
     """Return whether a row has a reason in place of figures."""
     return bool(row.get("problem") or row.get("absent"))
 
@@ -82,35 +82,35 @@ def median(row: Any, path: str) -> Any:
 
 def find(record: Record, case: Record) -> dict[str, Any] | None:
     """Return the record's case of the same part and name."""
-    same = (one for one in record["cases"] if (one["part"], one["name"]) == (case["part"], case["name"]))
-    return next(same, None)
+    matches = (one for one in record["cases"] if (one["part"], one["name"]) == (case["part"], case["name"]))
+    return next(matches, None)
 
 
 def add(record: dict[str, Any], case: dict[str, Any]) -> None:
     """Add a case. Rows of a known case are added or replaced, but a failure does not replace figures."""
-    existing = find(record, case)
-    if existing is None:
+    old_case = find(record, case)
+    if old_case is None:
         record["cases"].append(case)
         return
-    merged = {row["name"]: row for row in existing["rows"]}
+    rows_by_name = {row["name"]: row for row in old_case["rows"]}
     for row in case["rows"]:
-        if row["name"] not in merged or failed(merged[row["name"]]) or not failed(row):
-            merged[row["name"]] = row
-    existing.update(case | {"rows": list(merged.values())})
+        if row["name"] not in rows_by_name or has_failed(rows_by_name[row["name"]]) or not has_failed(row):
+            rows_by_name[row["name"]] = row
+    old_case.update(case | {"rows": list(rows_by_name.values())})
 
 
-def join(record: dict[str, Any], later: Record) -> dict[str, Any]:
+def join(record: dict[str, Any], new_record: Record) -> dict[str, Any]:
     """Add the cases of a later record. Raises ValueError if the two were not made on like machines."""
     was, now = (
         f"{e['machine']['cores']} cores of {e['machine']['cpu']}, {', '.join(e['machine'].get('gpus', ['no GPU']))}, "
         f"torch {e['versions']['torch']}{', quick' * one['quick']}"
-        for one in (record, later)
+        for one in (record, new_record)
         for e in [one["environment"]]
     )
     if was != now:
         raise ValueError(f"a record of {now} cannot be added to a record of {was}: keep the two apart")
-    record["added"] += [{key: later["environment"][key] for key in HOW}, *later["added"]]
-    record["left_out"] = [*record["left_out"], *later["left_out"]]
-    for case in later["cases"]:
+    record["added"] += [{key: new_record["environment"][key] for key in HOW}, *new_record["added"]]
+    record["left_out"] = [*record["left_out"], *new_record["left_out"]]
+    for case in new_record["cases"]:
         add(record, case)
     return record

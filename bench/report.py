@@ -19,7 +19,7 @@ from bench.accuracy.report import pieces
 from bench.accuracy.training import contenders
 from bench.contenders import VARIANTS
 from bench.ncu import METRICS
-from bench.record import RESULTS, Record, Row, failed, figure, median
+from bench.record import RESULTS, Record, Row, figure, has_failed, median
 from fastsam.lab.report.table import Table
 
 NONE = "–"
@@ -112,7 +112,7 @@ def case_table(case: Record) -> Table:
         title = row.get("title", row["name"])
         bold = "**" if row.get("ours") and case["part"] in ("step", "steps", "whole") else ""
         texts = [text for column in columns for text in column.cells(row)]
-        texts = ["failed" if row.get("problem") else NONE] * len(heads) if failed(row) else texts
+        texts = ["failed" if row.get("problem") else NONE] * len(heads) if has_failed(row) else texts
         cells.append([f"{bold}{title}{bold}", *texts])
     return Table(case["title"], ["", *heads], cells, alignment="l" + "".join("rl"[h == "quartiles"] for h in heads))
 
@@ -148,7 +148,7 @@ def case_text(case: Record) -> str:
 
 def reasons(cases: Sequence[Record]) -> list[str]:
     """Return why rows have no figures, a line each."""
-    failures = [row for case in cases for row in case["rows"] if failed(row)]
+    failures = [row for case in cases for row in case["rows"] if has_failed(row)]
     sentences = (f"Not measured: {r.get('title', r['name'])}: {r.get('problem') or r['absent']}." for r in failures)
     return list(dict.fromkeys(sentences))
 
@@ -171,13 +171,13 @@ def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
     if not cases:
         return f"No op was measured on {layout} tensors."
     sizes = {case["size"]: case["title"] for case in cases}
-    names = dict.fromkeys(row["name"] for case in cases for row in case["rows"] if not failed(row))
+    names = dict.fromkeys(row["name"] for case in cases for row in case["rows"] if not has_failed(row))
     by_key = {(case["op"], case["size"], row["name"]): row for case in cases for row in case["rows"]}
 
     def cell(row: Row) -> str:
-        how = row.get("replayed") or row.get("eager")
-        time = f" ({duration(median(how, 'seconds'))})" if how and times else ""
-        return f"{median(how, 'fraction'):.2f}{time}" if how else "-"
+        figures = row.get("replayed") or row.get("eager")
+        time = f" ({duration(median(figures, 'seconds'))})" if figures and times else ""
+        return f"{median(figures, 'fraction'):.2f}{time}" if figures else "-"
 
     rows = []
     for op, bytes_ in {case["op"]: case["bytes_per_parameter"] for case in cases}.items():
@@ -225,14 +225,16 @@ def made_by(record: Record, brief: bool = False) -> str:
     """Return how and when a record was made, and why rows have no figures; later commands are counted if `brief`."""
     e, m, v = record["environment"], record["environment"]["machine"], record["environment"]["versions"]
     caches = ", ".join(f"{level} {size}" for level, size in m.get("caches", {}).items())
-    where = ", ".join(m.get("gpus", [])[:1]) or f"{m['cpu']}, {m['cores']} cores ({caches}), {m['memory_gib']} GiB"
+    device = ", ".join(m.get("gpus", [])[:1]) or f"{m['cpu']}, {m['cores']} cores ({caches}), {m['memory_gib']} GiB"
     versions = ", ".join(f"{name} {v[name]}" for name in ("torch", "triton", "pytorch-optimizer") if name in v)
-    text = f"Made by `{e['command']}` on {e['date'][:10]}, commit `{commit(e)}`; {where}; "
+    text = f"Made by `{e['command']}` on {e['date'][:10]}, commit `{commit(e)}`; {device}; "
     text += f"Python {v['python']}, {versions}."
     if additions := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
         text += f" Added to by {f'{len(additions)} later commands' if brief else ', '.join(additions)}."
-    skipped = len(record["left_out"])
-    return "\n".join([text, *reasons(record["cases"]), *[f"No time was left for {skipped} cases."] * bool(skipped)])
+    num_left_out = len(record["left_out"])
+    return "\n".join(
+        [text, *reasons(record["cases"]), *[f"No time was left for {num_left_out} cases."] * bool(num_left_out)]
+    )
 
 
 def commit(e: Record) -> str:
@@ -275,15 +277,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the plots there")
     parser.add_argument("--publish", action="store_true", help="store the records in bench/results and write the pages")
     arguments = parser.parse_args(argv)
-    merged: dict[str, dict[str, Any]] = {}
+    cases_by_name: dict[str, dict[str, Any]] = {}
     try:
         for one in map(records.read, arguments.results):
             name = records.name_of(one)
-            merged[name] = records.join(merged[name], one) if name in merged else one
+            cases_by_name[name] = records.join(cases_by_name[name], one) if name in cases_by_name else one
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    for name, record in merged.items():
+    for name, record in cases_by_name.items():
         print(markdown(record))
         if arguments.publish:
             records.write(record, RESULTS / f"{name}.json")

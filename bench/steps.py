@@ -60,7 +60,7 @@ class StepperPool:
     def replay(self) -> Callable[[], float]:
         """Return a function that samples the seconds per step of a graph with a step of each."""
         replay = self.machine.capture(self.steps)
-        return lambda: self.machine.sample(replay, self.cold, queued=True) / len(self.pairs)
+        return lambda: self.machine.sample(replay, self.cold, is_queued=True) / len(self.pairs)
 
     def host_seconds(self, new_grads: bool) -> float:
         """Return the median time that the host needs for a step while the device works on."""
@@ -101,7 +101,7 @@ def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict
 
 
 def _measure(
-    selected: Sequence[Contender], size: Size, machine: Machine, rounds: int, most: float = math.inf, *,
+    contenders: Sequence[Contender], size: Size, machine: Machine, rounds: int, most: float = math.inf, *,
     steps: int = 1, rotate: bool = False, to: Sequence[str] = (), counts: Sequence[str] = ("memory",),
 ) -> dict[str, Any]:  # fmt: skip
     """Measure contenders on one size and return the case.
@@ -117,7 +117,7 @@ def _measure(
     num_sets = -(-ROTATION * machine.cache_bytes // (TOUCHED * size.parameters)) if rotate else 1
     weights = initial_weights(size.shapes, device=machine.device)
     sets = [Gradients(size.shapes, 1 + i, machine.device) for i in range(min(max(num_sets, 1), MAX_STEPPERS))]
-    green, red = correctness.check([c for c in selected if not c.absent], weights, sets[0])
+    steppers, problems = correctness.check([c for c in contenders if not c.absent], weights, sets[0])
     rows, samples = dict[str, dict[str, Any]](), dict[str, Callable[[], float]]()
 
     def prepare(contender: Contender) -> dict[str, Any]:
@@ -126,14 +126,14 @@ def _measure(
         if "memory" in counts:
             extra = memory.peak_extra_bytes(contender, weights, sets[0])
             row["extra_bytes_per_parameter"] = round(extra / size.parameters, 2)
-        pool = StepperPool(machine, [green[name], *(contender.build(weights) for _ in sets[1:])], sets)
+        pool = StepperPool(machine, [steppers[name], *(contender.build(weights) for _ in sets[1:])], sets)
         for _ in range(2):
             pool.steps()
         samples[f"{name} eager"] = partial(pool.eager, steps)
         if "calls" in counts and not machine.cuda and contender.backend:
             row |= pool.calls()
         if "launches" in counts and machine.cuda:
-            row["launches"] = machine.launches(StepperPool(machine, [green[name]], sets[:1]).steps)
+            row["launches"] = machine.launches(StepperPool(machine, [steppers[name]], sets[:1]).steps)
         if "replays" in counts and machine.cuda:
             row["host_seconds"] = {"unchanged": pool.host_seconds(False), "changed": pool.host_seconds(True)}
             try:
@@ -142,11 +142,11 @@ def _measure(
                 row["not_replayed"] = str(error).splitlines()[0]
         return row
 
-    for contender in selected:
+    for contender in contenders:
         name = contender.name
         rows[name] = row = {"name": name, "title": contender.title, "ours": bool(contender.backend)}
-        if name not in green:
-            row |= {"problem": red[name]} if name in red else {"absent": contender.absent}
+        if name not in steppers:
+            row |= {"problem": problems[name]} if name in problems else {"absent": contender.absent}
             continue
         row |= {"floor_bytes": contender.floor}
         try:
@@ -154,10 +154,10 @@ def _measure(
         except RuntimeError as error:  # such as too little memory: it costs this row
             row["problem"] = f"raised {type(error).__name__}: {error}".splitlines()[0]
     timings = interleave(samples, rounds, machine.copy_bandwidth, most)
-    rivals = {contender.name: contender.rival for contender in selected if contender.rival}
+    rivals = {contender.name: contender.rival for contender in contenders if contender.rival}
     for key in timings.seconds:
-        name, _, how = key.rpartition(" ")
-        titles = {rival: f"{rival} {how}" for rival in to}
-        titles |= {"ours": f"{rivals[name]} {how}"} if name in rivals else {}
-        rows[name][how] = timings.figures(key, rows[name]["floor_bytes"] * size.parameters, titles)
+        name, _, mode = key.rpartition(" ")
+        titles = {rival: f"{rival} {mode}" for rival in to}
+        titles |= {"ours": f"{rivals[name]} {mode}"} if name in rivals else {}
+        rows[name][mode] = timings.figures(key, rows[name]["floor_bytes"] * size.parameters, titles)
     return {**size.facts, "steps": steps, "sets": len(sets), **timings.facts, "rows": list(rows.values())}

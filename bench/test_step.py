@@ -28,14 +28,14 @@ def test_step(size: Size, contender: Contender, threads: int, benchmark: Any) ->
         pytest.skip(contender.absent)
     gradients, passes = Gradients(size.shapes), itertools.count()
     with intra_op_threads(threads):
-        green, red = correctness.check([contender], initial_weights(size.shapes), gradients)
-        assert not red, f"wrong, so not measured: {red[contender.name]}"
+        steppers, problems = correctness.check([contender], initial_weights(size.shapes), gradients)
+        assert not problems, f"wrong, so not measured: {problems[contender.name]}"
 
         def step() -> None:
             global hidden
-            for phase in green[contender.name].phases():
+            for phase in steppers[contender.name].phases():
                 since = time.perf_counter()
-                green[contender.name].set_grads(gradients, next(passes))
+                steppers[contender.name].set_grads(gradients, next(passes))
                 hidden += time.perf_counter() - since
                 phase()
 

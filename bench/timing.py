@@ -121,17 +121,17 @@ class Machine:
         # Only read: the write-back of changed cache lines would add to the measured time.
         self._sweep = torch.ones(ROTATION * self.cache_bytes // 4, device=device)
         self._captures: torch.cuda.Stream | None = None
-        self._refused: str | None = None
+        self._refusal: str | None = None
 
-    def begin(self, body: Callable[[], object], cold: bool = False, queued: bool = False) -> Callable[[], float]:
+    def begin(self, body: Callable[[], object], cold: bool = False, is_queued: bool = False) -> Callable[[], float]:
         """Run `body` and return a function that says, after `wait`, how many seconds it took.
 
         Args:
             cold (bool): read a multiple of the caches' size before.
-            queued (bool): launch the body while the device is busy with something else. On an idle device the first
+            is_queued (bool): launch the body while the device is busy with something else. On an idle device the first
                 event is over at once, and the launch is on the clock: for a graph ten microseconds or more.
         """
-        for _ in range(READS if queued and self.cuda else 0):
+        for _ in range(READS if is_queued and self.cuda else 0):
             self._source.max()  # only read, as the sweep is
         if cold:
             self._sweep.max()
@@ -146,15 +146,15 @@ class Machine:
         last.record()
         return lambda: first.elapsed_time(last) / 1e3
 
-    def sample(self, body: Callable[[], object], cold: bool = False, queued: bool = False) -> float:
+    def sample(self, body: Callable[[], object], cold: bool = False, is_queued: bool = False) -> float:
         """Return the seconds that `body` takes on the device; see `begin`."""
-        sample = self.begin(body, cold, queued)
+        sample = self.begin(body, cold, is_queued)
         self.wait()
         return sample()
 
     def copy_bandwidth(self) -> float:
         """Return the bytes per second of a large copy, read plus written."""
-        seconds = self.sample(lambda: self._target.copy_(self._source), queued=True)
+        seconds = self.sample(lambda: self._target.copy_(self._source), is_queued=True)
         return 2 * self._source.numel() * 4 / seconds
 
     def wait(self) -> None:
@@ -167,15 +167,15 @@ class Machine:
         RuntimeError. After one no other capture is tried, since the first may still hold torch's allocator."""
         from fastsam.fed.executors.cuda import CaptureError, Cuda
 
-        if self._refused is not None:
-            raise CaptureError(f"not tried, because an earlier capture of this process failed: {self._refused}")
+        if self._refusal is not None:
+            raise CaptureError(f"not tried, because an earlier capture of this process failed: {self._refusal}")
         self.wait()
         cuda = Cuda(self.device)
         self._captures = self._captures or cuda.stream()
         try:
             graph = cuda.capture(body, self._captures)
         except CaptureError as error:
-            self._refused = str(error)
+            self._refusal = str(error)
             raise
         graph.replay()
         self.wait()
@@ -232,7 +232,7 @@ class Usage:
 
     wall: float
     machine: float
-    own: float
+    process: float
 
     @classmethod
     def now(cls) -> Usage:
@@ -245,5 +245,5 @@ class Usage:
 
     def others_since(self, before: Usage) -> float:
         """Return the processors kept busy by others on average; NaN if the system does not say (no /proc/stat)."""
-        others = (self.machine - before.machine) - (self.own - before.own)
-        return max(others, 0.0) / max(self.wall - before.wall, 1e-9) if others == others else others
+        seconds = (self.machine - before.machine) - (self.process - before.process)
+        return max(seconds, 0.0) / max(self.wall - before.wall, 1e-9) if seconds == seconds else seconds

@@ -37,7 +37,7 @@ TRAININGS = {
 }  # fmt: skip
 
 
-def measure(selected: Sequence[Contender], training: Training, machine: Machine, rounds: int) -> dict[str, Any]:
+def measure(contenders: Sequence[Contender], training: Training, machine: Machine, rounds: int) -> dict[str, Any]:
     """Measure the whole steps of contenders that are optimizers, and return the case.
 
     A contender is not timed if its loss after one step differs from the first contender's.
@@ -45,8 +45,8 @@ def measure(selected: Sequence[Contender], training: Training, machine: Machine,
     torch.manual_seed(0)
     model, x = training.make(), torch.randn(training.shape, device=machine.device)
     y = torch.arange(len(x), device=machine.device) % 10
-    expected, rows, samples = None, dict[str, dict[str, Any]](), {}
-    for contender in selected:
+    first_loss, rows, samples = None, dict[str, dict[str, Any]](), {}
+    for contender in contenders:
         rows[contender.name] = row = {"name": contender.name, "title": contender.title, "ours": bool(contender.backend)}
         if contender.absent:
             row["absent"] = contender.absent
@@ -54,9 +54,9 @@ def measure(selected: Sequence[Contender], training: Training, machine: Machine,
         step = _step_of(contender, copy.deepcopy(model).to(machine.device), x, y)
         step()
         loss = step()
-        expected = loss if expected is None else expected
-        if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
-            row["problem"] = f"the loss after a step is {loss:.6g} instead of {expected:.6g}"
+        first_loss = loss if first_loss is None else first_loss
+        if not abs(loss - first_loss) <= LOSS_TOLERANCE * first_loss:
+            row["problem"] = f"the loss after a step is {loss:.6g} instead of {first_loss:.6g}"
             continue
         samples[contender.name] = lambda step=step: machine.sample(lambda: [step() for _ in range(training.steps)])
     timings = interleave(samples, rounds)

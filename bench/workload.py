@@ -83,8 +83,8 @@ def _client_cnn(*channels: int) -> Shapes:
 
 def split_evenly(parameters: int, tensors: int) -> Shapes:
     """Return shapes of `parameters` elements in `tensors` pieces of nearly one length."""
-    each, more = divmod(parameters, tensors)
-    return tuple((each + (i < more),) for i in range(tensors))
+    size, more = divmod(parameters, tensors)
+    return tuple((size + (i < more),) for i in range(tensors))
 
 
 SMALL_CNN = _client_cnn(16, 16, 32, 32, 48, 48)  # 20 tensors, 51,994 parameters

@@ -22,11 +22,11 @@ def is_dense(tensor: Tensor) -> bool:
     """True when the elements fill one block of memory without gaps or overlaps, in whatever order of dimensions."""
     if tensor.is_contiguous():
         return True
-    expected = 1
+    dense_stride = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
+        if stride != dense_stride:
             return False
-        expected *= size
+        dense_stride *= size
     return True
 
 
@@ -87,13 +87,13 @@ class Layout:
 
     def subtable(self, slots: tuple[int, ...]) -> Tensor:
         """Return the table of some of the segments, for a call that leaves the others untouched. It is kept."""
-        found = self._subtables.get(slots)
-        if found is None:
+        subtable = self._subtables.get(slots)
+        if subtable is None:
             if len(self._subtables) == KEPT:
                 self._subtables.clear()
             rows = [(self.segments[i].offset, self.segments[i].length, self.segments[i].group, i) for i in slots]
-            found = self._subtables[slots] = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
-        return found
+            subtable = self._subtables[slots] = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
+        return subtable
 
     def views(self, row: Tensor) -> list[Tensor]:
         """One view per segment of `row` (`[row_size]` or `[rows, row_size]`), shaped and strided like the tensor it
@@ -119,12 +119,12 @@ class Arena:
     def field(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the field `name`, allocated as zeros at the first call. Raises TypeError if it exists with another
         dtype."""
-        found = self._fields.get(name)
-        if found is None:
-            found = self._fields[name] = torch.zeros(self.rows, self.layout.row_size, dtype=dtype, device=self.device)
-        elif found.dtype != dtype:
-            raise TypeError(f"field {name!r} holds {found.dtype}, requested as {dtype}; use another name")
-        return found
+        tensor = self._fields.get(name)
+        if tensor is None:
+            tensor = self._fields[name] = torch.zeros(self.rows, self.layout.row_size, dtype=dtype, device=self.device)
+        elif tensor.dtype != dtype:
+            raise TypeError(f"field {name!r} holds {tensor.dtype}, requested as {dtype}; use another name")
+        return tensor
 
     @property
     def names(self) -> tuple[str, ...]:

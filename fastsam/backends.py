@@ -210,15 +210,15 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     )
 
 
-_noted = False
+_has_warned = False
 _NOT_THE_USERS = ("fastsam", "fastsam_kernels", "torch")  # packages whose lines a warning does not name
 
 
 def _note_missing_kernels(reasons: list[str]) -> None:
     """Log once per process that a faster backend is missing, with the command that installs it."""
-    global _noted
-    if not _noted:
-        _noted = True
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         hint = importlib.import_module("fastsam_kernels.native").build_hint()
         note = (
             f"fastsam runs without its compiled kernels, on torch's multi-tensor functions ({'; '.join(reasons)}). "

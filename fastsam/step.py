@@ -83,9 +83,9 @@ class GradCoefficients:
         for name in ("g2", "g1", "gsam_alpha", "wsam_weight", "looksam_alpha"):
             if not _is_finite(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number, got {getattr(self, name)!r}")
-        given = [name for name in ("gsam_alpha", "wsam_weight", "looksam_alpha") if getattr(self, name)]
-        if given and (self.g2 != 1 or self.g1 or len(given) > 1):
-            raise ValueError(f"{given[0]} determines g2 and g1 itself; leave them at 1 and 0, and the others at 0")
+        names = [name for name in ("gsam_alpha", "wsam_weight", "looksam_alpha") if getattr(self, name)]
+        if names and (self.g2 != 1 or self.g1 or len(names) > 1):
+            raise ValueError(f"{names[0]} determines g2 and g1 itself; leave them at 1 and 0, and the others at 0")
 
     @property
     def needs_g1(self) -> bool:

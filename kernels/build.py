@@ -45,7 +45,7 @@ from .toolchain import (
     find_nvcc,
     find_torch,
     gencode,
-    locked,
+    lock_folder,
     output_of,
 )
 
@@ -232,18 +232,18 @@ def build(out_dir: str | Path, *, cuda: bool | None = None, work_dir: str | Path
     torch, out_dir = find_torch(), Path(out_dir)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(work_dir or scratch).resolve()
-        with locked(work):
-            result, refused = _compile_all(torch, work, cuda)
-            published = publish(result, out_dir)
-    if refused is not None:
-        raise BuildError(str(refused), published.paths) from refused
-    return published
+        with lock_folder(work):
+            result, cuda_error = _compile_all(torch, work, cuda)
+            files = publish(result, out_dir)
+    if cuda_error is not None:
+        raise BuildError(str(cuda_error), files.paths) from cuda_error
+    return files
 
 
 def _compile_all(torch: Torch, work: Path, cuda: bool | None) -> tuple[BuildResult, BuildError | None]:
     """Compile the libraries. Return the result, and the error of a requested CUDA library that could not be built."""
     execute(cpu_steps(torch), work)
-    paths, notes, refused = {"cpu": work / FILES["cpu"]}, list[str](), None
+    paths, notes, cuda_error = {"cpu": work / FILES["cpu"]}, list[str](), None
     try:
         if _wants_cuda(torch, cuda):
             (work / "cuda" / "stub").mkdir(parents=True, exist_ok=True)
@@ -252,9 +252,9 @@ def _compile_all(torch: Torch, work: Path, cuda: bool | None) -> tuple[BuildResu
     except BuildError as error:
         notes = [f"the CUDA library could not be built: {error}"]
         if cuda or os.environ.get("FASTSAM_CUDA"):
-            refused = error
+            cuda_error = error
     names = " and ".join(path.name for path in paths.values())
-    return BuildResult(paths, "; ".join([f"built {names} with torch {torch.version}", *notes])), refused
+    return BuildResult(paths, "; ".join([f"built {names} with torch {torch.version}", *notes])), cuda_error
 
 
 def _replace(content: bytes, path: Path) -> Path:
@@ -356,7 +356,7 @@ def jit() -> BuildResult:
             _require_own(folder)
     if not final.is_dir():
         try:
-            with locked(final.parent), tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+            with lock_folder(final.parent), tempfile.TemporaryDirectory(dir=final.parent) as scratch:
                 if not final.is_dir():  # another process may have built it before this one got the lock
                     build(Path(scratch) / "out")
                     (Path(scratch) / "out").chmod(0o700)

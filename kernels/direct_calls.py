@@ -117,7 +117,7 @@ class DirectCalls:
         return ctypes.addressof(block), ctypes.addressof(self._places)
 
     @staticmethod
-    def watched() -> bool:
+    def is_watched() -> bool:
         """Return True if the calls must go through torch's dispatcher: a profiler, or a dispatch or function mode, is
         on."""
         return profiler._is_profiler_enabled or _dispatch_modes() > 0 or _function_modes() > 0
@@ -135,7 +135,7 @@ class DirectCalls:
         sumsq: Tensor,
         adaptive: bool,
         save: bool = True,
-        perturbed: Sequence[Tensor] | None = None,
+        perturbed_weights: Sequence[Tensor] | None = None,
     ) -> None:
         """Compute `norm_` of these gradients into `sumsq`, float64 `[1]`, then `perturb_` with it.
 
@@ -144,16 +144,16 @@ class DirectCalls:
             sumsq: output, the squared norm.
             adaptive: True if a group is adaptive, which requires weights of `backup`'s dtype.
             save: the argument of `perturb_`.
-            perturbed: outputs, the perturbed weights, in place of `params`, which then are only read. They have the
-                shapes and dtype of `params`, and may be `grads`. The version counters of `params` are incremented, for
+            perturbed_weights: outputs, in place of `params`, which then are only read. They have the shapes and dtype
+                of `params`, and may be `grads`. The version counters of `params` are incremented, for
                 callers that then use these tensors in place of the weights.
         """
-        if perturbed is None:
+        if perturbed_weights is None:
             at = self._at
         else:
             at = self._perturbed_at
             start = at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64)
-            (ctypes.c_int64 * len(perturbed)).from_address(start)[:] = list(map(_address, perturbed))
+            (ctypes.c_int64 * len(perturbed_weights)).from_address(start)[:] = list(map(_address, perturbed_weights))
         self._locate(grads)
         if self._call_norm_perturb(*at, _address(sumsq), adaptive, save):
             raise RuntimeError(FAILED)

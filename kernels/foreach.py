@@ -274,7 +274,7 @@ class ListCalls:
         self._params, self._backup = self._plan.lists(1, params, [backup])
 
     @staticmethod
-    def watched() -> bool:
+    def is_watched() -> bool:
         """Return False: the calls go through torch's dispatcher."""
         return False
 

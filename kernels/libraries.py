@@ -33,23 +33,23 @@ def _load() -> dict[str, str | None]:
     """Load the libraries. Return for each device type the reason why its library cannot be used, or None."""
     cuda_reason = None if torch.cuda.is_available() else "torch sees no CUDA device"
     try:
-        installed = build.installed()
-        if not installed.paths and os.environ.get("FASTSAM_JIT") == "1":
-            installed = build.jit()
+        result = build.installed()
+        if not result.paths and os.environ.get("FASTSAM_JIT") == "1":
+            result = build.jit()
     except build.BuildError as error:
         return {"cpu": str(error), "cuda": cuda_reason or str(error)}
-    if "cpu" not in installed.paths:
-        return {"cpu": installed.message, "cuda": cuda_reason or installed.message}
-    reasons: dict[str, str | None] = {"cpu": _load_library(str(installed.paths["cpu"]))}
+    if "cpu" not in result.paths:
+        return {"cpu": result.message, "cuda": cuda_reason or result.message}
+    reasons: dict[str, str | None] = {"cpu": _load_library(str(result.paths["cpu"]))}
     if reasons["cpu"] is not None:
         return {"cpu": reasons["cpu"], "cuda": cuda_reason or reasons["cpu"]}
-    _libraries["cpu"] = str(installed.paths["cpu"])
+    _libraries["cpu"] = str(result.paths["cpu"])
     for name in OPS:
         torch.library.register_fake(f"fastsam::{name}", functools.partial(_infer_nothing, name))
     if cuda_reason is None:
-        problem = f"no compiled CUDA library ({installed.message}); `{build.COMMAND}` with nvcc compiles it"
-        cuda_reason = _load_library(str(installed.paths["cuda"])) if "cuda" in installed.paths else problem
-        _libraries["cuda"] = str(installed.paths.get("cuda"))
+        problem = f"no compiled CUDA library ({result.message}); `{build.COMMAND}` with nvcc compiles it"
+        cuda_reason = _load_library(str(result.paths["cuda"])) if "cuda" in result.paths else problem
+        _libraries["cuda"] = str(result.paths.get("cuda"))
     reasons["cuda"] = cuda_reason
     return reasons
 

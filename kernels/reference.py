@@ -62,9 +62,9 @@ def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Te
     n = table.shape[0]
     for i, (offset, length, _, _) in enumerate(table.tolist()):
         tensor = operand[0] if len(operand) == 1 else operand[i]
-        scattered = tensor.numel() == rows * length and (len(operand) == n)
+        is_scattered = tensor.numel() == rows * length and (len(operand) == n)
         row_stride = tensor.stride(0) if rows > 1 else 0
-        start = tensor.storage_offset() + (0 if scattered else offset)
+        start = tensor.storage_offset() + (0 if is_scattered else offset)
         yield tensor.as_strided((rows, length), (row_stride, 1), start)
 
 
@@ -74,7 +74,7 @@ def _scalars(hparams: Tensor, group: int, dtype: torch.dtype) -> dict[int, Tenso
     return {column: values[:, column : column + 1] for column in range(NUM_HPARAMS)}
 
 
-def _each(
+def _iterate_segments(
     table: Tensor, hparams: Tensor, dtype: torch.dtype, *operands: Sequence[Tensor] | None
 ) -> Iterator[tuple[dict[int, Tensor], list[Any]]]:
     """Yield for each segment its scalars, and a `[rows, length]` view of each operand (None stays None)."""
@@ -88,7 +88,7 @@ def _field(field: Tensor | None) -> list[Tensor] | None:
     return None if field is None else [field]
 
 
-def _unscaled(grad: Tensor, grad_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _unscale(grad: Tensor, grad_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     grad = grad.to(dtype)
     return grad if grad_scale is None else grad / grad_scale.to(dtype)
 
@@ -118,7 +118,7 @@ def norm_(
     """
     dtype = compute_dtype(grads[0].dtype) if grads else torch.float32
     total = torch.zeros_like(sumsq)
-    for h, (g, w) in _each(table, hparams, dtype, grads, weights or None):
+    for h, (g, w) in _iterate_segments(table, hparams, dtype, grads, weights or None):
         direction = g.to(dtype)
         if w is not None:
             direction = torch.where(h[HParam.ADAPTIVE] != 0, (w.to(dtype).abs() + h[HParam.ETA]) * direction, direction)
@@ -153,7 +153,7 @@ def perturb_(
     dtype = compute_dtype(backup.dtype)
     records = table[:, [0, 2]].tolist()
     for (offset, group), (h, (w_, o_, g)) in zip(
-        records, _each(table, hparams, dtype, params, [backup], grads), strict=True
+        records, _iterate_segments(table, hparams, dtype, params, [backup], grads), strict=True
     ):
         if save:
             o_.copy_(w_ if o_.dtype == w_.dtype else torch.where(o_.to(w_.dtype) == w_, o_, w_.to(o_.dtype)))
@@ -167,8 +167,8 @@ def perturb_(
             continue
         base = o_.to(w_.dtype)
         places = torch.arange(offset, offset + base.shape[1], device=base.device)
-        rounded = stochastic(base.to(dtype) + scale * direction, random_bits(seed, places), w_.dtype)
-        w_.copy_(torch.where(moves, rounded, base))
+        perturbed_weights = stochastic(base.to(dtype) + scale * direction, random_bits(seed, places), w_.dtype)
+        w_.copy_(torch.where(moves, perturbed_weights, base))
 
 
 @torch.no_grad()
@@ -201,7 +201,7 @@ def dual_norm_(
     """
     dtype = compute_dtype(grads[0].dtype) if grads else torch.float32
     total = torch.zeros_like(sumsq)
-    for h, (g, mu_, s_) in _each(table, hparams, dtype, grads, [mu], [s]):
+    for h, (g, mu_, s_) in _iterate_segments(table, hparams, dtype, grads, [mu], [s]):
         total += _dual_direction(h, g, mu_, s_, dtype).square().sum(1, dtype=torch.float64)
     _accumulate(sumsq, total, accumulate)
 
@@ -228,7 +228,9 @@ def dual_perturb_(
         eps: field in the compute dtype to which `e` is written, or None.
     """
     dtype = compute_dtype(backup.dtype)
-    for h, (w_, o, g, mu_, s_, e_) in _each(table, hparams, dtype, params, [backup], grads, [mu], [s], _field(eps)):
+    for h, (w_, o, g, mu_, s_, e_) in _iterate_segments(
+        table, hparams, dtype, params, [backup], grads, [mu], [s], _field(eps)
+    ):
         scale = h[HParam.RHO] / (sumsq.sqrt().to(dtype)[:, None] + h[HParam.PERTURB_EPS])
         moves = (sumsq.isfinite() & (sumsq > 0))[:, None]
         e = scale * _dual_direction(h, g, mu_, s_, dtype)
@@ -315,8 +317,10 @@ def update_norm_(
     """
     dtype = compute_dtype(params[0].dtype) if params else torch.float32
     total = torch.zeros_like(sumsq)
-    for h, (w_, o, g, g1_, q_) in _each(table, hparams, dtype, params, _field(backup), grads, g1, _field(q)):
-        v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
+    for h, (w_, o, g, g1_, q_) in _iterate_segments(
+        table, hparams, dtype, params, _field(backup), grads, g1, _field(q)
+    ):
+        v = _linear(h, _unscale(g, grad_scale, dtype), g1_, q_, dtype)
         w = (w_ if o is None else o).to(dtype)
         v = torch.where(h[HParam.CLIP_INCLUDES_PROX] != 0, v + h[HParam.PROX_MU] * w, v)
         total += v.square().sum(1, dtype=torch.float64)
@@ -380,21 +384,21 @@ def update_(
     update_rule = rules.find(rule)
     dtype = compute_dtype(params[0].dtype) if params else torch.float32
     stop = None if found_inf is None else found_inf.reshape(()) != 0
-    padded = [*state, *[None] * (len(update_rule.state) - len(state))]
+    padded_state = [*state, *[None] * (len(update_rule.state) - len(state))]
     vectors = params, _field(backup), grads, g1, _field(q), _field(shift)
-    operands = _each(table, hparams, dtype, *vectors, *map(_field, padded))
+    operands = _iterate_segments(table, hparams, dtype, *vectors, *map(_field, padded_state))
     for slot, (h, (w_, o_, g, g1_, q_, shift_, *fields)) in zip(table[:, 3].tolist(), operands, strict=True):
         t = torch.ones(hparams.shape[0], 1, dtype=torch.float64, device=hparams.device)
         if steps is not None:
             steps[:, slot] += 1 if stop is None else torch.where(stop, 0, 1).to(steps.dtype)
             t = steps[:, slot].to(torch.float64)[:, None]
         w = (w_ if o_ is None else o_).to(dtype)
-        full, decoupled, decay = h[HParam.CLIP_INCLUDES_PROX] != 0, h[HParam.DECOUPLED] != 0, h[HParam.DECAY]
-        v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
+        full, is_decoupled, decay = h[HParam.CLIP_INCLUDES_PROX] != 0, h[HParam.DECOUPLED] != 0, h[HParam.DECAY]
+        v = _linear(h, _unscale(g, grad_scale, dtype), g1_, q_, dtype)
         inner = torch.where(full, v + h[HParam.PROX_MU] * w, v)
-        inside = torch.where(decoupled, 0.0, decay) + torch.where(full, 0.0, h[HParam.PROX_MU])
+        inside = torch.where(is_decoupled, 0.0, decay) + torch.where(full, 0.0, h[HParam.PROX_MU])
         d = _clip_factor(h, sumsq_v, dtype) * inner + inside * (w if shift_ is None else w - shift_)
-        shrunk = torch.where(decoupled, w * (1 - h[HParam.LR] * decay), w)
+        shrunk = torch.where(is_decoupled, w * (1 - h[HParam.LR] * decay), w)
         new, *states = update_rule.reference_update(h, shrunk, d, fields, t, init_state)
         for field, value in zip(fields, states, strict=False):
             if field is not None:

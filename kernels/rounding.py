@@ -41,9 +41,9 @@ def stochastic(y: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
 
     The probability of a neighbour is proportional to the distance of the other one, so that the mean is `y`.
     """
-    dropped, size = DROPPED[dtype], y.abs()
+    num_bits, size = DROPPED[dtype], y.abs()
     # Subnormal float16 numbers have the unit of the numbers from 2^-14 on.
-    raised = torch.where((size < 2.0**-14) & torch.tensor(dtype == torch.float16, device=y.device), 2.0**-14, 0.0)
-    bits = (size + raised).view(torch.int32).to(torch.int64) + (random >> (32 - dropped))
-    rounded = (bits >> dropped << dropped).to(torch.int32).view(torch.float32) - raised
-    return torch.where(y.isnan(), y, rounded.copysign(y)).to(dtype)
+    offset = torch.where((size < 2.0**-14) & torch.tensor(dtype == torch.float16, device=y.device), 2.0**-14, 0.0)
+    bits = (size + offset).view(torch.int32).to(torch.int64) + (random >> (32 - num_bits))
+    result = (bits >> num_bits << num_bits).to(torch.int32).view(torch.float32) - offset
+    return torch.where(y.isnan(), y, result.copysign(y)).to(dtype)

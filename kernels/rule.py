@@ -56,7 +56,7 @@ class UpdateRule:
             fields of zeros (`init_state`).
         initial_state: function that returns the value of the fields before the first step: one number, or one per field
             of `state_keys`.
-        decoupled: function that returns True if weight decay shrinks the weights by `lr*decay`, and False if it is a
+        is_decoupled: function that returns True if weight decay shrinks the weights by `lr*decay`, and False if it is a
             part of the gradient.
 
     `reference_update(h, w, d, fields, t, init_state)` returns the new weights and the new fields in their order, each
@@ -94,7 +94,7 @@ class UpdateRule:
     state_keys: Callable[[Group], tuple[str, ...]] | None = None
     initializes_in_first_step: Callable[[Group], bool] = _never
     initial_state: Callable[[Group], float | tuple[float, ...]] = _zero
-    decoupled: Callable[[Group], bool] = _never
+    is_decoupled: Callable[[Group], bool] = _never
 
     def columns(self, group: Group) -> dict[int, Any]:
         """Return the group's device scalars, by column."""
@@ -102,7 +102,7 @@ class UpdateRule:
             HParam.LR: group["lr"],
             HParam.DECAY: group["weight_decay"],
             HParam.G2_COEF: -1.0 if group["maximize"] else 1.0,
-            HParam.DECOUPLED: float(self.decoupled(group)),
+            HParam.DECOUPLED: float(self.is_decoupled(group)),
         }
         return {**common, **dict(zip(range(FIRST_RULE_HPARAM, NUM_HPARAMS), self.rule_hparams(group), strict=False))}
 
@@ -111,7 +111,7 @@ class UpdateRule:
         return self.state if self.state_keys is None else self.state_keys(group)
 
     @property
-    def needed(self) -> tuple[bool, ...]:
+    def required_fields(self) -> tuple[bool, ...]:
         """For each field of the state, True if every call has it."""
         return tuple(name not in self.optional for name in self.state)
 
@@ -120,5 +120,5 @@ def pad_state(state: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | N
     """Return the fields of a state, padded with None to `MAX_STATE`. Raises ValueError for more fields."""
     if len(state) > MAX_STATE:
         raise ValueError(f"a rule's state has at most {MAX_STATE} fields, got {len(state)}")
-    padded = [*state, None, None, None]
-    return padded[0], padded[1], padded[2]
+    padded_state = [*state, None, None, None]
+    return padded_state[0], padded_state[1], padded_state[2]

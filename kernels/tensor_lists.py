@@ -40,14 +40,14 @@ class TensorLists:
 
         Tensors of one row and segment have the same shape and memory order in all lists.
         """
-        lists: Lists = [None if o is None else self._scattered(o, rows) for o in operands]
+        lists: Lists = [None if o is None else self._tensors_of(o, rows) for o in operands]
         count, given_lists = len(self._nonempty), [tensors for tensors in lists if tensors is not None]
         if len(given_lists) == len(lists) == 1:
             return lists
         forms = [([t.shape for t in tensors[:count]], [t.stride() for t in tensors[:count]]) for tensors in given_lists]
         common = forms[0] if forms else self._flat
         if any(form != common for form in forms):
-            lists = [None if tensors is None else self._flattened(tensors) for tensors in lists]
+            lists = [None if tensors is None else self._flatten(tensors) for tensors in lists]
             common = self._flat
         for i, operand in enumerate(operands):
             if operand is not None and lists[i] is None:
@@ -61,17 +61,17 @@ class TensorLists:
         for row, scalars in enumerate(hparams.tolist()):
             for group, members in self._groups:
                 if len(members) < count:
-                    chosen = [None if x is None else [x[row * count + i] for i in members] for x in lists]
+                    group_lists = [None if x is None else [x[row * count + i] for i in members] for x in lists]
                 else:
-                    chosen = [None if x is None else x[row * count : (row + 1) * count] for x in lists]
-                yield row, scalars[group], chosen
+                    group_lists = [None if x is None else x[row * count : (row + 1) * count] for x in lists]
+                yield row, scalars[group], group_lists
 
     def count_(self, steps: Tensor) -> list[Tensor]:
         """Increment `steps`, `[rows, slots]`, in the table's slots. Return the counts, row by row."""
         steps[:, self._all_slots] += 1
         return [counts[slot] for counts in (row.unbind() for row in steps.unbind()) for _, _, _, slot in self._records]
 
-    def _scattered(self, operand: Sequence[Tensor], rows: int) -> list[Tensor] | None:
+    def _tensors_of(self, operand: Sequence[Tensor], rows: int) -> list[Tensor] | None:
         """Return the tensors of an operand that has one per segment; None for a field."""
         if len(operand) != self.segments or not self._nonempty:
             return None
@@ -87,15 +87,15 @@ class TensorLists:
         """Return the tensors of an operand that has one per segment, except the tensors of empty segments."""
         return list(operand) if len(self._nonempty) == self.segments else [operand[i] for i in self._nonempty]
 
-    def _flattened(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _flatten(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.as_strided((t.numel(),), (1,)) for t in tensors]
 
     def _views_of(self, field: Tensor, rows: int, forms: Forms) -> list[Tensor]:
         """Return views of the segments of a field `[rows, row_size]`; its row stride may be 0."""
         place = rows, field.data_ptr(), field.stride(0)
-        cached = self._views.get(field)
-        if cached is not None and cached[0] == place and cached[1] == forms:
-            return cached[2]
+        entry = self._views.get(field)
+        if entry is not None and entry[0] == place and entry[1] == forms:
+            return entry[2]
         alias = field.detach()  # shares the version counter; views of the field itself would keep it alive
         starts = [field.storage_offset() + row * field.stride(0) for row in range(rows)]
         views = [

@@ -105,10 +105,10 @@ def find_nvcc() -> str | None:
 
 def gencode(nvcc: str) -> list[str]:
     """Return nvcc's architecture flags: code for each of `CUDA_ARCHS` that this nvcc knows, and PTX of the newest."""
-    if requested := os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return [flag for entry in re.split(r"[;, ]+", requested.strip("; ,")) for flag in _gencode_entry(entry)]
-    supported = set(re.findall(r"compute_(\d+)", output_of([nvcc, "--list-gpu-arch"])))
-    archs = [a for a in CUDA_ARCHS if a in supported]
+    if arch_list := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return [flag for entry in re.split(r"[;, ]+", arch_list.strip("; ,")) for flag in _gencode_entry(entry)]
+    known_archs = set(re.findall(r"compute_(\d+)", output_of([nvcc, "--list-gpu-arch"])))
+    archs = [a for a in CUDA_ARCHS if a in known_archs]
     if not archs:
         raise BuildError(
             f"{nvcc} cannot compile for any of sm_{', sm_'.join(CUDA_ARCHS)}. Install a CUDA toolkit from 12.6 on"
@@ -149,16 +149,16 @@ def _ninja() -> list[str] | None:
 
 def _run(argv: Sequence[str], folder: Path) -> None:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
     except OSError as error:
         raise BuildError(f"cannot run {argv[0]}: {error}") from error
-    if done.returncode:
-        lines = done.stdout.splitlines()
-        failed = [line for line in lines if re.search(r"\berror: |\bfatal\b|undefined reference|FAILED: ", line)]
-        failed.sort(key=lambda line: "FAILED: " in line)  # the compiler's line first, as it is clearer
-        reason = failed[0] if failed else shlex.join(argv)
+    if result.returncode:
+        lines = result.stdout.splitlines()
+        error_lines = [line for line in lines if re.search(r"\berror: |\bfatal\b|undefined reference|FAILED: ", line)]
+        error_lines.sort(key=lambda line: "FAILED: " in line)  # the compiler's line first, as it is clearer
+        reason = error_lines[0] if error_lines else shlex.join(argv)
         raise BuildError("\n".join([f"compiling failed: {reason.strip()}", *lines[-40:]]))
 
 
@@ -175,7 +175,7 @@ def _ninja_file(steps: Sequence[BuildStep]) -> str:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock the folder, so that only one process or thread builds in it at a time. Creates the folder."""
     import fcntl  # here, because Windows has none and may import this module
 
@@ -188,7 +188,8 @@ def locked(folder: Path) -> Iterator[None]:
 def execute(steps: Sequence[BuildStep], folder: Path) -> None:
     """Run `steps` in `folder`. With ninja only changed steps run, without it all of them.
 
-    Several processes that build in one folder must lock it (`locked`). Raises BuildError with the compiler's output.
+    Several processes that build in one folder must lock it (`lock_folder`). Raises BuildError with the compiler's
+    output.
     """
     if ninja := _ninja():
         (folder / "build.ninja").write_text(_ninja_file(steps))

@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
     segment: Any
     segments: Any
     begin: Any  # first element in the segment
-    rest: Any  # elements of the segment from there on
+    num_elements: Any  # elements of the segment from there on
     offset: Any  # offset of the segment in the row
     group: Any
     slot: Any
@@ -58,7 +58,7 @@ class Elements(NamedTuple):
     """The elements of a chunk for which a function is called."""
 
     lane: Any
-    rest: Any  # if MASKED, elements from this one on are beyond the segment
+    end: Any  # if MASKED, elements from this one on are beyond the segment
     MASKED: tl.constexpr
     COMPUTE: tl.constexpr  # dtype of the arithmetic
 
@@ -73,9 +73,9 @@ def locate(plan, n_chunks, segments):
     segment = tl.load(chunks + 2 * chunk)
     begin = tl.load(chunks + 2 * chunk + 1)
     record = table + 4 * segment
-    offset, rest = tl.load(record), tl.load(record + 1) - begin
+    offset, num_elements = tl.load(record), tl.load(record + 1) - begin
     group, slot = tl.load(record + 2), tl.load(record + 3)
-    return Chunk(row, n_chunks, segment, segments, begin, rest, offset, group, slot)
+    return Chunk(row, n_chunks, segment, segments, begin, num_elements, offset, group, slot)
 
 
 Columns = namedtuple("Columns", [*(column.name.lower() for column in HParam), "rule_hparams"])  # type: ignore[misc]
@@ -114,13 +114,13 @@ def each_block(FUNCTION: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.con
     """Call `FUNCTION(operands, numbers, at)` for every block of the chunk."""
     operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
     lane = tl.arange(0, BLOCK)
-    if chunk.rest >= CHUNK:
+    if chunk.num_elements >= CHUNK:
         for start in tl.static_range(0, CHUNK, BLOCK):
-            FUNCTION(operands, numbers, Elements(start + lane, chunk.rest, False, COMPUTE))
+            FUNCTION(operands, numbers, Elements(start + lane, chunk.num_elements, False, COMPUTE))
     else:
         start = 0
-        while start < chunk.rest:
-            FUNCTION(operands, numbers, Elements(start + lane, chunk.rest, True, COMPUTE))
+        while start < chunk.num_elements:
+            FUNCTION(operands, numbers, Elements(start + lane, chunk.num_elements, True, COMPUTE))
             start += BLOCK
 
 
@@ -135,13 +135,13 @@ def add_up(
     operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
     lane = tl.arange(0, LANES)
     totals = (tl.zeros([LANES], dtype=COMPUTE),) * COUNT
-    if chunk.rest >= CHUNK:
+    if chunk.num_elements >= CHUNK:
         for start in tl.static_range(0, CHUNK, LANES):
-            totals = FUNCTION(totals, operands, numbers, Elements(start + lane, chunk.rest, False, COMPUTE))
+            totals = FUNCTION(totals, operands, numbers, Elements(start + lane, chunk.num_elements, False, COMPUTE))
     else:
         start = 0
-        while start < chunk.rest:
-            totals = FUNCTION(totals, operands, numbers, Elements(start + lane, chunk.rest, True, COMPUTE))
+        while start < chunk.num_elements:
+            totals = FUNCTION(totals, operands, numbers, Elements(start + lane, chunk.num_elements, True, COMPUTE))
             start += LANES
     return totals
 
@@ -149,7 +149,7 @@ def add_up(
 @triton.jit
 def load(base, at):
     """Return elements from `base` on, in their storage dtype. Elements beyond the segment are not read and are 0."""
-    return tl.load(base + at.lane, mask=at.lane < at.rest, other=0) if at.MASKED else tl.load(base + at.lane)
+    return tl.load(base + at.lane, mask=at.lane < at.end, other=0) if at.MASKED else tl.load(base + at.lane)
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def read(base, at):
 def _limit_if(condition, at):
     """Return the number of elements of a chunk that are accessed: 0 if the (scalar) condition is false."""
     # The length of a whole chunk is a multiple of 16 and known to the compiler: accesses stay 128 bits wide.
-    return tl.where(condition, at.rest if at.MASKED else CHUNK, 0)
+    return tl.where(condition, at.end if at.MASKED else CHUNK, 0)
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def store(base, at, x):
     """Write elements from `base` on, rounded to its dtype, except elements beyond the segment."""
     x = narrow(x, base.dtype.element_ty)
     if at.MASKED:
-        tl.store(base + at.lane, x, mask=at.lane < at.rest)
+        tl.store(base + at.lane, x, mask=at.lane < at.end)
     else:
         tl.store(base + at.lane, x)
 

@@ -36,26 +36,26 @@ class Call:
     ) -> None:
         self.plan, self.rows, self.device = chunk_table_of(table, device), rows, device
         self.programs = self.plan.n_chunks * rows
-        self._aligned = self.plan.aligned
+        self._is_aligned = self.plan.is_aligned
         self._args: dict[str, Any] = {name: self._operand(x) for name, x in operands.items()}
         if hparams is not None:
             self._args["hparams"] = (hparams, *hparams.stride()[:2])
 
     def _operand(self, tensors: Sequence[Tensor] | Tensor | None) -> Operand | None:
         if isinstance(tensors, Tensor):
-            operand, aligned = field_of(tensors, self.rows)
+            operand, is_aligned = field_of(tensors, self.rows)
         elif tensors:
-            operand, aligned = operand_of(tensors, self.plan, self.rows)
+            operand, is_aligned = operand_of(tensors, self.plan, self.rows)
         else:
             return None
-        self._aligned &= aligned
+        self._is_aligned &= is_aligned
         return operand
 
     def each_chunk(self, kernel: Any, **args: Any) -> None:
         """Launch a program per chunk and row with all operands, plus `args`."""
         plan = self.plan
         common = {"plan": (plan.chunks, plan.table), "n_chunks": plan.n_chunks, "segments": plan.segments}
-        launch(kernel, self.programs, self.device, ALIGNED=self._aligned, **common, **self._args, **args)
+        launch(kernel, self.programs, self.device, ALIGNED=self._is_aligned, **common, **self._args, **args)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **args: Any) -> None:

@@ -46,12 +46,12 @@ def stochastic(y, random, DTYPE: tl.constexpr):
     HALF: tl.constexpr = tl.float16 == DTYPE
     DROPPED: tl.constexpr = 13 if HALF else 16
     size = tl.abs(y)
-    raised = tl.where(size < 0.00006103515625, 0.00006103515625, 0.0) if HALF else tl.zeros_like(size)
-    bits = (size + raised).to(tl.uint32, bitcast=True) + (random >> (32 - DROPPED))
-    rounded = ((bits >> DROPPED) << DROPPED).to(tl.float32, bitcast=True) - raised
+    offset = tl.where(size < 0.00006103515625, 0.00006103515625, 0.0) if HALF else tl.zeros_like(size)
+    bits = (size + offset).to(tl.uint32, bitcast=True) + (random >> (32 - DROPPED))
+    result = ((bits >> DROPPED) << DROPPED).to(tl.float32, bitcast=True) - offset
     sign = y.to(tl.uint32, bitcast=True) & 0x80000000
-    rounded = (rounded.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return narrow(tl.where(y == y, rounded, y), DTYPE)
+    result = (result.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return narrow(tl.where(y == y, result, y), DTYPE)
 
 
 class Perturbation(NamedTuple):
@@ -90,8 +90,8 @@ def _perturb(operands, by, at):
     else:
         base = narrow(w, Z_DTYPE)
         random = mix((by.place + at.lane).to(tl.uint32) ^ by.words[0], by.words[1])
-        rounded = stochastic(widen(base, at.COMPUTE) + by.scale * d, random, Z_DTYPE)
-        store(weights, at, tl.where(by.moves, rounded, base))
+        result = stochastic(widen(base, at.COMPUTE) + by.scale * d, random, Z_DTYPE)
+        store(weights, at, tl.where(by.moves, result, base))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])

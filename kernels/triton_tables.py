@@ -44,7 +44,7 @@ class ChunkTable:
     chunks: Tensor  # int64 [n_chunks, 2]: segment, first element in it
     table: Tensor  # int64 [segments, 4]
     lengths: tuple[int, ...]
-    aligned: bool  # every segment starts at a multiple of 16 elements
+    is_aligned: bool  # every segment starts at a multiple of 16 elements
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Addresses:
     """The addresses of the tensors of a list operand, on the device."""
 
     table: Tensor  # int64 [2, segments]: address, row stride in elements
-    aligned: bool  # every row of every tensor starts at a multiple of 16 bytes
+    is_aligned: bool  # every row of every tensor starts at a multiple of 16 bytes
 
 
 _lock = threading.RLock()  # several threads may train clients at once
@@ -112,7 +112,7 @@ class Cache(Generic[Entry]):
 
     def _get(self, content: Hashable, device: torch.device, make: Callable[[], Entry]) -> Entry:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self._captured(content, device) or make()
+            return self._find_captured(content, device) or make()
         key = (content, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         entry = self._entries.get(key)
         if entry is None:
@@ -123,7 +123,7 @@ class Cache(Generic[Entry]):
             self._entries.move_to_end(key)
         return entry
 
-    def _captured(self, content: Hashable, device: torch.device) -> Entry | None:
+    def _find_captured(self, content: Hashable, device: torch.device) -> Entry | None:
         """Return an entry that was uploaded before the capture on any stream. All streams are idle when a capture
         begins."""
         entry = self._captured_entries.get((content, device))
@@ -149,8 +149,8 @@ def _make_chunk_table(table: Tensor, device: torch.device) -> ChunkTable:
     segment = torch.repeat_interleave(torch.arange(table.shape[0], device=table.device), counts)
     first = torch.cumsum(counts, 0) - counts
     begin = (torch.arange(segment.numel(), device=table.device) - first[segment]) * chunk
-    both = upload(torch.cat([torch.stack([segment, begin], 1).flatten(), table.flatten()]), device)
-    chunks, records = both.split([2 * segment.numel(), table.numel()])
+    content = upload(torch.cat([torch.stack([segment, begin], 1).flatten(), table.flatten()]), device)
+    chunks, records = content.split([2 * segment.numel(), table.numel()])
     lengths = tuple(table[:, 1].tolist())
     return ChunkTable(len(lengths), segment.numel(), chunks, records, lengths, not bool((table[:, 0] % 16).any()))
 
@@ -169,19 +169,19 @@ def operand_of(tensors: Sequence[Tensor], plan: ChunkTable, rows: int) -> tuple[
         check_not_freed(tensors)
     content = (pointers, strides, first.element_size())
     addresses = _addresses.get(content, first.device, lambda: _make_addresses(*content, first.device))
-    return Operand(addresses.table, 0, DTYPES[first.dtype]), addresses.aligned
+    return Operand(addresses.table, 0, DTYPES[first.dtype]), addresses.is_aligned
 
 
 def _make_addresses(
     pointers: tuple[int, ...], strides: tuple[int, ...], itemsize: int, device: torch.device
 ) -> Addresses:
-    aligned = all(p % ALIGNMENT == 0 for p in pointers) and all(s * itemsize % ALIGNMENT == 0 for s in strides)
-    return Addresses(upload(torch.tensor([pointers, strides], dtype=torch.int64, device="cpu"), device), aligned)
+    is_aligned = all(p % ALIGNMENT == 0 for p in pointers) and all(s * itemsize % ALIGNMENT == 0 for s in strides)
+    return Addresses(upload(torch.tensor([pointers, strides], dtype=torch.int64, device="cpu"), device), is_aligned)
 
 
 def field_of(field: Tensor, rows: int) -> tuple[Operand, bool]:
     """Return a field in the form that kernels take, addressed at the segments' offsets, and a flag that is true if it
     is aligned."""
     stride = field.stride(0) if rows > 1 else 0
-    aligned = field.data_ptr() % ALIGNMENT == 0 and stride * field.element_size() % ALIGNMENT == 0
-    return Operand(field, stride, DTYPES[field.dtype]), aligned
+    is_aligned = field.data_ptr() % ALIGNMENT == 0 and stride * field.element_size() % ALIGNMENT == 0
+    return Operand(field, stride, DTYPES[field.dtype]), is_aligned

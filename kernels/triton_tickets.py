@@ -44,17 +44,17 @@ class _Tickets:
         self._memory = torch.zeros(COUNT, dtype=torch.int32, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # once, because other streams use them too
-        self._assigned: dict[tuple[int, int], Tensor] = {}
+        self._tickets: dict[tuple[int, int], Tensor] = {}
         self._next = 0
 
     def of(self, output: Tensor, rows: int) -> Tensor | None:
         key = (output.data_ptr(), rows)
-        if key not in self._assigned:
+        if key not in self._tickets:
             if self._next + rows > COUNT:
                 return None
-            self._assigned[key] = self._memory[self._next : self._next + rows]
+            self._tickets[key] = self._memory[self._next : self._next + rows]
             self._next += rows
-        return self._assigned[key]
+        return self._tickets[key]
 
 
 _lock = threading.Lock()

@@ -38,7 +38,7 @@ def _inverse(grad_scale):
 
 
 @triton.jit
-def _running(found_inf):
+def _is_running(found_inf):
     """Return False if this step only restores the weights."""
     return tl.full([], 1, tl.int1) if found_inf is None else tl.load(found_inf) == 0
 
@@ -102,10 +102,10 @@ def _clip_factor(h, sumsq_v, chunk):
 @triton.jit
 def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
     """Return a, b, phi, sig, the coupled decay, and the factor by which a decoupled decay shrinks the weights."""
-    full, decoupled = h.clip_includes_prox != 0, h.decoupled != 0
+    full, is_decoupled = h.clip_includes_prox != 0, h.decoupled != 0
     a, sig = h.g2_coef * _inverse(grad_scale), _clip_factor(h, sumsq_v, chunk)
-    inside = tl.where(decoupled, 0.0, h.decay) + tl.where(full, 0.0, h.prox_mu)
-    shrink = tl.where(decoupled, 1.0 - h.lr * h.decay, 1.0)
+    inside = tl.where(is_decoupled, 0.0, h.decay) + tl.where(full, 0.0, h.prox_mu)
+    shrink = tl.where(is_decoupled, 1.0 - h.lr * h.decay, 1.0)
     return [x.to(COMPUTE) for x in (a, h.g1_coef, h.prox_mu, sig, inside, shrink)]
 
 
@@ -138,8 +138,8 @@ def _update(operands, by, at):
     a, b, phi, sig, decay, shrink = by.form
     w = read(weights if backup is None else backup, at)
     v = _linear(grads, g1, q, a, b, at)
-    decaying = w if shift is None else w - load(shift, at)
-    d = sig * tl.where(by.full, v + phi * w, v) + decay * decaying
+    decay_base = w if shift is None else w - load(shift, at)
+    d = sig * tl.where(by.full, v + phi * w, v) + decay * decay_base
     fields = [_field(x, at, by.INIT_STATE) for x in state]
     new = by.ELEMENT(w * shrink, d, fields, by.rule_scalars, by.STATE_MASK, by.INIT_STATE)
     for i in tl.static_range(FIELDS):
@@ -178,7 +178,7 @@ def _update_kernel(
         count = tl.load(counters[0] + chunk.row * counters[1] + chunk.slot * counters[2]) + 1
     form = _form(h, sumsq_v, grad_scale, chunk, COMPUTE)
     rule_scalars = NUMBERS(h.lr, h.rule_hparams, count, COMPUTE)
-    run = _running(found_inf)
+    run = _is_running(found_inf)
     each_block(
         _update, (weights, grads, g1, q, shift, backup, state0, state1, state2),
         Step(form, h.clip_includes_prox != 0, rule_scalars, run, ELEMENT, STATE_MASK, INIT_STATE, WRITE_MASTER),

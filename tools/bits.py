@@ -92,9 +92,9 @@ def checked_out(revision: str, folder: Path) -> Iterator[Path]:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
 
 
-def compare_bits(new: Worker, old: Worker, only: str) -> int:
+def compare_bits(new: Worker, old: Worker, text: str) -> int:
     """Print every case that differs between the two trees; return the number of them."""
-    names = [name for name in new.names["case"] if only in name]
+    names = [name for name in new.names["case"] if text in name]
     differences = 0
     for name in names:
         for worker in (new, old):
@@ -109,10 +109,10 @@ def compare_bits(new: Worker, old: Worker, only: str) -> int:
     return differences
 
 
-def compare_times(new: Worker, old: Worker, only: str) -> None:
+def compare_times(new: Worker, old: Worker, text: str) -> None:
     """Print for every timed case the median time in both trees and the quartiles of their ratio, taken in turns."""
     print(f"{'':40s} {'here':>10s} {'there':>10s}   here / there (quartiles)")
-    for name in (name for name in new.names["time"] if only in name):
+    for name in (name for name in new.names["time"] if text in name):
         times: list[tuple[float, float]] = []
         for turn in range(TURNS + 1):
             samples = {}

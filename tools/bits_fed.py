@@ -61,7 +61,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
-def normed() -> nn.Module:
+def build_normed() -> nn.Module:
     """Make a classifier with BatchNorm."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
@@ -83,7 +83,7 @@ def mean_output(outputs: Tensor, y: Tensor) -> float:
     return float(outputs.mean())
 
 
-def spelled(name: str, spellings: Any) -> str:
+def spell(name: str, spellings: Any) -> str:
     """Return `name`, or its other spelling if only that is `known`."""
     return name if name in spellings else SPELLINGS.get(name, name)
 
@@ -165,7 +165,7 @@ def train(
         privacy = keywords.pop("privacy")
         older = {"clip_update" if name == "clip" else name: value for name, value in privacy.items()}
         keywords |= {"privacy": fed.Privacy(**privacy)} if hasattr(fed, "Privacy") else older
-    keywords = {spelled(name, inspect.signature(fed.run).parameters): value for name, value in keywords.items()}
+    keywords = {spell(name, inspect.signature(fed.run).parameters): value for name, value in keywords.items()}
     with tempfile.TemporaryDirectory() as folder:
         for rounds in (*parts, keywords["rounds"]):
             keywords |= {"rounds": rounds, "run_dir": Path(folder) / "run", "checkpoint_every": rounds}
@@ -193,7 +193,9 @@ def _cases_of_algorithms() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield every algorithm on every kind of executor, and resumed."""
     for cls in fed.algorithms.registry.values():
         name = cls.__name__
-        batch_norm = {"data": clients((8, 16, 8, 12)), "module": normed(), "batch_size": 4} if name == "FedBN" else {}
+        batch_norm = (
+            {"data": clients((8, 16, 8, 12)), "module": build_normed(), "batch_size": 4} if name == "FedBN" else {}
+        )
         for i, options in enumerate([{}, ALGORITHMS[name]] if name in ALGORITHMS else [{}]):
             algorithm, label = cls(**options), f"{name} {'with options ' if i else ''}"
             yield f"{label}sequential", partial(train, algorithm, "sequential", **batch_norm)
@@ -210,7 +212,7 @@ def _cases_of_options() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"{label}, threads", partial(train, getattr(fed, name)(), "threads", slots=2, parts=[1], **options)
     for label, (name, options) in BATCH_NORM.items():
         for executor in ("sequential", "threads"):
-            case = partial(train, getattr(fed, name)(), executor, clients((8, 16, 8, 12)), normed(), **options)
+            case = partial(train, getattr(fed, name)(), executor, clients((8, 16, 8, 12)), build_normed(), **options)
             yield f"{label}, {executor}", partial(case, batch_size=4)
     for executor in ("sequential", "threads"):
         yield f"dropout, {executor}", partial(train, fed.FedSAM(), executor, module=Dropout())
@@ -219,16 +221,16 @@ def _cases_of_options() -> Iterator[tuple[str, Callable[[], str]]]:
     for name in LOOPS:
         case, batch_norm = partial(train, getattr(fed, name)(), "sequential"), clients((8, 16, 8, 12))
         yield f"{name}, dropout", partial(case, module=Dropout())
-        yield f"{name}, kept buffers", partial(case, batch_norm, normed(), batch_size=4, buffers="keep")
+        yield f"{name}, kept buffers", partial(case, batch_norm, build_normed(), batch_size=4, buffers="keep")
         yield f"{name}, clip and local steps", partial(case, clip_norm=0.05, **STEPS)
 
 
 def _cases_of_clients() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield kinds of clients, data types, backends, and 100 clients at once."""
-    lazy = getattr(fed, spelled("LazyClients", dir(fed)))
+    lazy = getattr(fed, spell("LazyClients", dir(fed)))
     datasets = [torch.utils.data.TensorDataset(x, y) for x, y in clients()]
     loaders = [torch.utils.data.DataLoader([*zip(x, y, strict=True)], batch_size=4) for x, y in clients()]
-    many, ragged = clients([16] * 100), clients([12 + i % 7 for i in range(100)])
+    many, unequal_clients = clients([16] * 100), clients([12 + i % 7 for i in range(100)])
     for name in ("FedAvg", "FedSAM", "SCAFFOLD"):
         algorithm = getattr(fed, name)()
         for executor in ("sequential", "vmap"):
@@ -241,7 +243,7 @@ def _cases_of_clients() -> Iterator[tuple[str, Callable[[], str]]]:
             for label, data in {"lazy clients": lazy(8, clients().__getitem__), "data sets": datasets}.items():
                 yield f"{label} {name}, {executor}", partial(train, algorithm, executor, data)
         yield f"loaders {name}", partial(train, algorithm, "sequential", loaders)
-        for label, data in {"100 clients": many, "100 ragged clients": ragged}.items():
+        for label, data in {"100 clients": many, "100 ragged clients": unequal_clients}.items():
             yield f"{label} {name}, vmap", partial(train, algorithm, "vmap", data, slots=100, **EVERYBODY)
         yield f"100 clients {name}, vmap, own choice of slots", partial(train, algorithm, "vmap", many)
 

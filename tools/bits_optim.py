@@ -67,7 +67,7 @@ class Training:
     way: str = "closure"  # or "halves", "context"
     backend: str = "auto"
     groups: int = 1
-    missing: str = ""  # where the second parameter has no gradient, one of `GAPS`
+    gap: str = ""  # where the second parameter has no gradient, one of `GAPS`
     layout: str = ""  # "channels last" or "gaps"
     event: str = ""  # event after the second step, one of `EVENTS`
     scaler: bool = False
@@ -79,7 +79,7 @@ class Training:
         dtype = "two dtypes" if self.dtype is None else str(self.dtype)[6:]
         words = [self.variant, self.base, dtype, self.way, self.backend if self.backend != "auto" else ""]
         words += [f"{self.groups} groups" if self.groups > 1 else "", self.layout, self.event]
-        words += [f"missing: {self.missing}" if self.missing else "", "scaler" if self.scaler else ""]
+        words += [f"missing: {self.gap}" if self.gap else "", "scaler" if self.scaler else ""]
         words += [f"size {self.size}" if self.size > 1 else "", *(f"{n}={v}" for n, v in self.options.items())]
         return ", ".join(word for word in words if word)
 
@@ -130,8 +130,8 @@ class _Run:
         absent = {"never": False, "first": not second, "second": second, "both": True, "none": True}
         total = torch.zeros(())
         for i, (p, target) in enumerate(zip(self.params, self.targets, strict=True)):
-            missing = t.missing and absent[t.missing] and (i == 1 or t.missing == "none")
-            if not missing or (t.missing == "never" and i != 1):
+            is_missing = t.gap and absent[t.gap] and (i == 1 or t.gap == "none")
+            if not is_missing or (t.gap == "never" and i != 1):
                 error = p.float() - target * (1 + self.number)
                 total = total + (error.square().mean() + 0.1 * p.float().pow(4).mean())
         if t.event == "nonfinite" and self.number == 2 and second:
@@ -276,10 +276,10 @@ def _trainings() -> Iterator[Training]:
         yield Training(variant, "sgd", F32, event="resume")
         yield Training(variant, "sgd", F32, "halves", options={"skip_nonfinite": True}, event="nonfinite")
         yield Training(variant, "sgd", BF16, options={"stochastic_rounding": True})
-        yield Training(variant, "adamw", F32, "halves", missing="second")
+        yield Training(variant, "adamw", F32, "halves", gap="second")
         yield Training(variant, "sgd", F32, layout="gaps")
-    for missing, way in itertools.product(GAPS, ("closure", "halves")):
-        yield Training(way=way, missing=missing)
+    for gap, way in itertools.product(GAPS, ("closure", "halves")):
+        yield Training(way=way, gap=gap)
     for event, variant in itertools.product(EVENTS, ("sam", "gsam", "msam")):
         if variant == "msam" and event == "restore":
             continue

@@ -35,10 +35,10 @@ def texts(source: str) -> Iterator[tuple[int, int, str, bool]]:
             yield token.start[0], token.start[0], token.string.lstrip("#: "), False
 
 
-def problems(text: str, docstring: bool) -> Iterator[str]:
+def problems(text: str, is_docstring: bool) -> Iterator[str]:
     """Yield what is wrong with a text."""
     words = text.split()
-    if docstring and words and words[0].rstrip(",:") in FIRST:
+    if is_docstring and words and words[0].rstrip(",:") in FIRST:
         yield f"begins with {words[0]!r}; begin with a verb (functions) or a noun (classes, modules)"
     prose = "\n".join(line for line in text.split("\n") if not line.startswith("    "))  # formulas and examples aside
     for word in BANNED.findall(prose):
@@ -75,9 +75,9 @@ def main() -> int:
         lines_by_file |= changed_lines(args.since)
     num_problems = 0
     for file, rows in sorted(lines_by_file.items()):
-        for first, last, text, docstring in texts(Path(file).read_text()):
+        for first, last, text, is_docstring in texts(Path(file).read_text()):
             if rows is None or rows.intersection(range(first, last + 1)):
-                for problem in problems(text, docstring):
+                for problem in problems(text, is_docstring):
                     print(f"{file}:{first}: {problem}")
                     num_problems += 1
     return 1 if num_problems else 0

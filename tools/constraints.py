@@ -17,30 +17,30 @@ from pathlib import Path
 OLDEST = (2, 10)
 
 
-def keep_installed_torch(text: str, installed: str | None) -> str:
+def keep_installed_torch(text: str, installed_version: str | None) -> str:
     """Return `text` with `torch==installed`, and without pins of triton and torchvision, which belong to one torch.
 
     Raises SystemExit for a torch that is too old.
     """
-    if installed is None:
+    if installed_version is None:
         return text
-    if tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < OLDEST:
+    if tuple(int(part) for part in re.findall(r"\d+", installed_version)[:2]) < OLDEST:
         raise SystemExit(
-            f"this environment has torch {installed}, fastsam needs 2.10 or newer: "
+            f"this environment has torch {installed_version}, fastsam needs 2.10 or newer: "
             "update it, or choose another with `make VENV=folder`"
         )
-    if re.search(rf"^torch=={re.escape(installed.split('+')[0])}\s*(#.*)?$", text, re.MULTILINE):
+    if re.search(rf"^torch=={re.escape(installed_version.split('+')[0])}\s*(#.*)?$", text, re.MULTILINE):
         return text
     lines = [line for line in text.splitlines() if not re.match(r"(torch|torchvision|triton)\s*[=<>~]", line)]
-    return "\n".join([*lines, f"torch=={installed}"]) + "\n"
+    return "\n".join([*lines, f"torch=={installed_version}"]) + "\n"
 
 
 def main(path: str) -> None:
     try:
-        installed: str | None = metadata.version("torch")
+        installed_version: str | None = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        installed = None
-    sys.stdout.write(keep_installed_torch(Path(path).read_text(), installed))
+        installed_version = None
+    sys.stdout.write(keep_installed_torch(Path(path).read_text(), installed_version))
 
 
 if __name__ == "__main__":

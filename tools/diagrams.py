@@ -136,8 +136,8 @@ def draw_chain(chain: Chain, again: str) -> Figure:
     axes.set_ylim(-0.5, 1.5)
     places = [(2.6 * (i if i < 4 else 7 - i), 1.0 if i < 4 else 0.0) for i in range(len(chain))]
     boxes = [
-        draw_box(axes, Node(*place, f"{title}\n{names}", highlighted))
-        for place, (title, names, highlighted) in zip(places, chain, strict=True)
+        draw_box(axes, Node(*place, f"{title}\n{names}", is_highlighted))
+        for place, (title, names, is_highlighted) in zip(places, chain, strict=True)
     ]
     figure.canvas.draw()  # from here on the boxes have their sizes, at which the arrows end
     for i, start in enumerate(places):
@@ -154,22 +154,22 @@ def draw_sam_step() -> Figure:
     curvature, rho, lr = np.diag([1.0, 4.0]), 0.75, 0.2
     w = np.array([-2.3, 0.55])
     g1 = curvature @ w
-    perturbed = w + rho * g1 / np.linalg.norm(g1)
-    g2 = curvature @ perturbed
+    perturbed_point = w + rho * g1 / np.linalg.norm(g1)
+    g2 = curvature @ perturbed_point
     figure, axes = canvas((7.2, 3.3))
     x, y = np.meshgrid(np.linspace(-5.0, 1.6, 150), np.linspace(-1.35, 1.7, 90))
     axes.contour(
         x, y, 0.5 * (x**2 + 4 * y**2), levels=[0.2, 0.8, 1.8, 3.2, 5.0, 7.2, 9.8], colors="#b8c2cc", linewidths=1
     )
     axes.add_patch(pyplot.Circle(tuple(w), rho, fill=False, color=GREY, linestyle="--", linewidth=1))
-    for start, end, color in ((w, perturbed, ORANGE), (w, w - lr * g2, BLUE)):
+    for start, end, color in ((w, perturbed_point, ORANGE), (w, w - lr * g2, BLUE)):
         axes.annotate("", tuple(end), tuple(start), arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.8})
     ghost = {"arrowstyle": "-|>", "color": BLUE, "linewidth": 1, "linestyle": ":"}
-    axes.annotate("", tuple(perturbed - lr * g2), tuple(perturbed), arrowprops=ghost)
+    axes.annotate("", tuple(perturbed_point - lr * g2), tuple(perturbed_point), arrowprops=ghost)
     white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for point, name, x, y, align in (
         (w, "w", 0.12, 0.12, "left"),
-        (perturbed, "perturbed weights,\nrho uphill from w", -0.15, 0.1, "right"),
+        (perturbed_point, "perturbed weights,\nrho uphill from w", -0.15, 0.1, "right"),
         (w - lr * g2, "new w: from w, along the gradient\nat the perturbed weights", 0.0, -0.3, "center"),
         (np.zeros(2), "minimum", 0.0, 0.2, "center"),
     ):

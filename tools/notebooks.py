@@ -40,11 +40,11 @@ def run(code_cells: list[dict[str, Any]]) -> None:
     """Execute the code cells in order and store their printed lines as outputs."""
     names: dict[str, Any] = {"__name__": "notebook"}
     for number, cell in enumerate(code_cells, 1):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             exec(compile("".join(cell["source"]), f"cell {number}", "exec", dont_inherit=True), names)
         cell["execution_count"] = number
-        if text := printed.getvalue():
+        if text := output.getvalue():
             cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": _lines(text)}]
 
 

@@ -139,13 +139,13 @@ def draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], title: st
     gains = sorted(gain for _, gain in points.values())
     bottom = min(gains[2], 0.0)
     lowest = bottom - 0.15 * (gains[-1] - bottom)
-    clipped = {name: (time, max(gain, lowest)) for name, (time, gain) in points.items()}
+    clipped_points = {name: (time, max(gain, lowest)) for name, (time, gain) in points.items()}
     axes.axhline(0, color=PEER_COLOUR, linewidth=1)
     axes.plot(1, 0, marker="s", color="black", markersize=4)
     axes.text(0.97, 0, "SGD", va="center", ha="right")
-    span = max(gain for _, gain in clipped.values()) - lowest
+    span = max(gain for _, gain in clipped_points.values()) - lowest
     positions: list[float] = []
-    for name, (time, gain) in sorted(clipped.items(), key=lambda item: -item[1][1]):
+    for name, (time, gain) in sorted(clipped_points.items(), key=lambda item: -item[1][1]):
         at = gain
         while any(abs(at - position) < 0.046 * span for position in positions):
             at -= 0.005 * span

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 QUOTED = re.compile(r"(<!-- code:(\S+)((?: \w+)*) -->\n).*?(<!-- /code -->)", re.S)
 
 
-def quoted(path: str, names: list[str]) -> str:
+def quote_code(path: str, names: list[str]) -> str:
     """Return the source of the functions `names` of a file, or all code of the file if `names` is empty."""
     text = (ROOT / path).read_text()
     nodes = {getattr(node, "name", ""): node for node in ast.parse(text).body}
@@ -27,7 +27,7 @@ def page(text: str) -> str:
     """Return the text of a page with the quoted code between its marks."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}```python\n{quoted(match[2], match[3].split())}\n```\n{match[4]}"
+        return f"{match[1]}```python\n{quote_code(match[2], match[3].split())}\n```\n{match[4]}"
 
     return QUOTED.sub(fill, text)
 

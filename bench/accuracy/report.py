@@ -23,9 +23,9 @@ def difference(values: Sequence[float], baseline: Sequence[float]) -> tuple[floa
     return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
 
 
-def overall(tasks: Sequence[Task], who: str, protocol: str, base: str = "SGD") -> tuple[float, float]:
+def overall(tasks: Sequence[Task], variant: str, protocol: str, base: str = "SGD") -> tuple[float, float]:
     """Return the difference to `base` and its error, over independent tasks, each counted the same."""
-    accuracies = [[task["who"][name][protocol]["accuracy"] for name in (who, base)] for task in tasks]
+    accuracies = [[task["who"][name][protocol]["accuracy"] for name in (variant, base)] for task in tasks]
     gains = [difference(values, baseline) for values, baseline in accuracies]
     return sum(mean for mean, _ in gains) / len(gains), math.sqrt(sum(e**2 for _, e in gains)) / len(gains)
 
@@ -40,20 +40,25 @@ def pieces(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the differences by either protocol in Markdown. Raises ValueError if a task lacks a contender."""
     tasks = [case | {"who": {row["name"]: row for row in case["rows"]}} for case in record["cases"]]
     for task in tasks:
-        if unmeasured := sorted({name for measured in tasks for name in measured["who"]} - task["who"].keys()):
-            raise ValueError(f"task {task['name']!r} lacks {', '.join(unmeasured)}: run the command again with --add")
+        if missing_names := sorted({name for other_task in tasks for name in other_task["who"]} - task["who"].keys()):
+            raise ValueError(
+                f"task {task['name']!r} lacks {', '.join(missing_names)}: run the command again with --add"
+            )
     for protocol, words in PROTOCOLS.items():
-        table = differences(tasks, protocol, each=protocol == "steps")
+        table = differences(tasks, protocol, per_task=protocol == "steps")
         yield f"Difference to SGD in percentage points, trained {words}:\n\n{table}"
 
 
-def differences(tasks: Sequence[Task], protocol: str, each: bool) -> str:
+def differences(tasks: Sequence[Task], protocol: str, per_task: bool) -> str:
     """Return variants down, by their mean over everything; across the means by kind of labels, after each task."""
     groups = {words: [task for task in tasks if bool(task["noise"]) == noisy] for words, noisy in
               (("right labels", False), ("wrong labels", True))}  # fmt: skip
-    columns = {task["title"]: [task] for task in tasks if each}
+    columns = {task["title"]: [task] for task in tasks if per_task}
     columns |= {f"mean, {words}": group for words, group in groups.items() if group}
-    optimizers = [who for who in tasks[0]["who"] if who != "SGD"]
-    ranked = sorted(optimizers, key=lambda who: -overall(tasks, who, protocol)[0])
-    rows = [[f"`{who}`", *(cell(*overall(column, who, protocol)) for column in columns.values())] for who in ranked]
+    optimizers = [variant for variant in tasks[0]["who"] if variant != "SGD"]
+    ranking = sorted(optimizers, key=lambda variant: -overall(tasks, variant, protocol)[0])
+    rows = [
+        [f"`{variant}`", *(cell(*overall(column, variant, protocol)) for column in columns.values())]
+        for variant in ranking
+    ]
     return Table("", ["variant", *columns], rows).markdown()

@@ -35,17 +35,17 @@ class Task:
     noise: float = 0.0
     batch: int = 32
 
-    def split(self, seed: int, tuning: bool) -> tuple[Pair, Pair]:
+    def split(self, seed: int, is_tuning: bool) -> tuple[Pair, Pair]:
         """Return training samples of a seed and samples for evaluation, which come from the pool when tuning."""
         x, y, test = self.load()
         pool, rng = len(x) - test, torch.Generator().manual_seed(seed)
         order = torch.randperm(pool, generator=rng)
         training, validation = order[: self.train], order[self.train : self.train + 500]
-        labels = corrupted(y[training], int(y.max()) + 1, self.noise, rng)
-        return (x[training], labels), ((x[validation], y[validation]) if tuning else (x[pool:], y[pool:]))
+        labels = corrupt_labels(y[training], int(y.max()) + 1, self.noise, rng)
+        return (x[training], labels), ((x[validation], y[validation]) if is_tuning else (x[pool:], y[pool:]))
 
 
-def corrupted(labels: Tensor, classes: int, share: float, rng: torch.Generator) -> Tensor:
+def corrupt_labels(labels: Tensor, classes: int, share: float, rng: torch.Generator) -> Tensor:
     """Return `labels` (`[n]`, integers) with round(share * n) of them, chosen at random, replaced.
 
     A new label is drawn uniformly from the other classes.
@@ -64,7 +64,7 @@ def digits() -> tuple[Tensor, Tensor, int]:
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
-    return (*_shuffled(x.reshape(-1, 1, 8, 8) / 8 - 1, y), 800)
+    return (*_shuffle(x.reshape(-1, 1, 8, 8) / 8 - 1, y), 800)
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def cancer() -> tuple[Tensor, Tensor, int]:
     from sklearn.datasets import load_breast_cancer
 
     x, y = load_breast_cancer(return_X_y=True)
-    return (*_shuffled((x - x.mean(0)) / x.std(0), y), 250)
+    return (*_shuffle((x - x.mean(0)) / x.std(0), y), 250)
 
 
 @functools.cache
@@ -162,7 +162,7 @@ TASKS = {
 }
 
 
-def _shuffled(x: np.ndarray, y: np.ndarray) -> tuple[Tensor, Tensor]:
+def _shuffle(x: np.ndarray, y: np.ndarray) -> tuple[Tensor, Tensor]:
     order = np.random.default_rng(0).permutation(len(y))
     return _tensors(x[order], y[order])
 

@@ -83,13 +83,13 @@ def contenders() -> dict[str, Contender]:
     return table
 
 
-def measure(name: str, who: str, quick: bool) -> dict[str, Any]:
+def measure(name: str, variant: str, quick: bool) -> dict[str, Any]:
     """Return the case of a task with the contender's row: the grid, best first, and the best trial's runs by both
     protocols."""
-    task, seeds, contender = TASKS[name], SEEDS[:2] if quick else SEEDS, contenders()[who]
+    task, seeds, contender = TASKS[name], SEEDS[:2] if quick else SEEDS, contenders()[variant]
     steps = QUICK_STEPS if quick else task.steps
-    times = step_times(task, {"SGD": contenders()["SGD"], who: contender}, 2 if quick else 15)
-    cost, num_steps = times[who] / times["SGD"], round(contender.share * steps)
+    times = step_times(task, {"SGD": contenders()["SGD"], variant: contender}, 2 if quick else 15)
+    cost, num_steps = times[variant] / times["SGD"], round(contender.share * steps)
     grid = tune(task, contender, TUNING_SEEDS, num_steps)
     trial = (grid[0]["lr"], grid[0]["value"])
     results: dict[int, dict[str, Any]] = {}
@@ -101,21 +101,21 @@ def measure(name: str, who: str, quick: bool) -> dict[str, Any]:
             "std": statistics.stdev(accuracy), "rise": statistics.fmean(sharpness),
         }  # fmt: skip
     text = f"lr {trial[0]:g}, {contender.second} {trial[1]:g}"
-    row = {"name": who, "title": f"`{who}`", "cost": cost, "chosen": text}
+    row = {"name": variant, "title": f"`{variant}`", "cost": cost, "chosen": text}
     row |= {"grid": grid, "steps": results[num_steps], "time": results[fewer]}
     facts = {"title": task.title, "noise": task.noise, "train": task.train, "steps": steps, "lrs": list(task.lrs)}
     return {**facts, "rows": [row]}
 
 
 def run(
-    task: Task, contender: Contender, trial: Trial, seed: int, steps: int, tuning: bool = False, sharp: bool = False
+    task: Task, contender: Contender, trial: Trial, seed: int, steps: int, is_tuning: bool = False, sharp: bool = False
 ) -> tuple[float, float]:
     """Train from the seed's initial weights on its samples, in its order; the learning rate falls linearly to 0.
 
     Return the share of the evaluated labels that are right, and with `sharp` how far the training loss rises within a
     step of length `RADIUS` along its gradient.
     """
-    train, held_out = task.split(seed, tuning)
+    train, held_out = task.split(seed, is_tuning)
     model, optimizer = _start(task, contender, trial, seed)
     act = _step_of(model, optimizer, _batches(train, task.batch, seed))
     for number in range(steps):
@@ -135,11 +135,11 @@ def tune(task: Task, contender: Contender, seeds: Sequence[int], steps: int) -> 
 
     Equally good trials keep the order of the grid.
     """
-    scored = []
+    trials = []
     for lr, value in itertools.product(task.lrs, contender.values):
-        accuracies = [run(task, contender, (lr, value), seed, steps, tuning=True)[0] for seed in seeds]
-        scored.append({"lr": lr, "value": value, "validation": statistics.fmean(accuracies)})
-    return sorted(scored, key=lambda row: -row["validation"])
+        accuracies = [run(task, contender, (lr, value), seed, steps, is_tuning=True)[0] for seed in seeds]
+        trials.append({"lr": lr, "value": value, "validation": statistics.fmean(accuracies)})
+    return sorted(trials, key=lambda row: -row["validation"])
 
 
 def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dict[str, float]:
@@ -147,7 +147,7 @@ def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dic
     acts = {}
     for name, contender in contenders.items():
         model, optimizer = _start(task, contender, (task.lrs[0], contender.values[0]), seed=0)
-        acts[name] = _step_of(model, optimizer, _batches(task.split(0, tuning=True)[0], task.batch, seed=0))
+        acts[name] = _step_of(model, optimizer, _batches(task.split(0, is_tuning=True)[0], task.batch, seed=0))
 
     def sample(act: Callable[[], object]) -> float:
         start = time.perf_counter()

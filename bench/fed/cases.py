@@ -33,7 +33,7 @@ def all_of(options: Options) -> Iterator[Case]:
 
 
 def _race(options: Options, part: str, title: str, entries: list[Entry], *turns: int, **facts: Any) -> Iterator[Case]:
-    names = options.chosen(entry.label for entry in entries[1:])
+    names = options.select(entry.label for entry in entries[1:])
     entries = [entries[0], *(entry for entry in entries if entry.label in names)]  # the first is the unit
 
     def measure(_: float) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def overheads(options: Options) -> Iterator[Case]:
     for model, executor in itertools.product(overhead.CLIENTS, overhead.EXECUTORS):
         title = f"{model.upper()}, {executor}"
         for label, load in overhead.loads(model).items():
-            if options.chosen([label]):
+            if options.select([label]):
                 run = partial(overhead.compare, label, load, executor, options.number(CHUNKS + 3, 3))
                 yield Case("overhead", title, [label], lambda _, run=run: {"rows": [run()]})  # type: ignore[misc]
 

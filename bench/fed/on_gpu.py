@@ -63,23 +63,23 @@ def by_clients(device: str, model: str, executor: str) -> Iterator[Item]:
         rowprograms.maker = lambda setup: None  # type: ignore[assignment]
     for n, algorithm in product(CLIENTS, ("fedavg", "fedsam")):
         load = Workload(model, algorithm, clients=n, cohort=n, device=device)
-        load_rounds = partial(_load_rounds, load, 3, **how(executor.split(",")[0], n))
+        load_rounds = partial(_load_rounds, load, 3, **executor_options(executor.split(",")[0], n))
         work = partial(_bare_rounds, load, 3) if executor == "bare loop" else load_rounds
         yield "gpu", f"{model.upper()}, {algorithm}, by clients", executor, n, work
 
 
-def client_states(device: str, where: str) -> Iterator[Item]:
+def client_states(device: str, location: str) -> Iterator[Item]:
     """Yield a round of 100 clients of SCAFFOLD with their states on the device or in host memory, by model size.
 
     A client has one batch, the least work that can hide the copies of its state.
     """
-    options = {"executor": "streams" if device == "cuda" else "sequential", "client_state": where}
+    options = {"executor": "streams" if device == "cuda" else "sequential", "client_state": location}
     for width in STATE_WIDTHS:
         load = Workload(f"mlp:{width}", clients=100, device=device)
         model, data = load.make_model(), [(x[:BATCH], y[:BATCH]) for x, y in load.tensors()]
         at = sum(p.numel() for p in model.parameters())
         work = partial(_rounds, model, data, "scaffold", 4, **options)
-        yield "gpu", "SCAFFOLD, states of 100 clients by parameters", where, at, work
+        yield "gpu", "SCAFFOLD, states of 100 clients by parameters", location, at, work
 
 
 def table8(device: str, executor: str) -> Iterator[Item]:
@@ -93,7 +93,7 @@ def table8(device: str, executor: str) -> Iterator[Item]:
     if executor == "bare loop":
         yield "gpu", title, executor, "fedavg", partial(_bare_epoch, model, data[:10])
         return
-    options = how(executor, 10) | {"batch": 50, "cohort": 0.1}
+    options = executor_options(executor, 10) | {"batch": 50, "cohort": 0.1}
     for algorithm in TABLE8:
         yield "gpu", title, executor, algorithm, partial(_rounds, model, data[:100], algorithm, 2, **options)
 
@@ -101,7 +101,7 @@ def table8(device: str, executor: str) -> Iterator[Item]:
 def busy(device: str, executor: str) -> Iterator[Item]:
     """Yield what a round of small CNNs keeps the device busy with, under the profiler: see `occupation`."""
     title = f"A round of {TRACED} small CNNs under the profiler"
-    yield "busy", title, executor, TRACED, partial(_profiled, device, executor)
+    yield "busy", title, executor, TRACED, partial(_profile, device, executor)
 
 
 def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
@@ -112,10 +112,10 @@ def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
     table: dict[str, Callable[[], Iterator[Item]]] = {f"{m} {e}": partial(by_clients, device, m, e) for m, e in pairs}
     table |= {f"table 8 {e}": partial(table8, device, e) for e in ("bare loop", *executors[:3])}
     table |= {f"busy {e}": partial(busy, device, e) for e in executors}
-    return table | {f"states {where}": partial(client_states, device, where) for where in ("device", "host")}
+    return table | {f"states {location}": partial(client_states, device, location) for location in ("device", "host")}
 
 
-def measured(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
+def measure(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
     """Yield a case with one row per item. A failure does not hide the other results."""
     for part, title, executor, at, work in items:
         row: Figures = {"name": f"{executor}, {at}", "title": executor, "ours": True, "executor": executor, "at": at}
@@ -132,7 +132,7 @@ def measured(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str]) -> None:
     name, device, seconds = argv
     say = answers()
-    for case in measured(jobs(device)[name](), time.monotonic() + float(seconds)):
+    for case in measure(jobs(device)[name](), time.monotonic() + float(seconds)):
         say(case)
         # After an error that stays with the device every later call fails with the same words.
         if "CUDA error" in case["rows"][0].get("problem", ""):
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
     say(None)
 
 
-def how(executor: str, clients: int) -> Figures:
+def executor_options(executor: str, clients: int) -> Figures:
     """Return the keywords of an executor: all clients at once, but no more than there are streams; "auto" chooses."""
     if executor in ("auto", "sequential"):
         return {"executor": executor}
@@ -165,18 +165,18 @@ class Ticks:
 
 def _rounds(
     model: nn.Module, data: Sequence[Any], algorithm: str, rounds: int, batch: int = BATCH, cohort: float = 1.0,
-    **how: Any,
+    **options: Any,
 ) -> Figures:  # fmt: skip
     ticks = Ticks(next(model.parameters()).device)
     fed.run(
         model, data, fed.algorithms.registry[algorithm](), rounds=rounds + 1, batch_size=batch, lr=LR / 10,
-        sampler="fixed", participation=cohort, eval_every=rounds + 1, progress=ticks, **how,
+        sampler="fixed", participation=cohort, eval_every=rounds + 1, progress=ticks, **options,
     )  # fmt: skip
     return ticks.figures()
 
 
-def _load_rounds(load: Workload, rounds: int, **how: Any) -> Figures:
-    return _rounds(load.make_model(), load.tensors(), load.algorithm, rounds, **how)
+def _load_rounds(load: Workload, rounds: int, **options: Any) -> Figures:
+    return _rounds(load.make_model(), load.tensors(), load.algorithm, rounds, **options)
 
 
 def _bare_rounds(load: Workload, rounds: int) -> Figures:
@@ -202,11 +202,11 @@ def _bare_epoch(model: nn.Module, data: Sequence[Any]) -> Figures:
     return ticks.figures()
 
 
-def _profiled(device: str, executor: str) -> Figures:
+def _profile(device: str, executor: str) -> Figures:
     load = Workload("cnn", clients=TRACED, cohort=TRACED, device=device)
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if device == "cuda" else activity.CPU]) as profiler:
-        _load_rounds(load, 2, **how(executor, TRACED))
+        _load_rounds(load, 2, **executor_options(executor, TRACED))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -224,13 +224,13 @@ def occupation(kernels: Sequence[Mapping[str, Any]]) -> Figures:
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels)
     if not spans:
         return {"kernels": 0, "streams": 0, "busy": 0.0, "at_once": 0.0}
-    covered, end = 0.0, spans[0][0]
+    busy_time, end = 0.0, spans[0][0]
     for begin, ends in spans:
-        covered += max(0.0, ends - max(begin, end))
+        busy_time += max(0.0, ends - max(begin, end))
         end = max(end, ends)
     return {
         "kernels": len(spans), "streams": len({e["args"]["stream"] for e in kernels}),
-        "busy": covered / (end - spans[0][0]), "at_once": sum(e - b for b, e in spans) / covered,
+        "busy": busy_time / (end - spans[0][0]), "at_once": sum(e - b for b, e in spans) / busy_time,
     }  # fmt: skip
 
 

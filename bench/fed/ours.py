@@ -13,7 +13,7 @@ from fastsam import fed
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
     """Train with `fed.run` and return the model. option: an executor."""
     algorithm = fed.algorithms.registry[workload.algorithm]()
-    sampler = counted(workload, tick) if dist.is_torchelastic_launched() else "fixed"
+    sampler = count_rounds(workload, tick) if dist.is_torchelastic_launched() else "fixed"
     return fed.run(
         workload.make_model(), workload.tensors(), algorithm, rounds=rounds, local_epochs=workload.epochs,
         batch_size=BATCH, lr=workload.lr, participation=workload.cohort / workload.clients, sampler=sampler,
@@ -22,7 +22,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
     ).model  # fmt: skip
 
 
-def counted(workload: Workload, tick: Callable[[], None]) -> Callable[[int, torch.Generator], list[int]]:
+def count_rounds(workload: Workload, tick: Callable[[], None]) -> Callable[[int, torch.Generator], list[int]]:
     """Return a sampler that counts rounds on all ranks, because `progress` is called only on the first rank."""
 
     def sample(round: int, generator: torch.Generator) -> list[int]:

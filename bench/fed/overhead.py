@@ -40,9 +40,9 @@ def compare(label: str, load: Workload, executor: str, number: int) -> dict[str,
     lengths = {"round": {}} if load.options else {"round": {}, short: few, "long": few | {"epochs": LONG}}
     contender = f"ours:{executor}" + (f":{CPU_TIME}" if executor == "sequential" else "")
     entries = [
-        Entry(f"{who} {name}", contender, replace(one, **options))
+        Entry(f"{prefix} {name}", contender, replace(one, **options))
         for name, options in lengths.items()
-        for who, one in (("unit", replace(load, algorithm=UNIT, options=())), ("own", load))
+        for prefix, one in (("unit", replace(load, algorithm=UNIT, options=())), ("own", load))
     ]
     samples, rows = turns(entries, number, ROUNDS[load.model])
     row: dict[str, Any] = {"name": label, "ours": True}
@@ -52,8 +52,8 @@ def compare(label: str, load: Workload, executor: str, number: int) -> dict[str,
     if load.options:
         return row
     row_seconds, unit = (
-        [a - b for a, b in zip(samples.seconds[f"{who} long"], samples.seconds[f"{who} {short}"], strict=True)]
-        for who in ("own", "unit")
+        [a - b for a, b in zip(samples.seconds[f"{prefix} long"], samples.seconds[f"{prefix} {short}"], strict=True)]
+        for prefix in ("own", "unit")
     )
     steps = CLIENTS[load.model] * (SAMPLES // BATCH) * (LONG - 1)
     seconds = Summary.of([seconds / steps for seconds in row_seconds])

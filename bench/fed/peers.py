@@ -58,24 +58,24 @@ def flower(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    server, trained = ServerApp(), workload.make_model()
+    server, model = ServerApp(), workload.make_model()
 
     class Ticking(FedAvg):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
-            done = super().aggregate_train(server_round, replies)
+            result_of_round = super().aggregate_train(server_round, replies)
             tick()
-            return done
+            return result_of_round
 
     @server.main()
     def _(grid: Grid, context: Context) -> None:
         share = workload.cohort / workload.clients
         strategy = Ticking(fraction_train=share, fraction_evaluate=0.0, min_available_nodes=workload.clients)
-        result = strategy.start(grid=grid, initial_arrays=ArrayRecord(trained.state_dict()), num_rounds=rounds)
-        trained.load_state_dict(result.arrays.to_torch_state_dict())
+        result = strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=rounds)
+        model.load_state_dict(result.arrays.to_torch_state_dict())
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, client_app(workload), workload.clients, backend_config=resources)
-    return trained
+    return model
 
 
 def pfl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:

@@ -18,7 +18,7 @@ def answers() -> Callable[[Any], None]:
     """Return a function that writes JSON lines to standard output, and redirect other output to standard error."""
     file = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return lambda what: print(json.dumps(what), file=file, flush=True)
+    return lambda message: print(json.dumps(message), file=file, flush=True)
 
 
 class Process:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.fed.process import Process
 from bench.fed.workload import CLASSES, Workload
-from bench.record import failed
+from bench.record import has_failed
 from bench.timing import Rounds, Summary, interleave
 
 LOSS_RATIO = 1.3  # allowed by the correctness check; clients are sampled differently, so losses differ a little
@@ -84,12 +84,12 @@ def turns(entries: Sequence[Entry], chunks: int, rounds: int) -> tuple[Rounds, l
     rows = []
     for entry in entries:
         row = {"name": entry.label, "title": entry.label, "ours": entry.ours}
-        problem = problems.get(entry.label) or _untrained(entry, entries[0], ends)
+        problem = problems.get(entry.label) or _training_problem(entry, entries[0], ends)
         rows.append(row | ({"problem": problem} if problem else ends[entry.label]))
     return samples, rows
 
 
-def _untrained(entry: Entry, unit: Entry, ends: dict[str, Any]) -> str:
+def _training_problem(entry: Entry, unit: Entry, ends: dict[str, Any]) -> str:
     """Return how training failed; empty if it worked."""
     if ends[unit.label] is None:
         return f"the unit {unit.label!r} failed"
@@ -103,7 +103,7 @@ def _untrained(entry: Entry, unit: Entry, ends: dict[str, Any]) -> str:
 def race(entries: Sequence[Entry], chunks: int, rounds: int) -> dict[str, Any]:
     """Return the rows of all entries with seconds and speed; the first entry is the unit of speed."""
     samples, rows = turns(entries, chunks, rounds)
-    for row in (row for row in rows if not failed(row)):
+    for row in (row for row in rows if not has_failed(row)):
         seconds, unit = (samples.seconds[name] for name in (row["name"], entries[0].label))
         row |= {"seconds": asdict(Summary.of(seconds)), "speed": asdict(Summary.of_ratios(unit, seconds))}
     return {"busy": round(samples.busy, 3), "rows": rows}

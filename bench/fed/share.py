@@ -33,9 +33,9 @@ def measure(load: Workload, rounds: int) -> dict[str, float]:
     the server's step, records)."""
     spent, marks = 0.0, list[tuple[float, float]]()
 
-    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+    def time_calls(work: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(work)
-        def wrapped(*args: Any, **keywords: Any) -> Any:
+        def wrapper(*args: Any, **keywords: Any) -> Any:
             nonlocal spent
             since = time.perf_counter()
             try:
@@ -43,9 +43,9 @@ def measure(load: Workload, rounds: int) -> dict[str, float]:
             finally:
                 spent += time.perf_counter() - since
 
-        return wrapped
+        return wrapper
 
-    patches = [mock.patch.object(owner, name, timed(getattr(owner, name))) for owner, name in INSIDE]
+    patches = [mock.patch.object(owner, name, time_calls(getattr(owner, name))) for owner, name in INSIDE]
     for patch in patches:
         patch.start()
     try:

@@ -38,21 +38,21 @@ class Chunks:
         wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.rounds, self.say, self.order, self.wait, self.clock = rounds, say, order, wait, clock
-        self.total, self.done, self.since = chunks * rounds, 0, clock()
+        self.total, self.num_done, self.since = chunks * rounds, 0, clock()
 
     def tick(self) -> None:
         """Note the end of a round."""
-        self.done += 1
-        if self.done % self.rounds or self.done > self.total:
+        self.num_done += 1
+        if self.num_done % self.rounds or self.num_done > self.total:
             return
         self.wait()
         self.say((self.clock() - self.since) / self.rounds)
-        if self.done < self.total:
+        if self.num_done < self.total:
             self.order()
         self.since = self.clock()
 
 
-def apart() -> Callable[[], None]:
+def separate_processes() -> Callable[[], None]:
     """Make a launcher's processes independent. Return a function that waits until all processes have called it."""
     from torch import distributed
 
@@ -71,12 +71,12 @@ def apart() -> Callable[[], None]:
 
 
 def main() -> None:
-    name, described, chunks, rounds, threads = sys.argv[1:]
+    name, description, chunks, rounds, threads = sys.argv[1:]
     first, answer = os.environ.get("RANK", "0") == "0", answers()
 
-    def say(what: Any) -> None:
+    def say(message: Any) -> None:
         if first:
-            answer(what)
+            answer(message)
 
     def order() -> None:
         if first and not sys.stdin.readline():
@@ -86,18 +86,18 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(int(threads))
-    workload = Workload(**json.loads(described))
+    workload = Workload(**json.loads(description))
     module, option, *more = name.split(":")
     meet = wait = int  # which does nothing
     if more == [APART]:
-        wait = meet = apart()
+        wait = meet = separate_processes()
     elif torch.distributed.is_torchelastic_launched():
         meet = torch.distributed.barrier
     clock = time.process_time if more == [CPU_TIME] else time.perf_counter
     steps = Chunks(int(chunks) + 1, int(rounds), say, order, wait, clock)
-    trained = importlib.import_module(f"bench.fed.{module}").train(workload, steps.total, steps.tick, option)
+    model = importlib.import_module(f"bench.fed.{module}").train(workload, steps.total, steps.tick, option)
     peak = peak_mib()  # before the loss over all data, which takes more than the CNN's training
-    say({"loss": workload.loss_of(trained), "peak_mib": round(peak, 1)})
+    say({"loss": workload.loss_of(model), "peak_mib": round(peak, 1)})
 
 
 def peak_mib() -> float:

@@ -19,24 +19,24 @@ def steps(
     *,
     torch_cuda: str | None,
     gpu: bool,
-    which: Callable[[str], str | None] = shutil.which,
+    find_executable: Callable[[str], str | None] = shutil.which,
 ) -> list[str]:
     """Return one or two lines (a line may be a paragraph): the most useful thing to install, if any, and how to begin.
 
     Args:
         reasons: reasons why backends cannot be used, by (name, device).
         torch_cuda: CUDA version that torch is built for, or None.
-        which: function that finds a program by its name.
+        find_executable: function that finds a program by its name.
     """
     native, cuda = (reasons.get(("native", device)) for device in ("cpu", "cuda"))
     if native is not None:
         compilers = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++", "c++"]
-        if any(name and which(name) for name in compilers):
+        if any(name and find_executable(name) for name in compilers):
             todo = f"`{BUILD}` compiles the CPU kernels, in some minutes"
         else:
             todo = f"install a C++ compiler (`apt-get install g++`), then `{BUILD}`"
         return [f"next:  {todo}; without them steps are the same, and slower", START]
-    if not gpu and torch_cuda is None and which("nvidia-smi"):
+    if not gpu and torch_cuda is None and find_executable("nvidia-smi"):
         return [
             "next:  this torch is built without CUDA, and there is a GPU: https://pytorch.org/get-started has the one "
             "for it",
@@ -45,6 +45,6 @@ def steps(
     if gpu and cuda is not None:
         triton = ("triton", "cuda") not in reasons
         lead = "Triton serves the GPU; for the compiled kernels " if triton else "for the GPU `pip install triton`, or "
-        nvcc = "" if which("nvcc") else "install nvcc (the CUDA toolkit), then "
+        nvcc = "" if find_executable("nvcc") else "install nvcc (the CUDA toolkit), then "
         return [f"next:  {lead}{nvcc}`{BUILD} --cuda`", START]
     return [START]

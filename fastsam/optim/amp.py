@@ -44,9 +44,9 @@ SHARDED = (
 class GradScalerTracker:
     """The GradScaler of an optimizer. The first pass asks it for the state of the gradients."""
 
-    def __init__(self, saved: Tensor | None = None) -> None:
-        """saved: the scale of a scaler that is not known yet."""
-        self.saved = saved
+    def __init__(self, saved_scale: Tensor | None = None) -> None:
+        """saved_scale: the scale of a scaler that is not known yet."""
+        self.saved_scale = saved_scale
         self._scaler: weakref.ref[GradScaler] | None = None  # the scaler of the last step
 
     def check_not_unscaled(self, optimizer: Optimizer) -> None:
@@ -71,7 +71,7 @@ class GradScalerTracker:
     def scale(self) -> Tensor | None:
         """The present factor of gradients: of the known scaler, or of the saved state, or None."""
         scaler = None if self._scaler is None else self._scaler()
-        return self.saved if scaler is None else scaler._scale  # there is no way to ask that does not wait
+        return self.saved_scale if scaler is None else scaler._scale  # there is no way to ask that does not wait
 
 
 def forget_scales(optimizer: Any) -> None:

@@ -45,9 +45,9 @@ class CopyBackup:
     ) -> None:
         """params: the bucket's list itself, since another one would be another reference to each parameter."""
         self._params, self._aliases, self._dtype, self._arena, self._kernels = params, aliases, dtype, arena, kernels
-        self._sharded = any(map(is_dtensor, params))
+        self._has_dtensors = any(map(is_dtensor, params))
         self.can_swap = can_swap
-        self.swapped: StorageSwap | None = None  # parameters that have other memory in this step
+        self.active_swap: StorageSwap | None = None  # parameters that have other memory in this step
         self.target = Target.RESTORED
         self.needs_save = True  # the perturbation has to save the weights
         if not can_swap:
@@ -62,7 +62,7 @@ class CopyBackup:
 
     def begin_step(self, has_weights: bool = False) -> None:
         """Prepare for a perturbation. has_weights: the backup has the weights already."""
-        self.target, self.needs_save, self.swapped = Target.RESTORED, not has_weights, None
+        self.target, self.needs_save, self.active_swap = Target.RESTORED, not has_weights, None
 
     def begin_update(self, target: Target) -> None:
         """Prepare for an update that is not made from the backup into the parameters."""
@@ -97,13 +97,13 @@ class CopyBackup:
 
     def swap_back(self) -> None:
         """Give parameters their own memory back, unless they were moved elsewhere."""
-        if self.swapped is not None:
-            self.swapped.swap_back()
-            self.swapped = None
+        if self.active_swap is not None:
+            self.active_swap.swap_back()
+            self.active_swap = None
 
     # --- states ---
 
-    def saved(self, selection: Selection) -> list[Tensor]:
+    def unperturbed_weights(self, selection: Selection) -> list[Tensor]:
         """Return the unperturbed weights of these parameters, or their master copies."""
         if self.target is Target.PARAMS and not self.is_master:
             return [self._aliases[i] for i in selection.slots]
@@ -111,7 +111,7 @@ class CopyBackup:
 
     def versions(self) -> list[int]:
         """Return the version counters of the weights, which writes increment."""
-        if self._sharded:  # torch's own writes count in the DTensor
+        if self._has_dtensors:  # torch's own writes count in the DTensor
             return [p._version + to_local(p)._version for p in self._params]
         return [p._version for p in self._params]
 
@@ -128,23 +128,23 @@ class MasterBackup(CopyBackup):
         dtype: torch.dtype,
         arena: Arena,
         kernels: Kernels,
-        trusting: bool,
+        trusts_versions: bool,
     ) -> None:
-        """trusting: writes of the weights are seen by their version counters, so that no comparison with the masters is
-        needed."""
+        """trusts_versions: writes of the weights are seen by their version counters, so that no comparison with the
+        masters is needed."""
         super().__init__(params, aliases, dtype, arena, kernels, can_swap=False)
-        self._trusting = trusting
+        self._trusts_versions = trusts_versions
         self._versions: list[int] | None = None  # versions of the weights after the last update
         arena.layout.gather(aliases, self.weights[0])
 
     def begin_step(self, has_weights: bool = False) -> None:
         super().begin_step(has_weights)
-        if self.needs_save and self._trusting and not torch.compiler.is_compiling():
+        if self.needs_save and self._trusts_versions and not torch.compiler.is_compiling():
             self.needs_save = self._versions != self.versions()
 
     def begin_update(self, target: Target) -> None:
         """Stay with the masters, which every update reads and writes."""
 
     def note_update(self) -> None:
-        if self._trusting:
+        if self._trusts_versions:
             self._versions = self.versions()

@@ -56,11 +56,11 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
     if not isinstance(base, Optimizer):
         raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")
     _check_no_wrapper(base)
-    reserved = sorted(set(OWN_OPTIONS) & set(base.defaults))
-    if reserved:
+    reserved_names = sorted(set(OWN_OPTIONS) & set(base.defaults))
+    if reserved_names:
         raise ValueError(
-            f"{type(base).__name__} has its own options called {', '.join(reserved)}, which are SAM's here; it cannot "
-            f"be the base"
+            f"{type(base).__name__} has its own options called {', '.join(reserved_names)}, which are SAM's here; "
+            f"it cannot be the base"
         )
     closure = inspect.signature(unhooked_step(base)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

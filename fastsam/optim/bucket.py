@@ -36,13 +36,13 @@ class Bucket:
         groups: Sequence[int],
         kernels: Kernels,
         hparams: Tensor,
-        fused: bool,
+        is_fused: bool,
         exclusive: bool = False,
     ) -> None:
         self.params, self.numbers, self.groups = list(params), list(numbers), list(groups)
         self.kernels, self.hparams = kernels, hparams
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.shard_groups, self.sharded = shard_groups_of(params[0]), any(map(is_dtensor, params))
+        self.shard_groups, self.has_dtensors = shard_groups_of(params[0]), any(map(is_dtensor, params))
         self.compute = compute_dtype(self.dtype)
         # Kernels get detached aliases, which skip autograd's dispatch, and dense tensors in place of ones with gaps.
         self.aliases = [to_local(p).detach() for p in self.params]
@@ -51,7 +51,7 @@ class Bucket:
         ]
         self.layout = Layout.of(self.tensors, groups)
         self.arena = Arena(self.layout, device=self.device)
-        kind: type[CopyBackup] = MasterBackup if fused and self.dtype != self.compute else CopyBackup
+        kind: type[CopyBackup] = MasterBackup if is_fused and self.dtype != self.compute else CopyBackup
         dtype = self.compute if kind.is_master else self.dtype
         self.backup = kind(self.params, self.aliases, dtype, self.arena, kernels, exclusive)
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
@@ -71,7 +71,7 @@ class Bucket:
 
     def gather(self) -> tuple[Selection, list[Tensor]]:
         """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements."""
-        parameter_grads = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
+        parameter_grads = list(map(gradient_of, self.params)) if self.has_dtensors else [p.grad for p in self.params]
         slots, grads = present(parameter_grads, self.tensors, self.numbers)
         return self.select(slots), grads
 
@@ -84,7 +84,7 @@ class Bucket:
         if calls is target:
             make, operands = getattr(self.kernels, "direct_calls", None), self.backup.operands(selection)
             calls = selection.direct_calls[target] = make and make(*operands, selection.table, self.hparams)
-        return None if calls is None or calls.watched() else calls
+        return None if calls is None or calls.is_watched() else calls
 
     def field(self, name: str) -> Tensor:
         """Return a field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
@@ -116,18 +116,18 @@ class Bucket:
     ) -> list[Tensor]:
         """Return the vectors along which these parameters are perturbed: `choose(factor * g, state, next_state)`,
         see `SAM.direction`. The state of other parameters stays."""
-        g = self._gathered(selection, grads)
+        g = self._concatenate(selection, grads)
         if factor is not None:
             g.mul_(factor)
         if VARIANT_STATE not in self.arena:
-            return self._rounded(choose(g, g[:, :0], g[:, :0]), selection)
+            return self._round(choose(g, g[:, :0], g[:, :0]), selection)
         state, next_state = self.field(VARIANT_STATE), self.field(NEXT_STATE)
         direction = choose(g, state, next_state)
         if selection is not self.whole and (complement := self._complement(selection)).slots:
             torch._foreach_copy_(complement.views(next_state), complement.views(state))
-        return self._rounded(direction, selection)
+        return self._round(direction, selection)
 
-    def _gathered(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
+    def _concatenate(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
         """Return these gradients as one vector, which is zero elsewhere."""
         g = self.field(GRADIENT)
         if selection is not self.whole:
@@ -136,7 +136,7 @@ class Bucket:
             torch._foreach_copy_(selection.views(g), list(grads))
         return g
 
-    def _rounded(self, vector: Tensor, selection: Selection) -> list[Tensor]:
+    def _round(self, vector: Tensor, selection: Selection) -> list[Tensor]:
         """Return the parts of a vector for these parameters, in their dtype."""
         if self.dtype != self.compute:
             vector = self.arena.field(ROUNDED, self.dtype).copy_(vector)
@@ -165,9 +165,9 @@ class Bucket:
         if direct is None:
             backup.target = Target.RESTORED
         else:
-            donated = donate and grad_storage_reusable(self.params, selection.slots, grads)
-            swap.set_targets(grads if donated else selection.views(backup.weights), donated)
-            backup.swapped = swap
+            is_donated = donate and grad_storage_reusable(self.params, selection.slots, grads)
+            swap.set_targets(grads if is_donated else selection.views(backup.weights), is_donated)
+            backup.active_swap = swap
         return direct
 
     # --- the calls ---
@@ -213,12 +213,12 @@ class Bucket:
         self, direct: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
         """Make `norm_` and `perturb_` as direct calls. Parameters that `swap` prepared get other memory."""
-        self.backed_up, swapped = selection, self.backup.swapped
-        if swapped is None:
+        self.backed_up, swap = selection, self.backup.active_swap
+        if swap is None:
             direct.norm_perturb_(grads, sumsq, adaptive, self.backup.needs_save)
         else:
-            direct.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed=swapped.targets)
-            swapped.swap_in()
+            direct.norm_perturb_(grads, sumsq, adaptive, save=False, perturbed_weights=swap.targets)
+            swap.swap_in()
 
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Save the weights and leave them: a perturbation whose norm is zero."""
@@ -251,8 +251,8 @@ class Bucket:
 
     def saved_slots(self) -> tuple[int, ...]:
         """Return the slots of the parameters `held` that are, bit for bit, the saved weights."""
-        saved = zip(self.backed_up.slots, self.backed_up.views(self.backup.weights), strict=True)
-        return tuple(i for i, weights in saved if same_bits(self.aliases[i], weights.to(self.dtype)))
+        pairs = zip(self.backed_up.slots, self.backed_up.views(self.backup.weights), strict=True)
+        return tuple(i for i, weights in pairs if same_bits(self.aliases[i], weights.to(self.dtype)))
 
 
 BucketGrads = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
@@ -267,15 +267,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def buckets_of(
     groups: Sequence[dict[str, Any]],
-    uninitialized: Sequence[Tensor],
+    uninitialized_params: Sequence[Tensor],
     backend: str,
     device: torch.device,
     hparams: Tensor,
-    fused: bool,
+    is_fused: bool,
     exclusive: bool,
 ) -> list[Bucket]:
-    """Return buckets of the parameters by dtype and by the ranks that share them, in order, without `uninitialized`."""
-    absent = set(map(id, uninitialized))
+    """Return buckets of the parameters by dtype and by the ranks that share them, in order, without
+    `uninitialized_params`."""
+    absent = set(map(id, uninitialized_params))
     members: dict[tuple[torch.dtype, ShardGroups], list[tuple[Tensor, int, int]]] = {}
     number = 0
     for group_number, group in enumerate(groups):
@@ -287,5 +288,5 @@ def buckets_of(
     for (dtype, _), members_of_bucket in members.items():
         params, numbers, group_numbers = zip(*members_of_bucket, strict=True)
         kernels = bind(backend, device, dtype)
-        buckets.append(Bucket(params, numbers, group_numbers, kernels, hparams, fused, exclusive))
+        buckets.append(Bucket(params, numbers, group_numbers, kernels, hparams, is_fused, exclusive))
     return buckets

@@ -26,12 +26,12 @@ class ClipCheck:
 
     def __init__(self) -> None:
         self._handle: RemovableHandle | None = None  # handle of the hook on the parameter
-        self._noted: tuple[int, int] | None = None  # id and version of the gradient
+        self._grad_mark: tuple[int, int] | None = None  # id and version of the gradient
         self._is_done = False
 
     def watch(self, params: Sequence[Tensor]) -> None:
         """Note the gradient of the first of these parameters that needs one, in each of its backward passes."""
-        self._noted = None
+        self._grad_mark = None
         if self._is_done or torch.compiler.is_compiling():
             return
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -48,17 +48,17 @@ class ClipCheck:
     def _note(self, parameter: Tensor) -> None:
         grad = parameter.grad
         if grad is not None and not self._is_done:
-            self._noted = id(grad), grad._version
+            self._grad_mark = id(grad), grad._version
 
     def warn(self, params: Sequence[Tensor], variant: str, stacklevel: int) -> None:
         """Warn once if the noted gradient was written since. A compiled step, which cannot read hooks, never warns."""
         if torch.compiler.is_compiling():
             return
-        noted, self._noted = self._noted, None
-        if noted is None or (parameter := _first(params)) is None or not self._is_hooked(parameter):
+        mark, self._grad_mark = self._grad_mark, None
+        if mark is None or (parameter := _first(params)) is None or not self._is_hooked(parameter):
             return
         grad = parameter.grad
-        if grad is not None and id(grad) == noted[0] and grad._version > noted[1]:
+        if grad is not None and id(grad) == mark[0] and grad._version > mark[1]:
             self._is_done = True
             warnings.warn(MESSAGE.format(variant), UserWarning, stacklevel)
 

@@ -55,7 +55,7 @@ class Engine(ParamTracker):
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
         self.training = True  # False in the evaluation of a variant of one pass
         self.in_closure = False  # a closure of `step` is running
-        self.finishing = False  # `second_step` is running
+        self.is_finishing = False  # `second_step` is running
         self._calls: list[BucketGrads] = []  # calls of a perturbation under way
         super().__init__(base, backend, exclusive, variant, combiner.coefficients if self.uses_combiner else None)
         self.steps = self.steps
@@ -78,7 +78,7 @@ class Engine(ParamTracker):
 
     # --- the passes ---
 
-    _updated = WeightState.ORIGINAL  # the phase after an update
+    _phase_after_update = WeightState.ORIGINAL  # the phase after an update
 
     @property
     def perturbs(self) -> bool:
@@ -139,7 +139,7 @@ class Engine(ParamTracker):
         if self.in_backward is not None:
             self.in_backward.updated_slots.clear()
             for bucket, selection, _ in calls:
-                if donate and bucket.backup.swapped is not None:
+                if donate and bucket.backup.active_swap is not None:
                     self.in_backward.register(bucket, selection.slots, self._update_one)
 
     def _update_one(self, bucket: Bucket, slot: int) -> bool:
@@ -153,8 +153,8 @@ class Engine(ParamTracker):
             return False
         self._refresh_options(groups)
         _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
-        swapped = bucket.backup.swapped
-        if swapped is None or not swapped.swap_back_one(slot):
+        swap = bucket.backup.active_swap
+        if swap is None or not swap.swap_back_one(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]
         afterwards: list[partial[Any]] = []
@@ -201,12 +201,12 @@ class Engine(ParamTracker):
             self._update_fused(calls, scales, found_inf)
 
     def _update_fused(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
-        perturbed = self.perturbs_every_step or self.perturbs
-        if not perturbed:
+        is_perturbed = self.perturbs_every_step or self.perturbs
+        if not is_perturbed:
             self._begin_unperturbed(calls)
         if self.uses_combiner:
             _check_not_freed(calls)
-            if perturbed:
+            if is_perturbed:
                 inputs = self.combiner.combine(self._hparams, calls, self._sum, scales, found_inf)
             else:
                 inputs = self.combiner.combine_single(self._hparams, calls, scales, found_inf)
@@ -221,7 +221,7 @@ class Engine(ParamTracker):
             ready += update.prepare(selection, grads, specs, state, inputs, afterwards)
         if self.uses_combiner:
             ready += inputs.after
-            if perturbed:
+            if is_perturbed:
                 ready += self.combiner.unit_calls(scales.g1)
         if not self.perturbs_every_step:
             ready += self._post_update_calls(inputs.calls, inputs.found_inf)
@@ -231,7 +231,7 @@ class Engine(ParamTracker):
                 call()
             self.weight_state = WeightState.ORIGINAL
             return
-        ready.append(partial(setattr, self, "weight_state", self._updated))
+        ready.append(partial(setattr, self, "weight_state", self._phase_after_update))
         # The calls are made in order, until one returns true, without a line of Python between them. If they are
         # not Python either, no signal is handled before the last one has returned.
         copies = [(update, update.copies()) for update in self._updates if update.in_parts]
@@ -266,21 +266,21 @@ class Engine(ParamTracker):
     def _update_by_base(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
         """Update by the base optimizer's own step from the restored weights, with the combined gradients in place of
         the gradients."""
-        perturbed, after = self.perturbs, []
+        is_perturbed, after = self.perturbs, []
         self.restore_weights()
         if self.uses_combiner:
-            inputs = self.combiner.combine_in_place(self._hparams, calls, self._sum, scales, found_inf, perturbed)
+            inputs = self.combiner.combine_in_place(self._hparams, calls, self._sum, scales, found_inf, is_perturbed)
             after, found_inf = inputs.after, inputs.found_inf
         if found_inf is None or found_inf.item() == 0:
             if scales.g2 is not None:
                 unscale_(self.base, scales.g2)
-            sharpness = self.combiner.coefficients.wsam_weight if perturbed else 0.0
+            sharpness = self.combiner.coefficients.wsam_weight if is_perturbed else 0.0
             if self.max_grad_norm is not None:
                 clip_in_memory(calls, self.max_grad_norm, sharpness, scales.g2)
             unhooked_step(self.base)(self.base)
             if sharpness:
                 self.combiner.apply_sharpness(self.base.param_groups, calls, scales.g2)
-            if self.uses_combiner and perturbed:
+            if self.uses_combiner and is_perturbed:
                 after += self.combiner.unit_calls(scales.g1)
             for call in after:
                 call()

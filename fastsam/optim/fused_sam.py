@@ -171,7 +171,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         stateless = closure is None and not torch.compiler.is_compiling() and not self.state
         if stateless and called_by_checkpoint("_init_optim_state"):
             return make_initial_state(self)
-        if not self._observed():
+        if not self._is_observed():
             return self._step(closure)
         self._require_turn(closure)
         try:
@@ -207,7 +207,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
 
     def _both_passes(self, closure: Callable[[], Any]) -> Any:
         if torch.compiler.is_compiling():
-            return self._uncompiled(closure)
+            return self._run_uncompiled(closure)
         self._accumulation_check.check(self.param_groups)
         loss = self._whole_step(closure)
         self._accumulation_check.record(self.param_groups)
@@ -216,7 +216,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
     # If torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and
     # nothing would be updated.
     @torch._disable_dynamo
-    def _uncompiled(self, closure: Callable[[], Any]) -> Any:
+    def _run_uncompiled(self, closure: Callable[[], Any]) -> Any:
         return self._whole_step(closure)
 
     def _whole_step(self, closure: Callable[[], Any]) -> Any:
@@ -258,7 +258,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             remedy = "go on with second_step(), or go back with restore()"
             self._require(WeightState.ORIGINAL, "first_step() was called already", remedy)
         share_groups(self)
-        engine.in_closure = engine.finishing = False  # which an interrupt may have left
+        engine.in_closure = engine.is_finishing = False  # which an interrupt may have left
         self._accumulation_check.reset()
         self._scaler_tracker.check_not_unscaled(self)
         graph = torch.is_grad_enabled()
@@ -281,10 +281,10 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             remedy = "call first_step() after the first backward pass"
             self._require_second("second_step() without first_step()", remedy)
         try:
-            engine.finishing = True
+            engine.is_finishing = True
             self.step()  # fires the hooks, and learning-rate schedulers watch it
         finally:
-            engine.finishing = False
+            engine.is_finishing = False
         if zero_grad:
             self.zero_grad()
 
@@ -312,7 +312,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         grads, scales = engine.collect_grads(), NO_SCALES
         if found_inf is None and engine.combines_grads:
-            name, level = type(engine.variant).__name__, 6 if engine.finishing else 5
+            name, level = type(engine.variant).__name__, 6 if engine.is_finishing else 5
             self._clip_check.warn(self.param_groups[0]["params"], name, level)
         if found_inf is not None:
             if engine.has_sharded_params:

@@ -61,7 +61,7 @@ class GradCombiner:
         if not self.coefficients.needs_g1:
             return with_norm(scalars, UpdateInputs(calls, None, after, found_inf, scales.g2))
         found_inf = or_nonfinite(found_inf, sumsq)
-        inputs = with_norm(scalars, UpdateInputs(calls, G1, after, found_inf, scales.g2), scalars.combined)
+        inputs = with_norm(scalars, UpdateInputs(calls, G1, after, found_inf, scales.g2), scalars.combined_hparams)
         if not self.coefficients.wsam_weight:
             return inputs
         for bucket, selection, grads in calls:
@@ -90,17 +90,17 @@ class GradCombiner:
         sumsq: Tensor,
         scales: LossScales,
         found_inf: Tensor | None,
-        perturbed: bool,
+        is_perturbed: bool,
     ) -> UpdateInputs:
         """Write the result of `combine` into the gradients, for a base optimizer that makes its own step."""
         scale = scales.relative
-        if not perturbed:
+        if not is_perturbed:
             inputs = self.combine_single(scalars, calls, scale, found_inf)
         elif self.coefficients.wsam_weight:
             inputs = self._split_sharpness(calls, sumsq, scale, found_inf)
         else:
             inputs = self.combine(scalars, calls, sumsq, scale, found_inf)
-        uses_coefficients = inputs.g1_field is not None or (perturbed and self.coefficients.g2 != 1)
+        uses_coefficients = inputs.g1_field is not None or (is_perturbed and self.coefficients.g2 != 1)
         for bucket, selection, _ in calls if uses_coefficients else ():
             a, b = (bucket.hparams[0, 0, column].to(bucket.dtype) for column in (HParam.G2_COEF, HParam.G1_COEF))
             last = _writable_grads(bucket, selection)
@@ -134,8 +134,8 @@ class GradCombiner:
             for i, difference in zip(selection.slots, bucket.g1_views(selection), strict=True):
                 group = groups[bucket.groups[i]]
                 factor = group["lr"] * self.coefficients.wsam_weight * (-1 if group.get("maximize") else 1)
-                scaled = factor if scale is None else factor / scale.to(difference.dtype)
-                to_local(bucket.params[i]).sub_(difference * scaled)
+                step_size = factor if scale is None else factor / scale.to(difference.dtype)
+                to_local(bucket.params[i]).sub_(difference * step_size)
 
     def _state_update_calls(
         self, calls: Sequence[BucketGrads], sumsq: Tensor, found_inf: Tensor | None
@@ -264,11 +264,11 @@ def clip_in_memory(calls: Sequence[BucketGrads], limit: float, sharpness: float,
     parts = [(bucket, part, _writable_grads(bucket, part)) for bucket, part, _ in calls]
 
     def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
-        combined = [g.double() for g in grads]
+        combined_grads = [g.double() for g in grads]
         if sharpness:
             differences = [sharpness * d.double() / (1.0 if scale is None else scale) for d in bucket.g1_views(part)]
-            combined = [g + d for g, d in zip(combined, differences, strict=True)]
-        for g in combined:
+            combined_grads = [g + d for g, d in zip(combined_grads, differences, strict=True)]
+        for g in combined_grads:
             total.add_(g.square().sum())
 
     clipping = (limit / (all_reduced(parts, _zeros(calls, 1), add).sqrt() + CLIP_EPS)).clamp(max=1.0)

@@ -175,8 +175,8 @@ class HParamTensor:
             try:
                 for column, value in self._columns(group):
                     if isinstance(value, Tensor):
-                        negated = column is HParam.RHO and self._goes_against(group)
-                        live.append((number, int(column), self.tensor[0, number, column], value.detach(), negated))
+                        is_negated = column is HParam.RHO and self._goes_against(group)
+                        live.append((number, int(column), self.tensor[0, number, column], value.detach(), is_negated))
                     else:
                         row[column] = float(value)
             except OverflowError as error:
@@ -190,7 +190,7 @@ class HParamTensor:
             self.tensor.copy_(self._host, non_blocking=True)
         if self.coefficients is not None:
             self.correction = torch.zeros_like(self.tensor)  # the numbers of a decoupled sharpness
-            self._mixed = self.tensor[:, :, [HParam.G2_COEF, HParam.G1_COEF]].clone()
+            self._base_coefficients = self.tensor[:, :, [HParam.G2_COEF, HParam.G1_COEF]].clone()
             self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
         self._largest = self.tensor[:, :, HParam.RHO].clone()
         self.live, self.has_live = live, bool(live)
@@ -224,7 +224,7 @@ class HParamTensor:
         """Set the coefficients of both gradients for this step. inner: `[1, 2]`, for a surrogate gap."""
         first, ratio = scales.g1, scales.relative.g1
         numbers = self.tensor
-        numbers[:, :, [HParam.G2_COEF, HParam.G1_COEF]] = self._mixed
+        numbers[:, :, [HParam.G2_COEF, HParam.G1_COEF]] = self._base_coefficients
         if inner is not None:
             if ratio is not None:
                 inner[:, 0] /= ratio
@@ -241,15 +241,15 @@ class HParamTensor:
             self.correction[:, :, HParam.G1_COEF] = -sharpness * (self._signs if first is None else self._signs / first)
 
     @property
-    def combined(self) -> Tensor:
+    def combined_hparams(self) -> Tensor:
         """Coefficients of the combined gradient, whose norm is clipped; `g1 + sharpness*(g2 - g1)` if it is
         decoupled."""
         if self.coefficients is None or not self.coefficients.wsam_weight or self.max_grad_norm is None:
             return self.tensor
-        combined = self.tensor.clone()
-        combined[:, :, HParam.G2_COEF] = self.correction[:, :, HParam.G2_COEF]
-        combined[:, :, HParam.G1_COEF] = self.correction[:, :, HParam.G1_COEF] * (1 - 1 / self.coefficients.wsam_weight)
-        return combined
+        hparams = self.tensor.clone()
+        hparams[:, :, HParam.G2_COEF] = self.correction[:, :, HParam.G2_COEF]
+        hparams[:, :, HParam.G1_COEF] = self.correction[:, :, HParam.G1_COEF] * (1 - 1 / self.coefficients.wsam_weight)
+        return hparams
 
     def set_looksam_coefficient(self, weight: Tensor, grad_scale: Tensor | None) -> None:
         """Set the coefficient of the second vector of a step with one gradient, float64 `[1]`."""
@@ -270,11 +270,11 @@ class HParamTensor:
 
     def copy_live(self) -> None:
         """Copy the options that are tensors. If they are on the device, nothing waits."""
-        for number, column, place, value, negated in self.live:
+        for number, column, place, value, is_negated in self.live:
             if torch.compiler.is_compiling():  # which must see that the place is part of the tensor
                 place = self.tensor[0, number, column]
             place.copy_(value.reshape(()), non_blocking=True)
-            if negated:
+            if is_negated:
                 place.neg_()
 
 

@@ -64,10 +64,12 @@ class InBackwardHooks:
         for slot in slots:
             p = bucket.params[slot]
             if p.requires_grad:  # else it has no gradient now
-                arrived = partial(self._arrived, bucket, slot, update)
-                self._handles.append(p.register_post_accumulate_grad_hook(arrived))
+                hook = partial(self._handle_gradient, bucket, slot, update)
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))
 
-    def _arrived(self, bucket: Bucket, slot: int, update: Callable[[Bucket, int], bool], parameter: Tensor) -> None:
+    def _handle_gradient(
+        self, bucket: Bucket, slot: int, update: Callable[[Bucket, int], bool], parameter: Tensor
+    ) -> None:
         if slot in self.updated_slots:
             raise RuntimeError(TWICE.format(bucket.numbers[slot]))
         if update(bucket, slot):

@@ -108,14 +108,14 @@ class OnePass(Engine):
         They are updated in place if all of them are updated and no interrupt can find that half made. The parameters
         then follow with the perturbation. Otherwise the parameters get the new weights first.
         """
-        self._updated = WeightState.ORIGINAL
+        self._phase_after_update = WeightState.ORIGINAL
         if self.weight_state is WeightState.ORIGINAL:
             if not torch.compiler.is_compiling():
                 self.begin_step()
             super()._begin_unperturbed(calls)
         # ASAM's norm is of weights that the parameters hold.
         elif not self._hparams.adaptive and all(b.updates_whole and part is b.backed_up for b, part, _ in calls):
-            self._updated = WeightState.PERTURBED
+            self._phase_after_update = WeightState.PERTURBED
             for bucket in self.buckets:
                 bucket.backup.begin_update(Target.BACKUP)
 
@@ -131,7 +131,7 @@ class OnePass(Engine):
 
     def perturb_clean(self) -> None:
         """Move from the clean weights to the perturbed point; nothing before the first step."""
-        if self._guard is None and not self._carried and not self.base.state:
+        if self._guard is None and not self._carried_weights and not self.base.state:
             return
         self.begin_step()
         self._sync_params()
@@ -208,8 +208,8 @@ class OnePass(Engine):
         super().rebuild()
         self._last_perturbation, self._versions = [], None
 
-    def load(self, weights: Weights, perturbed: bool, uninitialized: Sequence[int] | None) -> None:
-        super().load(weights, perturbed, uninitialized)
+    def load(self, weights: Weights, is_perturbed: bool, uninitialized_numbers: Sequence[int] | None) -> None:
+        super().load(weights, is_perturbed, uninitialized_numbers)
         self._last_perturbation, self._versions = [], None
 
 

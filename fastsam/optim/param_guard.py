@@ -69,9 +69,9 @@ class _Memory:
     def params(self) -> list[Tensor]:
         """The parameters, or this rank's parts of them, which may be replaced."""
         bucket = self._bucket
-        return list(map(to_local, bucket.params)) if bucket.sharded else bucket.params
+        return list(map(to_local, bucket.params)) if bucket.has_dtensors else bucket.params
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         params = self.params
         if list(map(_data_ptr, params)) != self.pointers or list(map(_bytes_of, self.storages)) != self.nbytes:
             return False
@@ -80,7 +80,7 @@ class _Memory:
         return _kinds(params) == self._kinds  # the guards look at more, such as `requires_grad`
 
 
-class _Expected(NamedTuple):
+class _Expectation(NamedTuple):
     """Gradients of a bucket's parameters that a pass expects."""
 
     bucket: Bucket
@@ -101,28 +101,28 @@ class ParamGuard:
         groups: Groups,
         params: list[Tensor],
         buckets: Sequence[Bucket],
-        uninitialized: list[Tensor],
+        uninitialized_params: list[Tensor],
         before: ParamGuard | None,
         reads_tensors: bool,
     ) -> None:
         """
         Args:
             params: all parameters of all groups, in order.
-            uninitialized: parameters that are in no bucket.
+            uninitialized_params: parameters that are in no bucket.
             before: guard that this one follows.
             reads_tensors: the update is fused, so that the tensors of the state are compared too.
         """
-        self.params, self._uninitialized, self._reads_tensors = params, uninitialized, reads_tensors
+        self.params, self._uninitialized_params, self._reads_tensors = params, uninitialized_params, reads_tensors
         self._memories = list(map(_Memory, buckets))
         self._sizes = [len(g["params"]) for g in groups]
-        lists = [params, uninitialized, *(g["params"] for g in groups), *(bucket.params for bucket in buckets)]
+        lists = [params, uninitialized_params, *(g["params"] for g in groups), *(bucket.params for bucket in buckets)]
         self._lists = Counter(map(id, chain.from_iterable(lists)))  # how many of the optimizer's lists hold each
         self._num_entries = 0
         self._values: list[Any] = []  # entries of the state, and their tensors
         self._most = 0  # the largest count of references of a parameter that only the optimizer has
         # ids of the parameters to which only the optimizer referred from the first
         self._orphans: set[int] | None = before._orphans if before else None
-        self._expected: dict[bool, list[_Expected]] = {}  # by whether the pass is a first one
+        self._expectations: dict[bool, list[_Expectation]] = {}  # by whether the pass is a first one
 
     def note_state(self, state: State) -> None:
         """Take over the state as it is."""
@@ -138,8 +138,8 @@ class ParamGuard:
 
     def _counts_alone(self, state: State) -> list[int]:
         """Return for each parameter the count of references if only the optimizer has it."""
-        none = _count_of_one_holder() - 1
-        return [none + self._lists[id(p)] + (p in state) for p in self.params]
+        base_count = _count_of_one_holder() - 1
+        return [base_count + self._lists[id(p)] + (p in state) for p in self.params]
 
     # --- comparisons one by one ---
 
@@ -152,14 +152,14 @@ class ParamGuard:
 
     def same_memory(self) -> bool:
         """Return False if a parameter was moved, converted, assigned, cut or transposed, or its memory was freed."""
-        return all(memory.same() for memory in self._memories)
+        return all(memory.is_unchanged() for memory in self._memories)
 
     def same_state(self, state: State) -> bool:
         """Return False if the state has other entries or tensors than before."""
         values = self._values_of(state)
         return len(values) == len(self._values) and not any(map(is_not, values, self._values))
 
-    def abandoned(self, state: State) -> list[int]:
+    def abandoned_numbers(self, state: State) -> list[int]:
         """Return the numbers of parameters to which only the optimizer refers, because the model was given other ones.
 
         A live autograd graph or a TorchScript module counts as a reference. A parameter that had a gradient and no
@@ -180,21 +180,21 @@ class ParamGuard:
 
         Nothing is expected if the calls have other tensors than the parameters' own gradients.
         """
-        self._expected.pop(first, None)
-        expected = []
+        self._expectations.pop(first, None)
+        expectations = []
         for memory, (bucket, selection, grads) in zip(self._memories, calls, strict=True):
             params = bucket.params
             bucket_grads = [params[i].grad for i in selection.slots]
-            if TensorGuards is None or not grads or bucket.sharded or not all(map(is_, bucket_grads, grads)):
+            if TensorGuards is None or not grads or bucket.has_dtensors or not all(map(is_, bucket_grads, grads)):
                 return
             absent = None if selection is bucket.whole else [p.grad is None for p in params]
             guard = _guard_of([*params, *grads] if first else grads)
-            expected.append(_Expected(bucket, selection, memory, absent, guard))
-        self._expected[first] = expected
+            expectations.append(_Expectation(bucket, selection, memory, absent, guard))
+        self._expectations[first] = expectations
 
     def expects(self, first: bool) -> bool:
         """Return True if gradients are expected."""
-        return first in self._expected
+        return first in self._expectations
 
     def gradients(
         self, groups: Groups, state: State, first: bool, reads_state: bool = True
@@ -204,15 +204,15 @@ class ParamGuard:
         A second pass compares no kinds of parameters, because the first pass of its step did. A pass that does not
         read the state compares only the number of its entries.
         """
-        expected = self._expected.get(first)
-        if expected is None or not self.same_parameters(groups):
+        expectations = self._expectations.get(first)
+        if expectations is None or not self.same_parameters(groups):
             return None
         if len(state) != self._num_entries or (reads_state and not self.same_state(state)):
             return None
-        if self._uninitialized and any_gradient(self._uninitialized):
+        if self._uninitialized_params and any_gradient(self._uninitialized_params):
             return None
         calls: list[BucketGrads] = []
-        for bucket, selection, memory, absent, guard in expected:
+        for bucket, selection, memory, absent, guard in expectations:
             params = bucket.params
             if list(map(_data_ptr, params)) != memory.pointers:
                 return None

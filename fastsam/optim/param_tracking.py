@@ -68,7 +68,7 @@ class ParamTracker:
         self.uninitialized_params: list[Tensor] | None = None  # parameters without buffers; None before the first step
         self._updates: list[FusedUpdate] = []
         self._guard: ParamGuard | None = None
-        self._carried: Weights = {}
+        self._carried_weights: Weights = {}
         self._ref = ref(self)
 
     def begin_step(self) -> None:
@@ -116,9 +116,9 @@ class ParamTracker:
             self._init_late_params()
             self._sync_state(state)
         assert self._guard is not None
-        if first and (abandoned := self._guard.abandoned(state)):
+        if first and (numbers := self._guard.abandoned_numbers(state)):
             raise RuntimeError(
-                f"only this optimizer still refers to its parameters {abandoned}. The model has got other ones, as "
+                f"only this optimizer still refers to its parameters {numbers}. The model has got other ones, as "
                 "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over "
                 "model.parameters() and load this one's state_dict() into it"
             )
@@ -186,10 +186,12 @@ class ParamTracker:
         rule = rule_of(self.base)
         against = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
         scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, against)
-        weights = {**self._carried, **self.saved()}
-        uninitialized = self._without_buffers(params, weights)
-        fused = rule is not None
-        buckets = buckets_of(groups, uninitialized, self.backend, device, scalars.tensor, fused, self.exclusive)
+        weights = {**self._carried_weights, **self.copy_weights()}
+        uninitialized_params = self._without_buffers(params, weights)
+        is_fused = rule is not None
+        buckets = buckets_of(
+            groups, uninitialized_params, self.backend, device, scalars.tensor, is_fused, self.exclusive
+        )
         for bucket in buckets:
             if self.variant.state is not VariantState.NONE:
                 dtype = bucket.compute if self.variant.state is VariantState.DIRECTION else bucket.dtype
@@ -202,15 +204,15 @@ class ParamTracker:
         before, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
         if before is not None:
             self._sum.copy_(before)
-        guard = ParamGuard(groups, params, buckets, uninitialized, self._guard, fused)
+        guard = ParamGuard(groups, params, buckets, uninitialized_params, self._guard, is_fused)
         guard.note_state(self.base.state)
         # From here on nothing can fail.
         self.rule, self._hparams, self.buckets, self._updates = rule, scalars, buckets, updates
-        self._guard, self._carried = guard, {}
+        self._guard, self._carried_weights = guard, {}
         self.has_sharded_params = any(bucket.shard_groups for bucket in buckets)
-        members = [p for bucket in buckets for p in bucket.params] if any(b.sharded for b in buckets) else []
+        members = [p for bucket in buckets for p in bucket.params] if any(b.has_dtensors for b in buckets) else []
         self._fsdp_modules = fsdp_modules_of(members)
-        self.uninitialized_params = uninitialized
+        self.uninitialized_params = uninitialized_params
 
     def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
         """Return the parameters that had no gradient yet, and required none when they were first seen."""
@@ -232,31 +234,33 @@ class ParamTracker:
         """Restore the weights of parameters that left the groups while they were perturbed."""
         if self.weight_state is WeightState.ORIGINAL:
             return
-        staying = set(map(id, params))
+        remaining_ids = set(map(id, params))
         for bucket in self.buckets:
             bucket.backup.restore(
-                bucket.select(tuple(i for i in bucket.backed_up.slots if id(bucket.params[i]) not in staying))
+                bucket.select(tuple(i for i in bucket.backed_up.slots if id(bucket.params[i]) not in remaining_ids))
             )
 
-    def saved(self) -> Weights:
+    def copy_weights(self) -> Weights:
         """Return copies of master weights and, while perturbed, of the unperturbed weights."""
         if self._guard is None:
-            return self._carried
+            return self._carried_weights
         return saved_weights(self.buckets, self.weight_state is not WeightState.ORIGINAL)
 
-    def load(self, weights: Weights, perturbed: bool, uninitialized: Sequence[int] | None) -> None:
+    def load(self, weights: Weights, is_perturbed: bool, uninitialized_numbers: Sequence[int] | None) -> None:
         """Take over saved weights, with the state and the groups of `base`. Buffers are made at the next step.
 
-        `perturbed` is True if they were saved between the passes. `uninitialized` are the numbers of the parameters
-        that had no buffers, or None if unknown.
+        `is_perturbed` is True if they were saved between the passes. `uninitialized_numbers` are the numbers of the
+        parameters that had no buffers, or None if unknown.
         """
-        self.weight_state = WeightState.PERTURBED if perturbed else WeightState.ORIGINAL
-        if perturbed:
+        self.weight_state = WeightState.PERTURBED if is_perturbed else WeightState.ORIGINAL
+        if is_perturbed:
             _between.add(self._ref)
-        self._carried, self._guard = weights, None
+        self._carried_weights, self._guard = weights, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)
-        self.uninitialized_params = None if uninitialized is None else [params[i] for i in uninitialized]
+        self.uninitialized_params = (
+            None if uninitialized_numbers is None else [params[i] for i in uninitialized_numbers]
+        )
 
     @torch._disable_dynamo
     def make_state(self) -> None:

@@ -139,20 +139,20 @@ def _check_cluster(params: Sequence[Tensor], cluster: Sequence[tuple[int, int, i
     if not cluster or (len(cluster) == 1 and is_dense(params[cluster[0][2]])):
         return
     start, end = cluster[0][0], max(span[1] for span in cluster)
-    covered = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
+    coverage = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
     total = 0
     for begin, _, i in cluster:
         p, size = params[i], params[i].element_size()
-        cells = covered.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), begin - start)
+        cells = coverage.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), begin - start)
         if cells.any():
-            overlapping = [j for _, _, j in cluster if j != i]
+            overlaps = [j for _, _, j in cluster if j != i]
             raise ValueError(
-                f"parameter {i} shares memory with another parameter (one of {overlapping}), so one update would undo "
+                f"parameter {i} shares memory with another parameter (one of {overlaps}), so one update would undo "
                 "the other; tie weights by using one Parameter in both places, and pass it once"
             )
         cells.fill_(1)
         total += p.numel() * size
-        if int(covered.sum()) != total:
+        if int(coverage.sum()) != total:
             raise ValueError(
                 f"parameter {i} of shape {tuple(p.shape)} has strides {p.stride()}: several of its elements are one "
                 "place in memory (an expanded tensor); pass p.clone()"

@@ -22,7 +22,7 @@ from fastsam.optim.param_groups import share_groups
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.running_stats import RunningStatsFreezer
-from fastsam.optim.state_dict_format import COPIED_ALONE, Loaded, pack
+from fastsam.optim.state_dict_format import COPIED_ALONE, CheckedState, pack
 from fastsam.optim.variants.sam import VariantState
 
 NOT_THERE = (
@@ -49,17 +49,17 @@ def make_state_dict(optimizer: Any) -> dict[str, Any]:
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     params = parameters_of(optimizer.param_groups)
-    perturbed = engine.weight_state is not WeightState.ORIGINAL
-    if perturbed and called_by_checkpoint("_get_optim_state_dict"):
+    is_perturbed = engine.weight_state is not WeightState.ORIGINAL
+    if is_perturbed and called_by_checkpoint("_get_optim_state_dict"):
         raise RuntimeError(NOT_THERE.format("eval" if engine.one_pass else "restore"))
-    facts = {"perturbed": perturbed, "variant": type(engine.variant).__name__, **engine.numbers()}
+    facts = {"perturbed": is_perturbed, "variant": type(engine.variant).__name__, **engine.numbers()}
     if engine.one_pass:
         facts["training"] = engine.training
-    if (uninitialized := engine.uninitialized_numbers()) is not None:
-        facts["left_out"] = uninitialized
+    if (uninitialized_numbers := engine.uninitialized_numbers()) is not None:
+        facts["left_out"] = uninitialized_numbers
     if engine.variant.state is VariantState.DIRECTION and optimizer._scaler_tracker.scale is not None:
         facts["scale"] = float(optimizer._scaler_tracker.scale)
-    state_dict = pack(optimizer.base_optimizer.state_dict(), params, engine.saved(), facts)
+    state_dict = pack(optimizer.base_optimizer.state_dict(), params, engine.copy_weights(), facts)
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         result = post_hook(optimizer, state_dict)
         state_dict = state_dict if result is None else result
@@ -81,36 +81,36 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         result = pre_hook(optimizer, state_dict)
         state_dict = state_dict if result is None else result
     rule = engine.rule
-    loaded = Loaded(state_dict, optimizer.param_groups, rule, engine.variant)
+    new_state = CheckedState(state_dict, optimizer.param_groups, rule, engine.variant)
     if rule is None:
-        optimizer.base_optimizer.load_state_dict(loaded.for_base())
+        optimizer.base_optimizer.load_state_dict(new_state.for_base())
         optimizer.param_groups, optimizer.state = optimizer.base_optimizer.param_groups, optimizer.base_optimizer.state
     else:
-        state = loaded.for_fused(rule)
+        state = new_state.for_fused(rule)
         optimizer.state.clear()
         optimizer.state.update(state)
-        for group, new in zip(optimizer.param_groups, loaded.groups, strict=True):
+        for group, new in zip(optimizer.param_groups, new_state.groups, strict=True):
             group.update(new)
-    engine.load(loaded.weights, loaded.perturbed, loaded.uninitialized_numbers)
+    engine.load(new_state.weights, new_state.is_perturbed, new_state.uninitialized_numbers)
     if engine.one_pass:
-        engine.training = loaded.training
-    elif loaded.perturbed:
+        engine.training = new_state.training
+    elif new_state.is_perturbed:
         optimizer._running_stats.freeze()
     optimizer._accumulation_check.reset()
-    engine.perturbations.fill_(loaded.perturbations)
-    engine.steps, engine.combiner.unit = loaded.steps, loaded.unit
-    optimizer._scaler_tracker.saved = loaded.scale
+    engine.perturbations.fill_(new_state.perturbations)
+    engine.steps, engine.combiner.unit = new_state.steps, new_state.unit
+    optimizer._scaler_tracker.saved_scale = new_state.scale
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-    if loaded.lost:
-        warnings.warn(COPIED_ALONE.format(loaded.lost), UserWarning, stacklevel=3)
+    if new_state.lost:
+        warnings.warn(COPIED_ALONE.format(new_state.lost), UserWarning, stacklevel=3)
 
 
 def make_pickle(optimizer: Any) -> dict[str, Any]:
     """Return the state of a copy or a pickle of an optimizer."""
     engine = optimizer._engine
     share_groups(optimizer)
-    saved = engine.saved()
+    weights = engine.copy_weights()
     return {
         **Optimizer.__getstate__(optimizer),
         "base_optimizer": optimizer.base_optimizer,
@@ -129,7 +129,7 @@ def make_pickle(optimizer: Any) -> dict[str, Any]:
         "frozen": optimizer._running_stats.frozen,
         "perturbations": engine.perturbations.clone(),
         "perturbed": engine.weight_state is not WeightState.ORIGINAL,
-        "saved": [saved.get(p) for p in parameters_of(optimizer.param_groups)],
+        "saved": [weights.get(p) for p in parameters_of(optimizer.param_groups)],
         "left_out": engine.uninitialized_numbers(),
     }
 

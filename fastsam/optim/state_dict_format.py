@@ -46,44 +46,44 @@ COPIED_ALONE = (
 Weights = dict[Tensor, dict[str, Tensor]]  # per parameter: its master copy, unperturbed weights, first gradient, memory
 
 
-def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
+def saved_weights(buckets: Iterable[Bucket], is_perturbed: bool) -> Weights:
     """Return copies of the buckets' weights."""
-    saved: Weights = {}
+    result: Weights = {}
     for bucket in buckets:
         for slot, parameter in enumerate(bucket.params):
-            weights = bucket.backup.saved(bucket.select((slot,)))[0]
+            weights = bucket.backup.unperturbed_weights(bucket.select((slot,)))[0]
             if bucket.backup.is_master:
-                saved.setdefault(parameter, {})[MASTER] = weights.clone()
-            for name in (VARIANT_STATE, NEXT_STATE) if perturbed else (VARIANT_STATE,):
+                result.setdefault(parameter, {})[MASTER] = weights.clone()
+            for name in (VARIANT_STATE, NEXT_STATE) if is_perturbed else (VARIANT_STATE,):
                 if name in bucket.arena:
-                    saved.setdefault(parameter, {})[name] = bucket.arena.views(name)[slot].clone()
-            if perturbed and slot in bucket.backed_up.slots:
-                saved.setdefault(parameter, {})[UNPERTURBED] = weights.to(bucket.dtype, copy=True)
+                    result.setdefault(parameter, {})[name] = bucket.arena.views(name)[slot].clone()
+            if is_perturbed and slot in bucket.backed_up.slots:
+                result.setdefault(parameter, {})[UNPERTURBED] = weights.to(bucket.dtype, copy=True)
                 if G1 in bucket.arena:
-                    saved[parameter][G1] = bucket.arena.views(G1)[slot].clone()
-    return {p: {name: as_dtensor_like(tensor, p) for name, tensor in tensors.items()} for p, tensors in saved.items()}
+                    result[parameter][G1] = bucket.arena.views(G1)[slot].clone()
+    return {p: {name: as_dtensor_like(tensor, p) for name, tensor in tensors.items()} for p, tensors in result.items()}
 
 
-def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
+def restore_weights(bucket: Bucket, copies: Weights, is_perturbed: bool) -> None:
     """Restore the result of `saved_weights` for a new bucket, whose dtype and device may be others."""
     backups = []
     for slot, parameter in enumerate(bucket.params):
-        tensors = {name: local_part_like(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
+        tensors = {name: local_part_like(tensor, parameter) for name, tensor in copies.get(parameter, {}).items()}
         weights = tensors.get(MASTER) if bucket.backup.is_master else None
         if VARIANT_STATE in tensors and VARIANT_STATE in bucket.arena:
             bucket.arena.views(VARIANT_STATE)[slot].copy_(tensors[VARIANT_STATE])
             if NEXT_STATE in tensors:
                 bucket.layout.views(bucket.field(NEXT_STATE)[0])[slot].copy_(tensors[NEXT_STATE])
-        if perturbed and UNPERTURBED in tensors:
+        if is_perturbed and UNPERTURBED in tensors:
             backups.append(slot)
             if G1 in tensors:
                 if G1 not in bucket.arena:
                     bucket.arena.field(G1, bucket.dtype)
                 bucket.arena.views(G1)[slot].copy_(tensors[G1])
-            unperturbed = tensors[UNPERTURBED].to(bucket.device, bucket.dtype)
+            original = tensors[UNPERTURBED].to(bucket.device, bucket.dtype)
             # A master copy counts only if it rounds to the weights, because a conversion from another half precision
             # may have rounded them otherwise.
-            weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
+            weights = original if weights is None else _where_rounds_to(original, weights.to(bucket.device))
         if weights is not None:
             bucket.select((slot,)).views(bucket.backup.weights)[0].copy_(weights)
     bucket.backed_up = bucket.select(tuple(backups))
@@ -93,25 +93,25 @@ def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
     return torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype))
 
 
-def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, facts: dict[str, Any]) -> dict[str, Any]:
+def pack(base_state: dict[str, Any], params: list[Tensor], weights: Weights, facts: dict[str, Any]) -> dict[str, Any]:
     """Complete a state dict of the base optimizer, and add `facts` to it. Tensors become copies, which later steps do
     not change."""
     state = {
-        key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
-        for key, entry in packed["state"].items()
+        key: {n: _copy(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
+        for key, entry in base_state["state"].items()
     }
     for i, parameter in enumerate(params):
-        if parameter in saved:
-            state[i] = {**state.get(i, {}), **{name: tensor.clone() for name, tensor in saved[parameter].items()}}
-    groups = [{name: _copied(value) for name, value in group.items()} for group in packed["param_groups"]]
-    return {**packed, "state": state, "param_groups": groups, "fastsam": {"format": FORMAT, **facts}}
+        if parameter in weights:
+            state[i] = {**state.get(i, {}), **{name: tensor.clone() for name, tensor in weights[parameter].items()}}
+    groups = [{name: _copy(value) for name, value in group.items()} for group in base_state["param_groups"]]
+    return {**base_state, "state": state, "param_groups": groups, "fastsam": {"format": FORMAT, **facts}}
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-class Loaded:
+class CheckedState:
     """A state dict that was checked against the optimizer's parameters. The optimizer has not changed yet.
 
     Raises:
@@ -128,7 +128,7 @@ class Loaded:
                 f"this state dict has format {facts.get('format')!r}, this version of fastsam reads format {FORMAT}; "
                 f"update fastsam"
             )
-        self.perturbed = _is(bool, facts.get("perturbed"), "'perturbed' of 'fastsam'")
+        self.is_perturbed = _is(bool, facts.get("perturbed"), "'perturbed' of 'fastsam'")
         self.training = _is(bool, facts.get("training", True), "'training' of 'fastsam'")
         self.perturbations = _is(int, facts.get("perturbations", 0), "'perturbations' of 'fastsam'")
         self.steps = _is(int, facts["steps"], "'steps' of 'fastsam'")
@@ -140,15 +140,16 @@ class Loaded:
         )
         self.uninitialized_numbers = _numbers(facts.get("left_out"), sum(len(group["params"]) for group in groups))
         keeps = any(isinstance(entry, dict) and VARIANT_STATE in entry for entry in entries.values())
-        saved = _is(str, facts.get("variant", type(sam).__name__), "'variant' of 'fastsam'")
-        if saved != type(sam).__name__ and (keeps or self.perturbed):
+        variant_name = _is(str, facts.get("variant", type(sam).__name__), "'variant' of 'fastsam'")
+        if variant_name != type(sam).__name__ and (keeps or self.is_perturbed):
             midway = "between its two passes" if "training" not in facts else "in training, at its perturbed point"
             raise ValueError(
-                f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and "
-                f"this optimizer's is {type(sam).__name__}. Build it with variant={saved}(...), or load the state dict "
-                f"of that one's base_optimizer, which starts anew"
+                f"this is the state of another variant: of {variant_name}, "
+                f"{'which keeps a vector' if keeps else midway}, and this optimizer's is {type(sam).__name__}. "
+                f"Build it with variant={variant_name}(...), or load the state dict of that one's base_optimizer, "
+                f"which starts anew"
             )
-        self.groups = _merged(saved_groups, groups, rule)
+        self.groups = _merge_groups(saved_groups, groups, rule)
         self._saved_groups = saved_groups
         keys = [key for group in saved_groups for key in group["params"]]
         if len(set(keys)) < len(keys):
@@ -184,7 +185,8 @@ class Loaded:
     def for_base(self) -> dict[str, Any]:
         """Return the state dict for the base optimizer's own `load_state_dict`."""
         groups = [
-            {**merged, "params": saved["params"]} for merged, saved in zip(self.groups, self._saved_groups, strict=True)
+            {**group, "params": saved_group["params"]}
+            for group, saved_group in zip(self.groups, self._saved_groups, strict=True)
         ]
         return {"state": self._state, "param_groups": groups}
 
@@ -201,15 +203,15 @@ class Loaded:
                 for n, v in entry.items()
                 if n in rule.state and isinstance(v, Tensor)
             }
-            state[p] = {**{n: _copied(v) for n, v in entry.items() if v is not None}, **entries}
+            state[p] = {**{n: _copy(v) for n, v in entry.items() if v is not None}, **entries}
         return state
 
 
-def _is(kind: type[T], value: Any, what: str) -> T:
+def _is(kind: type[T], value: Any, subject: str) -> T:
     """Return `value`. Raises ValueError unless it is of that kind."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         type_name = type(value).__name__
-        raise ValueError(f"not a state dict of an optimizer: {what} must be {KINDS[kind]}, got {type_name}")
+        raise ValueError(f"not a state dict of an optimizer: {subject} must be {KINDS[kind]}, got {type_name}")
     return value
 
 
@@ -235,56 +237,56 @@ def _check_form(state_dict: Any) -> None:
     _is(dict, state_dict["state"], "'state'")
     _is(dict, state_dict.get("fastsam", {}), "'fastsam'")
     for number, group in enumerate(_is(list, state_dict["param_groups"], "'param_groups'")):
-        what = f"'params' of parameter group {number}"
-        for key in _is(list, _is(dict, group, f"parameter group {number}").get("params"), what):
+        subject = f"'params' of parameter group {number}"
+        for key in _is(list, _is(dict, group, f"parameter group {number}").get("params"), subject):
             if not isinstance(key, (int, str)):  # torch.distributed.checkpoint has names
                 raise ValueError(
-                    f"not a state dict of an optimizer: {what} must hold numbers of parameters, got {key!r}"
+                    f"not a state dict of an optimizer: {subject} must hold numbers of parameters, got {key!r}"
                 )
 
 
-def _check_field(value: Any, parameter: Tensor, what: str) -> None:
+def _check_field(value: Any, parameter: Tensor, subject: str) -> None:
     """Raise ValueError unless it is a dense real tensor of the parameter's shape, with memory."""
     if not isinstance(value, Tensor):
-        raise ValueError(f"not a state dict of an optimizer: {what} must be a tensor, got {type(value).__name__}")
+        raise ValueError(f"not a state dict of an optimizer: {subject} must be a tensor, got {type(value).__name__}")
     if value.shape != parameter.shape:
         raise ValueError(
-            f"this is the state of another model: {what} has shape {tuple(value.shape)}, the parameter "
+            f"this is the state of another model: {subject} has shape {tuple(value.shape)}, the parameter "
             f"{tuple(parameter.shape)}"
         )
     if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
         kind = "quantized" if value.is_quantized else "meta" if value.is_meta else f"{value.layout}, {value.dtype}"
         raise ValueError(
-            f"{what} must be a dense tensor of real numbers, got a {kind} tensor. Call value.to_dense() "
+            f"{subject} must be a dense tensor of real numbers, got a {kind} tensor. Call value.to_dense() "
             f"on a sparse tensor"
         )
 
 
-def _check_count(value: Any, what: str) -> None:
+def _check_count(value: Any, subject: str) -> None:
     """Raise ValueError unless it is a number of steps: a Python number, or a tensor of one element."""
     one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
     if not one and (not isinstance(value, (int, float)) or isinstance(value, bool)):
         kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"not a state dict of an optimizer: {what} must be a number of steps, got {kind}")
+        raise ValueError(f"not a state dict of an optimizer: {subject} must be a number of steps, got {kind}")
 
 
-def _merged(saved: list[Group], groups: list[Group], rule: UpdateRule | None) -> list[Group]:
+def _merge_groups(saved_groups: list[Group], groups: list[Group], rule: UpdateRule | None) -> list[Group]:
     """Return the saved options on top of the present ones, each group checked."""
     sizes = [len(g["params"]) for g in groups]
-    num_params = [len(g["params"]) for g in saved]
+    num_params = [len(g["params"]) for g in saved_groups]
     if sizes != num_params:
         raise ValueError(
             f"this is the state of another model: its parameter groups have {num_params} parameters, and this "
             f"optimizer's groups have {sizes}"
         )
-    absent = sorted({name for g in saved for name in (rule.options if rule else ()) if name not in g})
+    absent = sorted({name for g in saved_groups for name in (rule.options if rule else ()) if name not in g})
     if absent:
         raise ValueError(
             f"this is the state of another base optimizer: its parameter groups have no {', '.join(absent)}; build "
             "FusedSAM with the base optimizer that was saved"
         )
-    merged = []
-    for number, (new, old) in enumerate(zip(saved, groups, strict=True)):
+    result = []
+    for number, (new, old) in enumerate(zip(saved_groups, groups, strict=True)):
         group = {
             **{n: v for n, v in old.items() if n in OWN_OPTIONS},
             **deepcopy({n: v for n, v in new.items() if n not in ("params", STEPS)}),
@@ -292,5 +294,5 @@ def _merged(saved: list[Group], groups: list[Group], rule: UpdateRule | None) ->
         for name, value in old.items():
             group.setdefault(name, value)
         check_group(group, number)
-        merged.append({name: value for name, value in group.items() if name != "params"})
-    return merged
+        result.append({name: value for name, value in group.items() if name != "params"})
+    return result

@@ -199,12 +199,12 @@ class StepPhaseMixin:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside, the weights are as after `eval()`; afterwards as they were before."""
-        trained = self.training
+        is_training = self.training
         self.eval()
         try:
             yield
         finally:
-            if trained:
+            if is_training:
                 self.train()
 
     def _follow_modules(self) -> None:
@@ -241,7 +241,7 @@ class StepPhaseMixin:
         if self._engine.weight_state is not phase:
             raise RuntimeError(f"{problem}; {remedy}")
 
-    def _observed(self) -> bool:
+    def _is_observed(self) -> bool:
         """Return True if a hook or a profiler looks at the step."""
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         return bool(
@@ -250,7 +250,7 @@ class StepPhaseMixin:
 
     def _finishes(self) -> bool:
         """Return True if `second_step` is running, so that the closure of `step` belongs to a trainer."""
-        return self._engine.finishing and (
+        return self._engine.is_finishing and (
             self._engine.weight_state is not WeightState.ORIGINAL or not self._engine.perturbs
         )
 

@@ -58,22 +58,22 @@ class StorageSwap:
     """Some parameters, aliases of their memory, and the memory of their perturbed weights in a step.
 
     `params` is the bucket's list, and these parameters are in its `slots`. Another list would be another reference to
-    each parameter, see `ParamGuard.abandoned`.
+    each parameter, see `ParamGuard.abandoned_numbers`.
     """
 
     def __init__(self, params: Sequence[Tensor], slots: Sequence[int], originals: Sequence[Tensor]) -> None:
         self._params, self._slots, self._original_places = params, slots, originals
         self.targets: list[Tensor] = []  # memory of the perturbed weights
-        self._donated = False  # the targets were gradients
+        self._is_donated = False  # the targets were gradients
         self._sizes, self._strides = list(map(_size, originals)), list(map(_stride, originals))
         self._swapped_to: list[Place] = []  # places of the parameters after `swap_in`
 
-    def set_targets(self, targets: Sequence[Tensor], donated: bool) -> None:
-        """Choose these tensors, like the parameters, for the perturbed weights. donated: they are the gradients, which
-        the parameters lose, since a backward pass would add to them."""
-        self.targets, self._donated = list(targets), donated
+    def set_targets(self, targets: Sequence[Tensor], is_donated: bool) -> None:
+        """Choose these tensors, like the parameters, for the perturbed weights. is_donated: they are the gradients,
+        which the parameters lose, since a backward pass would add to them."""
+        self.targets, self._is_donated = list(targets), is_donated
         self._swapped_to = list(zip(map(_data_ptr, targets), self._sizes, self._strides, strict=True))
-        for i in self._slots if donated else ():
+        for i in self._slots if is_donated else ():
             self._params[i].grad = None
 
     def swap_in(self) -> None:
@@ -87,7 +87,7 @@ class StorageSwap:
         p = self._params[slot]
         if next(_places([p])) != self._swapped_to[i]:
             return False
-        if self._donated:
+        if self._is_donated:
             _record_stream(self.targets[i : i + 1])
         p.data = self.targets[i] = self._original_places[i]  # nothing of the perturbed weights stays here
         return True
@@ -95,12 +95,12 @@ class StorageSwap:
     def swap_back(self) -> None:
         """Give parameters their own memory back, except parameters that were moved or cut, or that have it already."""
         params = [self._params[i] for i in self._slots]
-        for p, original, place, swapped in zip(
+        for p, original, place, target_place in zip(
             params, self._original_places, _places(params), self._swapped_to, strict=True
         ):
-            if place == swapped:
+            if place == target_place:
                 p.data = original
-        if self._donated:
+        if self._is_donated:
             _record_stream(self.targets)
         self.targets = []  # the memory of a gradient goes back
         torch._C._increment_version(self._original_places)  # a graph that saved the perturbed weights then raises

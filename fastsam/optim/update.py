@@ -142,8 +142,8 @@ class FusedUpdate:
         bucket.backup.restore(bucket.select(tuple(sorted(backed_up.difference(selection.slots)))))
         new_slots = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in backed_up]
         if new_slots:
-            saved = bucket.select(tuple(i for i, _ in new_slots))
-            bucket.save_(saved, [g for _, g in new_slots])
+            new_part = bucket.select(tuple(i for i, _ in new_slots))
+            bucket.save_(new_part, [g for _, g in new_slots])
         bucket.backed_up = selection
 
     def _plan(self, selection: Selection, specs: tuple[StateSpec, ...], state: State) -> UpdatePlan:

@@ -102,7 +102,7 @@ class Instruction:
         """Approximate number of multiplications, or of elements."""
         return prod(self.sizes)
 
-    def flattened(self) -> Instruction:
+    def flatten(self) -> Instruction:
         """Return the instruction with as few dimensions as its operands allow, the innermost the densest.
 
         Raises NoFormError if they are more than `DIMS`.
@@ -144,13 +144,13 @@ class Instruction:
         """
         front = self.code in (Code.SUM, Code.IS_NOT) or self.code >= Code.COPY
 
-        def filled(values: Sequence[int], with_: int) -> list[int]:
-            padding = [with_] * (DIMS - len(values))
+        def pad(values: Sequence[int], default: int) -> list[int]:
+            padding = [default] * (DIMS - len(values))
             return [*padding, *values] if front else [*values, *padding]
 
-        words = [int(self.code), *filled(self.sizes, 1)]
+        words = [int(self.code), *pad(self.sizes, 1)]
         for operand in self.operands:
-            words += [operand.base, operand.offset, *filled(operand.strides, 0)]
+            words += [operand.base, operand.offset, *pad(operand.strides, 0)]
         return [*words, int.from_bytes(struct.pack("d", self.number), "little", signed=True)]
 
 

@@ -67,8 +67,8 @@ def foreach_update(
     t: Tensors,
     init_state: bool,
 ) -> None:
-    (m_, v_), decoupled = fields_, h[HParam.DECOUPLED] != 0
-    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    (m_, v_), is_decoupled = fields_, h[HParam.DECOUPLED] != 0
+    update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
     update(
         w_,
         d,
@@ -79,14 +79,14 @@ def foreach_update(
         lr=h[HParam.LR],
         beta1=h[BETA1],
         beta2=h[BETA2],
-        weight_decay=h[HParam.DECAY] if decoupled else decay,
+        weight_decay=h[HParam.DECAY] if is_decoupled else decay,
         eps=h[EPS],
         amsgrad=False,
         maximize=False,
     )
 
 
-def _decoupled(group: Group) -> bool:
+def _is_decoupled(group: Group) -> bool:
     return bool(group["decoupled_weight_decay"])
 
 
@@ -102,5 +102,5 @@ RULE = UpdateRule(
     triton_update=triton_update,
     foreach_update=foreach_update,
     supports=lambda group: not group.get("amsgrad"),
-    decoupled=_decoupled,
+    is_decoupled=_is_decoupled,
 )

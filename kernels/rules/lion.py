@@ -122,7 +122,7 @@ def foreach_update(
     torch._foreach_add_(m_, g, alpha=1 - h[BETA2])
 
 
-def _decoupled(group: Group) -> bool:
+def _is_decoupled(group: Group) -> bool:
     return True
 
 
@@ -136,5 +136,5 @@ RULE = UpdateRule(
     scalar_args=scalar_args,
     triton_update=triton_update,
     foreach_update=foreach_update,
-    decoupled=_decoupled,
+    is_decoupled=_is_decoupled,
 )

@@ -43,10 +43,10 @@ def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
 
 
 def triton_update(w, d, fields, numbers, STATE_MASK: tl.constexpr, INIT_STATE: tl.constexpr):
-    lr, mu, undamped, nesterov = numbers
+    lr, mu, grad_factor, nesterov = numbers
     m = fields[0]
     if STATE_MASK == 1:
-        m = d if INIT_STATE else mu * m + undamped * d
+        m = d if INIT_STATE else mu * m + grad_factor * d
         d = tl.where(nesterov, d + mu * m, m)
     return w - lr * d, m
 

@@ -43,8 +43,8 @@ def test_wrong_labels_are_wrong_and_as_many_as_said() -> None:
 def test_tuning_sees_neither_the_test_set_nor_wrong_labels(name: str) -> None:
     task = TASKS[name]
     x, y, test = task.load()
-    (own, labels), (validation, clean) = task.split(1000, tuning=True)
-    (again, _), (held_out, _) = task.split(1000, tuning=False)
+    (own, labels), (validation, clean) = task.split(1000, is_tuning=True)
+    (again, _), (held_out, _) = task.split(1000, is_tuning=False)
     assert len(own) == len(labels) == task.train
     assert torch.equal(own, again)
     assert torch.equal(held_out, x[-test:])

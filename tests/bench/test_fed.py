@@ -201,7 +201,7 @@ def test_what_fails_or_has_no_time_is_named() -> None:
         (fails, 1e9, {"problem": "RuntimeError: no memory"}), (fails, 0.0, {"absent": "no time left"}),
         (lambda: {"seconds": 2.0}, 1e9, {"seconds": 2.0}),
     ):  # fmt: skip
-        made = next(on_gpu.measured(items(work), seconds))
+        made = next(on_gpu.measure(items(work), seconds))
         assert reason.items() <= made["rows"][0].items() and made["name"] == "title"
 
 
@@ -220,11 +220,11 @@ def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> Non
     jobs = on_gpu.jobs("cuda")
     for model in ("cnn", "mlp"):
         for executor in ("bare loop", "sequential", "streams", "graph", "vmap", "auto"):
-            found = [case["rows"][0] for case in on_gpu.measured(jobs[f"{model} {executor}"](), 1e9)]
+            found = [case["rows"][0] for case in on_gpu.measure(jobs[f"{model} {executor}"](), 1e9)]
             assert [(row["at"], row["executor"]) for row in found] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
     assert ("fedsam", "streams", 31) in taken and ("fedavg", "vmap", 100) in taken and ("fedavg", "auto", None) in taken
     assert on_gpu.rowprograms.maker is maker
-    case = next(on_gpu.measured(jobs["mlp:200 vmap, without row programs"](), 1e9))
+    case = next(on_gpu.measure(jobs["mlp:200 vmap, without row programs"](), 1e9))
     assert case["title"] == "MLP:200, fedavg, by clients"
     assert on_gpu.rowprograms.maker(None) is None
 

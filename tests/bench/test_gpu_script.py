@@ -55,7 +55,7 @@ def test_the_real_parts() -> None:
     assert {part.call for part in gpu.PARTS} == {0, 1, 2, 3, 4}
     for one in (one for one in gpu.PARTS if "bench " in one.command):
         words = one.command.replace("--device cuda", "").replace("SECONDS", "1").replace("'", "").split()[3:]
-        assert command.parse(words).all, one.name
+        assert command.parse(words).selection, one.name
 
 
 @pytest.mark.of_each_kind

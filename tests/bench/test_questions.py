@@ -67,7 +67,7 @@ def test_a_quick_run_gives_a_figure_for_every_row(
     record = records.read(tmp_path / f"{question}.json")
     assert record["quick"] and record["cases"]
     rows = list(records.rows(record))
-    assert {row["name"] for row in rows if records.failed(row)} <= {"fastsam_triton", "triton"}
+    assert {row["name"] for row in rows if records.has_failed(row)} <= {"fastsam_triton", "triton"}
     assert all(row["name"] in capsys.readouterr().out or True for row in rows)
     assert set(QUICK) | {"ncu"} == set(QUESTIONS)
 
@@ -334,9 +334,9 @@ def test_the_launch_of_a_replay_is_off_the_clock(monkeypatch: pytest.MonkeyPatch
     machine.wait = lambda: now.update(host=max(now.values()))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     replay = lambda: queue("body", 5.0, call=100.0)  # noqa: E731 - its launch takes the host far longer than the device
-    assert machine.sample(replay, queued=True) == pytest.approx(5e-6)
+    assert machine.sample(replay, is_queued=True) == pytest.approx(5e-6)
     assert machine.sample(replay) > 100e-6, "what an idle device would do to a replay too"
-    assert machine.sample(replay, cold=True, queued=True) == pytest.approx(5e-6)
+    assert machine.sample(replay, cold=True, is_queued=True) == pytest.approx(5e-6)
     timed = ["event", "body", "event"]
     assert log == ["read", "read", *timed, *timed, "read", "read", "sweep", *timed]
 

@@ -53,7 +53,7 @@ def test_pages_hold_what_was_measured() -> None:
 def test_published_results_were_all_measured() -> None:
     found = records.read(records.RESULTS / "step.json")
     assert [case["part"] for case in found["cases"]] == ["step"] * 6 + ["whole"] * 3
-    assert {row["name"] for row in records.rows(found) if records.failed(row)} == {"fastsam_triton"}
+    assert {row["name"] for row in records.rows(found) if records.has_failed(row)} == {"fastsam_triton"}
 
 
 def test_other_places_and_the_rest_of_a_page_are_left() -> None:

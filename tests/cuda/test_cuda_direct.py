@@ -111,7 +111,7 @@ def test_weights_that_are_perturbed_apart_and_updated_in_place(
     for rule, described in RULES.items():
         before, g1 = [p.clone() for p in o.params], [g.clone() for g in o.g1]
         apart = g1 if lent else [torch.full_like(p, torch.nan) for p in o.params]
-        calls.norm_perturb_(g1, o.sumsq, adaptive, save=False, perturbed=apart)
+        calls.norm_perturb_(g1, o.sumsq, adaptive, save=False, perturbed_weights=apart)
         plain.norm_perturb_(saving.g1, saving.sumsq, adaptive)
         assert all(map(same_bits, [*apart, o.sumsq], [*saving.params, saving.sumsq]))
         assert all(map(same_bits, o.params, before))
@@ -243,7 +243,7 @@ def test_every_call_uses_the_current_stream(direct: Emulation, monkeypatch: Monk
             assert not call()
         assert direct.count("last_stream") == stream
         monkeypatch.setattr(calls, "_stream", lambda: 0x7890)
-        calls.norm_perturb_(o.g1, o.sumsq, False, save=False, perturbed=o.g2)
+        calls.norm_perturb_(o.g1, o.sumsq, False, save=False, perturbed_weights=o.g2)
         assert direct.count("last_stream") == 0x7890
 
 

@@ -80,7 +80,7 @@ def compile_library(
     changes = {
         **changes, "cuda/ops_cuda.cpp": registered, "cuda/ops_rows.cpp": registered, "cuda/rowprograms.cu": on_host,
     }  # fmt: skip
-    with toolchain.locked(folder):
+    with toolchain.lock_folder(folder):
         copy_sources(build.csrc(), folder / "csrc", changes)
         toolchain.execute(_steps(folder / "csrc", ready, kept, fast), folder)
     return folder / LIBRARY

@@ -122,7 +122,7 @@ def _compile(source: Path, own: Sequence[str], arch: str, cubin: Path) -> None:
 
 def cuda_code(cache: Path) -> list[Code]:
     """Return the float32 CUDA kernels for all architectures. With `cache` only changed sources are compiled."""
-    with toolchain.locked(cache), tempfile.TemporaryDirectory() as folder:
+    with toolchain.lock_folder(cache), tempfile.TemporaryDirectory() as folder:
         csrc = Path(folder) / "csrc"
         shutil.copytree(build.csrc(), csrc)
         for name, old, new in (ONLY_FLOAT, ONLY_SMALL):

@@ -35,7 +35,7 @@ def test_what_is_missing_comes_first(
     monkeypatch.delenv("CXX", raising=False)
     reasons = dict.fromkeys(unavailable, "why")
     found = next_steps.steps(
-        reasons, torch_cuda=torch_cuda, gpu=gpu, which=lambda name: name if name in programs else None
+        reasons, torch_cuda=torch_cuda, gpu=gpu, find_executable=lambda name: name if name in programs else None
     )
     assert found[-1] == next_steps.START
     if expected is None:
@@ -47,7 +47,7 @@ def test_what_is_missing_comes_first(
 def test_a_compiler_of_another_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "my-c++ -v")
     found = next_steps.steps(
-        {NATIVE: "why"}, torch_cuda=None, gpu=False, which=lambda name: name if name == "my-c++" else None
+        {NATIVE: "why"}, torch_cuda=None, gpu=False, find_executable=lambda name: name if name == "my-c++" else None
     )
     assert "compiles the CPU kernels" in found[0]
 

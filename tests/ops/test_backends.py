@@ -18,7 +18,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A plain install: no compiled kernels, and nothing said about it yet."""
     table = tuple(replace(b, why_not=lambda: "not built") if b.name == "native" else b for b in backends.BACKENDS)
     monkeypatch.setattr(backends, "BACKENDS", table)
-    monkeypatch.setattr(backends, "_noted", False)
+    monkeypatch.setattr(backends, "_has_warned", False)
     for module in (native, libraries):
         monkeypatch.setattr(module, "why_not", lambda device: "not built")
     return monkeypatch

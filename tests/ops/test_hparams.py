@@ -34,7 +34,7 @@ def test_a_rule_is_the_same_in_both_files(name: str) -> None:
     text, module = header.read_text(), importlib.import_module(f"fastsam_kernels.rules.{name}")
     assert rule.name == name and f"namespace fastsam::{name} {{" in text
     assert f"kState = {len(rule.state)};" in text and len(rule.state) <= MAX_STATE
-    mask = sum(needed << i for i, needed in enumerate(rule.needed))
+    mask = sum(needed << i for i, needed in enumerate(rule.required_fields))
     needed = re.search(r"kNeeded = (0b[01]+|0);", text)
     assert needed is not None and int(needed[1], 0) == mask
     assert f"kCounts = {'true' if rule.counter else 'false'};" in text

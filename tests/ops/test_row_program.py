@@ -74,7 +74,7 @@ def test_elementwise(code: Code, rows: int, shape: tuple[int, ...], data: st.Dat
     reads = [operand(i, t, full) for i, t in enumerate(read)]
     out = torch.empty(full)
     made = Instruction(code, shape, RowOperand(OUT, 0, out.stride()[1:]), *reads, number=x)
-    found = program([made.flattened()], read, out[0].numel()).view(full)
+    found = program([made.flatten()], read, out[0].numel()).view(full)
     exact = formula(*(t.double() for t in read), x).expand(full)
     size = sum(t.double().abs() for t in read) + exact.abs()
     assert bool(((found - exact).abs() <= ROUNDING * size.expand(full)).all())
@@ -99,7 +99,7 @@ def test_sums(rows: int, shape: tuple[int, ...], data: st.DataObject) -> None:
     out = torch.empty(rows, *kept)
     strides = tuple(0 if d in over else s for d, s in enumerate(out.stride()[1:]))
     made = Instruction(Code.SUM, shape, RowOperand(OUT, 0, strides), operand(0, a, (rows, *shape)))
-    found = program([made.flattened()], [a], out[0].numel()).view(out.shape)
+    found = program([made.flatten()], [a], out[0].numel()).view(out.shape)
     exact = a.double().expand(rows, *shape)
     dims = [1 + d for d in over]
     bound = exact.abs().sum(dims, keepdim=True) * (exact[0].numel() + 1) * 2**-24

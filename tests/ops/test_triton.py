@@ -89,7 +89,7 @@ def test_chunks_cover_every_element_once() -> None:
     chunks = plan.chunks.reshape(-1, 2).tolist()
     assert chunks == [[1, 0], [2, 0], [2, 4096], [4, 0]]
     assert plan.table.reshape(-1, 4).tolist() == table.tolist()
-    assert not plan.aligned or not (table[:, 0] % 16).any()
+    assert not plan.is_aligned or not (table[:, 0] % 16).any()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_chunks_cover_every_element_once() -> None:
 def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, aligned: bool) -> None:
     memory = torch.zeros(200, dtype=dtype)
     plan = tables.chunk_table_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), torch.device("cpu"))
-    assert plan.aligned
+    assert plan.is_aligned
     views = [memory[shift : shift + 64], memory[64 : 64 + 32]]
     assert tables.operand_of(views, plan, 1)[1] is aligned
     assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1)[1] is aligned

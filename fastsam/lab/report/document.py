@@ -46,18 +46,18 @@ class Document:
 
     def markdown(self, directory: Path) -> str:
         """Return the report in Markdown, for a file in `directory`."""
-        parts = [f"# {_escaped(self.title)}", "\n".join(f"- {_escaped(f'{k}: {v}')}" for k, v in self.facts.items())]
+        parts = [f"# {_escape(self.title)}", "\n".join(f"- {_escape(f'{k}: {v}')}" for k, v in self.facts.items())]
         for table in self.tables:
-            parts += [f"## {_escaped(table.title)}", table.markdown(), _escaped(table.note)]
+            parts += [f"## {_escape(table.title)}", table.markdown(), _escape(table.note)]
         for figure in self.figures:
-            caption, path = _escaped(figure.caption), os.path.relpath(figure.path, directory)
+            caption, path = _escape(figure.caption), os.path.relpath(figure.path, directory)
             parts += [f"## {caption}", f"![{caption}](<{path}>)"]
-        parts += ["## Runs", "\n".join(f"- {_escaped(name)}: `{path}`" for name, path in self.runs)]
+        parts += ["## Runs", "\n".join(f"- {_escape(name)}: `{path}`" for name, path in self.runs)]
         parts += ["Repeat with", f"    {self.command}"]
         return "\n\n".join(parts) + "\n"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Return the text without characters that Markdown would take for markup."""
     return re.sub(r"([\\`*\[\]<>])", r"\\\1", text)
 

@@ -29,7 +29,7 @@ class Table:
     def markdown(self) -> str:
         """Return the table in Markdown."""
         marks = "|".join("---" if side == "l" else "---:" for side in self.sides)
-        lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in map(_escaped, row)) for row in self.lines()]
+        lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in map(_escape, row)) for row in self.lines()]
         return "\n".join([lines[0], f"|{marks}|", *lines[1:]])
 
     @property
@@ -72,7 +72,7 @@ class Table:
         return [[cell.replace("\n", " ") for cell in row] for row in (self.head, *self.rows)]
 
 
-def _escaped(cell: str) -> str:
+def _escape(cell: str) -> str:
     """Return a cell without what Markdown would take for markup of a table or of HTML; code stays as it is."""
     text = cell.replace("|", "\\|")
     return text if "`" in text else text.replace("<", "&lt;")

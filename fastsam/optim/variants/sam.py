@@ -163,12 +163,12 @@ def check_interval(name: str, value: int) -> None:
         raise ValueError(f"{name} must be 1 or more steps, got {value!r}")
 
 
-def check_real(name: str, value: float, expected: str, fits: Callable[[float], Any]) -> None:
+def check_real(name: str, value: float, requirement: str, fits: Callable[[float], Any]) -> None:
     """Raise TypeError if `value` is neither a real number nor a tensor, and ValueError if it does not fit."""
     if not isinstance(value, (Real, Tensor)):  # a Decimal, for example, raises other errors when it is compared
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not fits(value):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
+        raise ValueError(f"{name} must be {requirement}, got {value!r}")
 
 
 def variant_of(variant: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:

@@ -43,9 +43,9 @@ class SAMON(SAM):
                 f"{type(model).__name__} has no parameters in {', '.join(layer.__name__ for layer in layers)}; name "
                 "the classes of its normalisation layers: SAMON.groups(model, layers=(MyNorm,))"
             )
-        perturbed = {"params": [p for p in params if id(p) in norm_params]}
-        unperturbed = {"params": [p for p in params if id(p) not in norm_params], "rho": 0.0}
-        return [perturbed, unperturbed]
+        norm_group = {"params": [p for p in params if id(p) in norm_params]}
+        other_group = {"params": [p for p in params if id(p) not in norm_params], "rho": 0.0}
+        return [norm_group, other_group]
 
     def perturbs_group(self, group: Mapping[str, Any]) -> bool:
         return isinstance(group["rho"], Tensor) or group["rho"] != 0

@@ -93,7 +93,7 @@ class Writer:
         self, code: Code, shape: Sequence[int], out: RowOperand, *read: Node | RowOperand, number: float = 0.0
     ) -> None:
         operands = [v if isinstance(v, RowOperand) else self.places.read(v, shape) for v in read]
-        self.instructions.append(Instruction(code, tuple(shape[1:]), out, *operands, number=float(number)).flattened())
+        self.instructions.append(Instruction(code, tuple(shape[1:]), out, *operands, number=float(number)).flatten())
 
     def _elementwise(self, call: Node, code: Code, *read: Any, number: float = 0.0) -> None:
         """Write an elementwise operation on tensors and plain numbers."""
