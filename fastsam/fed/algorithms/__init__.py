@@ -38,10 +38,9 @@ def _built_in() -> Iterator[type[Algorithm]]:
 
 
 registry: dict[str, type[Algorithm]] = {
-    made.__name__.lower().replace("_", "-"): made
-    for made in sorted(_built_in(), key=lambda made: made.__name__.lower())
+    cls.__name__.lower().replace("_", "-"): cls for cls in sorted(_built_in(), key=lambda cls: cls.__name__.lower())
 }
-globals().update({made.__name__: made for made in registry.values()})
+globals().update({cls.__name__: cls for cls in registry.values()})
 
 if TYPE_CHECKING:
 
@@ -60,5 +59,5 @@ __all__ = [
     "Aggregate",
     "Upload",
     "apply_update",
-    *(made.__name__ for made in registry.values()),
+    *(cls.__name__ for cls in registry.values()),
 ]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update, checked
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update, hparam
 from fastsam.fed.common.checks import choice, number
 
 
@@ -33,7 +33,7 @@ class AdaptiveServer(Algorithm):
         """Return the new V from the old V and the square of the mean delta, float64 `[row_size]`."""
         raise NotImplementedError
 
-    def corrected(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:
+    def correct_bias(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:
         """Return the m and V from which the step is computed."""
         return m, V
 
@@ -41,7 +41,7 @@ class AdaptiveServer(Algorithm):
         delta = aggregate.mean("delta")
         m = self.beta1 * server["m"].double() + (1 - self.beta1) * delta
         V = self.second_moment(server["V"].double(), delta**2)
-        by, size = self.corrected(m, V, round)
+        by, size = self.correct_bias(m, V, round)
         w = apply_update(server["w"], round.server_lr * by / (size.sqrt() + self.tau))
         return {"w": w, "m": m.to(w.dtype), "V": V.to(w.dtype)}
 
@@ -58,9 +58,9 @@ class FedAdagrad(AdaptiveServer):
     allows tau^2. Per round and client 1 P down and 1 P up; state: w, m, V. One backward pass a step.
     """
 
-    beta1: float = checked(0.0, number, at_least=0, at_most=1)
-    tau: float = checked(0.01, number, above=0)
-    V0: float = checked(0.0, number, at_least=0)
+    beta1: float = hparam(0.0, number, at_least=0, at_most=1)
+    tau: float = hparam(0.01, number, above=0)
+    V0: float = hparam(0.0, number, at_least=0)
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
         return V + square
@@ -74,11 +74,11 @@ class FedAdam(AdaptiveServer):
     step is about `server_lr*(1 - beta1)/sqrt(1 - beta2)` in every element that moves.
     """
 
-    beta1: float = checked(0.9, number, at_least=0, at_most=1)
-    beta2: float = checked(0.99, number, at_least=0, at_most=1)
-    tau: float = checked(0.01, number, above=0)
-    bias_correction: bool = checked(False, choice, (True, False))
-    V0: float = checked(0.0, number, at_least=0)
+    beta1: float = hparam(0.9, number, at_least=0, at_most=1)
+    beta2: float = hparam(0.99, number, at_least=0, at_most=1)
+    tau: float = hparam(0.01, number, above=0)
+    bias_correction: bool = hparam(False, choice, (True, False))
+    V0: float = hparam(0.0, number, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +91,7 @@ class FedAdam(AdaptiveServer):
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
         return self.beta2 * V + (1 - self.beta2) * square
 
-    def corrected(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:
+    def correct_bias(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:
         corrections = (1 - self.beta1 ** (round.index + 1), 1 - self.beta2 ** (round.index + 1))
         return (m / corrections[0], V / corrections[1]) if self.bias_correction else (m, V)
 
@@ -101,10 +101,10 @@ class FedYogi(AdaptiveServer):
     """FedAdagrad with Yogi on the server: `V <- V - (1 - beta2)*D^2*sign(V - D^2)` moves by a bounded part of its
     distance."""
 
-    beta1: float = checked(0.9, number, at_least=0, at_most=1)
-    beta2: float = checked(0.99, number, at_least=0, at_most=1)
-    tau: float = checked(0.01, number, above=0)
-    V0: float = checked(0.0, number, at_least=0)
+    beta1: float = hparam(0.9, number, at_least=0, at_most=1)
+    beta2: float = hparam(0.99, number, at_least=0, at_most=1)
+    tau: float = hparam(0.01, number, above=0)
+    V0: float = hparam(0.0, number, at_least=0)
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
         return V - (1 - self.beta2) * square * (V - square).sign()

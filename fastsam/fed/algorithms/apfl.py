@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, hparam
 from fastsam.fed.common.checks import number
 
 
@@ -37,7 +37,7 @@ class APFL(Algorithm):
     backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
-    alpha: float = checked(0.5, number, at_least=0, at_most=1)
+    alpha: float = hparam(0.5, number, at_least=0, at_most=1)
     eta_alpha: float | None = None
 
     def __post_init__(self) -> None:

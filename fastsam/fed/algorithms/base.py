@@ -147,7 +147,7 @@ class Algorithm:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check the options (see `checked`). Raises ValueError for a value out of its range."""
+        """Check the options (see `hparam`). Raises ValueError for a value out of its range."""
         for option in fields(cast(Any, self)):
             if "check" in option.metadata:
                 option.metadata["check"](option.name, getattr(self, option.name))
@@ -205,7 +205,7 @@ class Algorithm:
         return server["w"]
 
 
-def checked(default: Any, check: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
+def hparam(default: Any, check: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
     """Return a field of an algorithm whose values are checked by `check(name, value, *arguments, **limits)`."""
     return field(default=default, metadata={"check": lambda name, value: check(name, value, *arguments, **limits)})
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def divergence(
-    outputs: Tensor, teacher_outputs: Tensor, temperature: float = 1.0, excluded: Tensor | None = None
+    outputs: Tensor, teacher_outputs: Tensor, temperature: float = 1.0, mask: Tensor | None = None
 ) -> Tensor:
     """Return `tau^2 * KL(softmax(teacher_outputs/tau) || softmax(outputs/tau))`, the mean over the batch.
 
@@ -18,14 +18,12 @@ def divergence(
         outputs: logits `[n, classes, ...]`.
         teacher_outputs: logits of the same shape.
         temperature: tau.
-        excluded: bool of the same shape, classes that neither distribution has.
+        mask: bool of the same shape, classes that neither distribution has.
     """
     logits, targets = outputs / temperature, teacher_outputs / temperature
-    if excluded is None:
+    if mask is None:
         p, q = logits.log_softmax(1), targets.log_softmax(1)
     else:
-        p, q = (
-            x.masked_fill(excluded, -torch.inf).log_softmax(1).masked_fill(excluded, 0.0) for x in (logits, targets)
-        )
-    share = q.exp() if excluded is None else q.exp().masked_fill(excluded, 0.0)
+        p, q = (x.masked_fill(mask, -torch.inf).log_softmax(1).masked_fill(mask, 0.0) for x in (logits, targets))
+    share = q.exp() if mask is None else q.exp().masked_fill(mask, 0.0)
     return temperature**2 * (share * (q - p)).sum(1).mean()

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload, hparam
 from fastsam.fed.common.checks import integer, number
 
 
@@ -32,7 +32,7 @@ class Ditto(Algorithm):
     backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
-    lam: float = checked(1.0, number, at_least=0)
+    lam: float = hparam(1.0, number, at_least=0)
     epochs: int | None = None
 
     def __post_init__(self) -> None:

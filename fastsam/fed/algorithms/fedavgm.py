@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update, checked
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update, hparam
 from fastsam.fed.common.checks import number
 
 
@@ -26,7 +26,7 @@ class FedAvgM(Algorithm):
 
     server_vectors: ClassVar[float] = 2
 
-    beta: float = checked(0.9, number, at_least=0, at_most=1)
+    beta: float = hparam(0.9, number, at_least=0, at_most=1)
 
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "m": torch.zeros_like(w0)}

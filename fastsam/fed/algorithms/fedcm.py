@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, LocalUpdate, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, LocalUpdate, Round, State, Upload, hparam
 from fastsam.fed.common.checks import choice, number
 
 COUNTS = ("steps", "epochs")  # values of momentum_K
@@ -53,8 +53,8 @@ class FedCM(ServerDirection):
     Per round and client 2 P down (w, D) and 1 P up; state: w, D. One backward pass a step.
     """
 
-    alpha: float = checked(0.1, number, at_least=0, at_most=1)
-    momentum_K: str = checked("steps", choice, COUNTS)
+    alpha: float = hparam(0.1, number, at_least=0, at_most=1)
+    momentum_K: str = hparam("steps", choice, COUNTS)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(perturbed_weight=self.alpha, gradient_offset=(1 - self.alpha) * server["D"])

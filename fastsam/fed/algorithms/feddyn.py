@@ -18,7 +18,7 @@ from fastsam.fed.algorithms.base import (
     State,
     Upload,
     apply_update,
-    checked,
+    hparam,
     no_server_lr,
 )
 from fastsam.fed.common.checks import decayed, number
@@ -83,8 +83,8 @@ class FedDyn(DynamicRegularizer):
     client 1 P down and 1 P up; state: w, H, and h_i on every client. One backward pass a step.
     """
 
-    phi: float = checked(0.1, number, at_least=0)
-    phi_decay: float = checked(1.0, number, above=0)
+    phi: float = hparam(0.1, number, at_least=0)
+    phi_decay: float = hparam(1.0, number, above=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)

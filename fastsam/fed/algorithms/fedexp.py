@@ -18,7 +18,7 @@ from fastsam.fed.algorithms.base import (
     State,
     Upload,
     apply_update,
-    checked,
+    hparam,
     no_server_lr,
 )
 from fastsam.fed.common.checks import choice, number
@@ -40,8 +40,8 @@ class FedExP(Algorithm):
 
     server_vectors: ClassVar[float] = 2
 
-    eps: float = checked(1e-3, number, above=0)
-    average: bool = checked(True, choice, (True, False))
+    eps: float = hparam(1e-3, number, above=0)
+    average: bool = hparam(True, choice, (True, False))
 
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "x": w0}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State, hparam
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 
@@ -26,7 +26,7 @@ class FedGAMMA(SCAFFOLD):
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(0.1, check_scheduled)
+    rho: Scheduled = hparam(0.1, check_scheduled)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)

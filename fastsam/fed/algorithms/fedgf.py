@@ -18,7 +18,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
-    checked,
+    hparam,
 )
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
@@ -45,10 +45,10 @@ class FedGF(Algorithm):
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(0.05, check_scheduled)
-    rho_g: Scheduled = checked(0.05, check_scheduled)
-    threshold: float = checked(1.0, number, at_least=0)
-    window: int = checked(10, integer, at_least=1)
+    rho: Scheduled = hparam(0.05, check_scheduled)
+    rho_g: Scheduled = hparam(0.05, check_scheduled)
+    threshold: float = hparam(1.0, number, at_least=0)
+    window: int = hparam(10, integer, at_least=1)
 
     def init_server(self, w0: Tensor) -> State:
         distances = torch.zeros(self.window, dtype=torch.float64, device=w0.device)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State, hparam
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -38,10 +38,10 @@ class FedGloSS(DynamicRegularizer):
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 3
 
-    rho: Scheduled = checked(0.15, check_scheduled)
-    rho_local: Scheduled = checked(0.15, check_scheduled)
-    phi: float = checked(0.1, number, at_least=0)
-    phi_decay: float = checked(1.0, number, above=0)
+    rho: Scheduled = hparam(0.15, check_scheduled)
+    rho_local: Scheduled = hparam(0.15, check_scheduled)
+    phi: float = hparam(0.1, number, at_least=0)
+    phi_decay: float = hparam(1.0, number, above=0)
 
     @property
     def backward_passes(self) -> int:  # type: ignore[override]

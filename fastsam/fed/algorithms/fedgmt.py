@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Client, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.base import Aggregate, Client, LocalUpdate, Round, State, hparam
 from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer
 from fastsam.fed.common.checks import number
@@ -44,11 +44,11 @@ class FedGMT(DynamicRegularizer):
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 2
 
-    gamma: float = checked(1.0, number, at_least=0)
-    alpha: float = checked(0.95, number, at_least=0, at_most=1)
-    tau: float = checked(3.0, number, above=0)
-    phi: float = checked(0.1, number, at_least=0)
-    phi_decay: float = checked(1.0, number, above=0)
+    gamma: float = hparam(1.0, number, at_least=0)
+    alpha: float = hparam(0.95, number, at_least=0, at_most=1)
+    tau: float = hparam(3.0, number, above=0)
+    phi: float = hparam(0.1, number, at_least=0)
+    phi_decay: float = hparam(1.0, number, above=0)
 
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "e": w0}

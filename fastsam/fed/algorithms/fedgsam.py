@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, hparam
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 
@@ -30,10 +30,10 @@ class FedGSAM(Algorithm):
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(0.05, check_scheduled)
-    alpha: float = checked(0.1, number, at_least=0)
+    rho: Scheduled = hparam(0.05, check_scheduled)
+    alpha: float = hparam(0.1, number, at_least=0)
     rho_min: float | None = None
-    lr_min: float = checked(0.0, number, at_least=0)
+    lr_min: float = hparam(0.0, number, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
-    checked,
+    hparam,
 )
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
@@ -95,9 +95,9 @@ class FedLESAM(LocalEstimate):
 
     working_vectors: ClassVar[float] = 1
 
-    rho: Scheduled = checked(0.01, check_scheduled)
-    initial_perturbation: str = checked("origin", choice, ("origin", "none"))
-    reference: str = checked("client", choice, ("client", "last_round"))
+    rho: Scheduled = hparam(0.01, check_scheduled)
+    initial_perturbation: str = hparam("origin", choice, ("origin", "none"))
+    reference: str = hparam("client", choice, ("client", "last_round"))
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return self.estimate_step(server, client, round)
@@ -118,11 +118,11 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
     step.
     """
 
-    rho: Scheduled = checked(0.1, check_scheduled)
-    phi: float = checked(0.1, number, at_least=0)
-    initial_perturbation: str = checked("origin", choice, ("origin", "none"))
-    reference: str = checked("client", choice, ("client", "last_round"))
-    phi_decay: float = checked(1.0, number, above=0)
+    rho: Scheduled = hparam(0.1, check_scheduled)
+    phi: float = hparam(0.1, number, at_least=0)
+    initial_perturbation: str = hparam("origin", choice, ("origin", "none"))
+    reference: str = hparam("client", choice, ("client", "last_round"))
+    phi_decay: float = hparam(1.0, number, above=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)
@@ -145,10 +145,10 @@ class FedLESAM_S(LocalEstimate, SCAFFOLD):  # type: ignore[override]
     step.
     """
 
-    rho: Scheduled = checked(0.1, check_scheduled)
-    initial_perturbation: str = checked("origin", choice, ("origin", "none"))
-    reference: str = checked("client", choice, ("client", "last_round"))
-    control_scale: float = checked(1.0, number, at_least=0)
+    rho: Scheduled = hparam(0.1, check_scheduled)
+    initial_perturbation: str = hparam("origin", choice, ("origin", "none"))
+    reference: str = hparam("client", choice, ("client", "last_round"))
+    control_scale: float = hparam(1.0, number, at_least=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return self.estimate_step(

@@ -17,7 +17,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     apply_update,
-    checked,
+    hparam,
 )
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -42,9 +42,9 @@ class FedNSAM(Algorithm):
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 1
 
-    rho: Scheduled = checked(0.05, check_scheduled)
-    gamma: float = checked(0.85, number, at_least=0, at_most=1)
-    perturb: str = checked("gradient", choice, ("gradient", "momentum"))
+    rho: Scheduled = hparam(0.05, check_scheduled)
+    gamma: float = hparam(0.85, number, at_least=0, at_most=1)
+    perturb: str = hparam("gradient", choice, ("gradient", "momentum"))
 
     @property
     def download_vectors(self) -> float:  # type: ignore[override]

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, Round, State, checked
+from fastsam.fed.algorithms.base import Algorithm, Client, Round, State, hparam
 from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.common.checks import number
 
@@ -32,8 +32,8 @@ class FedNTD(Algorithm):
 
     working_vectors: ClassVar[float] = 1
 
-    beta: float = checked(1.0, number, at_least=0)
-    tau: float = checked(1.0, number, above=0)
+    beta: float = hparam(1.0, number, at_least=0)
+    tau: float = hparam(1.0, number, above=0)
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
         teacher = client.teacher(server["w"])
@@ -47,4 +47,4 @@ class FedNTD(Algorithm):
         if y.is_floating_point() or y.dim() != outputs.dim() - 1:
             raise ValueError("FedNTD needs labels that number the model's outputs")
         classes = torch.arange(outputs.shape[1], device=y.device).view(-1, *[1] * (y.dim() - 1))
-        return self.beta * divergence(outputs, teacher_outputs, self.tau, excluded=classes == y.unsqueeze(1))
+        return self.beta * divergence(outputs, teacher_outputs, self.tau, mask=classes == y.unsqueeze(1))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State, hparam
 from fastsam.fed.common.checks import number
 
 
@@ -22,7 +22,7 @@ class FedProx(Algorithm):
 
     working_vectors: ClassVar[float] = 1
 
-    phi: float = checked(0.01, number, at_least=0)
+    phi: float = hparam(0.01, number, at_least=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(gradient_offset=-self.phi * server["w"], proximal_coefficient=self.phi)

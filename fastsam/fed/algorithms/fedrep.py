@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fastsam.fed.algorithms.base import Algorithm, Client, Round, State, checked
+from fastsam.fed.algorithms.base import Algorithm, Client, Round, State, hparam
 from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import integer
 
@@ -30,7 +30,7 @@ class FedRep(Algorithm):
     """
 
     head: str | None = None
-    head_epochs: int = checked(10, integer, at_least=1)
+    head_epochs: int = hparam(10, integer, at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, hparam
 from fastsam.fed.common.checks import choice, integer, number
 from fastsam.fed.models.pixels import Pixels
 
@@ -40,10 +40,10 @@ class FedRobust(Algorithm):
         radius: (e1, e2) for the constraints ||Lam - I|| <= e1 and ||delta|| <= e2 in place of the penalty.
     """
 
-    lam: float = checked(1.0, number, at_least=0)
+    lam: float = hparam(1.0, number, at_least=0)
     eta_2: float | None = None
-    ascent_steps: int = checked(1, integer, at_least=1)
-    form: str | None = checked(None, choice, (*FORMS, None))
+    ascent_steps: int = hparam(1, integer, at_least=1)
+    form: str | None = hparam(None, choice, (*FORMS, None))
     radius: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, hparam
 from fastsam.fed.algorithms.fedcm import COUNTS, ServerDirection
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -30,9 +30,9 @@ class FedSAM(Algorithm):
     working_vectors: ClassVar[float] = 1
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(0.05, check_scheduled)
-    adaptive: bool = checked(False, choice, (True, False))
-    eta: float = checked(0.0, number, at_least=0)
+    rho: Scheduled = hparam(0.05, check_scheduled)
+    adaptive: bool = hparam(False, choice, (True, False))
+    eta: float = hparam(0.0, number, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,9 +63,9 @@ class MoFedSAM(ServerDirection):
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(0.05, check_scheduled)
-    beta: float = checked(0.1, number, at_least=0, at_most=1)
-    momentum_K: str = checked("steps", choice, COUNTS)
+    rho: Scheduled = hparam(0.05, check_scheduled)
+    beta: float = hparam(0.1, number, at_least=0, at_most=1)
+    momentum_K: str = hparam("steps", choice, COUNTS)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)

@@ -19,7 +19,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
-    checked,
+    hparam,
 )
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -50,12 +50,12 @@ class FedSCAM(Algorithm):
     backward_passes: ClassVar[int] = 2
     sends_weights: ClassVar[bool] = True
 
-    rho: Scheduled = checked(0.05, check_scheduled)
-    alpha: float = checked(1.0, number, at_least=0)
-    gamma: float = checked(1.0, number, at_least=0)
-    beta: float = checked(0.8, number, at_least=0)
-    kappa: float = checked(1.0, number, at_least=0)
-    pilots: int = checked(3, integer, at_least=1)
+    rho: Scheduled = hparam(0.05, check_scheduled)
+    alpha: float = hparam(1.0, number, at_least=0)
+    gamma: float = hparam(1.0, number, at_least=0)
+    beta: float = hparam(0.8, number, at_least=0)
+    kappa: float = hparam(1.0, number, at_least=0)
+    pilots: int = hparam(3, integer, at_least=1)
 
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "u": torch.zeros_like(w0)}

@@ -18,7 +18,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
-    checked,
+    hparam,
 )
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -49,12 +49,12 @@ class FedSMOO(DynamicRegularizer):
     upload_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(0.1, check_scheduled)
-    alpha: float = checked(1.0, number, above=0)
-    phi: float = checked(0.1, number, at_least=0)
-    s_rule: str = checked("paper", choice, RULES)
-    dyn: bool = checked(True, choice, (True, False))
-    phi_decay: float = checked(1.0, number, above=0)
+    rho: Scheduled = hparam(0.1, check_scheduled)
+    alpha: float = hparam(1.0, number, above=0)
+    phi: float = hparam(0.1, number, at_least=0)
+    s_rule: str = hparam("paper", choice, RULES)
+    dyn: bool = hparam(True, choice, (True, False))
+    phi_decay: float = hparam(1.0, number, above=0)
 
     @property
     def server_vectors(self) -> float:  # type: ignore[override]

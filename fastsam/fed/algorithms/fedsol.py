@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, Direction, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.base import Algorithm, Client, Direction, LocalUpdate, Round, State, hparam
 from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -37,8 +37,8 @@ class FedSOL(Algorithm):
     working_vectors: ClassVar[float] = 4
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(1.0, check_scheduled)
-    tau: float = checked(3.0, number, above=0)
+    rho: Scheduled = hparam(1.0, check_scheduled)
+    tau: float = hparam(3.0, number, above=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=value_at("rho", self.rho, round))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Upload, hparam
 from fastsam.fed.algorithms.feddyn import attraction
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -31,9 +31,9 @@ class FedSpeed(Algorithm):
     working_vectors: ClassVar[float] = 3
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(0.1, check_scheduled)
-    alpha: float = checked(1.0, number, at_least=0, at_most=1)
-    phi: float = checked(0.1, number, at_least=0)
+    rho: Scheduled = hparam(0.1, check_scheduled)
+    alpha: float = hparam(1.0, number, at_least=0, at_most=1)
+    phi: float = hparam(0.1, number, at_least=0)
 
     def init_client(self, server: State) -> State:
         return {"h_i": torch.zeros_like(server["w"])}

@@ -15,7 +15,7 @@ from fastsam.fed.algorithms.base import (
     State,
     Upload,
     apply_update,
-    checked,
+    hparam,
 )
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.common.checks import number
@@ -35,8 +35,8 @@ class FedSWA(Algorithm):
     Per round and client 1 P down and 1 P up; state: w. One backward pass a step.
     """
 
-    rho: float = checked(0.1, number, at_least=0)
-    alpha: float = checked(1.5, number, above=0)
+    rho: float = hparam(0.1, number, at_least=0)
+    alpha: float = hparam(1.5, number, above=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(lr_end_factor=self.rho)
@@ -60,9 +60,9 @@ class FedMoSWA(SCAFFOLD):
     and client 2 P down and 2 P up; state: w, c, and c_i on every client. One backward pass a step.
     """
 
-    rho: float = checked(0.1, number, at_least=0)
-    alpha: float = checked(1.5, number, above=0)
-    gamma: float = checked(0.4, number, at_least=0, at_most=1)
+    rho: float = hparam(0.1, number, at_least=0)
+    alpha: float = hparam(1.5, number, above=0)
+    gamma: float = hparam(0.4, number, at_least=0, at_most=1)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(gradient_offset=self.correction(server, client), lr_end_factor=self.rho)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State, checked
+from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State, hparam
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -34,11 +34,11 @@ class FedTOGA(DynamicRegularizer):
     working_vectors: ClassVar[float] = 5
     backward_passes: ClassVar[int] = 2
 
-    rho: Scheduled = checked(0.1, check_scheduled)
-    kappa: float = checked(1.0, number, at_least=0)
-    phi: float = checked(0.1, number, at_least=0)
-    beta: float = checked(0.9, number, at_least=0)
-    phi_decay: float = checked(1.0, number, above=0)
+    rho: Scheduled = hparam(0.1, check_scheduled)
+    kappa: float = hparam(1.0, number, at_least=0)
+    phi: float = hparam(0.1, number, at_least=0)
+    beta: float = hparam(0.9, number, at_least=0)
+    phi_decay: float = hparam(1.0, number, above=0)
 
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "D": torch.zeros_like(w0)}

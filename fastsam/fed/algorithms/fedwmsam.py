@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload, hparam
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -40,9 +40,9 @@ class FedWMSAM(SCAFFOLD):
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 6
 
-    rho: Scheduled = checked(0.01, check_scheduled)
-    alpha: float = checked(0.1, number, above=0, at_most=MOST)
-    alpha_rate: float = checked(0.01, number, at_least=0, at_most=1)
+    rho: Scheduled = hparam(0.01, check_scheduled)
+    alpha: float = hparam(0.1, number, above=0, at_most=MOST)
+    alpha_rate: float = hparam(0.01, number, at_least=0, at_most=1)
 
     def init_server(self, w0: Tensor) -> State:
         alpha = torch.full((1,), self.alpha, dtype=torch.float64, device=w0.device)

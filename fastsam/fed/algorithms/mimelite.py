@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, LocalUpdate, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, LocalUpdate, Round, State, Upload, hparam
 from fastsam.fed.common.checks import choice, number
 
 FORMS = ("convex", "heavy_ball")
@@ -35,8 +35,8 @@ class MimeLite(Algorithm):
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 1
 
-    beta: float = checked(0.1, number, at_least=0, at_most=1)
-    momentum_form: str = checked("convex", choice, FORMS)
+    beta: float = hparam(0.1, number, at_least=0, at_most=1)
+    momentum_form: str = hparam("convex", choice, FORMS)
 
     @property
     def _fresh(self) -> float:

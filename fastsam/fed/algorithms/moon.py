@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Upload, hparam
 from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import nearest, number
 
@@ -38,8 +38,8 @@ class MOON(Algorithm):
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 2
 
-    mu: float = checked(1.0, number, at_least=0)
-    tau: float = checked(0.5, number, above=0)
+    mu: float = hparam(1.0, number, at_least=0)
+    tau: float = hparam(0.5, number, above=0)
     features: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class MOON(Algorithm):
         return {"w_i": server["w"]}
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
-        received, previous = client.teacher(server["w"]), client.teacher(state["w_i"], index=1)
-        with self.recorded([client.model, received, previous]) as (z, z_t, z_i):
+        received_model, previous = client.teacher(server["w"]), client.teacher(state["w_i"], index=1)
+        with self.record_features([client.model, received_model, previous]) as (z, z_t, z_i):
             for x, y in client.batches():
                 with torch.no_grad():
-                    received(x), previous(x)
+                    received_model(x), previous(x)
                 client.step(x, y, penalty=lambda outputs: self.contrast(z.take(), z_t.take(), z_i.take()))
 
     def contrast(self, z: Tensor, z_t: Tensor, z_i: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class MOON(Algorithm):
         return self.mu * F.softplus((s_old - s) / self.tau).mean()
 
     @contextmanager
-    def recorded(self, models: Sequence[nn.Module]) -> Iterator[list[_Features]]:
+    def record_features(self, models: Sequence[nn.Module]) -> Iterator[list[_Features]]:
         """Record the representation of each pass of some copies of a model inside.
 
         Raises:

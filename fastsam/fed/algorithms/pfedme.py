@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload, checked
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload, hparam
 from fastsam.fed.common.checks import integer, number
 
 
@@ -40,9 +40,9 @@ class pFedMe(Algorithm):
     working_vectors: ClassVar[float] = 2
     own_models: ClassVar[bool] = True
 
-    lam: float = checked(15.0, number, above=0)
-    K: int = checked(5, integer, at_least=1)
-    eta: float = checked(0.005, number, above=0)
+    lam: float = hparam(15.0, number, above=0)
+    K: int = hparam(5, integer, at_least=1)
+    eta: float = hparam(0.005, number, above=0)
 
     def init_client(self, server: State) -> State:
         return {"theta": server["w"]}

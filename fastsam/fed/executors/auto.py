@@ -57,10 +57,10 @@ def rule(setup: Setup) -> tuple[str, str]:
     if against is None:
         return "vmap", "a dense model of this size: stacked clients share the cost of every call"
     if setup.device.type == "cuda" and streams.why_not(setup) is None:
-        uncaptured = _not_captured(setup)
-        if uncaptured is None:
+        capture_problem = _not_captured(setup)
+        if capture_problem is None:
             return "graph", f"one captured graph for a step of several clients, because {against}"
-        return "streams", f"one stream per client, because {against}; and steps are not captured: {uncaptured}"
+        return "streams", f"one stream per client, because {against}; and steps are not captured: {capture_problem}"
     if setup.device.type == "cpu" and threads.why_not(setup) is None and (setup.options.slots or threads.cpus()) > 1:
         return "threads", f"one client per CPU, because {against}"
     return "sequential", f"clients one after the other, because {against}"
@@ -77,7 +77,7 @@ def _not_stacked(setup: Setup) -> str | None:
         return f"the model has more than {max(widest, _WIDEST_ROWWISE)} parameters: one client keeps a processor busy"
     if (setup.options.slots or stacked.slots_of(setup)) == 1:
         return "clients train one at a time: there is nothing to stack"
-    if _hooked(setup.model):
+    if _has_hooks(setup.model):
         return "the model has hooks: stacked clients would call them only while a pass is recorded"
     against = stacked.why_not(setup)
     if against is None and setup.layout.numel > widest and not stacked.has_row_program(setup):
@@ -87,7 +87,7 @@ def _not_stacked(setup: Setup) -> str | None:
 
 def _not_captured(setup: Setup) -> str | None:
     """Why a captured step is impossible, or would hide something; None when it serves."""
-    if _hooked(setup.model):
+    if _has_hooks(setup.model):
         return "the model has hooks, which would be called at the capture alone"
     against = graph.Graph.why_not(setup)
     if against is None and (changes := graph.changes_python(setup)) is not None:
@@ -95,7 +95,7 @@ def _not_captured(setup: Setup) -> str | None:
     return against
 
 
-def _hooked(model: nn.Module) -> bool:
+def _has_hooks(model: nn.Module) -> bool:
     """Return True if the model has hooks. torch has no public name for a module's hooks."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(m, kind, None) for m in model.modules() for kind in kinds)

@@ -26,23 +26,23 @@ class ClientError(RuntimeError):
     @classmethod
     def of(cls, clients: Sequence[int], round: int, step: int, error: Exception) -> ClientError:
         """round: from 0, as in `Task`."""
-        who = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
+        client_names = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
         message = str(error)
         if len(clients) == 1:
             message = message.removeprefix(f"client {clients[0]}: ")  # the reader of its data has already named it
-        what = f"{type(error).__name__}: {message}"
-        failure = cls(f"client {who} failed in round {round + 1}, local step {step}: {what}")
+        description = f"{type(error).__name__}: {message}"
+        failure = cls(f"client {client_names} failed in round {round + 1}, local step {step}: {description}")
         block_note = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
-        failure.client_ids, failure.reason = tuple(clients), f"it raised {what} (local step {step}{block_note})"
+        failure.client_ids, failure.reason = tuple(clients), f"it raised {description} (local step {step}{block_note})"
         return failure
 
 
-def refusal(setup: Setup, supported: frozenset[str] = SGD_OPTIONS) -> str | None:
+def refusal(setup: Setup, supported_options: frozenset[str] = SGD_OPTIONS) -> str | None:
     """Return the reason why an executor that takes steps of several clients together cannot serve a run, or None."""
     if setup.loop:
         return f"{setup.loop} trains each client in a loop of its own (train_client), and such loops are not stacked"
-    unserved = sorted((needs_of(setup.options) & STEP_OPTIONS) - supported)
-    return f"it does not serve the options {', '.join(unserved)}" if unserved else None
+    unsupported_options = sorted((needs_of(setup.options) & STEP_OPTIONS) - supported_options)
+    return f"it does not serve the options {', '.join(unsupported_options)}" if unsupported_options else None
 
 
 def excludes(setup: Setup, error: object) -> bool:

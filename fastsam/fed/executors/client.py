@@ -25,7 +25,7 @@ from fastsam_kernels.hparams import HParam
 Batch = TypeVar("Batch", bound=tuple[Any, ...])
 
 
-class Stopped(BaseException):
+class StopClient(BaseException):
     """The executor has asked the loop of a client to end, because the run ends."""
 
 
@@ -43,14 +43,16 @@ class Client:
         backward_passes: number of backward passes so far. A loop that calls autograd itself adds its own.
     """
 
-    def __init__(self, row: ClientTrainer, stopped: Callable[[], bool] | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self, row: ClientTrainer, stop_requested: Callable[[], bool] | None = None, limit: int | None = None
+    ) -> None:
         task = row.task
         if task.step.direction is Direction.CONSTANT:
             raise ValueError(
                 "train_client does not serve the direction 'constant', whose perturbation lasts the whole round. Use "
                 "Direction.PATH, or client.w"
             )
-        self._row, self._task, self._stopped, self._limit = row, task, stopped, limit
+        self._row, self._task, self._stop_requested, self._limit = row, task, stop_requested, limit
         self.id, self.num_samples, self.model = task.client, task.samples, row.replica.module
         self.backward_passes = row.extra_backward_passes
         self.has_phases = False  # the local work is more than one path of steps over the run's batches
@@ -109,7 +111,7 @@ class Client:
         The epochs continue from call to call, each in a new order. Samples that are not pairs of tensors come
         as (batch, None).
         """
-        task = self._task.following(self._epochs, epochs)
+        task = self._task.next_task(self._epochs, epochs)
         self.has_phases |= self._epochs > 0 or epochs is not None
         self._epochs += task.epochs
         for batch, size in zip(self._read(task.batches()), task.batch_sizes(), strict=False):
@@ -125,8 +127,8 @@ class Client:
         """Yield batches until the executor stops the loop. An error in reading is an error of the client."""
         with self._row.client_errors:
             for batch in islice(batches, self._limit):
-                if self._stopped is not None and self._stopped():
-                    raise Stopped
+                if self._stop_requested is not None and self._stop_requested():
+                    raise StopClient
                 yield batch
 
     # --- passes and steps ---
@@ -370,20 +372,20 @@ def train(
     task: Task,
     start: Tensor,
     buffers: Sequence[Tensor],
-    stopped: Callable[[], bool] | None = None,
+    stop_requested: Callable[[], bool] | None = None,
 ) -> ClientResults | None:
-    """Do the local work of a client in a row, from the global model's weights and buffers. Return None if `stopped`
-    ended it early. Raises ClientError if the model or the loss raised."""
+    """Do the local work of a client in a row, from the global model's weights and buffers. Return None if
+    `stop_requested` ended it early. Raises ClientError if the model or the loss raised."""
     row.open(task, start, buffers)
     if task.loop is not None:
         try:
-            client = Client(row, stopped)
+            client = Client(row, stop_requested)
             return client.results(task.loop.run(client))
-        except Stopped:
+        except StopClient:
             return None
     with row.client_errors:
         for batch in row.batches:
-            if stopped is not None and stopped():
+            if stop_requested is not None and stop_requested():
                 return None
             row.next_step(*batch)
     return row.close()

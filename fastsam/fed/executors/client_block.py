@@ -80,7 +80,7 @@ class ClientBlock:
         return 1 if is_single else min(num_full - at, self.steps - self.k), self.sizes[at]
 
     @property
-    def done(self) -> bool:
+    def is_finished(self) -> bool:
         """True if no step is left."""
         return self.k == self.steps or self.error is not None
 

@@ -73,7 +73,7 @@ class ClientTrainer:
         self.first_objective: Objective | None = None
         self.teachers = Teachers(setup, self.row_slice)
         self.second_model: SecondModel | None = None
-        self._filled: tuple[float, ...] = ()
+        self._last_numbers: tuple[float, ...] = ()
         self._last_fill: tuple[Constants | None, float] = None, 0.0
         self._kind = self.row_slice.variant
         self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
@@ -191,12 +191,12 @@ class ClientTrainer:
 
     def _fill(self, step: LocalUpdate, lr: float) -> None:
         numbers = self.rows.numbers(step, lr)
-        if self._filled != numbers:
+        if self._last_numbers != numbers:
             self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
         self._last_fill, self._kind = (step.constants, lr), step.constants.variant
         if self.updates is not None:
             self.updates.set_constants(step, lr)
-        self._filled = () if self._kind.rewrites else numbers
+        self._last_numbers = () if self._kind.rewrites else numbers
         if self._kind.two_passes:
             self._step = self._sharp_step
         else:
@@ -239,7 +239,7 @@ class ClientTrainer:
     def _path_step(self, k: int, x: Any, y: Any) -> Tensor:
         self.row_slice.perturb_along_path()
         if k in self.task.snapshots:
-            self.snapshots[k] = self.snapshots[k].perturbed(self.z[0])
+            self.snapshots[k] = self.snapshots[k].with_perturbation(self.z[0])
         return self._plain_step(k, x, y)
 
     def run_pass(self, k: int, x: Any, y: Any, objective: Objective | None = None) -> tuple[Tensor, Gradients]:
@@ -266,7 +266,7 @@ class ClientTrainer:
             self.eps = self.row_slice.field("eps").zero_()
         self.row_slice.perturb(first, self.eps)
         if k in self.task.snapshots:
-            self.snapshots[k] = self.snapshots[k].perturbed(self.z[0])
+            self.snapshots[k] = self.snapshots[k].with_perturbation(self.z[0])
         # BatchNorm statistics are updated only in passes at the unperturbed weights.
         _, second = self.pass_without_buffers(k, x, y)
         self.row_slice.update(second, first)

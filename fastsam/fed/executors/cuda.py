@@ -71,18 +71,18 @@ class Cuda:
                 capture then fails too, with a message that does not name the reason. torch's allocator and random
                 numbers may stay in the failed capture, so the run ends.
         """
-        graph, failed = torch.cuda.CUDAGraph(), list[Exception]()
+        graph, errors = torch.cuda.CUDAGraph(), list[Exception]()
         before = self.current()
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 try:
                     work()
                 except Exception as error:
-                    failed.append(error)
+                    errors.append(error)
                     raise
         except Exception as error:
             torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its stream set
-            reason = failed[0] if failed else error
+            reason = errors[0] if errors else error
             if isinstance(reason, ClientError):
                 raise reason from reason.__cause__
             raise CaptureError(

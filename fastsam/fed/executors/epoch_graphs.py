@@ -56,7 +56,7 @@ class EpochGraphs:
         self.stream.wait_stream(self.cuda.current())
         with self.cuda.on(self.stream):
             if epoch is None:
-                epoch = self._graphs[key] = self._captured(block, places.clone(), functions, step)
+                epoch = self._graphs[key] = self._capture(block, places.clone(), functions, step)
             epoch.places.copy_(places)
             epoch.graph.replay()
         self.cuda.current().wait_stream(self.stream)
@@ -66,12 +66,12 @@ class EpochGraphs:
     def _functions(self, key: Hashable, block: ClientBlock, replays: Replays) -> tuple[Function, ...] | None:
         """Return the recorded passes of an epoch that is captured now, or None."""
         self._num_eager[key] = self._num_eager.get(key, 0) + 1
-        passes = [replays.settled(size, len(block.tasks), *block.samples) for size in sorted(set(block.sizes))]
+        passes = [replays.find_function(size, len(block.tasks), *block.samples) for size in sorted(set(block.sizes))]
         functions = tuple(function for function in passes if function is not None)
         is_eager = self._num_eager[key] <= _EAGER_EPOCHS
         return None if is_eager or len(self._graphs) == MAX_GRAPHS or len(functions) < len(passes) else functions
 
-    def _captured(
+    def _capture(
         self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: Step
     ) -> CapturedEpoch:
         x, y = block.samples

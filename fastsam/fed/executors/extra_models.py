@@ -52,14 +52,14 @@ class Teachers:
 
     def get(self, index: int, weights: Tensor, buffers: Sequence[Tensor]) -> nn.Module:
         """Return teacher `index` with these weights `[row_size]` and buffers. Nothing is copied if it has them."""
-        cached = self._models.get(index)
-        if cached is None:
+        entry = self._models.get(index)
+        if entry is None:
             row = self._row_slice.field(f"teacher {index}")[0]
             replica = Replica(self._setup.model, self._setup.layout, row)
             replica.module.eval()
         else:
-            replica = cached[0]
-        if cached is None or cached[1] is not weights or cached[2] is not buffers:
+            replica = entry[0]
+        if entry is None or entry[1] is not weights or entry[2] is not buffers:
             replica.load(weights, buffers)
             self._models[index] = replica, weights, buffers
         return replica.module

@@ -51,7 +51,7 @@ class Passes:
     def __init__(self, replica: Replica, layout: Layout, loss: Loss) -> None:
         self.replica, self.layout, self.loss = replica, layout, loss
         self.of_batch = loss if isinstance(loss, BatchLoss) else None
-        self._all = tuple(range(len(replica.parameters)))
+        self._all_slots = tuple(range(len(replica.parameters)))
 
     def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
         """The loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch `x` that
@@ -90,7 +90,7 @@ class Passes:
     def mean_gradient(self, batches: Iterable[tuple[Any, Any, float]], out: Tensor, norms: Tensor | None = None) -> int:
         """Write the mean gradient over batches with these shares, in evaluation mode, into `out` `[row_size]`, and add
         the mean of their norms to `norms`, float64 `[1]`. Return the number of batches."""
-        views, done = self.layout.views(out.zero_()), 0
+        views, num_batches = self.layout.views(out.zero_()), 0
         training = self.replica.module.training
         self.replica.module.eval()
         try:
@@ -100,15 +100,15 @@ class Passes:
                     views[slot].add_(g, alpha=share)
                 if norms is not None:
                     norms.add_(gradients.norms(1), alpha=share)
-                done += 1
+                num_batches += 1
         finally:
             self.replica.module.train(training)
-        return done
+        return num_batches
 
     def _gradients(self) -> Gradients:
         parameters = self.replica.parameters
         present = [p.grad for p in parameters if p.grad is not None]
-        slots = self._all
+        slots = self._all_slots
         if len(present) < len(parameters):
             slots = tuple(i for i, p in enumerate(parameters) if p.grad is not None)
         for p in parameters:

@@ -170,14 +170,14 @@ class Graph(Streams):
         return CapturableTrainer(self.setup, self.random)
 
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
-        ready, finished = [], []
+        ready, finished_lanes = [], []
         for lane in busy:
             with self.cuda.on(lane.stream), lane.row.client_errors:
                 batch = next(lane.row.batches, None)
                 if batch is not None and lane.row.row_slice.variant.has_schedule:
                     lane.row.set_schedule()
             if batch is None:
-                finished.append(lane)
+                finished_lanes.append(lane)
             else:
                 ready.append((lane, batch))
         sorts = {self._sort(lane, batch) for lane, batch in ready}
@@ -188,7 +188,7 @@ class Graph(Streams):
                 self._own_step(lane, batch)
         for lane, _ in ready:
             lane.row.k += 1
-        return finished
+        return finished_lanes
 
     def _first(self, lanes: Sequence[Lane]) -> bool:
         """Return True if these are the first lanes. Only they have a joint graph."""
@@ -220,7 +220,7 @@ class Graph(Streams):
             self.joint.wait_stream(lane.stream)
         with self.cuda.on(self.joint):
             self._copy([(lane.row, batch) for lane, batch in ready])
-            self._replay(key, lambda: self._all(ready), self.joint)
+            self._replay(key, lambda: self._step_lanes(ready), self.joint)
         for (
             lane,
             _,
@@ -241,7 +241,7 @@ class Graph(Streams):
         else:
             graph.replay()
 
-    def _all(self, ready: Sequence[tuple[Lane, Batch]]) -> None:
+    def _step_lanes(self, ready: Sequence[tuple[Lane, Batch]]) -> None:
         """A step of every row on its own stream, between a fork from the joint stream and a join to it."""
         for lane, batch in ready:
             row = lane.row

@@ -57,7 +57,7 @@ _METHODS: dict[Any, str] = {
 
 
 @torch.no_grad()
-def evaluated(module: GraphModule, inputs: Sequence[Tensor]) -> None:
+def propagate_values(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     """Runs the graph once, keeping what every node is."""
     values = iter(inputs)
     for node in module.graph.nodes:
@@ -76,7 +76,7 @@ def simplify(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     shorten_views(module.graph)
     for change in (turn_products, fuse_biases):  # other strides
         if change(module.graph):
-            evaluated(module, inputs)
+            propagate_values(module, inputs)
             shorten_views(module.graph)
     module.graph.eliminate_dead_code()
 
@@ -121,11 +121,11 @@ def shorten_views(graph: Graph) -> None:
             arguments(node)[0]
         ):
             sources = [arguments(node)[0]]
-        same = next((n for n in sources if _geometry(n) == _geometry(node)), None)
-        if same is None and node.target in (*_RESHAPES, aten.expand.default):
-            same = _one_view(graph, node, sources)
-        if same is not None:
-            _replace(node, same)
+        replacement = next((n for n in sources if _geometry(n) == _geometry(node)), None)
+        if replacement is None and node.target in (*_RESHAPES, aten.expand.default):
+            replacement = _one_view(graph, node, sources)
+        if replacement is not None:
+            _replace(node, replacement)
         elif node.target is aten.reshape.default and sources:
             node.target = aten.view.default
 
@@ -140,13 +140,13 @@ def turn_products(graph: Graph) -> bool:
             continue
         with graph.inserting_before(node):
             if node.target is aten.bmm.default:
-                turned = call(graph, aten.bmm.default, *(_transposed(graph, n) for n in reversed(arguments(node))))
+                product = call(graph, aten.bmm.default, *(_transpose(graph, n) for n in reversed(arguments(node))))
             elif node.target is aten.add.Tensor and not node.kwargs and _has_product(arguments(node)):
-                turned = call(graph, aten.add.Tensor, *(_transposed(graph, n) for n in arguments(node)))
+                product = call(graph, aten.add.Tensor, *(_transpose(graph, n) for n in arguments(node)))
             else:
                 continue
         for user in list(node.users):
-            _replace(user, turned)
+            _replace(user, product)
         graph.erase_node(node)
         is_changed = True
     return is_changed
@@ -185,12 +185,12 @@ def place_outputs(graph: Graph, strides: Sequence[tuple[int, ...]]) -> None:
     there."""
     output = graph.output_node()
     inputs = {memory(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
-    written = []
+    new_outputs = []
     with graph.inserting_before(output):
         for node, stride in zip(outputs(graph), strides, strict=True):
             fits = node.meta["val"].stride() == stride and memory(node) not in inputs
-            written.append(node if fits else call(graph, strided, node, stride))
-    output.args = (tuple(written),)
+            new_outputs.append(node if fits else call(graph, copy_with_strides, node, stride))
+    output.args = (tuple(new_outputs),)
 
 
 def bind_functions(graph: Graph) -> None:
@@ -202,7 +202,7 @@ def bind_functions(graph: Graph) -> None:
             node.op, node.target = "call_method", _METHODS[node.target]
 
 
-def strided(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+def copy_with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A copy of `t` with these strides."""
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
@@ -278,9 +278,9 @@ def _is_transpose(node: Node) -> bool:
 
 def _has_product(args: Sequence[Any]) -> bool:
     """Return True if one of the added stacked matrices is a product that nothing else reads."""
-    stacked = all(isinstance(n, Node) and n.meta["val"].dim() == 3 for n in args)
-    return stacked and any(_is_product(n) and len(n.users) == 1 for n in args)
+    is_stacked = all(isinstance(n, Node) and n.meta["val"].dim() == 3 for n in args)
+    return is_stacked and any(_is_product(n) and len(n.users) == 1 for n in args)
 
 
-def _transposed(graph: Graph, node: Node) -> Node:
+def _transpose(graph: Graph, node: Node) -> Node:
     return arguments(node)[0] if _is_transpose(node) else call(graph, aten.transpose.int, node, 1, 2)

@@ -99,12 +99,12 @@ class PassRandomness:
         self.draws = False
         self._begin: list[torch.Tensor] = []
 
-    def drawing(self) -> AbstractContextManager[object]:
+    def generator_context(self) -> AbstractContextManager[object]:
         """Return the context in which a client trains. The model draws from `generators` in it."""
         return nullcontext()
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def preserve_states(self) -> Iterator[None]:
         """Gives the user's generator states back at the end."""
         states = self._states()
         try:
@@ -166,5 +166,5 @@ class OwnRandomness(PassRandomness):
         self.generators, self.draws = [torch.Generator()], True
         self._override = GeneratorOverride(calls, self.generators[0])
 
-    def drawing(self) -> AbstractContextManager[object]:
+    def generator_context(self) -> AbstractContextManager[object]:
         return self._override

@@ -59,7 +59,7 @@ class Recording:
             with torch.no_grad():
                 self.module = make_fx(functionalize(self.module))(*self.inputs)
         graph_passes.drop_ones(self.module.graph)
-        graph_passes.evaluated(self.module, self.inputs)
+        graph_passes.propagate_values(self.module, self.inputs)
         self._check()
         self.outputs: list[Tensor] = [node.meta["val"] for node in graph_passes.outputs(self.module.graph)]
 

@@ -75,7 +75,7 @@ class Replays:
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
-        self._logged: set[str] = set()
+        self._log_reasons: set[str] = set()
 
     def run(self, weights: list[Tensor], x: Tensor, y: Tensor) -> PassResult | None:
         """Run a pass at `weights` (`[rows, *shape]`, leaves of autograd) on x and y, `[rows, batch, ...]`. Return None
@@ -87,7 +87,7 @@ class Replays:
             return None
         with torch.no_grad():
             losses, *grads = replay.function(*weights, x, y)
-        if replay.uses < 2 and not self._compared(replay, weights, x, y, losses, grads):
+        if replay.uses < 2 and not self._compare(replay, weights, x, y, losses, grads):
             return None
         return losses, grads, replay.slots
 
@@ -97,7 +97,7 @@ class Replays:
         replay = self._compared_pass(self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)))
         return replay.function if replay is not None and len(replay.slots) == len(self.strides) else None
 
-    def settled(self, batch: int, rows: int, x: Tensor, y: Tensor) -> Function | None:
+    def find_function(self, batch: int, rows: int, x: Tensor, y: Tensor) -> Function | None:
         """Return the function of passes of `rows` rows with a batch of samples like x and y (`[n, ...]`), or None if it
         has not been compared yet."""
         rowwise = self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)
@@ -125,27 +125,27 @@ class Replays:
         rowwise = self._key(x.shape[1:], y.shape[1:], x, y)
         key = (*rowwise, len(x))
         if self.make_row_pass is not None:
-            replay = self._passes.get(rowwise) or self._recorded(rowwise, *self._two_rows(weights, x, y), rowwise=True)
+            replay = self._passes.get(rowwise) or self._record(rowwise, *self._two_rows(weights, x, y), rowwise=True)
             self._passes.move_to_end(rowwise)
             if replay.function is not None:
                 return replay
         if self.reason is not None:
             return None
-        replay = self._passes.get(key) or self._recorded(key, weights, x, y)
+        replay = self._passes.get(key) or self._record(key, weights, x, y)
         self._passes.move_to_end(key)
         return replay
 
     def _two_rows(self, weights: list[Tensor], x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """The first ones, or the only one twice."""
-        which = [0, min(1, len(x) - 1)]
+        indices = [0, min(1, len(x) - 1)]
         views = self.layout.views(x.new_zeros(ROWS, self.layout.row_size, dtype=weights[0].dtype))
         for view, weight in zip(views, weights, strict=True):
-            view.copy_(weight.detach()[which])
-        return views, x[which], y[which]
+            view.copy_(weight.detach()[indices])
+        return views, x[indices], y[indices]
 
-    def _recorded(self, key: Key, weights: list[Tensor], x: Tensor, y: Tensor, rowwise: bool = False) -> Pass:
+    def _record(self, key: Key, weights: list[Tensor], x: Tensor, y: Tensor, rowwise: bool = False) -> Pass:
         """Record a pass and keep it under `key`. rowwise: as a row program."""
-        replay, recording = Pass(), self._recording(weights, x, y)
+        replay, recording = Pass(), self._make_recording(weights, x, y)
         if recording is not None:
             function = self._function(recording, rowwise)
             if function is not None and self._repeats(recording, function):
@@ -155,7 +155,7 @@ class Replays:
             self._passes.popitem(last=False)
         return replay
 
-    def _recording(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Recording | None:
+    def _make_recording(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Recording | None:
         """Return the simplified recording of a pass, or None if it cannot be recorded. The log has the reason."""
         before = python_state(self.module)
         try:
@@ -193,36 +193,36 @@ class Replays:
         """Return True if the function returns the recorded results."""
         losses, *grads = recording.outputs
         with torch.no_grad():
-            again, *replayed = function(*recording.inputs)
-        same = _agree(losses, grads, again, replayed)
-        if not same:
+            again, *replayed_grads = function(*recording.inputs)
+        is_equal = _agree(losses, grads, again, replayed_grads)
+        if not is_equal:
             self._log("the replay of a pass gives other losses or gradients")
-        return same
+        return is_equal
 
-    def _compared(
+    def _compare(
         self, replay: Pass, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor, grads: list[Tensor]
     ) -> bool:
         """Return True if the recording is right for another batch at other weights. A value that the recording froze by
         mistake shows there."""
         replay.uses += 1
-        expected, every = self.plain(weights, x, y)
-        same = replay.slots == tuple(i for i, g in enumerate(every) if g is not None)
-        if same and _agree(expected, [g for g in every if g is not None], losses, grads):
+        plain_losses, plain_grads = self.plain(weights, x, y)
+        has_slots = replay.slots == tuple(i for i, g in enumerate(plain_grads) if g is not None)
+        if has_slots and _agree(plain_losses, [g for g in plain_grads if g is not None], losses, grads):
             return True
         self.reason = "the model's forward pass is not a function of its inputs and weights"
         self._log(self.reason)
         return False
 
     def _log(self, reason: str) -> None:
-        if reason not in self._logged:
-            self._logged.add(reason)
+        if reason not in self._log_reasons:
+            self._log_reasons.add(reason)
             log.info("executor vmap: steps run through torch.vmap each time, which is slower, not replayed: %s", reason)
 
 
-def _agree(losses: Tensor, grads: Sequence[Tensor], replayed_losses: Tensor, replayed: Sequence[Tensor]) -> bool:
+def _agree(losses: Tensor, grads: Sequence[Tensor], replayed_losses: Tensor, replayed_grads: Sequence[Tensor]) -> bool:
     """Also where a batch overflows: that shows nothing."""
     norm = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt() if grads else torch.zeros(())
-    off = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, replayed, strict=True)] or [norm])
+    off = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, replayed_grads, strict=True)] or [norm])
     if not bool(norm.isfinite() & losses.isfinite().all()):
         return True
     differs = ((losses - replayed_losses).abs() > _LOSS[losses.dtype] * losses.abs().clamp_min(1e-3)).any()

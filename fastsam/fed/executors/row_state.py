@@ -140,14 +140,16 @@ class RowSlice:
     def start_shifted(self, e: Tensor) -> None:
         """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[row_size]`, or `[rows, row_size]`."""
         p, begin, rows = self.field("p"), self.field("begin"), e.expand_as(self.z)
-        self._perturb_along([begin], self.z, self.field("direction").copy_(rows) if self.variant.scaled else rows)
+        self._perturb_along(
+            [begin], self.z, self.field("direction").copy_(rows) if self.variant.has_rho_scale else rows
+        )
         torch.sub(begin, self.z, out=p)
         self.z.copy_(begin)
         if self.folds_shift:
             phi, decay = self.hparams[:, :, HParam.PROX_MU], self.hparams[:, :, HParam.DECAY]
             inside = phi if self.sumsq_v is not None else phi + decay
-            offset, folded = self.field("gradient_offset"), p * -inside.to(p.dtype)
-            self.q = offset.copy_(folded if not self.variant.has_q or self.q is None else folded.add_(self.q))
+            offset, correction = self.field("gradient_offset"), p * -inside.to(p.dtype)
+            self.q = offset.copy_(correction if not self.variant.has_q or self.q is None else correction.add_(self.q))
 
     def set_radius(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
         """The radii that the pilot makes of the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of the
@@ -167,7 +169,7 @@ class RowSlice:
         """The learning rate and the radius of the next step, for each row; a radius that a pilot found stays."""
         rates, radii = to_device(torch.tensor(numbers, dtype=torch.float64), self.hparams.device).unbind(1)
         self.hparams[:, 0, HParam.LR].copy_(rates)
-        if not self.variant.piloted:
+        if not self.variant.has_pilot:
             self.hparams[:, 0, HParam.RHO].copy_(radii)
 
     def perturb(self, first: Gradients, eps: Tensor | None = None) -> None:
@@ -182,14 +184,14 @@ class RowSlice:
             self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hparams, self.sumsq, eps=eps)
         else:
             if self.variant.direction is Direction.GRADIENT_PLUS:
-                grads = self._concatenated(first)
+                grads = self._sum_directions(first)
             weights = [self.w] if self.variant.direction is Direction.ADAPTIVE_GRADIENT else []
-            if self.variant.scaled:
+            if self.variant.has_rho_scale:
                 grads = self._times(grads, first, self.vectors["rho_scale"].sign())
             self.kernels.norm_(self.sumsq, grads, weights, table, self.hparams)
             if self.variant.direction is Direction.GRADIENT_BY_DRIFT:
                 grads = self._by_drift(first)
-            if self.variant.scaled:
+            if self.variant.has_rho_scale:
                 grads = self._times(grads, first, self.vectors["rho_scale"])
             self.kernels.perturb_([self.z], self.w, grads, table, self.hparams, self.sumsq, False)
         if self.variant.anchor_weight:
@@ -199,13 +201,13 @@ class RowSlice:
         """`z = w + eps` along `k*e + drift*(w - w^t)` in step k, before any gradient; the field "path" is k*e."""
         assert self.w is not None  # set_variant() allocated it
         path = self.field("path")
-        self._perturb_along([self.z], self.w, self._drifted(path))
+        self._perturb_along([self.z], self.w, self._add_drift(path))
         path.add_(self.vectors["direction_vector"])
 
     def _perturb_along(self, z: list[Tensor], w: Tensor, d: Tensor) -> None:
         """`z = w + eps` along rows that no gradient is in. d: `[rows, row_size]`; written where the radius is
         scaled."""
-        table, scale = self.layout.table, self.vectors["rho_scale"] if self.variant.scaled else None
+        table, scale = self.layout.table, self.vectors["rho_scale"] if self.variant.has_rho_scale else None
         if scale is not None:
             d.mul_(scale.sign())
         self.kernels.norm_(self.sumsq, [d], [], table, self.hparams)
@@ -213,7 +215,7 @@ class RowSlice:
             d.mul_(scale)
         self.kernels.perturb_(z, w, [d], table, self.hparams, self.sumsq, False)
 
-    def _drifted(self, e: Tensor) -> Tensor:
+    def _add_drift(self, e: Tensor) -> Tensor:
         """`e + drift*(w - w^t)`, in the field "direction"."""
         d = self.field("direction")
         if not self.variant.drift_weight:
@@ -222,9 +224,9 @@ class RowSlice:
         torch.sub(self.w, self.field("origin"), out=d)
         return d.mul_(self.variant.drift_weight).add_(e)
 
-    def _concatenated(self, first: Gradients) -> list[Tensor]:
+    def _sum_directions(self, first: Gradients) -> list[Tensor]:
         """Return the first gradients plus the other parts of the direction, by parameter."""
-        d = self._drifted(self.vectors["direction_vector"])
+        d = self._add_drift(self.vectors["direction_vector"])
         if self.variant.uses_last_gradient:
             d.add_(self.field("last"))
         views = self._like(first, d)

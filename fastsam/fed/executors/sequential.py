@@ -23,7 +23,7 @@ class Sequential(Executor):
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
         """See `Executor.train`."""
         row = self.row
-        with row.random.guarded():
+        with row.random.preserve_states():
             for task in tasks:
                 results: Ends | None
                 try:

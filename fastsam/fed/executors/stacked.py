@@ -20,7 +20,7 @@ from fastsam.fed.clients.population import Loss
 from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
-from fastsam.fed.executors.graph_passes import strided
+from fastsam.fed.executors.graph_passes import copy_with_strides
 from fastsam.fed.executors.replay import Replays
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.task import Setup
@@ -162,7 +162,7 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, 
 def _dense(g: Tensor, segment: Segment) -> Tensor:
     """`g` `[rows, *shape]` with the elements of a row in the parameter's own order: as kernels read them."""
     strides = (segment.length, *segment.stride)
-    return g if g.stride() == strides else strided(g, strides)
+    return g if g.stride() == strides else copy_with_strides(g, strides)
 
 
 def slots_of(setup: Setup) -> int:
@@ -237,14 +237,14 @@ def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     replica, row_slice = _trial_rows(setup)
     batches = [(x, y), (x.flip(0), y.flip(0))]
     x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-    losses, stacked = StackedPasses(replica, layout, setup).plain(row_slice, x, y)
+    losses, stacked_grads = StackedPasses(replica, layout, setup).plain(row_slice, x, y)
     plain = Passes(replica, layout, setup.loss)
     for row, batch in enumerate(batches):
         replica.row.copy_(row_slice.z[row])
         loss, single_loss = plain.run(*batch)
-        if single_loss.slots != stacked.slots:
+        if single_loss.slots != stacked_grads.slots:
             return "a stacked step gives gradients to other parameters than a plain one"
-        pairs = list(zip(stacked.tensors, single_loss.tensors, strict=True))
+        pairs = list(zip(stacked_grads.tensors, single_loss.tensors, strict=True))
         largest, off = (
             math.sqrt(sum(float(g.square().sum()) for g in gs))
             for gs in ([b for _, b in pairs], [a[row] - b for a, b in pairs])

@@ -31,17 +31,17 @@ class StackedRows:
         self.setup, self.slots = setup, slots
         self.rows = RowState(setup, slots)
         self.scratch: RowState | None = None
-        self._numbered: tuple[slice, list[tuple[float, ...]]] | None = None
+        self._last_numbers: tuple[slice, list[tuple[float, ...]]] | None = None
         self._forms: dict[tuple[int, int], RowSlice] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def row_slice(self, blocks: Sequence[ClientBlock]) -> RowSlice:
         """Return the slice of neighbouring rows."""
         begin, end = blocks[0].slot, blocks[-1].end
-        cached = self._forms.get((begin, end))
-        if cached is None:
-            cached = self._forms[begin, end] = RowSlice(self.rows, slice(begin, end))
-        return cached
+        row_slice = self._forms.get((begin, end))
+        if row_slice is None:
+            row_slice = self._forms[begin, end] = RowSlice(self.rows, slice(begin, end))
+        return row_slice
 
     def begin(self, blocks: Sequence[ClientBlock], start: Tensor) -> None:
         """Begin a round in neighbouring rows of one variant. Values that they share are written to all of them at
@@ -51,11 +51,11 @@ class StackedRows:
         is_shared = all(task.step is first.step for task in tasks)
         steps = [first.step] if is_shared else [task.step for task in tasks]
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
-        if self._numbered != (row_slice.part, numbers):  # most calls write the numbers of the last call
+        if self._last_numbers != (row_slice.part, numbers):  # most calls write the numbers of the last call
             row_slice.hparams.copy_(
                 to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), row_slice.hparams.device)
             )
-        self._numbered = None if blocks[0].variant.rewrites else (row_slice.part, numbers)
+        self._last_numbers = None if blocks[0].variant.rewrites else (row_slice.part, numbers)
         row_slice.losses.zero_()
         row_slice.set_variant(blocks[0].variant)
         starts = vectors_of(tasks, "start")
@@ -68,9 +68,9 @@ class StackedRows:
                 row_slice.field(name).copy_(vectors)
         row_slice.vectors = {name: row_slice.field(name) for name in blocks[0].variant.vectors}
 
-    def gathered(self, blocks: Sequence[ClientBlock]) -> RowSlice:
+    def gather(self, blocks: Sequence[ClientBlock]) -> RowSlice:
         """Their rows side by side, ready for a step: where they are, or copies, which `put_back` takes back."""
-        row_slice = self.row_slice(blocks) if neighbours(blocks) else self._copied(blocks)
+        row_slice = self.row_slice(blocks) if neighbours(blocks) else self._copy_rows(blocks)
         row_slice.s = (
             row_slice.field("server_perturbation") if blocks[0].tasks[0].step.server_perturbation is not None else None
         )
@@ -80,7 +80,7 @@ class StackedRows:
             row_slice.set_schedule([task.pace(block.k, block.steps) for block in blocks for task in block.tasks])
         return row_slice
 
-    def _copied(self, blocks: Sequence[ClientBlock]) -> RowSlice:
+    def _copy_rows(self, blocks: Sequence[ClientBlock]) -> RowSlice:
         if self.scratch is None:
             self.scratch = RowState(self.setup, self.slots)
         index = self._index(blocks)

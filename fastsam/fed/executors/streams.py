@@ -106,7 +106,7 @@ class Streams(Executor):
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
         """See `Executor.train`."""
-        with self.random.guarded():
+        with self.random.preserve_states():
             self.random.start_round()
             try:
                 yield from self._ends(start, buffers, iter(tasks))
@@ -143,12 +143,12 @@ class Streams(Executor):
                 return
             # Lanes that end together are one group: its numbers are read once, and all of them are free for the next
             # clients at once.
-            finished = self.step(busy)
-            for lane in finished:
+            finished_lanes = self.step(busy)
+            for lane in finished_lanes:
                 if lane.error is not None:
                     lane.busy = False
                     yield lane.error
-            for group in group_by_fields([lane.close() for lane in finished if lane.error is None]):
+            for group in group_by_fields([lane.close() for lane in finished_lanes if lane.error is None]):
                 results = join_results(group)
                 self.random.check(results.client_ids[0])
                 yield results

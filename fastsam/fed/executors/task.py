@@ -157,7 +157,7 @@ class Task:
     epochs_done: int = 0
     given_epochs: int | None = None
 
-    def following(self, epochs_done: int, epochs: int | None = None) -> Task:
+    def next_task(self, epochs_done: int, epochs: int | None = None) -> Task:
         """Return the task of further epochs after `epochs_done`. `epochs` is their number, None for the run's work."""
         orders = self.orders if epochs is None and not epochs_done else None
         return replace(self, orders=orders, epochs_done=epochs_done, given_epochs=epochs)

@@ -55,7 +55,7 @@ class Threads(Executor):
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
         """See `Executor.train`."""
-        with self.random.guarded():
+        with self.random.preserve_states():
             self.random.start_round()
             team = _Team(self.setup, start, buffers)
             try:
@@ -112,7 +112,7 @@ class _Team:
     def __init__(self, setup: Setup, start: Tensor, buffers: Sequence[Tensor]) -> None:
         self.setup, self.start, self.buffers = setup, start, buffers
         self.todo: SimpleQueue[Task | None] = SimpleQueue()
-        self.done: SimpleQueue[ClientResults | BaseException] = SimpleQueue()
+        self.results: SimpleQueue[ClientResults | BaseException] = SimpleQueue()
         self.stop = threading.Event()
         self.threads: list[threading.Thread] = []
 
@@ -132,14 +132,14 @@ class _Team:
                 results = self._train(row, task)
                 if results is None:
                     return
-                self.done.put(results)
+                self.results.put(results)
         except BaseException as error:
-            self.done.put(error)
+            self.results.put(error)
 
     def _train(self, row: ClientTrainer, task: Task) -> Ends | None:
         """Return the results of a client, or None if it was stopped."""
         try:
-            with row.random.drawing():
+            with row.random.generator_context():
                 return train(row, task, self.start, self.buffers, self.stop.is_set)
         except ClientError as error:
             if not excludes(self.setup, error):
@@ -151,7 +151,7 @@ class _Team:
         received the signal, because Python handles it in this thread after a wait."""
         while True:
             try:
-                return self.done.get(timeout=_PATIENCE)
+                return self.results.get(timeout=_PATIENCE)
             except Empty:
                 continue
 

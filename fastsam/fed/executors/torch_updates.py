@@ -36,10 +36,10 @@ class TorchUpdates(RowSlice):
 
     def set_variant(self, variant: StepVariant) -> None:
         """See `RowSlice.arrange`. Raises ValueError for a variant that is neither a plain step nor a step of SAM."""
-        unserved = sorted(variant.needs - SUPPORTED)
-        if unserved:
+        features = sorted(variant.needs - SUPPORTED)
+        if features:
             raise ValueError(
-                f"optimizer serves plain local steps and steps of SAM, but this algorithm needs {', '.join(unserved)}. "
+                f"optimizer serves plain local steps and steps of SAM, but this algorithm needs {', '.join(features)}. "
                 "Use another algorithm, or leave optimizer out"
             )
         super().set_variant(variant)

@@ -72,7 +72,7 @@ class Vmap(Executor):
         self.start, self.buffers = start, buffers
         active: list[ClientBlock] = []
         source, free = iter(tasks), list(range(self.slots))
-        with self.random.guarded():
+        with self.random.preserve_states():
             while True:
                 blocks = self._open(source, free) if free else []
                 if blocks:
@@ -80,13 +80,13 @@ class Vmap(Executor):
                     free = free[sum(len(block.tasks) for block in blocks) :]
                 if not active:
                     return
-                self._tick([block for block in active if not block.done])
-                done = [block for block in active if block.done]
-                if done:
-                    active = [block for block in active if not block.done]
-                    free = sorted([*free, *slots_of(done)])
-                    yield from {id(block.error): block.error for block in done if block.error is not None}.values()
-                    yield from self._close([block for block in done if block.error is None])
+                self._tick([block for block in active if not block.is_finished])
+                ready = [block for block in active if block.is_finished]
+                if ready:
+                    active = [block for block in active if not block.is_finished]
+                    free = sorted([*free, *slots_of(ready)])
+                    yield from {id(block.error): block.error for block in ready if block.error is not None}.values()
+                    yield from self._close([block for block in ready if block.error is None])
 
     # --- the beginning and the end of clients ---
 
@@ -100,15 +100,15 @@ class Vmap(Executor):
             for key, step in steps.items()
         }
         for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
-            these, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].step)]
+            group, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].step)]
             blocks = [
-                block_of(these[members], slots[members.start], variant, self._shapes)
-                for members in runs(gather_keys(these))
+                block_of(group[members], slots[members.start], variant, self._shapes)
+                for members in runs(gather_keys(group))
             ]
             self.rows.begin(blocks, self.start)
             if full_gradient or pilot is not None:
                 self._first_gradients(blocks, pilot)
-            if variant.constant and (e := vectors_of(these, "direction_vector")) is not None:
+            if variant.constant and (e := vectors_of(group, "direction_vector")) is not None:
                 self.rows.row_slice(blocks).start_shifted(e)
             result += blocks
         return result
@@ -128,12 +128,12 @@ class Vmap(Executor):
 
     def _add_batches(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
         """Add the gradients at the start of clients, in groups of batches of one shape."""
-        waiting = [(block, block.at_start(pilot)) for block in blocks]
+        queue = [(block, block.at_start(pilot)) for block in blocks]
         self.replica.module.eval()
         try:
-            while waiting:
-                heads = [(block, batches, self._next(block, batches)) for block, batches in waiting]
-                waiting = [(block, batches) for block, batches, batch in heads if batch is not None]
+            while queue:
+                heads = [(block, batches, self._next(block, batches)) for block, batches in queue]
+                queue = [(block, batches) for block, batches, batch in heads if batch is not None]
                 ready = sorted(((c, b) for c, _, b in heads if b is not None), key=lambda pair: pair[1][1].shape[1])
                 for _, group in groupby(ready, key=lambda pair: pair[1][1].shape[1]):
                     pairs = list(group)
@@ -141,7 +141,7 @@ class Vmap(Executor):
                         self._add_gradients(pairs)
                     except ClientError as error:
                         self._leave_out([block for block, _ in pairs], error)
-                waiting = [pair for pair in waiting if pair[0].error is None]
+                queue = [pair for pair in queue if pair[0].error is None]
         finally:
             self.replica.module.train()
 
@@ -156,7 +156,7 @@ class Vmap(Executor):
     def _add_gradients(self, pairs: list[tuple[ClientBlock, WeightedBatch]]) -> None:
         blocks = [block for block, _ in pairs]
         x, y = (torch.cat(part) for part in zip(*((x, y) for _, (x, y, _) in pairs), strict=True))
-        _, gradients = self._pass(blocks, self.rows.gathered(blocks), x, y)
+        _, gradients = self._pass(blocks, self.rows.gather(blocks), x, y)
         views, row = self.layout.views(self.rows.rows.field("gradient")), 0
         norms = gradients.norms(len(x)) if blocks[0].norms is not None else None
         for block, (_, _, share) in pairs:
@@ -174,7 +174,7 @@ class Vmap(Executor):
             step = block.tasks[0].step
             groups.setdefault((block.variant, step.start is None, step.full_gradient), []).append(block)
         for group in groups.values():
-            yield row_ends(group, self.rows.gathered(group), self.start, self.buffers)
+            yield row_ends(group, self.rows.gather(group), self.start, self.buffers)
 
     # --- steps ---
 
@@ -202,7 +202,7 @@ class Vmap(Executor):
         """Take the next epoch of a block by a captured graph. Return False without a graph."""
         if self.epochs is None or len(blocks) > 1 or blocks[0].variant.has_schedule:
             return False
-        row_slice, replays = self.rows.gathered(blocks), self.passes.replays
+        row_slice, replays = self.rows.gather(blocks), self.passes.replays
         return self.epochs.train(
             blocks[0], row_slice, replays, lambda x, y, ends: self._local_step(blocks, row_slice, x, y, ends)
         )
@@ -215,7 +215,7 @@ class Vmap(Executor):
         joins = row_pass.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None
         for together in [blocks] if joins else [[block] for block in blocks]:
             try:
-                row_slice = self.rows.gathered(together)
+                row_slice = self.rows.gather(together)
                 row_pass.train(together, row_slice)
                 self.rows.put_back(together, row_slice)
             except Exception as error:
@@ -225,7 +225,7 @@ class Vmap(Executor):
     def _step(self, blocks: list[ClientBlock]) -> None:
         """One step of clients whose batches have one shape."""
         x, y = next_batch(blocks)
-        row_slice, rows = self.rows.gathered(blocks), rows_to_keep(blocks)
+        row_slice, rows = self.rows.gather(blocks), rows_to_keep(blocks)
         for i, snapshots, k in rows:
             snapshots[k] = row_slice.snapshot(i)
         self._local_step(blocks, row_slice, x, y, any(block.k + 1 == block.steps for block in blocks), rows)
@@ -247,12 +247,12 @@ class Vmap(Executor):
         if row_slice.variant.uses_path:
             row_slice.perturb_along_path()
             for i, snapshots, k in rows:
-                snapshots[k] = snapshots[k].perturbed(row_slice.z[i])
+                snapshots[k] = snapshots[k].with_perturbation(row_slice.z[i])
         losses, first = self._pass(blocks, row_slice, x, y)
         if row_slice.variant.two_passes:
             row_slice.perturb(first, row_slice.field("eps") if ends and row_slice.s is not None else None)
             for i, snapshots, k in rows:
-                snapshots[k] = snapshots[k].perturbed(row_slice.z[i])
+                snapshots[k] = snapshots[k].with_perturbation(row_slice.z[i])
             _, second = self._pass(blocks, row_slice, x, y)
             row_slice.update(second, first)
         else:

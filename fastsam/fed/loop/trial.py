@@ -18,7 +18,7 @@ from fastsam.fed.clients.samples import ClientDataset, leaves
 from fastsam.fed.executors import split_epoch
 from fastsam.fed.executors.randomness import RandomOps
 from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
-from fastsam.fed.step.model_copy import copied, trainable
+from fastsam.fed.step.model_copy import copy_model, trainable
 
 log = logging.getLogger("fastsam.fed")
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
@@ -56,7 +56,7 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
     client = population.largest_client()
     batch = _first(population.clients[client], f"client {client}", batch_size)
-    trained, evaluated = (copied(model).to(population.device) for _ in range(2))
+    trained, evaluated = (copy_model(model).to(population.device) for _ in range(2))
     failed = f"a trial step on client {client} ({_about(batch, of_batch)}) failed"
     with random_state_kept(population.device):
         if population.augment is not None:
@@ -193,7 +193,7 @@ def check_smallest(
     # The last batch of an epoch.
     last_sizes = {i: split_epoch(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
     client = min(last_sizes, key=last_sizes.__getitem__)
-    trial = copied(model).to(population.device).train()
+    trial = copy_model(model).to(population.device).train()
     what = (
         f"the last batch of client {client}, with batch_size={batch_size}, has {last_sizes[client]} of its "
         f"{sizes[client]} samples, on which the model cannot train; use drop_last=True (leave out a client with fewer "

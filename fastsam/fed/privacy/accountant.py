@@ -59,8 +59,8 @@ def law(
         return Law("REPLACE_SPECIAL", lambda rounds: [(every, -(-rounds // epoch))])
     cohort = sampling.fixed_size(participation, clients)
     if sampler == "fixed" and cohort < clients:
-        some = dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2))
-        return Law("REPLACE_ONE", lambda rounds: [(some, rounds)])
+        event = dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2))
+        return Law("REPLACE_ONE", lambda rounds: [(event, rounds)])
     if sampler == "bernoulli" and participation < 1:
         poisson = dp.PoissonSampledDpEvent(participation, every)
         return Law("ADD_OR_REMOVE_ONE", lambda rounds: [(poisson, rounds)])

@@ -89,9 +89,9 @@ class Stage:
         return {}
 
     def measure(
-        self, before: State, after: State, buffers: list[Tensor], round: Round, reserved: Iterable[str]
+        self, before: State, after: State, buffers: list[Tensor], round: Round, reserved_names: Iterable[str]
     ) -> dict[str, Any]:
-        """Return measurements for the round's record, from the server's states; `reserved` names are taken."""
+        """Return measurements for the round's record, from the server's states; `reserved_names` are taken."""
         return {}
 
     def traffic(self, model: Replica) -> tuple[int, int]:

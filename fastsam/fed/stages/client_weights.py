@@ -31,8 +31,8 @@ class ClientWeights(Stage):
 
 def apply_weights(rows: Mapping[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
     """Return the weights (float64 `[n]`) and the rows `[n, ...]` times the weights, in float64."""
-    shaped = {name: weights.view(-1, *[1] * (x.dim() - 1)) for name, x in rows.items()}
-    return {WEIGHT: weights[:, None], **{name: x.double() * shaped[name] for name, x in rows.items()}}
+    columns = {name: weights.view(-1, *[1] * (x.dim() - 1)) for name, x in rows.items()}
+    return {WEIGHT: weights[:, None], **{name: x.double() * columns[name] for name, x in rows.items()}}
 
 
 class ClientWeightedAggregate:

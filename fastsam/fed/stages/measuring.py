@@ -45,59 +45,61 @@ class Measuring(Stage):
         return aggregate
 
     def measure(
-        self, before: State, after: State, buffers: list[Tensor], round: Round, reserved: Iterable[str]
+        self, before: State, after: State, buffers: list[Tensor], round: Round, reserved_names: Iterable[str]
     ) -> dict[str, Any]:
         """Return the measures' numbers of the round; none of a round without clients."""
         aggregate, self._aggregate = self._aggregate, None
         if aggregate is None:
             return {}
         round = replace(round, layout=round.layout.with_buffers(buffers))
-        return numbers(self.measures.round(before, after, aggregate, round), "round()", set(reserved))
+        return numbers(self.measures.round(before, after, aggregate, round), "round()", set(reserved_names))
 
 
-def numbers(values: Any, who: str, reserved: Container[str]) -> dict[str, float | None]:
-    """Return what the method `who` of the measures returned, as Python's own numbers.
+def numbers(values: Any, method: str, reserved_names: Container[str]) -> dict[str, float | None]:
+    """Return the values that a method of the measures returned, as Python's own numbers.
 
     Raises:
-        ValueError: it is not a dict of numbers (or None), or a name is `reserved`.
+        ValueError: it is not a dict of numbers (or None), or a name is taken.
     """
     return {
-        name: value if value is None or isinstance(value, (int, float)) else _number(value, who, name)
-        for name, value in _entries(values, who, reserved)
+        name: value if value is None or isinstance(value, (int, float)) else _number(value, method, name)
+        for name, value in _entries(values, method, reserved_names)
     }
 
 
-def rows_of_numbers(returned: Any, who: str, reserved: Container[str], n: int) -> dict[str, list[float]]:
-    """Return the numbers of n clients that the method `who` returned: a list of n numbers under each name.
+def rows_of_numbers(mapping: Any, method: str, reserved_names: Container[str], n: int) -> dict[str, list[float]]:
+    """Return the numbers of n clients that a method of the measures returned: a list of n numbers under each name.
 
     Raises:
-        ValueError: it is not a dict of n numbers under each name, or a name is `reserved`.
+        ValueError: it is not a dict of n numbers under each name, or a name is taken.
     """
     columns: dict[str, list[float]] = {}
-    for name, values in _entries(returned, who, reserved):
+    for name, values in _entries(mapping, method, reserved_names):
         if not isinstance(values, (Sequence, Tensor)) or isinstance(values, str) or len(values) != n:
             raise ValueError(
-                f"the measures' {who} must return {n} numbers, one for each client, got {_type(values)} for {name!r}"
+                f"the measures' {method} must return {n} numbers, one for each client, got {_type(values)} for {name!r}"
             )
-        columns[name] = [_number(value, who, name) for value in values]
+        columns[name] = [_number(value, method, name) for value in values]
     return columns
 
 
-def _entries(values: Any, who: str, reserved: Container[str]) -> Iterable[tuple[str, Any]]:
+def _entries(values: Any, method: str, reserved_names: Container[str]) -> Iterable[tuple[str, Any]]:
     if not isinstance(values, Mapping):
-        raise ValueError(f"the measures' {who} must return a dict of numbers, got {_type(values)}")
+        raise ValueError(f"the measures' {method} must return a dict of numbers, got {_type(values)}")
     for name in values:
-        if name in reserved:
-            raise ValueError(f"the measures' {who} returned {name!r}, which the run has already; choose another name")
+        if name in reserved_names:
+            raise ValueError(
+                f"the measures' {method} returned {name!r}, which the run has already; choose another name"
+            )
     return values.items()
 
 
-def _number(value: Any, who: str, name: str) -> float:
+def _number(value: Any, method: str, name: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"the measures' {who} must return numbers (or None), got {_type(value)} for {name!r}"
+            f"the measures' {method} must return numbers (or None), got {_type(value)} for {name!r}"
         ) from error
 
 

@@ -71,8 +71,8 @@ class CentralNoise(Noise):
         """Return the round with the expected cohort size in place of the true one."""
         if self.cohort is None:
             return round
-        expected = _expected_size(self.cohort)
-        return round if round.cohort_size == expected else replace(round, cohort_size=expected)
+        expected_size = _expected_size(self.cohort)
+        return round if round.cohort_size == expected_size else replace(round, cohort_size=expected_size)
 
     def begin_round(self, sums: FixedPointAggregate) -> None:
         """Remember the sums of this round."""
@@ -144,8 +144,8 @@ def noise_of(settings: Any, layout: ParameterLayout, num_clients: int, device: t
     accountant = _accountant(settings, num_clients)
     if settings.privacy.noise == "local":
         return LocalNoise(settings, mask, accountant)
-    sampled = settings.available is None
-    cohort = sampling.expected(settings.sampler, settings.share_of(num_clients), num_clients) if sampled else None
+    is_sampled = settings.available is None
+    cohort = sampling.expected(settings.sampler, settings.share_of(num_clients), num_clients) if is_sampled else None
     return CentralNoise(settings, mask, accountant, cohort)
 
 

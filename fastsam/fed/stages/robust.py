@@ -48,7 +48,7 @@ class Robust(Stage):
         """Return the clients that the rule rejected."""
         if self.aggregate is None or self.rule.only_deltas:
             return {}
-        return {"left_out": self.aggregate.rejected}
+        return {"left_out": self.aggregate.rejected_clients}
 
 
 class RobustAggregate:
@@ -83,7 +83,7 @@ class RobustAggregate:
         return self._means[name]
 
     def _mean(self, name: str) -> Tensor:
-        kept_rows = [self._rows[i] for i in self._selected if name in self._rows[i][2]]
+        kept_rows = [self._rows[i] for i in self._selected_clients if name in self._rows[i][2]]
         return self.rule.mean([rows[name] for _, _, rows in kept_rows], [weight for weight, _, _ in kept_rows])
 
     def sum(self, name: str) -> Tensor:
@@ -93,12 +93,12 @@ class RobustAggregate:
         return self._sums.scalar(name)
 
     @cached_property
-    def _selected(self) -> list[int]:
+    def _selected_clients(self) -> list[int]:
         """The clients whose rows count, in ascending order."""
         order = sorted(self._rows)
         return [order[i] for i in self.rule.select([self._rows[client][1] for client in order])]
 
     @property
-    def rejected(self) -> list[int]:
+    def rejected_clients(self) -> list[int]:
         """The clients that the rule rejected."""
-        return sorted(self._rows.keys() - set(self._selected))
+        return sorted(self._rows.keys() - set(self._selected_clients))

@@ -222,13 +222,13 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     number("anchor_weight", c.anchor_weight, at_least=0, at_most=1)
     for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift_weight"):
         number(name, getattr(c, name))
-    needed = _NEEDS.get(c.direction, ())
+    vectors = _NEEDS.get(c.direction, ())
     for name in ("direction_vector", "dual", "server_perturbation"):
-        if (name in names) != (name in needed):
+        if (name in names) != (name in vectors):
             raise ValueError(
-                f"LocalUpdate: the direction {c.direction.value!r} takes {', '.join(needed) or 'none'} of the "
+                f"LocalUpdate: the direction {c.direction.value!r} takes {', '.join(vectors) or 'none'} of the "
                 f"vectors direction_vector, dual, server_perturbation; "
-                f"{name} was {'not given' if name in needed else 'given'}"
+                f"{name} was {'not given' if name in vectors else 'given'}"
             )
     if (c.drift_weight and c.direction not in ALONG_THE_WAY) or (
         c.uses_last_gradient and c.direction is not Direction.GRADIENT_PLUS
@@ -275,7 +275,7 @@ class Snapshot:
     w: Tensor
     eps: Tensor | None = None
 
-    def perturbed(self, z: Tensor) -> Snapshot:
+    def with_perturbation(self, z: Tensor) -> Snapshot:
         """Return the snapshot with the perturbation by which the row is at `z`."""
         return Snapshot(self.w, z - self.w)
 

@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.step.model_copy import copied
+from fastsam.fed.step.model_copy import copy_model
 
 log = logging.getLogger("fastsam.fed")
 
@@ -18,7 +18,7 @@ _MOST = 2**20  # elements of 4-d weights: with more, autograd's copies of their 
 _BLOCK = 32 * 2**20 - 2 * 4096  # bytes: the longest that glibc's threshold follows, less its header and an alignment
 
 
-def reorder(model: nn.Module, requested: str, device: torch.device, stacked: bool) -> nn.Module:
+def reorder(model: nn.Module, format: str, device: torch.device, stacked: bool) -> nn.Module:
     """Return the model to train on `device`: `model` itself, or a copy whose 4-d parameters are stored in another
     order.
 
@@ -26,7 +26,7 @@ def reorder(model: nn.Module, requested: str, device: torch.device, stacked: boo
 
     Args:
         model: the user's model.
-        requested: one of `FORMATS`. "auto" is the rule below. It also converts a model in channels_last if torch would
+        format: one of `FORMATS`. "auto" is the rule below. It also converts a model in channels_last if torch would
             write past its memory (`overrun_risk`).
         device: device of training.
         stacked: several clients share one call of the model.
@@ -35,7 +35,7 @@ def reorder(model: nn.Module, requested: str, device: torch.device, stacked: boo
         ValueError: the model has such a layer without "auto", or clients are stacked in channels_last. In float64 torch
             gives wrong gradients of grouped convolutions in that order for mapped batches of one sample.
     """
-    if stacked and requested == CHANNELS_LAST:
+    if stacked and format == CHANNELS_LAST:
         raise ValueError(
             "memory_format='channels_last' is for executors that train one client after the other in a row; stacked "
             "clients "
@@ -45,24 +45,24 @@ def reorder(model: nn.Module, requested: str, device: torch.device, stacked: boo
     weights = [p for p in model.parameters() if p.dim() == 4]
     itself_last = any(p.stride() != _strides(p, torch.contiguous_format) for p in weights)
     risk = overrun_risk(model, device)
-    if requested == "auto":
-        requested, reason = rule(model, device, stacked)
-        log.info("memory format %r: %s", requested, reason)
-    elif risk and (requested == CHANNELS_LAST or itself_last):
+    if format == "auto":
+        format, reason = rule(model, device, stacked)
+        log.info("memory format %r: %s", format, reason)
+    elif risk and (format == CHANNELS_LAST or itself_last):
         raise ValueError(
-            f"memory_format={requested!r} would train this model in channels_last, in which torch writes past its "
+            f"memory_format={format!r} would train this model in channels_last, in which torch writes past its "
             f"memory on some processors "
             f"(docs/torch_conv1x1_channels_last.md) for {risk}. Use memory_format='auto'"
         )
-    if not weights or (requested == PRESERVE and not (risk and itself_last)):
+    if not weights or (format == PRESERVE and not (risk and itself_last)):
         return model
-    result = copied(model)
-    format = torch.channels_last if requested == CHANNELS_LAST else torch.contiguous_format
+    result = copy_model(model)
+    torch_format = torch.channels_last if format == CHANNELS_LAST else torch.contiguous_format
     for p in result.parameters():
         if p.dim() == 4:
             # Not to(): a weight that both formats could describe would keep its strides, and convolutions go by the
             # strides.
-            p.data = torch.empty_like(p, memory_format=format).copy_(p.data)
+            p.data = torch.empty_like(p, memory_format=torch_format).copy_(p.data)
     return result
 
 
@@ -115,14 +115,15 @@ def order(model: nn.Module) -> str | dict[str, list[int]]:
     "preserve" if all are contiguous, "channels_last" if all 4-d parameters are in that order and the others contiguous,
     else a table of the strides of parameters that are not contiguous.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    strided = {name: p for name, p in trained.items() if p.stride() != _strides(p, torch.contiguous_format)}
-    if not strided:
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    exceptions = {name: p for name, p in parameters.items() if p.stride() != _strides(p, torch.contiguous_format)}
+    if not exceptions:
         return PRESERVE
-    images = {name: p for name, p in trained.items() if p.dim() == 4}
-    if strided.keys() <= images.keys() and all(p.stride() == _strides(p, torch.channels_last) for p in images.values()):
+    images = {name: p for name, p in parameters.items() if p.dim() == 4}
+    is_last = all(p.stride() == _strides(p, torch.channels_last) for p in images.values())
+    if is_last and exceptions.keys() <= images.keys():
         return CHANNELS_LAST
-    return {name: list(p.stride()) for name, p in strided.items()}
+    return {name: list(p.stride()) for name, p in exceptions.items()}
 
 
 def _strides(p: Tensor, format: torch.memory_format) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def check_model(model: nn.Module) -> torch.dtype:
     return dtypes.pop()
 
 
-def copied(model: nn.Module, shared_tensors: Iterable[Tensor] = ()) -> nn.Module:
+def copy_model(model: nn.Module, shared_tensors: Iterable[Tensor] = ()) -> nn.Module:
     """A deep copy, which has the tensors `shared` in common with it. Raises ValueError for a model that has none, with
     the reason."""
     try:
@@ -68,7 +68,7 @@ class Replica:
     def __init__(self, model: nn.Module, layout: Layout, row: Tensor) -> None:
         frozen = [p for p in model.parameters() if not p.requires_grad]
         is_on_device = all(p.device == row.device for p in frozen)
-        self.module = copied(model, frozen if is_on_device else ()).to(row.device)
+        self.module = copy_model(model, frozen if is_on_device else ()).to(row.device)
         self.row, self.layout = row, layout
         self.parameters = trainable(self.module)
         self.buffers = list(self.module.buffers())
@@ -101,7 +101,7 @@ class Replica:
 def export(model: nn.Module, weights: Iterable[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
     """Return a copy of the user's model, on its device, with these trainable parameters and buffers. It shares no
     memory."""
-    model_copy = copied(model)
+    model_copy = copy_model(model)
     with torch.no_grad():
         for parameter, value in zip(trainable(model_copy), weights, strict=True):
             parameter.copy_(value)

@@ -111,41 +111,41 @@ class ParameterLayout:
         self._check(vector, self.numel, "a vector")
         return self.flatten(self.plain.unflatten(vector))
 
-    def mask(self, what: str, patterns: str | Sequence[str]) -> Tensor:
+    def mask(self, option: str, patterns: str | Sequence[str]) -> Tensor:
         """Return a mask of the parameters with these names, bool `[row_size]`, on the CPU. Padding is False.
 
         Args:
-            what: the option's name, for error messages.
+            option: the option's name, for error messages.
             patterns: names of parameters, or of modules for all parameters in them, with `*`, `?` and `[...]` as in
                 file names: "head.*", "*.bias", "layer4".
 
         Raises:
             ValueError: a pattern matches no trainable parameter; the message has their names.
         """
-        names = {self.names[i] for i in self.indices(what, patterns)}
+        names = {self.names[i] for i in self.indices(option, patterns)}
         row = torch.zeros(self.row_size, dtype=torch.bool)
         for name, view in self.unflatten(row).items():
             view.fill_(name in names)
         return row
 
-    def indices(self, what: str, patterns: str | Sequence[str]) -> tuple[int, ...]:
+    def indices(self, option: str, patterns: str | Sequence[str]) -> tuple[int, ...]:
         """Return the indices in `names` of the parameters with such names. Patterns and errors are as in `mask`."""
         names: set[str] = set()
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            matched = {n for n in self.names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
-            if not matched:
+            matches = {n for n in self.names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+            if not matches:
                 raise ValueError(
-                    f"{what}: {pattern!r} matches no trainable parameter of the model; its names are "
+                    f"{option}: {pattern!r} matches no trainable parameter of the model; its names are "
                     f"{', '.join(self.names)}"
                 )
-            names |= matched
+            names |= matches
         return tuple(i for i, name in enumerate(self.names) if name in names)
 
-    def factors(self, what: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
+    def factors(self, option: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
         """Return a row `[row_size]` with one number for each parameter, for `LocalUpdate(rho_scale=...)`.
 
         Args:
-            what: the option's name, for error messages.
+            option: the option's name, for error messages.
             numbers: numbers by pattern, as in `mask`. The last matching pattern counts. Parameters without a match get
                 1, the padding 0.
             like: a tensor with the dtype and the device.
@@ -158,8 +158,8 @@ class ParameterLayout:
         for view in views:
             view.fill_(1)
         for pattern, value in numbers.items():
-            number(f"{what}[{pattern!r}]", value, at_least=0)
-            for place in self.indices(what, pattern):
+            number(f"{option}[{pattern!r}]", value, at_least=0)
+            for place in self.indices(option, pattern):
                 views[place].fill_(value)
         return row.to(like.device)
 
@@ -176,6 +176,6 @@ class ParameterLayout:
         buffers = list(self.template.buffers()) if self.buffers is None else self.buffers
         return export(self.template, self.unflatten(row.detach()).values(), buffers).eval()
 
-    def _check(self, x: Tensor, length: int, what: str) -> None:
+    def _check(self, x: Tensor, length: int, kind: str) -> None:
         if x.dim() == 0 or x.shape[-1] != length:
-            raise ValueError(f"in this run {what} has {length} numbers in its last dimension, got {list(x.shape)}")
+            raise ValueError(f"in this run {kind} has {length} numbers in its last dimension, got {list(x.shape)}")

@@ -37,8 +37,8 @@ class StepVariant:
         drift_weight: weight of `w - w^t` in the direction.
         uses_last_gradient: the gradient of the step before is in the direction.
         anchor_weight: share by which the perturbed point is pulled towards the anchor.
-        piloted: gradients at the start find the radius.
-        scaled: the radius is different in every weight.
+        has_pilot: gradients at the start find the radius.
+        has_rho_scale: the radius is different in every weight.
     """
 
     direction: Direction = Direction.NONE
@@ -50,8 +50,8 @@ class StepVariant:
     drift_weight: float = 0.0
     uses_last_gradient: bool = False
     anchor_weight: float = 0.0
-    piloted: bool = False
-    scaled: bool = False
+    has_pilot: bool = False
+    has_rho_scale: bool = False
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -62,7 +62,7 @@ class StepVariant:
     @cached_property
     def rewrites(self) -> bool:
         """True if the device or a schedule changes `hparams` after they were written."""
-        return self.surrogate or self.has_schedule or self.piloted
+        return self.surrogate or self.has_schedule or self.has_pilot
 
     @cached_property
     def two_passes(self) -> bool:
@@ -86,7 +86,7 @@ class StepVariant:
         uses = {
             "direction_vector": self.direction in ALONG_THE_WAY,
             "anchor": self.anchor_weight > 0,
-            "rho_scale": self.scaled,
+            "rho_scale": self.has_rho_scale,
         }
         return tuple(name for name, is_given in uses.items() if is_given)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Key, Shape
 from fastsam.fed.sums.ranks import Ranks
 
-_ALIGNED = 8  # integers: 64 bytes, as torch allocates
+_ALIGNMENT = 8  # integers: 64 bytes, as torch allocates
 
 
 class Exchange:
@@ -40,9 +40,9 @@ class Exchange:
         `all_reduce` will be given."""
         if self.ranks.size == 1:
             return {}
-        ends = [_aligned(3 + counts + len(self.shapes))]
+        ends = [_align(3 + counts + len(self.shapes))]
         for shape in self.shapes.values():
-            ends.append(ends[-1] + _aligned(2 * prod(shape)))
+            ends.append(ends[-1] + _align(2 * prod(shape)))
         self.buffer = torch.zeros(ends[-1], dtype=torch.int64, device=like.device)
         return {
             key: self.buffer[at : at + 2 * prod(shape)].view(2, *shape)
@@ -87,5 +87,5 @@ class Exchange:
         return shapes
 
 
-def _aligned(n: int) -> int:
-    return -(-n // _ALIGNED) * _ALIGNED
+def _align(n: int) -> int:
+    return -(-n // _ALIGNMENT) * _ALIGNMENT

@@ -47,7 +47,7 @@ class FixedPointSum:
         self.limit = LIMIT / (1 << (max(terms, 1) - 1).bit_length())
         if place is None:
             place = torch.zeros(2, *like.shape, dtype=torch.int64, device=like.device)
-        self.both, (self.high, self.low) = place, place.unbind()
+        self.both_limbs, (self.high, self.low) = place, place.unbind()
         self._kernels = _kernels(like.device)
 
     def problem(self, x: Tensor, factor: float) -> str | None:
@@ -198,11 +198,11 @@ class FixedPointAggregate:
         terms += [Term(self._sum("sum", name, x), name, x) for name, x in total.items()]
         for weight in {weight for i, weight in enumerate(weights) if i not in problems}:
             indices = [i for i, client_weight in enumerate(weights) if client_weight == weight and i not in problems]
-            some = terms if len(indices) == len(weights) else [replace(t, rows=t.rows[indices]) for t in terms]
-            problems |= {indices[i]: problem for i, problem in _add_(some, weight, len(indices)).items()}
+            subset = terms if len(indices) == len(weights) else [replace(t, rows=t.rows[indices]) for t in terms]
+            problems |= {indices[i]: problem for i, problem in _add_(subset, weight, len(indices)).items()}
         if problems:
-            accepted = [i for i in range(len(weights)) if i not in problems]
-            weights, numbers = [weights[i] for i in accepted], {n: [v[i] for i in accepted] for n, v in numbers.items()}
+            indices = [i for i in range(len(weights)) if i not in problems]
+            weights, numbers = [weights[i] for i in indices], {n: [v[i] for i in indices] for n, v in numbers.items()}
         for name, values in numbers.items():
             self._numbers[name] = self._numbers.get(name, 0) + sum([int(x * 2.0**_UNIT_BITS) for x in values])
         self.num_clients, self.weight = self.num_clients + len(weights), self.weight + sum(weights)
@@ -213,7 +213,7 @@ class FixedPointAggregate:
         for name, total in self._numbers.items():
             parts = total >> _FINE_BITS, total & (1 << _FINE_BITS) - 1
             limbs = [[x >> LOW_BITS for x in parts], [x & (1 << LOW_BITS) - 1 for x in parts]]
-            self._sum("scalar", name, like.new_empty((1, 2))).both.copy_(torch.tensor(limbs))
+            self._sum("scalar", name, like.new_empty((1, 2))).both_limbs.copy_(torch.tensor(limbs))
         return {key: tuple(one.high.shape) for key, one in self._vectors.items()}
 
     def limbs(self, key: Key, shape: Shape, like: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class FixedPointAggregate:
             shape: its shape.
             like: a tensor on the device.
         """
-        return self._sum(*key, like.new_empty((1, *shape))).both
+        return self._sum(*key, like.new_empty((1, *shape))).both_limbs
 
     def become(self, shapes: Mapping[Key, Shape], clients: int, weight: int, like: Tensor) -> None:
         """Take over the sums of several ranks after the limbs with these `shapes` have been added up. like: a tensor on
@@ -233,24 +233,24 @@ class FixedPointAggregate:
             total = self._sum(kind, name, like.new_empty((1, *shape)))
             total.carry()
             if kind == "scalar":
-                coarse, fine = ((high << LOW_BITS) + low for high, low in total.both.T.tolist())
+                coarse, fine = ((high << LOW_BITS) + low for high, low in total.both_limbs.T.tolist())
                 self._numbers[name] = (coarse << _FINE_BITS) + fine
         self.num_clients, self.weight = clients, weight
 
     def _sum(self, kind: str, name: str, rows: Tensor) -> FixedPointSum:
         """The sum of vectors like the rows of `rows`."""
-        cached = self._vectors.get((kind, name))
-        if cached is None:
+        fixed_sum = self._vectors.get((kind, name))
+        if fixed_sum is None:
             place = self._places.get((kind, name))
             if place is not None and place.shape[1:] != rows.shape[1:]:
                 place = None
-            cached = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms, place)
-        elif cached.high.shape != rows.shape[1:]:
+            fixed_sum = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms, place)
+        elif fixed_sum.high.shape != rows.shape[1:]:
             raise ValueError(
                 f"the upload {name!r} must have one shape for all clients, got {list(rows.shape[1:])} after "
-                f"{list(cached.high.shape)}"
+                f"{list(fixed_sum.high.shape)}"
             )
-        return cached
+        return fixed_sum
 
     def mean(self, name: str) -> Tensor:
         """Return the weighted mean of an upload over the added clients, float64. Raises KeyError for an unknown

@@ -89,8 +89,8 @@ class Ranks:
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises RankError when the ranks were not called with the same `facts`; collective."""
-        first, *following = self.gather(dict(facts))
-        for rank, rank_facts in enumerate(following, 1):
+        first, *other_facts = self.gather(dict(facts))
+        for rank, rank_facts in enumerate(other_facts, 1):
             different = [key for key in {**first, **rank_facts} if first.get(key) != rank_facts.get(key)]
             if different:
                 raise RankError(

@@ -22,10 +22,10 @@ algorithms.adaptive AdaptiveServer.step_server: size.sqrt() + self.tau => (size 
 algorithms.adaptive AdaptiveServer.step_server: self.tau => 0.01 @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: round.server_lr * by => by @ fedadam
 algorithms.adaptive AdaptiveServer.init_server: torch.full_like(w0, self.V0) => torch.zeros_like(w0) @ fedadam-start
-algorithms.adaptive FedAdam.corrected: self.beta1 ** (round.index + 1) => self.beta1 ** (round.index + 2) @
+algorithms.adaptive FedAdam.correct_bias: self.beta1 ** (round.index + 1) => self.beta1 ** (round.index + 2) @
     fedadam-corrected
-algorithms.adaptive FedAdam.corrected: self.beta2 => self.beta1 @ fedadam-corrected
-algorithms.adaptive FedAdam.corrected: self.bias_correction => True @ fedadam
+algorithms.adaptive FedAdam.correct_bias: self.beta2 => self.beta1 @ fedadam-corrected
+algorithms.adaptive FedAdam.correct_bias: self.bias_correction => True @ fedadam
 algorithms.adaptive FedAdagrad.second_moment: V + square => square @ fedadagrad
 algorithms.adaptive FedAdagrad.second_moment: V + square => 0.99 * V + square @ fedadagrad-momentum
 # V never falls
@@ -187,9 +187,9 @@ algorithms.moon MOON.contrast: (s_old - s) / self.tau => s_old - s @ moon
 algorithms.moon MOON.contrast: self.mu => 1.0 @ moon
 algorithms.moon MOON.contrast: (z_t, z_i) => (z_i, z_t) @ moon
 algorithms.moon MOON.finish_client: server['w'] => client['w_i'] @ moon
-algorithms.moon MOON.recorded: module.register_forward_hook if self.features else module.register_forward_pre_hook =>
-    module.register_forward_hook @ moon
-executors.extra_models Teachers.get: cached[1] is not weights => False @ moon
+algorithms.moon MOON.record_features: module.register_forward_hook if self.features else
+    module.register_forward_pre_hook => module.register_forward_hook @ moon
+executors.extra_models Teachers.get: entry[1] is not weights => False @ moon
 algorithms.distillation divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q -
     p)).sum(1).mean() @ fedgmt
 algorithms.distillation divergence: (outputs / temperature, teacher_outputs / temperature) => (outputs,
@@ -209,12 +209,12 @@ algorithms.fedwmsam FedWMSAM.step_server: 1 + aggregate.mean('cos') => 1 - aggre
 algorithms.fedwmsam FedWMSAM.step_server: (1 + aggregate.mean('cos')).clamp(LEAST, MOST) => 1 + aggregate.mean('cos') @
     fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
-executors.row_state RowSlice.perturbalong_path: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
-executors.row_state RowSlice._drifted: d.mul_(self.variant.drift_weight) => d @ fedwmsam
+executors.row_state RowSlice.perturb_along_path: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
+executors.row_state RowSlice._add_drift: d.mul_(self.variant.drift_weight) => d @ fedwmsam
 # FedTOGA
 algorithms.fedtoga FedTOGA.local_update: self.kappa * D => D @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: self.beta * D => D @ fedtoga
-algorithms.fedtoga FedTOGA.local_update: remembers=True => remembers=False @ fedtoga
+algorithms.fedtoga FedTOGA.local_update: uses_last_gradient=True => uses_last_gradient=False @ fedtoga
 algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, aggregate, round), 'D':
     (-aggregate.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
     aggregate.mean('delta').to(server['D'].dtype)} @ fedtoga
@@ -230,16 +230,16 @@ algorithms.fedgf FedGF.local_update: server['d'] => -server['d'] @ fedgf
 algorithms.fedgf FedGF.local_update: anchor_weight=c => anchor_weight=c / 2 @ fedgf
 algorithms.fedgf FedGF.step_server: server['w'].double() => 2 * server['w'].double() @ fedgf
 # FedSCAM
-algorithms.fedscam FedSCAM._radius: 1 + self.alpha * self._apart(norms, cosines(-gradients, u)) => 2 + self.alpha *
-    self._apart(norms, cosines(-gradients, u)) @ fedscam
-algorithms.fedscam FedSCAM._radius: rho / (1 + self.alpha * self._apart(norms, cosines(-gradients, u))) => rho * (1 +
-    self.alpha * self._apart(norms, cosines(-gradients, u))) @ fedscam
+algorithms.fedscam FedSCAM._radius: 1 + self.alpha * self._orthogonal(norms, cosines(-gradients, u)) => 2 + self.alpha *
+    self._orthogonal(norms, cosines(-gradients, u)) @ fedscam
+algorithms.fedscam FedSCAM._radius: rho / (1 + self.alpha * self._orthogonal(norms, cosines(-gradients, u))) => rho *
+    (1 + self.alpha * self._orthogonal(norms, cosines(-gradients, u))) @ fedscam
 algorithms.fedscam FedSCAM._radius: self.alpha => self.gamma @ fedscam
 algorithms.fedscam FedSCAM._radius: -gradients => gradients @ fedscam
 algorithms.fedscam FedSCAM.finish_client: -results.gradient => results.gradient @ fedscam
 algorithms.fedscam FedSCAM.finish_client: -results.gradient => results.delta @ fedscam
-algorithms.fedscam FedSCAM._apart: 1 - self.kappa * c => 1 + self.kappa * c @ fedscam
-algorithms.fedscam FedSCAM._apart: (1 - self.kappa * c).clamp(min=0) => 1 - self.kappa * c @ fedscam-turned
+algorithms.fedscam FedSCAM._orthogonal: 1 - self.kappa * c => 1 + self.kappa * c @ fedscam
+algorithms.fedscam FedSCAM._orthogonal: (1 - self.kappa * c).clamp(min=0) => 1 - self.kappa * c @ fedscam-turned
 algorithms.fedscam FedSCAM.finish_client: (1 + self.beta * c).clamp(min=0) => (1 + self.beta * c).abs() @ fedscam-turned
 algorithms.fedscam FedSCAM.finish_client: 1 + self.beta * c => 1 - self.beta * c @ fedscam
 algorithms.fedscam FedSCAM.finish_client: self.gamma => 0 @ fedscam
@@ -283,7 +283,8 @@ fastsam_kernels.reference norm_: (w.to(dtype).abs() + h[HParam.ETA]) * direction
 fastsam_kernels.reference perturb_: w + scale * direction => w - scale * direction @ fedsam
 executors.client_trainer ClientTrainer._sharp_step: self.row_slice.update(second, first) =>
     self.row_slice.update(first, second) @ fedsam
-algorithms.schedule formula: {'round': float(index + 1), **known} => {'round': float(index), **known} @ fedsam-schedule
+algorithms.schedule formula: {'round': float(index + 1), **variables} =>
+    {'round': float(index), **variables} @ fedsam-schedule
 # FedGSAM
 algorithms.fedgsam FedGSAM.local_update: self.alpha => -self.alpha @ fedgsam
 algorithms.fedgsam FedGSAM.radius: rho - self.rho_min => rho @ fedgsam-schedule
@@ -353,7 +354,7 @@ loop.personal PersonalizedAlgorithm._without: None if x is None else x.masked_fi
 algorithms.fedrep FedRep.train_client: i not in head => True @ fedrep
 algorithms.fedrep FedRep.train_client: client.trainable(head) => client.trainable(range(len(layout.names))) @ fedrep
 algorithms.fedrep FedRep.train_client: client.batches(self.head_epochs) => client.batches() @ fedrep
-executors.client Client.batches: self._task.following(self._epochs, epochs) => self._task.following(0, epochs) @ fedrep
+executors.client Client.batches: self._task.next_task(self._epochs, epochs) => self._task.next_task(0, epochs) @ fedrep
 algorithms.ditto Ditto.train_client: -self.lam => self.lam @ ditto
 algorithms.ditto Ditto.train_client: proximal_coefficient=self.lam =>  @ ditto
 algorithms.ditto Ditto.finish_client: client['v_i'] => server['w'] @ ditto

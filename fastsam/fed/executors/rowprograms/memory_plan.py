@@ -112,7 +112,7 @@ class MemoryPlan:
         t = node.meta["val"]
         labels = t.dtype == torch.int64
         if not labels:
-            check_dtype(t, floating=True)
+            check_dtype(t, is_floating=True)
         if not t.numel():
             raise NoFormError("an empty tensor")
         self._places[node] = Allocation(FIRST_INPUT + len(self.inputs), 0, t)
@@ -164,10 +164,10 @@ def span(t: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
 
 
-def check_dtype(t: Tensor, floating: bool = False) -> None:
+def check_dtype(t: Tensor, is_floating: bool = False) -> None:
     """Check the dtype of a tensor. Counts and conditions are floats in a row program. Raises NoFormError if they cannot
     be."""
-    if t.dtype != torch.float32 and (floating or t.dtype not in (torch.bool, torch.int64)):
+    if t.dtype != torch.float32 and (is_floating or t.dtype not in (torch.bool, torch.int64)):
         raise NoFormError(f"numbers in {t.dtype}")
 
 

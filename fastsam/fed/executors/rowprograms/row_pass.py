@@ -19,7 +19,7 @@ from fastsam.fed.step.local_update import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
 _SUPPORTED = frozenset(
-    {"gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "piloted"}
+    {"gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "has_pilot"}
 )
 
 
@@ -52,10 +52,11 @@ class RowPass:
         They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, on samples that can be gathered natively,
         and no row is copied before a step.
         """
-        plain = block.variant.needs <= _SUPPORTED
         x, y = block.samples
-        gathered = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
-        return plain and gathered and block.gatherer is not None and not any(task.snapshots for task in block.tasks)
+        if block.gatherer is None or any(task.snapshots for task in block.tasks):
+            return False
+        is_native = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
+        return is_native and block.variant.needs <= _SUPPORTED
 
     @property
     def side_by_side(self) -> bool:

@@ -60,7 +60,7 @@ class Writer:
         self.places, self.instructions = MemoryPlan(graph), list[Instruction]()
         result_layouts = [(row_size, 1, ()), *((s.offset, s.length, tuple(s.stride)) for s in segments)]
         results = list(zip(outputs(graph), result_layouts, strict=True))
-        deferred = [
+        copies = [
             (node, offset, strides)
             for node, (offset, length, strides) in results
             if not self.places.goes_out(node, offset, length, strides)
@@ -69,7 +69,7 @@ class Writer:
             if node.op == "call_function" and node.target not in (*VIEWS, operator.getitem):
                 self._write(node)
             self.places.leave(node)
-        for node, offset, strides in deferred:  # outputs in another memory order, inputs, and outputs that are equal
+        for node, offset, strides in copies:  # outputs in another memory order, inputs, and outputs that are equal
             self._add(Code.COPY, node.meta["val"].shape, RowOperand(OUT, offset, strides), node)
 
     # --- operations ---
@@ -99,7 +99,7 @@ class Writer:
         """Write an elementwise operation on tensors and plain numbers."""
         if not all(isinstance(v, Node) for v in read) or type(number) not in (int, float):
             raise NoFormError(f"{call.target} of other arguments")
-        check_dtype(call.meta["val"], floating=True)
+        check_dtype(call.meta["val"], is_floating=True)
         self._add(code, call.meta["val"].shape, self.places.new(call), *read, number=number)
 
     def _binary(self, call: Node, code: Code) -> None:
@@ -161,31 +161,31 @@ class Writer:
     def _nll(self, call: Node) -> None:
         """nll_loss2d: losses `[rows, 1, n]` of `[rows, classes, 1, n]` and labels `[rows, 1, n]`; as it is called for
         stacked clients."""
-        scores, labels, weight, reduction, ignored = arguments(call)
+        scores, labels, weight, reduction, ignore_index = arguments(call)
         losses = next((user for user in call.users if arguments(user)[1] == 0), None)
-        if losses is None or weight is not None or reduction != 0 or ignored != IGNORED or call.kwargs:
+        if losses is None or weight is not None or reduction != 0 or ignore_index != IGNORED or call.kwargs:
             raise NoFormError("a loss with options")
         shape = scores.meta["val"].shape
         out = _with_classes(self.places.new(losses))
-        self._labelled(Code.NLL, shape, out, self.places.read(scores, shape), labels)
+        self._add_label_op(Code.NLL, shape, out, self.places.read(scores, shape), labels)
 
     def _nll_backward(self, call: Node) -> None:
-        g, scores, labels, weight, reduction, ignored, _ = arguments(call)
-        if weight is not None or reduction != 0 or ignored != IGNORED or call.kwargs:
+        g, scores, labels, weight, reduction, ignore_index, _ = arguments(call)
+        if weight is not None or reduction != 0 or ignore_index != IGNORED or call.kwargs:
             raise NoFormError("a loss with options")
         read = _with_classes(self.places.read(g, labels.meta["val"].shape))
-        self._labelled(Code.NLL_BACKWARD, scores.meta["val"].shape, self.places.new(call), read, labels)
+        self._add_label_op(Code.NLL_BACKWARD, scores.meta["val"].shape, self.places.new(call), read, labels)
 
-    def _labelled(self, code: Code, shape: Sequence[int], out: RowOperand, a: RowOperand, labels: Node) -> None:
+    def _add_label_op(self, code: Code, shape: Sequence[int], out: RowOperand, a: RowOperand, labels: Node) -> None:
         """Sizes of the instruction: outer, classes, inner."""
         _, classes, down, across = shape
         b = self.places.labels(labels)
         b = replace(b, strides=(b.strides[0], 0, b.strides[1]))
 
-        def turned(o: RowOperand) -> RowOperand:
+        def transpose(o: RowOperand) -> RowOperand:
             return replace(o, strides=(o.strides[1], o.strides[0], o.strides[2]))
 
-        self.instructions.append(Instruction(code, (down, classes, across), turned(out), turned(a), b))
+        self.instructions.append(Instruction(code, (down, classes, across), transpose(out), transpose(a), b))
 
     def _is_not(self, call: Node) -> None:
         (labels, number), t = arguments(call), call.meta["val"]
