@@ -38,7 +38,7 @@ def grid(model: nn.Module, x: Tensor, y: Tensor) -> list[list[float]]:
     """Return the training loss around the weights of `model`."""
     layout = Layout.of(trainable(model))
     replica = Replica(model, layout, Arena(layout).field("w")[0])
-    objective = Objective.pooled(replica, cross_entropy, [(x, y)])
+    objective = Objective.sample_mean(replica, cross_entropy, [(x, y)])
     w = replica.row.clone()
     values = surface(objective, w, directions(layout, w), POINTS)
     return [[float(f"{value:.3g}") for value in row] for row in values.tolist()]

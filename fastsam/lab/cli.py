@@ -131,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return list_tables(arguments, flags)
             if arguments.command in ("info", "plots"):
                 return {"info": info, "plots": plots}[arguments.command](arguments, flags)
-            from fastsam.fed.common.trust import trusting
+            from fastsam.fed.common.trust import trust_names
 
-            with trusting(*arguments.trust):
+            with trust_names(*arguments.trust):
                 return {"run": run, "compare": compare, "reproduce": reproduce}[arguments.command](arguments, flags)
     except KeyboardInterrupt as interrupt:
         print(f"\ninterrupted. {interrupt}".rstrip(), file=sys.stderr)

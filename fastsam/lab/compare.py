@@ -361,7 +361,7 @@ def train_all(
             print(f"error: {name}: {error}", file=sys.stderr)
             continue
         if not is_done:
-            countdown.trained()
+            countdown.add_trained()
         runs.append(replace(finished_run, label=run.label, point=dict(run.point)))
     return runs, errors
 

@@ -21,7 +21,7 @@ from fastsam import fed
 from fastsam.fed import data
 from fastsam.fed.data import files, partition
 from fastsam.fed.models import vit
-from fastsam.fed.rundir.manifest import digest_of, read_manifest, sealed
+from fastsam.fed.rundir.manifest import digest_of, read_manifest, seal
 from fastsam.lab import cli
 from tests.attack.trials import Attack, Trial
 from tests.helpers.fed_rundir import start
@@ -129,7 +129,7 @@ def _run_directory(place: str) -> Callable[[bytes, Path], None]:
                 known["files"][path.name] = digest_of(content)
             if path.name == "metrics.jsonl":
                 known |= {"metrics_bytes": len(content), "metrics_hash": digest_of(content)}
-            manifest.write_text(json.dumps(sealed(known)))
+            manifest.write_text(json.dumps(seal(known)))
         start(directory, algorithm=fed.SCAFFOLD(), rounds=2, resume=True, executor="sequential")
 
     return resume

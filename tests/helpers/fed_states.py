@@ -29,7 +29,7 @@ def train(algorithm: Any, **options: Any) -> fed.Result:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Present a device with separate memory of 1 MB to the store of client states and to the executors."""
     monkeypatch.setattr(client_state, "Cuda", FakeCuda)
-    monkeypatch.setattr(client_state, "apart", lambda device: True)
+    monkeypatch.setattr(client_state, "has_separate_memory", lambda device: True)
     monkeypatch.setattr(client_state, "total_memory", lambda device: 10**6)
     monkeypatch.setattr(host_pool, "make_pinned", ordinary)
     monkeypatch.setattr(streams, "Cuda", FakeCuda)

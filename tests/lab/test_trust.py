@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fastsam.fed.common.import_paths import import_object
-from fastsam.fed.common.trust import trusting
+from fastsam.fed.common.trust import trust_names
 from fastsam.lab import cli
 
 OWN = """
@@ -91,7 +91,7 @@ def test_what_is_found_out_is_found_out_before_the_import(here: Path, monkeypatc
         with pytest.raises(ValueError, match="data: .*leaves.* add --trust "):
             import_object(path, "data")
     assert not (here / "left").exists() and "leaves" not in sys.modules
-    with trusting("leaves"):
+    with trust_names("leaves"):
         assert import_object("leaves:make", "data").__name__ == "make"
     assert (here / "left").exists()
     del sys.modules["leaves"]
@@ -137,7 +137,7 @@ def test_a_name_that_was_imported_into_ones_own_file_is_its_packages(name: str, 
     for path in (f"imported.py:{name}", f"imported:{name}"):
         with pytest.raises(ValueError, match=f"data: {path} is .*, which is not defined in your own file"):
             import_object(path, "data")
-        with trusting("torch"):
+        with trust_names("torch"):
             import_object(path, "data")
     del sys.modules["imported"]
 
@@ -161,7 +161,7 @@ def test_a_file_of_somebody_else_must_be_named(here: Path, monkeypatch: pytest.M
     ):
         import_object(path, "data")
     for named in (here / "own.py", here):
-        with trusting(str(named)):
+        with trust_names(str(named)):
             assert import_object(path, "data")
 
 

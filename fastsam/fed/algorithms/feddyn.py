@@ -21,7 +21,7 @@ from fastsam.fed.algorithms.base import (
     hparam,
     no_server_lr,
 )
-from fastsam.fed.common.checks import decayed, number
+from fastsam.fed.common.checks import decay_rate, number
 
 
 class DynamicRegularizer(Algorithm):
@@ -61,7 +61,7 @@ class DynamicRegularizer(Algorithm):
     def phi_of(self, round: Round) -> float:
         """The proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""
         no_server_lr(self, round)
-        return decayed("phi", self.phi, "phi_decay", self.phi_decay, round.index)
+        return decay_rate("phi", self.phi, "phi_decay", self.phi_decay, round.index)
 
 
 def attraction(phi: float, server: State, client: State) -> Tensor:

@@ -58,7 +58,7 @@ class FedRobust(Algorithm):
         input_map: InputMap | None = None
         for x, y in client.batches():
             if isinstance(client.model, Pixels):
-                x = client.model.normalised(x)  # the map works on numbers, and the model takes them as they are
+                x = client.model.normalise(x)  # the map works on numbers, and the model takes them as they are
             if input_map is None:
                 input_map = self.input_map(x, state)
             for _ in range(self.ascent_steps - 1):

@@ -69,7 +69,7 @@ class TensorBoard(Callback):
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = Path(directory)
-        self._library = _needed("torch.utils.tensorboard", "tensorboard")
+        self._library = _import_package("torch.utils.tensorboard", "tensorboard")
         self._writer: Any = None
 
     def on_start(self, run: RunView) -> None:
@@ -98,7 +98,7 @@ class WandB(Callback):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self._library = _needed("wandb", "wandb")
+        self._library = _import_package("wandb", "wandb")
         self._run: Any = None
 
     def on_start(self, run: RunView) -> None:
@@ -128,7 +128,7 @@ class MLflow(Callback):
 
     def __init__(self, experiment: str | None = None, **options: Any) -> None:
         self.experiment, self.options = experiment, options
-        self._library = _needed("mlflow", "mlflow")
+        self._library = _import_package("mlflow", "mlflow")
 
     def on_start(self, run: RunView) -> None:
         """Begin a run in MLflow, with its parameters unless it continues an earlier one."""
@@ -147,7 +147,7 @@ class MLflow(Callback):
         self._library.end_run("FINISHED" if run.error is None else "FAILED")
 
 
-def _needed(module: str, package: str) -> Any:
+def _import_package(module: str, package: str) -> Any:
     """The module. Raises ImportError that says how to get it."""
     try:
         return importlib.import_module(module)

@@ -62,19 +62,21 @@ class RunProgress:
 
     def __call__(self, record: dict[str, Any]) -> None:
         self.is_visible = True
-        done, state = record["round"], describe(record)
+        num_rounds, state = record["round"], describe(record)
         if self.console.is_terminal:
             narrow = self.console.width < 110  # then the spread over clients would push the times off the line
-            self.bar.update(self.task, completed=done, state=state.partition("  clients")[0] if narrow else state)
-        elif done % self.every == 0 or done == self.rounds or (done == 1 and self.every < self.rounds):
-            self._line(f"round {done}/{self.rounds}  {state}")
+            self.bar.update(self.task, completed=num_rounds, state=state.partition("  clients")[0] if narrow else state)
+        elif (
+            num_rounds % self.every == 0 or num_rounds == self.rounds or (num_rounds == 1 and self.every < self.rounds)
+        ):
+            self._line(f"round {num_rounds}/{self.rounds}  {state}")
 
-    def end(self, stopped: str | None, directory: Path | None) -> None:
+    def end(self, stop_reason: str | None, directory: Path | None) -> None:
         """Print why the run was stopped, if it was, and where its files are."""
-        self.is_visible = self.is_visible or stopped is not None
+        self.is_visible = self.is_visible or stop_reason is not None
         self.bar.stop()
-        if stopped is not None:
-            self._line(f"stopped: {stopped}")
+        if stop_reason is not None:
+            self._line(f"stopped: {stop_reason}")
         if directory is not None:
             self._line(f"everything is in {directory}")
 
@@ -82,14 +84,14 @@ class RunProgress:
         self.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True, markup=False)
 
 
-def with_progress(things: Sequence[T], what: str, console: Console) -> Iterator[T]:
+def with_progress(things: Sequence[T], description: str, console: Console) -> Iterator[T]:
     """Yield the things one after the other. On a terminal a bar shows the count after one second."""
     from rich.progress import track
 
     began = time.monotonic()
     for i, thing in enumerate(things):
         if time.monotonic() - began > _PATIENCE and console.is_terminal:
-            yield from track(things[i:], what, len(things), i, console=console, transient=True)
+            yield from track(things[i:], description, len(things), i, console=console, transient=True)
             return
         yield thing
 
@@ -99,7 +101,7 @@ class Countdown:
 
     def __init__(self, runs: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.runs, self.clock = runs, clock
-        self._number = self._trained = 0
+        self._number = self._num_trained = 0
         self._seconds = self._began = 0.0
 
     def next(self) -> str:
@@ -107,12 +109,12 @@ class Countdown:
         self._number, self._began = self._number + 1, self.clock()
         if self.runs == 1:
             return ""
-        seconds_left = self._seconds / max(self._trained, 1) * (self.runs - self._number + 1)
-        return f"{self._number}/{self.runs}{f', {duration(seconds_left)} left' if self._trained else ''} "
+        seconds_left = self._seconds / max(self._num_trained, 1) * (self.runs - self._number + 1)
+        return f"{self._number}/{self.runs}{f', {duration(seconds_left)} left' if self._num_trained else ''} "
 
-    def trained(self) -> None:
+    def add_trained(self) -> None:
         """The run is over, and was trained."""
-        self._trained, self._seconds = self._trained + 1, self._seconds + self.clock() - self._began
+        self._num_trained, self._seconds = self._num_trained + 1, self._seconds + self.clock() - self._began
 
 
 def duration(seconds: float) -> str:

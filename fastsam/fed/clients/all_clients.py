@@ -13,7 +13,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from fastsam.fed.clients.batch_loss import parted
+from fastsam.fed.clients.batch_loss import split_pair
 from fastsam.fed.clients.packed_samples import PackedSamples
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.samples import ClientDataset, as_samples
@@ -61,7 +61,7 @@ class Clients(Sequence[ClientDataset]):
         return dict(enumerate(self.sizes))
 
     @property
-    def sized(self) -> bool:
+    def has_all_sizes(self) -> bool:
         """True if the size of every client is known before the first round."""
         return True
 
@@ -105,8 +105,8 @@ class PairClients(Clients):
         if self.store is None:
             return super().labels_together()
         y = self.store.labels()
-        each = y[0].numel()
-        return y.flatten(), [n * each for n in self.sizes]
+        labels_per_sample = y[0].numel()
+        return y.flatten(), [n * labels_per_sample for n in self.sizes]
 
     def hash(self, digest: blake2b) -> None:
         """Add all samples. Neighbouring clients of one size in a store are added at once."""
@@ -115,24 +115,24 @@ class PairClients(Clients):
             for pair in self.pairs:
                 hash_pair(digest, pair)
             return
-        both = [(np.frombuffer(_raw(t), np.uint8), t[0].nbytes, t) for t in (store.x, store.y)]
+        columns = [(np.frombuffer(_raw(t), np.uint8), t[0].nbytes, t) for t in (store.x, store.y)]
         at = 0
         for n, alike in groupby(store.sizes):
             count = sum(1 for _ in alike)
             step = (store.offsets[at + 1] - store.offsets[at]) if count > 1 else n
             for first in range(at, at + count, _TOGETHER):
-                some = min(_TOGETHER, at + count - first)
+                num_clients = min(_TOGETHER, at + count - first)
                 parts = []
-                for raw, row, t in both:
+                for raw, row, t in columns:
                     kind = np.frombuffer(_kind(t.dtype, (n, *t.shape[1:])), np.uint8)
                     begin = raw[store.offsets[first] * row :]
-                    window = as_strided(begin, (some, n * row), (step * row, 1), writeable=False)
-                    parts += [np.broadcast_to(kind, (some, len(kind))), window]
+                    window = as_strided(begin, (num_clients, n * row), (step * row, 1), writeable=False)
+                    parts += [np.broadcast_to(kind, (num_clients, len(kind))), window]
                 digest.update(np.concatenate(parts, axis=1).data)
             at += count
 
     def about_ignored(self, client: int) -> str:
-        return self[client].ignored()
+        return self[client].note_on_labels()
 
 
 class InMemoryClients(Clients):
@@ -157,7 +157,7 @@ class InMemoryClients(Clients):
         digest.update(hasher.digest())
 
     def about_ignored(self, client: int) -> str:
-        return self.clients[client].ignored()
+        return self.clients[client].note_on_labels()
 
 
 def hash_pair(digest: blake2b, pair: Sequence[Tensor]) -> None:
@@ -175,19 +175,19 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def check_kind(samples: ClientDataset, who: str, first: Mapping[str, str] | None, any_batch: bool) -> None:
+def check_kind(samples: ClientDataset, label: str, first: Mapping[str, str] | None, any_batch: bool) -> None:
     """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from client 0's
-    samples, whose `kinds` are `first`. `whole`: the loss takes any batch."""
+    samples, whose `kinds` are `first`. `any_batch`: the loss takes any batch."""
     if not any_batch:
         try:
-            parted(samples.take(torch.zeros(1, dtype=torch.int64), 0))
+            split_pair(samples.take(torch.zeros(1, dtype=torch.int64), 0))
         except ValueError as error:
             raise ValueError(
-                f"{who} must be a pair (x, y) of tensors or arrays, or have samples (x, y): {error}"
+                f"{label} must be a pair (x, y) of tensors or arrays, or have samples (x, y): {error}"
             ) from None
     if first is not None and samples.kinds != first:
         raise ValueError(
-            f"{who}: a batch has {_words(samples.kinds)}, a batch of client 0 {_words(first)}. Clients' samples must "
+            f"{label}: a batch has {_words(samples.kinds)}, a batch of client 0 {_words(first)}. Clients' samples must "
             "be built alike"
         )
 

@@ -49,12 +49,14 @@ class BatchLoss:
         """True if there is a `predict`."""
         return self.predict is not None
 
-    def evaluated(self, model: nn.Module, batch: Any, predicted: bool) -> tuple[float, Any, Any]:
-        """Return the loss and, if `predicted`, outputs and labels."""
+    def evaluate(self, model: nn.Module, batch: Any, needs_outputs: bool) -> tuple[float, Any, Any]:
+        """Return the loss and, if `needs_outputs`, outputs and labels."""
         value = float(self(model, batch))
-        return (value, *self.predicted(model, batch)) if predicted and self.predicts else (value, None, None)
+        return (
+            (value, *self.outputs_and_labels(model, batch)) if needs_outputs and self.predicts else (value, None, None)
+        )
 
-    def predicted(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    def outputs_and_labels(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return outputs and labels. Raises ValueError if `predict` returns something else."""
         assert self.predict is not None
         pair = self.predict(model, batch)
@@ -73,19 +75,19 @@ class PairLoss(BatchLoss):
         self.of_outputs = loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        x, y = parted(batch)
+        x, y = split_pair(batch)
         return self.of_outputs(call(model, x), y)
 
-    def evaluated(self, model: nn.Module, batch: Any, predicted: bool) -> tuple[float, Any, Any]:
-        outputs, y = self.predicted(model, batch)
+    def evaluate(self, model: nn.Module, batch: Any, needs_outputs: bool) -> tuple[float, Any, Any]:
+        outputs, y = self.outputs_and_labels(model, batch)
         return float(self.of_outputs(outputs, y)), outputs, y
 
-    def predicted(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        x, y = parted(batch)
+    def outputs_and_labels(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        x, y = split_pair(batch)
         return call(model, x), y
 
 
-def parted(batch: Any) -> tuple[Any, Any]:
+def split_pair(batch: Any) -> tuple[Any, Any]:
     """Return x and y of a batch. Raises ValueError if it is not a pair."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(

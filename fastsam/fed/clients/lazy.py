@@ -13,7 +13,7 @@ import torch
 from fastsam.fed.clients.all_clients import Clients, check_kind
 from fastsam.fed.clients.prefetcher import Prefetcher
 from fastsam.fed.clients.reading import LARGEST_READ, read, source
-from fastsam.fed.clients.samples import ClientDataset, Collate, as_samples, generators, hashed, seeded
+from fastsam.fed.clients.samples import ClientDataset, Collate, as_samples, generators, hash_tree, seed_generators
 from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer
 
@@ -66,7 +66,7 @@ class LazySizes(Sequence[int]):
     """The known numbers of samples: the given ones, or the numbers of the clients that were loaded."""
 
     def __init__(self, clients: int, sizes: dict[int, int]) -> None:
-        self.clients, self.known = clients, sizes
+        self.clients, self.known_sizes = clients, sizes
 
     def __len__(self) -> int:
         return self.clients
@@ -74,7 +74,7 @@ class LazySizes(Sequence[int]):
     def __getitem__(self, client: int) -> int:  # type: ignore[override]
         if not 0 <= client < self.clients:
             raise IndexError(client)
-        return self.known[client]
+        return self.known_sizes[client]
 
 
 class LazyClientData(Clients):
@@ -92,7 +92,7 @@ class LazyClientData(Clients):
         self._reads_draw: bool | None = None  # looked for in client 0
         self._first: Mapping[str, str] | None = None
         self._seconds = 0.0  # that `load` took at first
-        first = self._loaded(0)
+        first = self._load_samples(0)
         self.draws, self._reads_draw = self.draws or first.draws, first.draws
         self._first = first.kinds
         prefetches = self._seconds > _INSTANT if lazy.num_prefetched is None else lazy.num_prefetched > 0
@@ -107,7 +107,7 @@ class LazyClientData(Clients):
         return self._sizes
 
     @property
-    def sized(self) -> bool:
+    def has_all_sizes(self) -> bool:
         return len(self._sizes) == len(self)
 
     def prefetch(self, clients: Sequence[int], together: int) -> None:
@@ -117,11 +117,11 @@ class LazyClientData(Clients):
             )
 
     def hash(self, digest: blake2b) -> None:
-        digest.update(hashed(len(self), [str(self.lazy.sizes), self._digests[0].hex()]))
+        digest.update(hash_tree(len(self), [str(self.lazy.sizes), self._digests[0].hex()]))
 
     def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
-        prefetched = None if self._prefetcher is None else self._prefetcher.take(client)
-        samples = prefetched if isinstance(prefetched, ClientDataset) else self._loaded(client, prefetched)
+        result = None if self._prefetcher is None else self._prefetcher.take(client)
+        samples = result if isinstance(result, ClientDataset) else self._load_samples(client, result)
         if self._sizes.setdefault(client, len(samples)) != len(samples):
             raise ValueError(
                 f"client {client}: it has {len(samples)} samples, {'sizes says' if self.has_sizes else 'it had'} "
@@ -136,15 +136,15 @@ class LazyClientData(Clients):
 
     def _prefetch(self, client: int) -> ClientDataset | tuple[Any]:
         """Return what can be prepared early: everything on the CPU, because a GPU's memory belongs to a stream."""
-        return self._loaded(client) if self.device.type == "cpu" else (self._load(client, False),)
+        return self._load_samples(client) if self.device.type == "cpu" else (self._load(client, False),)
 
-    def _loaded(self, client: int, prefetched: tuple[Any] | None = None) -> ClientDataset:
-        """Return the samples of a client. early: the value that `load` returned before, if any, as the only element."""
-        who, looking = f"client {client}", self._reads_draw is None
-        data = self._load(client, looking) if prefetched is None else prefetched[0]
+    def _load_samples(self, client: int, result: tuple[Any] | None = None) -> ClientDataset:
+        """Return the samples of a client. result: a tuple with the value that `load` returned before, or None."""
+        label, is_first = f"client {client}", self._reads_draw is None
+        data = self._load(client, is_first) if result is None else result[0]
         content = read(
-            source(data, who, self.collate is not None),
-            who,
+            source(data, label, self.collate is not None),
+            label,
             self.collate,
             self.dtype,
             self.device,
@@ -152,21 +152,21 @@ class LazyClientData(Clients):
             self._reads_draw,
         )
         samples = as_samples(content)
-        check_kind(samples, who, self._first, self.whole)
-        if looking:
+        check_kind(samples, label, self._first, self.whole)
+        if is_first:
             self._digests[client] = samples.digest()
         return samples
 
-    def _load(self, client: int, looking: bool) -> Any:
-        """Return the value of `load`. looking: find out whether it draws random numbers."""
-        with seeded(seeds.derive("load", client)) if looking or self.draws else nullcontext():
-            before = generators() if looking else b""
+    def _load(self, client: int, is_first: bool) -> Any:
+        """Return the value of `load`. is_first: find out whether it draws random numbers."""
+        with seed_generators(seeds.derive("load", client)) if is_first or self.draws else nullcontext():
+            before = generators() if is_first else b""
             began = time.perf_counter()
             try:
                 data = self.lazy.load(client)
             except Exception as error:
                 raise ValueError(f"client {client}: load({client}) failed: {type(error).__name__}: {error}") from error
-            if looking:
+            if is_first:
                 self._seconds = time.perf_counter() - began
                 self.draws = self.draws or generators() != before
         return data

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fastsam.fed.clients.samples import leaves, mapped
+from fastsam.fed.clients.samples import leaves, map_tree
 
 T = TypeVar("T")
 
@@ -23,24 +23,24 @@ def lies_in_files(data: Any) -> bool:
 class MappedRows:
     """Columns `[n, ...]` in a tree as a data set of n samples. Raises ValueError for unequal lengths."""
 
-    def __init__(self, columns: Any, who: str) -> None:
+    def __init__(self, columns: Any, label: str) -> None:
         self.columns = columns
         sizes = {path or "it": len(column) if np.ndim(column) else 0 for path, column in leaves(columns)}
         if len(set(sizes.values())) > 1:
             counts = ", ".join(f"{path} has {n}" for path, n in sizes.items())
-            raise ValueError(f"{who}: columns must have one number of samples, {counts}")
+            raise ValueError(f"{label}: columns must have one number of samples, {counts}")
         self._count = next(iter(sizes.values()))
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, place: int) -> Any:
-        return mapped(itemgetter(place), self.columns)
+        return map_tree(itemgetter(place), self.columns)
 
     def __getitems__(self, places: Sequence[int]) -> list[Any]:
         """In one reading of each column."""
-        rows = mapped(itemgetter(list(places)), self.columns)
-        return [mapped(itemgetter(i), rows) for i in range(len(places))]
+        rows = map_tree(itemgetter(list(places)), self.columns)
+        return [map_tree(itemgetter(i), rows) for i in range(len(places))]
 
 
 def one_ahead(makers: Iterable[Callable[[], T]]) -> Iterator[T]:

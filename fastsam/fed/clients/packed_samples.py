@@ -59,7 +59,7 @@ class StoredPairs(Sequence[Pair]):
         yield from zip(*(t.split_with_sizes(parts)[::2] for t in (store.x, store.y)), strict=True)
 
 
-def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | None]:
+def pack_pairs(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | None]:
     """The pairs as views of one store, each at a multiple of the alignment.
 
     As they were, without a store, when samples of different clients differ in shape or dtype, or are too many for a
@@ -70,8 +70,8 @@ def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | None]
     sizes = [len(y) for _, y in pairs]
     if sum(sizes) * sum(t[0].nbytes for t in pairs[0]) > LARGEST:
         return list(pairs), None
-    packed = store_of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), sizes)
-    return (list(pairs), None) if packed is None else (StoredPairs(packed), packed)
+    store = store_of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), sizes)
+    return (list(pairs), None) if store is None else (StoredPairs(store), store)
 
 
 def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> PackedSamples | None:

@@ -17,20 +17,20 @@ def is_array(value: Any) -> bool:
     return isinstance(value, Tensor) or hasattr(value, "__array__")
 
 
-def checked_pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair:
+def checked_pair(pair: Any, label: str, dtype: torch.dtype, device: torch.device) -> Pair:
     """Return a pair as tensors on the device: floating-point ones in `dtype`, integer labels int64. Raises ValueError,
-    with the name `who`, if it is not a valid pair."""
+    with the name `label`, if it is not a valid pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"{who} must be a pair (x, y) of tensors or arrays, got {type(pair).__name__}")
-    x, y = (_tensor(part, f"{name} of {who}") for part, name in zip(pair, ("x", "y"), strict=True))
+        raise ValueError(f"{label} must be a pair (x, y) of tensors or arrays, got {type(pair).__name__}")
+    x, y = (_tensor(part, f"{name} of {label}") for part, name in zip(pair, ("x", "y"), strict=True))
     if len(x) != len(y):
-        raise ValueError(f"{who}: x has {len(x)} samples and y {len(y)}; they must be of one length")
+        raise ValueError(f"{label}: x has {len(x)} samples and y {len(y)}; they must be of one length")
     if len(y) == 0:
-        raise ValueError(f"{who} has no samples; leave it out or give it some")
+        raise ValueError(f"{label} has no samples; leave it out or give it some")
     if x.is_floating_point():
         x = x.to(device, dtype)
         if not all_finite(x):
-            raise ValueError(f"{who}: x holds NaN or infinity (in {dtype}); remove or replace those values")
+            raise ValueError(f"{label}: x holds NaN or infinity (in {dtype}); remove or replace those values")
     return _to_device(x, device), _to_device(
         y.to(dtype if y.is_floating_point() else y.dtype if y.dtype == torch.bool else torch.int64), device
     )
@@ -41,27 +41,27 @@ def all_finite(x: Tensor) -> bool:
     return x.numel() == 0 or all(bool(value.isfinite()) for value in torch.aminmax(x))
 
 
-def check_unmasked(part: object, who: str) -> None:
+def check_unmasked(part: object, label: str) -> None:
     """Raise ValueError for a masked array of numpy, whose mask a tensor does not have."""
     if isinstance(part, np.ma.MaskedArray):
         raise ValueError(
-            f"{who} is a masked array of numpy, and training would read what is masked. Replace those values "
+            f"{label} is a masked array of numpy, and training would read what is masked. Replace those values "
             "(array.filled(...)) or leave the samples out"
         )
 
 
-def _tensor(part: Any, who: str) -> Tensor:
-    check_unmasked(part, who)
+def _tensor(part: Any, label: str) -> Tensor:
+    check_unmasked(part, label)
     if not isinstance(part, Tensor):
         try:
             part = torch.from_numpy(np.array(part, order="C"))  # a copy: torch warns of read-only arrays
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{who} must be a tensor or an array of numbers, got {type(part).__name__} ({error})"
+                f"{label} must be a tensor or an array of numbers, got {type(part).__name__} ({error})"
             ) from error
     if part.dim() == 0 or part.is_complex() or part.is_sparse:
         raise ValueError(
-            f"{who} must be a dense real tensor whose first dimension counts samples, got {part.dtype} "
+            f"{label} must be a dense real tensor whose first dimension counts samples, got {part.dtype} "
             f"{list(part.shape)}"
         )
     return part.detach()

@@ -19,7 +19,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # loss of outputs and labels
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
-def augmented(augment: Augment, x: Tensor, generator: torch.Generator) -> Tensor:
+def apply_augment(augment: Augment, x: Tensor, generator: torch.Generator) -> Tensor:
     """Return the augmented batch. Raises ValueError if it does not have the shape and dtype of `x`."""
     new = augment(x, generator)
     if not isinstance(new, Tensor) or (new.dtype, new.shape, new.device) != (x.dtype, x.shape, x.device):
@@ -59,7 +59,7 @@ class Population:
         return 0 if self.test is None else len(self.test)
 
     @property
-    def batched(self) -> str:
+    def batch_reason(self) -> str:
         """The reason why samples come in batches and not as pairs of tensors, or "" if they are pairs."""
         why = "clients' samples are no pairs of tensors of one shape with a loss of outputs and labels"
         return f"{why}: they come batch by batch" if self.clients.is_batched else ""
@@ -87,31 +87,32 @@ class Population:
         return digest.hexdigest()
 
 
-def check_labels(population: Population, classes: int, ignored: int = IGNORED) -> None:
-    """Raises ValueError for a label outside 0..classes-1 that is not `ignored` by the loss, and for a client of nothing
+def check_labels(population: Population, classes: int, ignore_index: int = IGNORED) -> None:
+    """Raises ValueError for a label outside 0..classes-1 other than `ignore_index`, and for a client of nothing
     but ignored labels.
 
     The test set must have none of them where a sample has one label: accuracies are of all its samples.
     """
     every = population.clients.labels_together()
-    good = every is not None and bool(((every[0] >= 0) & (every[0] < classes) & (every[0] != ignored)).all())
+    good = every is not None and bool(((every[0] >= 0) & (every[0] < classes) & (every[0] != ignore_index)).all())
     for i, y in enumerate(() if good else population.clients.labels or ()):
-        _check_range(y, f"client {i}", classes, ignored)
-        if bool((y == ignored).all()):
+        _check_range(y, f"client {i}", classes, ignore_index)
+        if bool((y == ignore_index).all()):
             raise ValueError(
-                f"client {i}: all labels are {ignored}, which the loss ignores; leave it out or give it labels"
+                f"client {i}: all labels are {ignore_index}, which the loss ignores; leave it out or give it labels"
             )
     labels = population.test_labels
     if labels is None:
         return
-    _check_range(labels, "the test set", classes, ignored)
-    if labels.dim() == 1 and bool((labels == ignored).any()):
-        raise ValueError(f"the test set: labels are {ignored}, which the loss ignores; leave those samples out")
+    _check_range(labels, "the test set", classes, ignore_index)
+    if labels.dim() == 1 and bool((labels == ignore_index).any()):
+        raise ValueError(f"the test set: labels are {ignore_index}, which the loss ignores; leave those samples out")
 
 
-def _check_range(y: Tensor, who: str, classes: int, ignored: int) -> None:
-    bad = y[((y < 0) | (y >= classes)) & (y != ignored)]
+def _check_range(y: Tensor, label: str, classes: int, ignore_index: int) -> None:
+    bad = y[((y < 0) | (y >= classes)) & (y != ignore_index)]
     if bad.numel():
         raise ValueError(
-            f"{who}: labels must be in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}"
+            f"{label}: labels must be in 0..{classes - 1} (the model has {classes} outputs), got "
+            f"{int(bad.flatten()[0])}"
         )

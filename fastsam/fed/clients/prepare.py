@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fastsam.fed.clients.all_clients import InMemoryClients, PairClients, check_kind
 from fastsam.fed.clients.lazy import LazyClientData, LazyClients
-from fastsam.fed.clients.packed_samples import LARGEST, PackedSamples, StoredPairs, store_of, stored
+from fastsam.fed.clients.packed_samples import LARGEST, PackedSamples, StoredPairs, pack_pairs, store_of
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, SampleSource, read, source
 from fastsam.fed.clients.samples import ClientDataset, Collate, PairSamples, as_samples
 
-Watched = Callable[[Sequence[Any]], Iterable[Any]]
+ShowProgress = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 def prepare(
@@ -28,7 +28,7 @@ def prepare(
     device: torch.device,
     takes_batches: bool = False,
     collate: Collate | None = None,
-    watched: Watched = iter,
+    show_progress: ShowProgress = iter,
 ) -> Population:
     """Return the population of a run.
 
@@ -36,8 +36,8 @@ def prepare(
     int64.
 
     Args:
-        whole: the loss takes batches, also of pairs.
-        watched: wraps the iteration over the clients, to show progress.
+        takes_batches: the loss takes batches, also of pairs.
+        show_progress: wraps the iteration over the clients, to show progress.
 
     Raises:
         ValueError: no clients, data that a client may not be, x and y of different lengths, a client without samples,
@@ -45,7 +45,7 @@ def prepare(
     """
     test_sizes: list[int] | None = None
     if isinstance(test, ClientTestSets):
-        test, test_sizes = test.joined(len(clients), dtype, device)
+        test, test_sizes = test.join(len(clients), dtype, device)
     if isinstance(clients, LazyClients):
         lazy = LazyClientData(clients, takes_batches, collate, dtype, device)
         found_test = _test_samples(_read([], test, collate, dtype, device)[1], takes_batches)
@@ -55,9 +55,9 @@ def prepare(
         or not hasattr(clients, "__len__")
         or not hasattr(clients, "__getitem__")
     ):
-        what = "a dict (hand over list(clients.values()))" if isinstance(clients, dict) else type(clients).__name__
-        what += " (hand over list(clients))" if isinstance(clients, Iterator) else ""
-        raise ValueError(f"clients must be a sequence of (x, y) pairs or a federated data set, got {what}")
+        kind = "a dict (hand over list(clients.values()))" if isinstance(clients, dict) else type(clients).__name__
+        kind += " (hand over list(clients))" if isinstance(clients, Iterator) else ""
+        raise ValueError(f"clients must be a sequence of (x, y) pairs or a federated data set, got {kind}")
     if len(clients) == 0:
         raise ValueError("clients is empty; a federated run needs one client at least")
     sources = [clients[i] for i in range(len(clients))]
@@ -69,14 +69,17 @@ def prepare(
         "augment": getattr(clients, "augment", None),
         "test_sizes": test_sizes,
     }
-    packed = None if takes_batches or collate is not None else _together(sources, dtype, device)
-    if packed is not None and (test is None or _is_pair(test)):
-        checked = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
-        return Population(PairClients(StoredPairs(packed), packed), device, checked, **about)
-    client_samples, tested = _read(sources, test, collate, dtype, device, watched)
-    if not takes_batches and not any(isinstance(one, ClientDataset) for one in (*client_samples, tested)):
-        pairs, store = stored(cast(list[Pair], client_samples)) if packed is None else (StoredPairs(packed), packed)
-        return Population(PairClients(pairs, store), device, tested and PairSamples(cast(Pair, tested)), **about)
+    common_store = None if takes_batches or collate is not None else _together(sources, dtype, device)
+    if common_store is not None and (test is None or _is_pair(test)):
+        test_samples = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
+        return Population(PairClients(StoredPairs(common_store), common_store), device, test_samples, **about)
+    client_samples, test_data = _read(sources, test, collate, dtype, device, show_progress)
+    if not takes_batches and not any(isinstance(one, ClientDataset) for one in (*client_samples, test_data)):
+        if common_store is not None:
+            pairs, store = StoredPairs(common_store), common_store
+        else:
+            pairs, store = pack_pairs(cast(list[Pair], client_samples))
+        return Population(PairClients(pairs, store), device, test_data and PairSamples(cast(Pair, test_data)), **about)
     if about["augment"] is not None:
         raise ValueError(
             "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the "
@@ -85,13 +88,13 @@ def prepare(
     samples = [as_samples(one) for one in client_samples]
     for i, one in enumerate(samples):
         check_kind(one, f"client {i}", samples[0].kinds if i else None, takes_batches)
-    return Population(InMemoryClients(samples), device, _test_samples(tested, takes_batches), **about)
+    return Population(InMemoryClients(samples), device, _test_samples(test_data, takes_batches), **about)
 
 
-def _test_samples(tested: Pair | ClientDataset | None, takes_batches: bool) -> ClientDataset | None:
-    if tested is None:
+def _test_samples(test_data: Pair | ClientDataset | None, takes_batches: bool) -> ClientDataset | None:
+    if test_data is None:
         return None
-    samples = as_samples(tested)
+    samples = as_samples(test_data)
     check_kind(samples, "the test set", None, takes_batches)
     return samples
 
@@ -106,19 +109,19 @@ def _read(
     collate: Collate | None,
     dtype: torch.dtype,
     device: torch.device,
-    watched: Watched = iter,
+    show_progress: ShowProgress = iter,
 ) -> tuple[list[Pair | ClientDataset], Pair | ClientDataset | None]:
-    collated = collate is not None
-    sources = [(source(one, f"client {i}", collated), f"client {i}") for i, one in enumerate(clients)]
-    if collated and sources and not any(isinstance(one, SampleSource) for one, _ in sources):
+    has_collate = collate is not None
+    sources = [(source(one, f"client {i}", has_collate), f"client {i}") for i, one in enumerate(clients)]
+    if has_collate and sources and not any(isinstance(one, SampleSource) for one, _ in sources):
         raise ValueError(
             "collate makes a batch of a list of samples, and all clients are tensors of all their samples; leave it "
             "out, or hand over data sets"
         )
     if test is not None:
-        sources.append((source(test, "the test set", collated), "the test set"))
+        sources.append((source(test, "the test set", has_collate), "the test set"))
     share = LARGEST_READ / max(1, sum(len(one) for one, _ in sources if isinstance(one, SampleSource)))
-    samples = [read(one, who, collate, dtype, device, share) for one, who in watched(sources)]
+    samples = [read(one, label, collate, dtype, device, share) for one, label in show_progress(sources)]
     return samples[: len(clients)], samples[-1] if test is not None else None
 
 
@@ -171,7 +174,7 @@ class ClientTestSets:
             raise ValueError("ClientTestSets: no client has a test set; leave test= out, or give one of them some")
         self.tests = list(tests)
 
-    def joined(self, clients: int, dtype: torch.dtype, device: torch.device) -> tuple[Pair, list[int]]:
+    def join(self, clients: int, dtype: torch.dtype, device: torch.device) -> tuple[Pair, list[int]]:
         """Return all test sets in one pair, and each client's number of samples. Raises ValueError for a bad one."""
         if len(self.tests) != clients:
             raise ValueError(

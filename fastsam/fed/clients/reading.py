@@ -32,8 +32,8 @@ from fastsam.fed.clients.samples import (
     fetch,
     generators,
     leaves,
-    placed,
-    seeded,
+    move_tree,
+    seed_generators,
 )
 
 LARGEST_READ = 2**30  # bytes of all clients together; data sets of more are read batch by batch
@@ -54,33 +54,36 @@ class SampleSource:
         return len(self.data)
 
 
-def source(data: Any, who: str, collated: bool = False) -> Any:
+def source(data: Any, label: str, has_collate: bool = False) -> Any:
     """Return a `SampleSource` of a data set, a list of samples or a loader. Columns are returned as they are.
-    `collated`: a `collate` takes samples. Raises ValueError, with the name `who`, for anything else."""
+    `has_collate`: a `collate` takes samples. Raises ValueError, with the name `label`, for anything else."""
     if isinstance(data, DataLoader):
-        return _of_loader(data, who, collated)
+        return _of_loader(data, label, has_collate)
     if isinstance(data, (IterableDataset, Iterator)):
         raise ValueError(
-            f"{who} is {type(data).__name__}, which has no samples by number; hand over {FORMS} (list(...) of it, say)"
+            f"{label} is {type(data).__name__}, which has no samples by number; hand over {FORMS} (list(...) of it, "
+            "say)"
         )
-    if type(data) is TensorDataset and not collated:
+    if type(data) is TensorDataset and not has_collate:
         return _columns(list(data.tensors))
-    if type(data) is Subset and type(data.dataset) is TensorDataset and not collated:
+    if type(data) is Subset and type(data.dataset) is TensorDataset and not has_collate:
         places = torch.as_tensor(data.indices, dtype=torch.int64)
         return _columns([t.index_select(0, places.to(t.device)) for t in data.dataset.tensors])
     if isinstance(data, (str, bytes)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise ValueError(f"{who} must be {FORMS}, got {type(data).__name__}")
+        raise ValueError(f"{label} must be {FORMS}, got {type(data).__name__}")
     if isinstance(data, (Mapping, tuple)) and lies_in_files(data):
-        return SampleSource(MappedRows(data, who))
+        return SampleSource(MappedRows(data, label))
     if isinstance(data, Mapping) or is_array(data):
         return data
     if isinstance(data, tuple):
         if len(data) != 2:
-            raise ValueError(f"{who} must be {FORMS}, got a tuple of {len(data)}")
+            raise ValueError(f"{label} must be {FORMS}, got a tuple of {len(data)}")
         return data
     if isinstance(data, list) and data and not isinstance(data[0], (tuple, Mapping)):
         if len(data) != 2:
-            raise ValueError(f"{who} must be {FORMS}, got a list of {len(data)} that are not samples (tuples or dicts)")
+            raise ValueError(
+                f"{label} must be {FORMS}, got a list of {len(data)} that are not samples (tuples or dicts)"
+            )
         return tuple(data)
     return SampleSource(data)
 
@@ -89,7 +92,7 @@ def _columns(tensors: list[Tensor]) -> Any:
     return tuple(tensors) if len(tensors) == 2 else tensors
 
 
-def _of_loader(loader: DataLoader[Any], who: str, collated: bool) -> Any:
+def _of_loader(loader: DataLoader[Any], label: str, has_collate: bool) -> Any:
     """The loader's data set, the part that its sampler takes, and its collate."""
     data, sampler = loader.dataset, loader.sampler
     is_sequential = type(sampler) is SequentialSampler
@@ -101,19 +104,19 @@ def _of_loader(loader: DataLoader[Any], who: str, collated: bool) -> Any:
         data, is_sequential = Subset(data, list(sampler.indices)), True
     if not is_sequential:
         raise ValueError(
-            f"{who} is a DataLoader with its own sampler ({type(loader.batch_sampler or sampler).__name__}, "
+            f"{label} is a DataLoader with its own sampler ({type(loader.batch_sampler or sampler).__name__}, "
             f"{type(sampler).__name__}), and a run draws its own batches; hand over torch.utils.data.Subset(dataset, "
             f"indices)"
         )
     collate = loader.collate_fn if loader.batch_size is not None else None
     if collate is default_collate or collate is None:
-        return source(data, who, collated)
+        return source(data, label, has_collate)
     return SampleSource(data, collate)
 
 
 def read(
     data: Any,
-    who: str,
+    label: str,
     collate: Collate | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -131,73 +134,73 @@ def read(
         ValueError: the data cannot be read; the message names client and sample.
     """
     if not isinstance(data, SampleSource):
-        return _of_columns(data, who, dtype, device)
+        return _of_columns(data, label, dtype, device)
     if len(data) == 0:
-        raise ValueError(f"{who} has no samples; leave it out or give it some")
+        raise ValueError(f"{label} has no samples; leave it out or give it some")
     collate_fn = collate or data.collate
-    with seeded(0) if draws is not False else nullcontext():
-        has_draws, size = _look(data.data, who) if draws is None else (draws, 0)
+    with seed_generators(0) if draws is not False else nullcontext():
+        has_draws, size = _look(data.data, label) if draws is None else (draws, 0)
         if collate_fn is None and not has_draws and size <= per_sample:
             before = generators() if draws is None else b""
-            items = _items(data.data, range(len(data)), who)
+            items = _items(data.data, range(len(data)), label)
             has_draws = draws is None and generators() != before
-            tree = None if has_draws else _stacked(items, who, dtype, device)
+            tree = None if has_draws else _stack(items, label, dtype, device)
             if tree is not None:
                 return tree
-        samples = DatasetSamples(data.data, collate_fn or default_collate, who, dtype, device)
+        samples = DatasetSamples(data.data, collate_fn or default_collate, label, dtype, device)
         samples.draws = has_draws or (draws is None and _collate_draws(samples))
         samples.reads_ahead = isinstance(data.data, MappedRows) and not samples.draws
         return samples
 
 
-def _of_columns(columns: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset:
+def _of_columns(columns: Any, label: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset:
     """Return columns (tensors or arrays of all samples) as a pair, or as a tree of columns."""
     if isinstance(columns, tuple) and not isinstance(columns[0], (Mapping, tuple)):
-        return checked_pair(columns, who, dtype, device)
-    return _tree(columns, who, dtype, device)
+        return checked_pair(columns, label, dtype, device)
+    return _tree(columns, label, dtype, device)
 
 
-def _tree(data: Any, who: str, dtype: torch.dtype, device: torch.device) -> ClientDataset:
-    tree = placed(data, dtype, device)
+def _tree(data: Any, label: str, dtype: torch.dtype, device: torch.device) -> ClientDataset:
+    tree = move_tree(data, dtype, device)
     wrong = [path for path, leaf in leaves(tree) if not isinstance(leaf, Tensor) or leaf.dim() == 0]
     if wrong:
-        raise ValueError(f"{who}: {wrong[0] or 'it'} must be a tensor or an array [n, ...] of all samples")
+        raise ValueError(f"{label}: {wrong[0] or 'it'} must be a tensor or an array [n, ...] of all samples")
     sizes = {path: len(leaf) for path, leaf in leaves(tree)}
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{path} has {n}" for path, n in sizes.items())
-        raise ValueError(f"{who}: columns must have one number of samples, {counts}")
+        raise ValueError(f"{label}: columns must have one number of samples, {counts}")
     count = next(iter(sizes.values()), 0)
     if count == 0:
-        raise ValueError(f"{who} has no samples; leave it out or give it some")
+        raise ValueError(f"{label} has no samples; leave it out or give it some")
     for path, leaf in leaves(tree):
         if leaf.is_floating_point() and not all_finite(leaf):
-            raise ValueError(f"{who}: {path} holds NaN or infinity (in {dtype}); remove or replace those values")
+            raise ValueError(f"{label}: {path} holds NaN or infinity (in {dtype}); remove or replace those values")
     return TensorSamples(tree, count)
 
 
-def _items(data: Any, places: Sequence[int], who: str) -> list[Any]:
+def _items(data: Any, places: Sequence[int], label: str) -> list[Any]:
     try:
         return fetch(data, places)
     except Exception as error:
-        which = f"sample {places[0]}" if len(places) == 1 else "its samples"
-        raise ValueError(f"{who}: reading {which} failed: {type(error).__name__}: {error}") from error
+        subject = f"sample {places[0]}" if len(places) == 1 else "its samples"
+        raise ValueError(f"{label}: reading {subject} failed: {type(error).__name__}: {error}") from error
 
 
-def _look(data: Any, who: str) -> tuple[bool, int]:
+def _look(data: Any, label: str) -> tuple[bool, int]:
     """Return whether reading a sample draws from seedable generators, and the size of a sample in bytes."""
     before = generators()
-    (first,) = _items(data, [0], who)
+    (first,) = _items(data, [0], label)
     draws = generators() != before
-    if not draws and not _same(first, _items(data, [0], who)[0]):
+    if not draws and not _are_equal(first, _items(data, [0], label)[0]):
         raise ValueError(
-            f"{who}: sample 0 is another one when it is read again, and the numbers are not from torch's, numpy's or "
+            f"{label}: sample 0 is another one when it is read again, and the numbers are not from torch's, numpy's or "
             "Python's own generators, which a run seeds for every batch; draw from one of these"
         )
     sizes = (np.asarray(leaf).nbytes if not isinstance(leaf, Tensor) else leaf.nbytes for _, leaf in leaves(first))
     return draws, sum(sizes)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     """Return True if two readings of a sample are equal, as far as they are tensors, arrays and numbers."""
     for (_, one), (_, right) in zip(leaves(a), leaves(b), strict=False):
         if isinstance(one, (Tensor, np.ndarray, int, float)):
@@ -207,32 +210,35 @@ def _same(a: Any, b: Any) -> bool:
     return True
 
 
-def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset | None:
+def _stack(items: list[Any], label: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset | None:
     """Return all samples in one tensor, or None if parts of them are texts, which are collated batch by batch."""
-    _check_alike(items, who)
+    _check_alike(items, label)
     if any(isinstance(leaf, (str, bytes)) for _, leaf in leaves(items[0])):
         return None
     try:
         tree = default_collate(items)
     except Exception as error:
         raise ValueError(
-            f"{who}: its samples make no batch ({type(error).__name__}: {error}); hand over collate=, a function of a "
-            "list of samples that returns tensors, or samples of tensors, arrays and numbers"
+            f"{label}: its samples make no batch ({type(error).__name__}: {error}); hand over collate=, a function of "
+            "a list of samples that returns tensors, or samples of tensors, arrays and numbers"
         ) from error
     if isinstance(tree, (tuple, list)) and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
-        return checked_pair(tree, who, dtype, device)
-    return _tree(tree, who, dtype, device)
+        return checked_pair(tree, label, dtype, device)
+    return _tree(tree, label, dtype, device)
 
 
-def _check_alike(items: list[Any], who: str) -> None:
+def _check_alike(items: list[Any], label: str) -> None:
     """Raises ValueError for the first sample that is not of the structure and the shapes of the first one."""
-    expected = _structure(items[0])
+    first_structure = _structure(items[0])
     for i, item in enumerate(items):
-        if (structure := _structure(item)) != expected:
-            part = next((path for path in {**expected, **structure} if expected.get(path) != structure.get(path)), "")
-            structures = [s.get(part, "missing") for s in (structure, expected)]
+        if (structure := _structure(item)) != first_structure:
+            part = next(
+                (path for path in {**first_structure, **structure} if first_structure.get(path) != structure.get(path)),
+                "",
+            )
+            structures = [s.get(part, "missing") for s in (structure, first_structure)]
             raise ValueError(
-                f"{who}: sample {i} differs from sample 0: {_part_name(part)} is {structures[0]}, there "
+                f"{label}: sample {i} differs from sample 0: {_part_name(part)} is {structures[0]}, there "
                 f"{structures[1]}; samples of variable length need collate=, a function of a list of samples that "
                 "pads them to a batch"
             )
@@ -258,6 +264,6 @@ def _collate_draws(samples: DatasetSamples) -> bool:
         raise
     except Exception as error:
         raise ValueError(
-            f"{samples.who}: the collate failed on its first samples: {type(error).__name__}: {error}"
+            f"{samples.label}: the collate failed on its first samples: {type(error).__name__}: {error}"
         ) from error
     return generators() != before

@@ -21,14 +21,14 @@ IGNORED = -100  # the label that torch's losses ignore by default
 Collate = Callable[[list[Any]], Any]  # samples -> batch
 
 
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     """The tree (dicts, lists, tuples, named ones too) with `function` of each leaf; other mappings become dicts."""
     if isinstance(tree, Mapping):
-        return {key: mapped(function, part) for key, part in tree.items()}
+        return {key: map_tree(function, part) for key, part in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(mapped(function, part) for part in tree))
+        return type(tree)(*(map_tree(function, part) for part in tree))
     if isinstance(tree, (tuple, list)):
-        parts = [mapped(function, part) for part in tree]
+        parts = [map_tree(function, part) for part in tree]
         return tuple(parts) if isinstance(tree, tuple) else parts
     return function(tree)
 
@@ -46,7 +46,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(part, f"{path}.{key}" if path else str(key))
 
 
-def placed(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def move_tree(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the tree on `device`: floats in `dtype`, small integers int64, bytes and bools as they are."""
 
     def put(leaf: Any) -> Any:
@@ -58,11 +58,11 @@ def placed(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
         is_image = leaf.dtype in (torch.bool, torch.uint8)
         return leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype if is_image else torch.int64)
 
-    return mapped(put, tree)
+    return map_tree(put, tree)
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_generators(seed: int) -> Iterator[None]:
     """Seed the generators of torch, numpy and Python inside the block, and restore them afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
@@ -120,14 +120,14 @@ class ClientDataset(ABC):
 
     def digest(self) -> bytes:
         """A hash by which they are known again: here of their number and of the first one."""
-        return hashed(len(self), self.take(torch.zeros(1, dtype=torch.int64), 0))
+        return hash_tree(len(self), self.take(torch.zeros(1, dtype=torch.int64), 0))
 
-    def ignored(self) -> str:
+    def note_on_labels(self) -> str:
         """A note about the labels, for a loss that is not finite."""
         return ""
 
 
-def hashed(count: int, tree: Any) -> bytes:
+def hash_tree(count: int, tree: Any) -> bytes:
     """Return a hash of a number of samples and all leaves of a tree."""
     digest = blake2b(repr(count).encode(), digest_size=16)
     for path, leaf in leaves(tree):
@@ -151,7 +151,7 @@ class TensorSamples(ClientDataset):
     def take(self, places: Tensor, seed: int) -> Any:
         first = next(leaf for _, leaf in leaves(self.tree))
         index = places.to(first.device)
-        return mapped(lambda t: t.index_select(0, index), self.tree)
+        return map_tree(lambda t: t.index_select(0, index), self.tree)
 
     @property
     def labels(self) -> Tensor | None:
@@ -160,9 +160,9 @@ class TensorSamples(ClientDataset):
         return y if isinstance(y, Tensor) else None
 
     def digest(self) -> bytes:
-        return hashed(self.samples, self.tree)
+        return hash_tree(self.samples, self.tree)
 
-    def ignored(self) -> str:
+    def note_on_labels(self) -> str:
         parts = [t for _, t in leaves(self.tree)] if self.labels is None else [self.labels]
         labels = [t for t in parts if t.dtype == torch.int64 and bool((t == IGNORED).any())]
         if not labels:
@@ -190,22 +190,22 @@ def as_samples(samples: Pair | ClientDataset) -> ClientDataset:
 class DatasetSamples(ClientDataset):
     """A data set that is read one batch at a time, as a `DataLoader` without workers reads it."""
 
-    def __init__(self, data: Any, collate: Collate, who: str, dtype: torch.dtype, device: torch.device) -> None:
-        self.data, self.collate, self.who, self.dtype, self.device = data, collate, who, dtype, device
+    def __init__(self, data: Any, collate: Collate, label: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.data, self.collate, self.label, self.dtype, self.device = data, collate, label, dtype, device
         self._count = len(data)
 
     def __len__(self) -> int:
         return self._count
 
     def take(self, places: Tensor, seed: int) -> Any:
-        with seeded(seed) if self.draws else nullcontext():
+        with seed_generators(seed) if self.draws else nullcontext():
             items = fetch(self.data, places.tolist())
             batch = self.collate(items)
-        tensors = placed(batch, self.dtype, self.device)
+        tensors = move_tree(batch, self.dtype, self.device)
         if not any(isinstance(leaf, Tensor) for _, leaf in leaves(tensors)):
             raise ValueError(
-                f"the collate of {self.who} must make a batch of tensors (a tensor, or a tuple, list or dict of them) "
-                f"of a list of {len(items)} samples, got {type(batch).__name__}"
+                f"the collate of {self.label} must make a batch of tensors (a tensor, or a tuple, list or dict of "
+                f"them) of a list of {len(items)} samples, got {type(batch).__name__}"
             )
         return tensors
 

@@ -53,7 +53,7 @@ def make(sampler: str | Sampler | None, clients: int, participation: float, redr
         # With so small a participation, redrawing would end with a single client.
         return [int(u.argmin())]
 
-    def fixed(round: int, generator: torch.Generator) -> list[int]:
+    def draw_fixed(round: int, generator: torch.Generator) -> list[int]:
         return torch.randperm(clients, generator=generator)[: fixed_size(ratio, clients)].tolist()
 
     def simulator(round: int, generator: torch.Generator) -> list[int]:
@@ -63,11 +63,11 @@ def make(sampler: str | Sampler | None, clients: int, participation: float, redr
                 break
         return np.flatnonzero(u <= ratio).tolist() or [int(u.argmin())]
 
-    shuffled = Shuffled(clients, fixed_size(ratio, clients))
+    shuffler = Shuffled(clients, fixed_size(ratio, clients))
     samplers: dict[str, Sampler] = {
         "bernoulli": bernoulli,
-        "fixed": fixed,
-        "shuffled": shuffled,
+        "fixed": draw_fixed,
+        "shuffled": shuffler,
         "simulator": simulator,
     }
     return samplers[sampler]
@@ -101,7 +101,7 @@ def epoch(participation: float, clients: int) -> int:
     return Shuffled(clients, fixed_size(participation, clients)).epoch
 
 
-def expected(sampler: str | Sampler, participation: float, clients: int) -> float | None:
+def expected_size(sampler: str | Sampler, participation: float, clients: int) -> float | None:
     """Return the average number of clients of a round, or None if the sampler does not determine it."""
     if sampler == "bernoulli":
         return participation * clients
@@ -124,17 +124,17 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, may_be_empty: bo
             f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round + 1} it returned "
             f"{ids!r}"
         ) from error
-    ordered = sorted(client_ids)
-    if not ordered and may_be_empty:
-        return ordered
-    if not ordered or ordered[0] < 0 or ordered[-1] >= clients or len(set(ordered)) != len(ordered):
+    sorted_ids = sorted(client_ids)
+    if not sorted_ids and may_be_empty:
+        return sorted_ids
+    if not sorted_ids or sorted_ids[0] < 0 or sorted_ids[-1] >= clients or len(set(sorted_ids)) != len(sorted_ids):
         wrong = [i for i in client_ids if not 0 <= i < clients]
-        what = f"{wrong[0]}, which is not a client" if wrong else "a client twice" if client_ids else "no client"
+        problem = f"{wrong[0]}, which is not a client" if wrong else "a client twice" if client_ids else "no client"
         raise ValueError(
             f"the sampler must return at least one client id, and only different ids from 0 to {clients - 1}; in "
-            f"round {round + 1} it returned {what}"
+            f"round {round + 1} it returned {problem}"
         )
-    return ordered
+    return sorted_ids
 
 
 def check_available(available: Any, sampler: str | Sampler | None) -> None:
@@ -210,11 +210,11 @@ def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
     if callable(weighting) or (isinstance(weighting, str) and weighting in WEIGHTINGS):
         return weighting
     try:
-        listed = weighting.tolist() if hasattr(weighting, "tolist") else weighting
+        weights = weighting.tolist() if hasattr(weighting, "tolist") else weighting
     except Exception:  # a tensor without values
-        listed = None
-    if isinstance(listed, (list, tuple, range)):
-        return list(listed)
+        weights = None
+    if isinstance(weights, (list, tuple, range)):
+        return list(weights)
     raise ValueError(
         "weighting must be 'uniform', 'samples', a list with a whole number for each client, or a function of a "
         f"client's id (in a config its import path), got {weighting!r}"
@@ -232,12 +232,12 @@ def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
     if not callable(weighting) and len(weighting) != clients:
         raise ValueError(f"weighting must have one weight for each of the {clients} clients, got {len(weighting)}")
     values = map(weighting, range(clients)) if callable(weighting) else weighting
-    what = "weighting takes whole numbers (shares of 0.25 and 0.5 are 1 and 2): the weight of client"
-    weights = [integer(f"{what} {i}", weight, at_least=1) for i, weight in enumerate(values)]
+    need = "weighting takes whole numbers (shares of 0.25 and 0.5 are 1 and 2): the weight of client"
+    weights = [integer(f"{need} {i}", weight, at_least=1) for i, weight in enumerate(values)]
     if max(weights) > MOST:
         i = weights.index(max(weights))
         raise ValueError(
-            f"{what} {i} must be at most {MOST} = 2^53, what the factor on an exact sum can hold, got {weights[i]}; "
+            f"{need} {i} must be at most {MOST} = 2^53, what the factor on an exact sum can hold, got {weights[i]}; "
             "divide all weights by a number"
         )
     return weights

@@ -23,21 +23,21 @@ def number(
     bounds = [f"> {above:g}"] if above is not None else []
     bounds += [f">= {at_least:g}"] if at_least is not None else []
     bounds += [f"<= {at_most:g}"] if at_most is not None else []
-    expected = f"{name} must be a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
+    need = f"{name} must be a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise ValueError(f"{expected}, got {value!r}")
+        raise ValueError(f"{need}, got {value!r}")
     try:
-        converted = float(value)
+        result = float(value)
     except Exception as error:  # an integer beyond all floats, a tensor of several elements
         came = f"{type(value).__name__}: {error}" if isinstance(error, OverflowError) else f"{value!r} ({error})"
-        raise ValueError(f"{expected}, got {came}") from error
-    too_low = (above is not None and not converted > above) or (at_least is not None and not converted >= at_least)
-    if not math.isfinite(converted) or too_low or (at_most is not None and not converted <= at_most):
-        raise ValueError(f"{expected}, got {value!r}")
-    return converted
+        raise ValueError(f"{need}, got {came}") from error
+    too_low = (above is not None and not result > above) or (at_least is not None and not result >= at_least)
+    if not math.isfinite(result) or too_low or (at_most is not None and not result <= at_most):
+        raise ValueError(f"{need}, got {value!r}")
+    return result
 
 
-def decayed(name: str, value: float, factor_name: str, factor: float, index: int) -> float:
+def decay_rate(name: str, value: float, factor_name: str, factor: float, index: int) -> float:
     """`value * factor**index`. Raises ValueError when that is beyond all floats."""
     try:
         result = value * factor**index
@@ -52,18 +52,18 @@ def decayed(name: str, value: float, factor_name: str, factor: float, index: int
 
 def integer(name: str, value: Any, at_least: int | None = None) -> int:
     """Return `value` as an int. Raises ValueError unless it is a whole number of 64 bits, `at_least` or more."""
-    expected = f"{name} must be an integer" + (f" >= {at_least}" if at_least is not None else "")
+    need = f"{name} must be an integer" + (f" >= {at_least}" if at_least is not None else "")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{expected}, got {value!r}")
+        raise ValueError(f"{need}, got {value!r}")
     try:
-        converted = index(value)  # which a tensor of floats has not
+        result = index(value)  # which a tensor of floats has not
     except Exception as error:
-        raise ValueError(f"{expected}, got {value!r} ({error})") from error
-    if at_least is not None and converted < at_least:
-        raise ValueError(f"{expected}, got {value!r}")
-    if not -(2**63) <= converted < 2**63:
-        raise ValueError(f"{expected} that fits 64 bits, got {value!r}")
-    return converted
+        raise ValueError(f"{need}, got {value!r} ({error})") from error
+    if at_least is not None and result < at_least:
+        raise ValueError(f"{need}, got {value!r}")
+    if not -(2**63) <= result < 2**63:
+        raise ValueError(f"{need} that fits 64 bits, got {value!r}")
+    return result
 
 
 def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
@@ -76,7 +76,7 @@ def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 
 def nearest(word: str, good: Iterable[str]) -> str:
     """Return the end of a message with the word of `good` that is most like `word`, or "" if no word is."""
-    spelled = {name.lower(): name for name in good}
+    words = {name.lower(): name for name in good}
     meant = FOREIGN_NAMES.get(word.lower())
-    close = [meant] if meant in spelled else get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
-    return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
+    close = [meant] if meant in words else get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    return f" (did you mean {words[close[0]]!r}?)" if close else ""

@@ -20,44 +20,44 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
-def import_object(path: str, what: str) -> Any:
+def import_object(path: str, label: str) -> Any:
     """The object at "package.module:attribute" or "path/to/file.py:attribute".
 
     Modules are also looked up in the current directory. An error inside the imported code reaches the caller as it is.
     Raises ValueError (a wrong form, no such file, module or attribute, and code that is neither the user's own nor
-    trusted, see `trust`; `what` is named in it).
+    trusted, see `trust`; `label` is named in it).
     """
     location, _, attribute = path.rpartition(":")
     if not location or not attribute:
-        raise ValueError(f"{what}: expected 'package.module:name' or 'file.py:name', got {path!r}")
-    module = _load_file(Path(location), what) if location.endswith(".py") else _load_module(location, what)
+        raise ValueError(f"{label}: expected 'package.module:name' or 'file.py:name', got {path!r}")
+    module = _load_file(Path(location), label) if location.endswith(".py") else _load_module(location, label)
     try:
         value = getattr(module, attribute)
     except AttributeError:
         names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-        raise ValueError(f"{what}: {location} has no {attribute!r}; it defines {names}") from None
-    trust.check_object(value, path, what)
+        raise ValueError(f"{label}: {location} has no {attribute!r}; it defines {names}") from None
+    trust.check_object(value, path, label)
     return value
 
 
-def call_with_options(function: Any, options: dict[str, Any], what: str) -> Any:
+def call_with_options(function: Any, options: dict[str, Any], label: str) -> Any:
     """Return `function(**options)`. Raises ValueError if its signature does not take the options."""
     if not callable(function):
-        raise ValueError(f"{what}: expected something to call, got {type(function).__name__}")
+        raise ValueError(f"{label}: expected something to call, got {type(function).__name__}")
     signature = inspect.signature(function)
     try:
         signature.bind(**options)
     except TypeError as error:
         bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         takes = signature.replace(parameters=bare, return_annotation=signature.empty)
-        raise ValueError(f"{what}: {error}; it takes {takes}") from None
+        raise ValueError(f"{label}: {error}; it takes {takes}") from None
     return function(**options)
 
 
-def _load_file(path: Path, what: str) -> ModuleType:
+def _load_file(path: Path, label: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"{what}: no file {path} (looked in {Path.cwd()})")
-    trust.check_file(path, what)
+        raise ValueError(f"{label}: no file {path} (looked in {Path.cwd()})")
+    trust.check_file(path, label)
     name = f"fastsam_user_{path.resolve().as_posix()}"  # one module per file, however often it is named
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -72,18 +72,18 @@ def _load_file(path: Path, what: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _load_module(name: str, what: str) -> ModuleType:
+def _load_module(name: str, label: str) -> ModuleType:
     cwd = str(Path.cwd())
     is_added = cwd not in sys.path
     if is_added:
         sys.path.insert(0, cwd)  # a console script does not have the current directory on its path
     try:
-        trust.check_module(name, what)
+        trust.check_module(name, label)
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise  # the user's module exists and misses another one
-        raise ValueError(f"{what}: no module {error.name!r} (looked in {cwd} and in the installed packages)") from None
+        raise ValueError(f"{label}: no module {error.name!r} (looked in {cwd} and in the installed packages)") from None
     finally:
         if is_added:
             sys.path.remove(cwd)

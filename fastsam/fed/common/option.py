@@ -55,14 +55,14 @@ class Option:
 
     def check(self, value: Any) -> Any:
         """Return `value` as JSON has it: Python's own numbers, lists in place of tuples. Raises ValueError."""
-        none = type(None) in self.kinds
-        if none and value is None:
+        is_optional = type(None) in self.kinds
+        if is_optional and value is None:
             return None
         if self.choices:
-            return choice(self.name, value, (None, *self.choices) if none else self.choices)
+            return choice(self.name, value, (None, *self.choices) if is_optional else self.choices)
         if bool in self.kinds:
             return choice(self.name, value, (True, False))
-        name = f"{self.name} ({self.help})" if none else self.name  # the help says what none means
+        name = f"{self.name} ({self.help})" if is_optional else self.name  # the help says what none means
         if int in self.kinds:
             return integer(name, value, self.at_least)
         if self.formula is not None and (isinstance(value, str) or callable(value)):
@@ -108,28 +108,28 @@ def check(options: object) -> None:
         object.__setattr__(options, name, row.check(getattr(options, name)))
 
 
-def made_of(cls: type[Options], value: Any, what: str) -> Options:
+def made_of(cls: type[Options], value: Any, label: str) -> Options:
     """Return the options `value`, or options made of a mapping.
 
     Raises:
-        ValueError: `value` is something else, or a key of the mapping is unknown. `what` is the name for messages.
+        ValueError: `value` is something else, or a key of the mapping is unknown. `label` is the name for messages.
     """
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"{what} must be a fed.{cls.__name__}, or a table of its options; got {value!r}")
-    declared = table(cls)  # type: ignore[arg-type]
+        raise ValueError(f"{label} must be a fed.{cls.__name__}, or a table of its options; got {value!r}")
+    options = table(cls)  # type: ignore[arg-type]
     for name in value:
-        if name not in declared:
+        if name not in options:
             raise ValueError(
-                f"{what} has no option {name!r}{nearest(name, declared)}; its options: {', '.join(declared)}"
+                f"{label} has no option {name!r}{nearest(name, options)}; its options: {', '.join(options)}"
             )
     return cls(**value)
 
 
-def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:
+def suggest_option(replacements: Mapping[str, str]) -> Callable[[Function], Function]:
     """Return a decorator that raises TypeError for a keyword that the function does not have, with the right one.
-    `replaced` has the new spelling of keywords that became part of another one."""
+    `replacements` has the new spelling of keywords that became part of another one."""
 
     def decorate(function: Function) -> Function:
         parameters = inspect.signature(function).parameters
@@ -138,7 +138,7 @@ def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:
         def wrapper(*arguments: Any, **options: Any) -> Any:
             for name in options:
                 if name not in parameters:
-                    hint = f": write {replaced[name]}" if name in replaced else nearest(name, parameters)
+                    hint = f": write {replacements[name]}" if name in replacements else nearest(name, parameters)
                     raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
             return function(*arguments, **options)
 
@@ -151,14 +151,14 @@ def with_help(cls: type) -> Callable[[Function], Function]:
     """Return a decorator that puts the options of `cls` into a docstring, in place of its line OPTIONS."""
 
     def fill(function: Function) -> Function:
-        def listed(line: re.Match[str]) -> str:
+        def list_options(line: re.Match[str]) -> str:
             indent = line[1]
             rows = (f"{row.name}: {row.meaning}." for row in table(cls).values())
             return "\n".join(
                 textwrap.fill(row, 120, initial_indent=indent, subsequent_indent=indent + "    ") for row in rows
             )
 
-        function.__doc__ = re.sub(r"^( *)OPTIONS$", listed, function.__doc__ or "", flags=re.MULTILINE)
+        function.__doc__ = re.sub(r"^( *)OPTIONS$", list_options, function.__doc__ or "", flags=re.MULTILINE)
         return function
 
     return fill

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-_trusted: ContextVar[tuple[str, ...]] = ContextVar("named", default=())
+_trusted_names: ContextVar[tuple[str, ...]] = ContextVar("named", default=())
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -33,7 +33,7 @@ class TrustError(ValueError):
 
 
 @contextmanager
-def trusting(*names: str) -> Iterator[None]:
+def trust_names(*names: str) -> Iterator[None]:
     """Import paths may name these too, inside: top-level packages ("torchvision"), files or folders ("/shared/lab.py").
 
     Raises TrustError for a module of the standard library.
@@ -43,39 +43,39 @@ def trusting(*names: str) -> Iterator[None]:
             raise TrustError(
                 f"--trust {name}: a config may not use the standard library. Write your own function around it"
             )
-    token = _trusted.set((*_trusted.get(), *names))
+    token = _trusted_names.set((*_trusted_names.get(), *names))
     try:
         yield
     finally:
-        _trusted.reset(token)
+        _trusted_names.reset(token)
 
 
-def check_file(path: Path, what: str) -> None:
+def check_file(path: Path, label: str) -> None:
     """Raises TrustError for a file that is neither the user's own nor named."""
     real = path.resolve()
     if _is_standard(real):
-        raise TrustError(f"{what}: {path} belongs to the standard library, and a config may not use it")
+        raise TrustError(f"{label}: {path} belongs to the standard library, and a config may not use it")
     if not (_is_own(real) or is_named(real)):
-        raise TrustError(f"{what}: {path} is not your own file; look at it, and if you trust it add --trust {path}")
+        raise TrustError(f"{label}: {path} is not your own file; look at it, and if you trust it add --trust {path}")
 
 
-def check_module(name: str, what: str) -> None:
+def check_module(name: str, label: str) -> None:
     """Raise TrustError unless a module is the user's own file or in a package that was named. Import nothing."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top == "builtins":
         raise TrustError(
-            f"{what}: {name} belongs to the standard library, and a config may not use it. Your own file "
+            f"{label}: {name} belongs to the standard library, and a config may not use it. Your own file "
             f"of this name is {name}.py:NAME"
         )
     places = _places(top)
-    if top in _trusted.get() or places is None or all(_is_own(place) or is_named(place) for place in places):
+    if top in _trusted_names.get() or places is None or all(_is_own(place) or is_named(place) for place in places):
         return
     raise TrustError(
-        f"{what}: the package {top} ({places[0]}) is not your own file. If you trust it, add --trust {top}"
+        f"{label}: the package {top} ({places[0]}) is not your own file. If you trust it, add --trust {top}"
     )
 
 
-def check_object(value: Any, path: str, what: str) -> None:
+def check_object(value: Any, path: str, label: str) -> None:
     """Raise TrustError unless a callable is defined in the user's own files or in a package that was named.
 
     A name in a trusted file may refer to a function of another package: `from joblib import load`. The check looks
@@ -84,9 +84,9 @@ def check_object(value: Any, path: str, what: str) -> None:
     """
     if isinstance(value, nn.Module):
         return
-    visited: set[int] = set()
-    while callable(value) and id(value) not in visited:
-        visited.add(id(value))
+    visited_ids: set[int] = set()
+    while callable(value) and id(value) not in visited_ids:
+        visited_ids.add(id(value))
         inner = _called_by(value)
         home, place = _definition(value)
         if not isinstance(value, partial) and _is_defined_by_user(home, place, path):
@@ -95,9 +95,9 @@ def check_object(value: Any, path: str, what: str) -> None:
             name = f"{home or '?'}.{getattr(value, '__qualname__', type(value).__qualname__)}"
             top = home.partition(".")[0]
             if top in sys.stdlib_module_names or top == "builtins":
-                raise TrustError(f"{what}: {path} is {name} in the standard library, and a config may not use it")
+                raise TrustError(f"{label}: {path} is {name} in the standard library, and a config may not use it")
             raise TrustError(
-                f"{what}: {path} is {name}, which is not defined in your own file. If you trust it, add --trust "
+                f"{label}: {path} is {name}, which is not defined in your own file. If you trust it, add --trust "
                 f"{top or path.rpartition(':')[0]}; or wrap it in a function of your file"
             )
         value = inner
@@ -123,19 +123,19 @@ def _is_defined_by_user(home: str, place: str | None, path: str) -> bool:
     """Return True if a callable of this module, or else of this import path, is trusted."""
     if not home:
         return is_trusted(path.rpartition(":")[0])
-    if home.partition(".")[0] in _trusted.get():
+    if home.partition(".")[0] in _trusted_names.get():
         return True
     return place is not None and (_is_own(real := Path(place).resolve()) or is_named(real))
 
 
 def is_trusted(location: str) -> bool:
     """Return True if the module or file of an import path was named."""
-    return location.partition(".")[0] in _trusted.get() or is_named(Path(location).resolve())
+    return location.partition(".")[0] in _trusted_names.get() or is_named(Path(location).resolve())
 
 
 def is_named(place: Path) -> bool:
     """Return True if the file, or a folder that contains it, was named."""
-    paths = [Path(name).resolve() for name in _trusted.get() if os.sep in name or name.endswith(".py")]
+    paths = [Path(name).resolve() for name in _trusted_names.get() if os.sep in name or name.endswith(".py")]
     return any(place == one or one in place.parents for one in paths)
 
 

@@ -69,7 +69,7 @@ class Archive:
         """
         reader = self._reader(url)
         roots = [Path(data_dir), Path(data_dir) / self.data]
-        damaged = None
+        error_of_folder = None
         for root in (root for root in roots if (root / self.folder).is_dir()):
             try:
                 advice = (
@@ -77,7 +77,7 @@ class Archive:
                 )
                 return self._parts(reader, root, root / self.folder, advice)
             except ArchiveError as error:
-                damaged = error
+                error_of_folder = error
         candidates = [(root, root / place / self.name) for root in roots for place in ("", self.place)]
         root, path = next(((root, path) for root, path in candidates if path.is_file()), candidates[0])
         if path.is_file():
@@ -85,34 +85,35 @@ class Archive:
         elif download:
             self._download(reader, path)
         else:
-            raise damaged or FileNotFoundError(
+            raise error_of_folder or FileNotFoundError(
                 f"no {self.name} of {self.data} in {root.resolve()}; put the file there (from {reader.url}), name its "
                 "directory with data_dir, or say download=true"
             )
-        return self._unpacked(reader, root, path)
+        return self._unpack(reader, root, path)
 
     def _reader(self, url: str | None) -> Any:
         reader = getattr(vision("torchvision.datasets", f"the data set {self.data!r}"), self.reader)
         return reader if url is None else type(reader.__name__, (reader,), {"url": url})
 
-    def _parts(self, reader: Any, root: Path, where: Path, advice: str, **unpack: bool) -> tuple[Any, Any]:
-        """Both parts from torchvision's folder in `root`; `where` and `advice` are for the message of an error."""
+    def _parts(self, reader: Any, root: Path, source: Path, advice: str, **unpack: bool) -> tuple[Any, Any]:
+        """Both parts from torchvision's folder in `root`; `source` and `advice` are for the message of an error."""
         try:
             train, test = (reader(root, train=train, **self.options, **unpack) for train in (True, False))
         except _UNREADABLE as error:
             raise ArchiveError(
-                f"{where} cannot be read as {self.data} ({type(error).__name__}: {error}); {advice}"
+                f"{source} cannot be read as {self.data} ({type(error).__name__}: {error}); {advice}"
             ) from error
         return train, test
 
-    def _check(self, path: Path, reader: Any, where: str) -> None:
-        expected = getattr(reader, self.checksum)
+    def _check(self, path: Path, reader: Any, prefix: str) -> None:
+        published_checksum = getattr(reader, self.checksum)
         checksum = _utils().calculate_md5(path)
-        if checksum != expected:
+        if checksum != published_checksum:
             raise ArchiveError(
-                f"{where}this is not the complete {self.name} of {self.data}: its MD5 is {checksum} "
+                f"{prefix}this is not the complete {self.name} of {self.data}: its MD5 is {checksum} "
                 f"({path.stat().st_size} bytes), "
-                f"expected {expected}. A cut download or another file? Remove it and fetch it from {reader.url}"
+                f"expected {published_checksum}. A cut download or another file? Remove it and fetch it from "
+                f"{reader.url}"
             )
 
     def _download(self, reader: Any, path: Path) -> None:
@@ -130,7 +131,7 @@ class Archive:
             self._check(part, reader, f"the download from {reader.url}: ")
             part.replace(path)
 
-    def _unpacked(self, reader: Any, root: Path, path: Path) -> tuple[Any, Any]:
+    def _unpack(self, reader: Any, root: Path, path: Path) -> tuple[Any, Any]:
         """Return both parts from a checked archive. The unpacked files stay in `root` if it can be written."""
         keep = os.access(root, os.W_OK)
         with TemporaryDirectory(prefix=".fastsam-", dir=root if keep else None) as aside:

@@ -67,7 +67,7 @@ def equal_sizes(samples: int, clients: int) -> np.ndarray:
     return sizes
 
 
-def check_labels(labels: Any, classes: int | None = None, what: str = "labels") -> tuple[np.ndarray, int]:
+def check_labels(labels: Any, classes: int | None = None, label: str = "labels") -> tuple[np.ndarray, int]:
     """Return labels as an int64 vector, and the number of classes (`max + 1` if `classes` is None).
 
     Raises:
@@ -78,30 +78,30 @@ def check_labels(labels: Any, classes: int | None = None, what: str = "labels") 
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.size == 0:
-        raise ValueError(f"{what}: there are no samples")
+        raise ValueError(f"{label}: there are no samples")
     if labels.ndim != 1:
         raise ValueError(
-            f"{what} must be a vector with one class number per sample, got the shape {tuple(labels.shape)}"
+            f"{label} must be a vector with one class number per sample, got the shape {tuple(labels.shape)}"
         )
     if not np.issubdtype(labels.dtype, np.number):
-        raise ValueError(f"{what} must be integer class numbers, got {labels.dtype}")
+        raise ValueError(f"{label} must be integer class numbers, got {labels.dtype}")
     integers = labels.astype(np.int64)
     if not np.array_equal(integers, labels):
         raise ValueError(
-            f"{what} must be integer class numbers, got {labels.dtype} with fractions, e.g. "
+            f"{label} must be integer class numbers, got {labels.dtype} with fractions, e.g. "
             f"{labels[integers != labels][0]!r}"
         )
     low, high = int(integers.min()), int(integers.max())
     if classes is None and high >= MOST_CLASSES:
         raise ValueError(
-            f"{what} must be class numbers from 0, got {high} at position {int(integers.argmax())}; "
+            f"{label} must be class numbers from 0, got {high} at position {int(integers.argmax())}; "
             "numpy.unique(y, return_inverse=True)[1] numbers classes from 0"
         )
     classes = high + 1 if classes is None else classes
     if low < 0 or high >= classes:
         bad = low if low < 0 else high
         raise ValueError(
-            f"{what} must be in 0..{classes - 1} ({classes} classes), got {bad} at position "
+            f"{label} must be in 0..{classes - 1} ({classes} classes), got {bad} at position "
             f"{int(np.flatnonzero(integers == bad)[0])}; number the classes from 0, or set the number of classes"
         )
     return integers, classes
@@ -203,7 +203,7 @@ def draw(
     _check_draw(labels, priors, sizes, exhausted)
     classes = priors.shape[1]
     lists = [np.flatnonzero(labels == c).tolist() for c in range(classes)]
-    remaining = [len(pool) for pool in lists]
+    num_left = [len(pool) for pool in lists]
     open_slots = sizes.tolist()
     begins = [0, *accumulate(open_slots)]
     cdf, indices = np.cumsum(priors, axis=1).ravel().tolist(), [0] * begins[-1]
@@ -217,22 +217,22 @@ def draw(
         for _ in range(_MAX_REJECTIONS):
             c = bisect_left(cdf, uniform(), row, row + classes) - row
             c = 0 if c == classes else c  # rounding left the last sum under 1: numpy's argmax of "none is true" is 0
-            if remaining[c]:
+            if num_left[c]:
                 break
             if exhausted == "reset":
-                remaining[c] = len(lists[c])
+                num_left[c] = len(lists[c])
         else:
-            counts = remaining if exhausted == "redraw" else [len(pool) for pool in lists]
-            c = _renormalised(priors[client], counts, uniform())
-            remaining[c] = remaining[c] or len(lists[c])
-        remaining[c] -= 1
-        indices[begins[client] + open_slots[client]] = lists[c][remaining[c]]
+            counts = num_left if exhausted == "redraw" else [len(pool) for pool in lists]
+            c = _draw_remaining(priors[client], counts, uniform())
+            num_left[c] = num_left[c] or len(lists[c])
+        num_left[c] -= 1
+        indices[begins[client] + open_slots[client]] = lists[c][num_left[c]]
     words.close()
     places = np.array(indices, dtype=np.int64)
     return [places[begin:end] for begin, end in pairwise(begins)]
 
 
-def _renormalised(prior: np.ndarray, available: list[int], u: float) -> int:
+def _draw_remaining(prior: np.ndarray, available: list[int], u: float) -> int:
     """Return a class with samples left, by `prior`, or by numbers of samples if the prior has no mass there."""
     counts = np.asarray(available, dtype=np.float64)
     weights = prior * (counts > 0)

@@ -45,7 +45,7 @@ def by_domain(
     Raises:
         ValueError: a domain does not exist, no domain is left for training, or a domain has fewer samples than clients.
     """
-    each = integer("clients_per_domain", clients_per_domain, at_least=1)
+    num_clients = integer("clients_per_domain", clients_per_domain, at_least=1)
     training = _training(domains, held_out, name)
     if classes is None:
         classes = 1 + max(int(y.max()) for _, y in domains.values())
@@ -53,16 +53,16 @@ def by_domain(
     clients, priors, labels = [], [], []
     for key, (x, y) in training.items():
         if held_out is None:
-            train, tested = (torch.from_numpy(i) for i in stratified_test(y.numpy(), test_fraction))
-            tests.append((x[tested], y[tested]))
+            train, test_indices = (torch.from_numpy(i) for i in stratified_test(y.numpy(), test_fraction))
+            tests.append((x[test_indices], y[test_indices]))
             x, y = x[train], y[train]
-        if each > len(y):
-            raise ValueError(f"{each} clients cannot share the {len(y)} training samples of the domain {key!r}")
-        split = partition.iid(y.numpy(), each, seed, classes=classes)
+        if num_clients > len(y):
+            raise ValueError(f"{num_clients} clients cannot share the {len(y)} training samples of the domain {key!r}")
+        split = partition.iid(y.numpy(), num_clients, seed, classes=classes)
         # One client keeps the domain's own storage and order: a large domain may be a file mapped into memory.
-        clients += [(x, y)] if each == 1 else [(x[i], y[i]) for i in map(torch.from_numpy, split.indices)]
+        clients += [(x, y)] if num_clients == 1 else [(x[i], y[i]) for i in map(torch.from_numpy, split.indices)]
         priors.append(split.priors)
-        labels += [key] * each
+        labels += [key] * num_clients
     test = tests[0] if len(tests) == 1 else (torch.cat([x for x, _ in tests]), torch.cat([y for _, y in tests]))
     return FederatedData(clients, test, classes, name, np.concatenate(priors), labels, held_out, **more)
 
@@ -104,7 +104,7 @@ def digits_domains(
     if isinstance(domains, str) or not domains or len(set(domains)) < len(domains):
         raise ValueError(f"domains must be a list of different transforms such as ['rot0', 'rot30'], got {domains!r}")
     x, y = load_digits()
-    parts = {name: (_transformed(x[i], name), y[i]) for name, i in zip(domains, _parts(y, len(domains)), strict=True)}
+    parts = {name: (_transform(x[i], name), y[i]) for name, i in zip(domains, _parts(y, len(domains)), strict=True)}
     chosen_augment = augmentation.augment_by_name(augment)
     return by_domain(
         parts,
@@ -125,7 +125,7 @@ def _parts(y: Tensor, count: int) -> list[Tensor]:
     return [torch.from_numpy(np.sort(order[i::count])) for i in range(count)]
 
 
-def _transformed(x: Tensor, name: str) -> Tensor:
+def _transform(x: Tensor, name: str) -> Tensor:
     for step in name.split("+"):
         match = re.fullmatch(r"(rot|noise)(-?\d+(?:\.\d+)?)", step)
         if match is None or (match[1] == "noise" and float(match[2]) < 0):
@@ -136,11 +136,11 @@ def _transformed(x: Tensor, name: str) -> Tensor:
         elif amount % 90 == 0:
             x = torch.rot90(x, int(amount // 90), (2, 3))
         else:
-            x = _rotated(x, math.radians(amount))
+            x = _rotate(x, math.radians(amount))
     return x.contiguous()
 
 
-def _rotated(x: Tensor, angle: float) -> Tensor:
+def _rotate(x: Tensor, angle: float) -> Tensor:
     """Rotate images counter-clockwise about the centre. The background is the least value of the image set."""
     low, cos, sin = x.min(), math.cos(angle), math.sin(angle)
     grid = F.affine_grid(torch.tensor([[[cos, -sin, 0.0], [sin, cos, 0.0]]]).expand(len(x), 2, 3), list(x.shape), False)

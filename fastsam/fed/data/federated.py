@@ -92,23 +92,23 @@ def _all_good(clients: Sequence[Any], classes: int) -> bool:
     return isinstance(classes, int) and bool(((y >= 0) & (y < classes)).all())
 
 
-def _check_pair(pair: Any, classes: int, who: str) -> None:
+def _check_pair(pair: Any, classes: int, label: str) -> None:
     if len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
         raise ValueError(
-            f"{who} must be a pair (x, y) of tensors, got {type(pair).__name__}. Use fastsam.fed.data.as_tensors "
+            f"{label} must be a pair (x, y) of tensors, got {type(pair).__name__}. Use fastsam.fed.data.as_tensors "
             "for arrays"
         )
     x, y = pair
     if len(x) != len(y):
-        raise ValueError(f"{who}: x has {len(x)} samples and y {len(y)} labels; they must be of one length")
+        raise ValueError(f"{label}: x has {len(x)} samples and y {len(y)} labels; they must be of one length")
     if len(y) == 0:
-        raise ValueError(f"{who} has no samples; leave it out or give it some")
+        raise ValueError(f"{label} has no samples; leave it out or give it some")
     if y.dtype != torch.int64:
-        raise ValueError(f"{who}: labels must be int64 class numbers, got {y.dtype}")
-    partition.check_labels(y.cpu().numpy(), classes, f"{who}: labels")
+        raise ValueError(f"{label}: labels must be int64 class numbers, got {y.dtype}")
+    partition.check_labels(y.cpu().numpy(), classes, f"{label}: labels")
 
 
-def as_tensors(x: Any, y: Any, classes: int | None = None, what: str = "data") -> tuple[Tensor, Tensor]:
+def as_tensors(x: Any, y: Any, classes: int | None = None, label: str = "data") -> tuple[Tensor, Tensor]:
     """Arrays or tensors as the pair that `FederatedData` holds.
 
     x: [n, ...]. Bytes (uint8: pixels) become float32 in 0..1, other integers (token numbers) int64; floating-point
@@ -117,16 +117,16 @@ def as_tensors(x: Any, y: Any, classes: int | None = None, what: str = "data") -
     """
     # a copy: torch warns about read-only arrays
     x = x if isinstance(x, Tensor) else torch.from_numpy(np.array(x, order="C"))
-    labels, _ = partition.check_labels(y.cpu().numpy() if isinstance(y, Tensor) else y, classes, f"{what}: labels")
+    labels, _ = partition.check_labels(y.cpu().numpy() if isinstance(y, Tensor) else y, classes, f"{label}: labels")
     if x.ndim == 0 or len(x) != len(labels):
         raise ValueError(
-            f"{what}: x has {len(x) if x.ndim else 0} samples and y {len(labels)} labels; they must be of one length"
+            f"{label}: x has {len(x) if x.ndim else 0} samples and y {len(labels)} labels; they must be of one length"
         )
     if x.dtype == torch.uint8:
         x = x.to(torch.float32) / 255
     elif x.is_floating_point():
         if not all_finite(x):
-            raise ValueError(f"{what}: x holds NaN or infinity; remove or replace those values")
+            raise ValueError(f"{label}: x holds NaN or infinity; remove or replace those values")
     else:
         x = x.to(torch.int64)
     return x, torch.from_numpy(labels)

@@ -75,18 +75,18 @@ def from_function(path: str, options: dict[str, Any]) -> FederatedData:
     if not isinstance(data, (tuple, list)) or len(data) != 2 or not isinstance(data[0], Sequence):
         raise ValueError(f"{path} must return a FederatedData or a pair (clients, test), got {type(data).__name__}")
     clients = [
-        as_tensors(*_pair(pair, f"{path}: client {i}"), what=f"{path}: client {i}") for i, pair in enumerate(data[0])
+        as_tensors(*_pair(pair, f"{path}: client {i}"), label=f"{path}: client {i}") for i, pair in enumerate(data[0])
     ]
-    test = as_tensors(*_pair(data[1], f"{path}: the test set"), what=f"{path}: the test set")
+    test = as_tensors(*_pair(data[1], f"{path}: the test set"), label=f"{path}: the test set")
     if not clients:
         raise ValueError(f"{path} returned no clients")
     classes = 1 + max(int(y.max()) for _, y in [*clients, test])
     return FederatedData(clients, test, classes, path.rpartition(":")[2])
 
 
-def _pair(pair: Any, what: str) -> tuple[Any, Any]:
+def _pair(pair: Any, label: str) -> tuple[Any, Any]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"{what} must be a pair (x, y), got {type(pair).__name__}")
+        raise ValueError(f"{label} must be a pair (x, y), got {type(pair).__name__}")
     return pair[0], pair[1]
 
 

@@ -129,18 +129,18 @@ def _root(folder_set: FolderSet, data_dir: Path) -> Path:
     """Return the directory of the domains, `data_dir` or in it. Archives are unpacked if domains are missing."""
     names = ("", *folder_set.folders)
 
-    def holding(enough: Callable[[Iterable[object]], bool]) -> Path | None:
+    def find_root(enough: Callable[[Iterable[object]], bool]) -> Path | None:
         places = (data_dir / outer / inner for outer in names for inner in names)
         domains = folder_set.domains
         return next((p for p in places if p.is_dir() and enough(_find_domain(p, domain) for domain in domains)), None)
 
-    if (root := holding(all)) is not None:
+    if (root := find_root(all)) is not None:
         return root
     for place in (data_dir / name for name in names):
         for archive, folder in folder_set.archives.items():
             if (place / archive).is_file() and not (place / folder).exists():
                 _unpack(place / archive, folder, folder_set)
-    if (root := holding(any)) is not None:
+    if (root := find_root(any)) is not None:
         return root
     raise FileNotFoundError(
         f"no {folder_set.name} in {data_dir.resolve()}; put {', '.join(folder_set.archives)} there (from "
@@ -191,13 +191,13 @@ def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[d
         content = ", ".join(repr(p.name) for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith("."))
         raise FileNotFoundError(f"{root} has no folder of the domain {absent[0]!r}; it has {content or 'none'}")
     samples = {domain: _samples(path) for domain, path in folders.items() if path is not None}
-    classes = sorted({name for labelled in samples.values() for name, _ in labelled})
+    classes = sorted({name for images in samples.values() for name, _ in images})
     number = {name: i for i, name in enumerate(classes)}
     pairs = {}
-    for domain, labelled in samples.items():
+    for domain, images in samples.items():
         cache = root / f".fastsam-{size}" / re.sub(r"\W", "_", domain)
-        y = torch.tensor([number[name] for name, _ in labelled])
-        pairs[domain] = (torch.from_numpy(_pixels([path for _, path in labelled], size, cache)), y)
+        y = torch.tensor([number[name] for name, _ in images])
+        pairs[domain] = (torch.from_numpy(_pixels([path for _, path in images], size, cache)), y)
     return pairs, classes
 
 
@@ -217,8 +217,10 @@ def _samples(domain: Path) -> list[tuple[str, Path]]:
 
 def _pixels(files: list[Path], size: int, cache: Path) -> np.ndarray:
     """uint8 [n, 3, size, size] of the files, from `cache` when it was made of the same ones (names, sizes, times)."""
-    listing = [(p.relative_to(cache.parent.parent).as_posix(), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    made_of = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    file_facts = [
+        (p.relative_to(cache.parent.parent).as_posix(), p.stat().st_size, p.stat().st_mtime_ns) for p in files
+    ]
+    made_of = hashlib.sha256(json.dumps(file_facts).encode()).hexdigest()
     array, stamp = cache.with_suffix(".npy"), cache.with_suffix(".json")
     shape = (len(files), 3, size, size)
     if not (stamp.is_file() and array.is_file() and json.loads(stamp.read_text()) == made_of):

@@ -47,7 +47,7 @@ def digits(
     """
     pixels, y = _read()
     train, test = stratified_test(y.numpy(), test_fraction)
-    x = _scaled(pixels, train)
+    x = _standardise(pixels, train)
     if split in SPLITS and "alpha" in options_of(split):
         options["alpha"] = alpha
     return split_data(
@@ -67,7 +67,7 @@ def digits(
 def load() -> tuple[Tensor, Tensor]:
     """Return all 1,797 digits in stored order: x [1797, 1, 8, 8] float32, standardised, y [1797] int64."""
     pixels, y = _read()
-    return _scaled(pixels, slice(None)), y
+    return _standardise(pixels, slice(None)), y
 
 
 def _read() -> tuple[np.ndarray, Tensor]:
@@ -90,7 +90,7 @@ def _read() -> tuple[np.ndarray, Tensor]:
     return pixels, torch.from_numpy(labels.astype(np.int64))
 
 
-def _scaled(pixels: np.ndarray, train: Any) -> Tensor:
+def _standardise(pixels: np.ndarray, train: Any) -> Tensor:
     """Mean 0 and standard deviation 1 over the rows `train`."""
     mean, std = pixels[train].mean(), pixels[train].std()
     return torch.from_numpy(((pixels - mean) / std).astype(np.float32).reshape(-1, 1, 8, 8))

@@ -50,7 +50,7 @@ def cifar10(
         ValueError: the split cannot be made.
     """
     parts = archives.CIFAR10.read(data_dir, download, url)
-    train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
+    train, test = (_standardise(_cifar_part(part), mean, std) for part in parts)
     return _split_over_clients(
         (train, test), 10, "CIFAR-10", "flip_crop", augment, split, alpha, clients=clients, seed=seed, **options
     )
@@ -75,7 +75,7 @@ def cifar100(
     balanced=True``.
     """
     parts = archives.CIFAR100.read(data_dir, download, url)
-    train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
+    train, test = (_standardise(_cifar_part(part), mean, std) for part in parts)
     return _split_over_clients(
         (train, test), 100, "CIFAR-100", "flip_crop", augment, split, alpha, clients=clients, seed=seed, **options
     )
@@ -108,27 +108,29 @@ def emnist(
     """
     fraction = number("fraction", fraction, above=0, at_most=1)
     parts = zip(archives.EMNIST.read(data_dir, download, url), ("training", "test"), strict=True)
-    (train_x, train_y), (test_x, test_y) = (_emnist_part(part, what, fraction) for part, what in parts)
+    (train_x, train_y), (test_x, test_y) = (_emnist_part(part, part_name, fraction) for part, part_name in parts)
     statistics = _statistics(train_x)
-    pair = _scaled((train_x, train_y), *statistics), _scaled((test_x, test_y), *statistics)
+    pair = _standardise((train_x, train_y), *statistics), _standardise((test_x, test_y), *statistics)
     return _split_over_clients(pair, 62, "EMNIST", "none", augment, split, alpha, clients=clients, seed=seed, **options)
 
 
 def _cifar_part(part: Any) -> tuple[np.ndarray, np.ndarray]:
     """x uint8 [n, 3, 32, 32] and y int64 [n] in the order of the files; torchvision has the channels last."""
-    return _checked(part, part.data.transpose(0, 3, 1, 2), np.asarray(part.targets), (3, 32, 32))
+    return _check_part(part, part.data.transpose(0, 3, 1, 2), np.asarray(part.targets), (3, 32, 32))
 
 
-def _emnist_part(part: Any, what: str, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    images, labels = _checked(part, part.data.numpy(), part.targets.numpy(), (28, 28))
+def _emnist_part(part: Any, part_name: str, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = _check_part(part, part.data.numpy(), part.targets.numpy(), (28, 28))
     count = int(fraction * len(labels))
     if count == 0:
-        raise ValueError(f"fraction={fraction!r} of the {len(labels)} {what} images of EMNIST has no image. Take more")
+        raise ValueError(
+            f"fraction={fraction!r} of the {len(labels)} {part_name} images of EMNIST has no image. Take more"
+        )
     indices = np.sort(np.random.RandomState(20).permutation(len(labels))[:count])
     return images[indices].transpose(0, 2, 1)[:, None], labels[indices]
 
 
-def _checked(part: Any, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _check_part(part: Any, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Check what torchvision does not compare."""
     if x.dtype != np.uint8 or x.shape[1:] != shape or y.shape != (len(x),):
         raise ArchiveError(
@@ -146,7 +148,7 @@ def _statistics(x: np.ndarray) -> tuple[tuple[float], tuple[float]]:
     return (mean,), (float(np.sqrt(counts @ (values - mean) ** 2)),)
 
 
-def _scaled(part: tuple[np.ndarray, np.ndarray], mean: Any, std: Any) -> tuple[Tensor, Tensor]:
+def _standardise(part: tuple[np.ndarray, np.ndarray], mean: Any, std: Any) -> tuple[Tensor, Tensor]:
     """uint8 [n, C, H, W] as float32 ``(x / 255 - mean) / std`` with one mean and std per channel; the labels."""
     x, y = part
     images = torch.from_numpy(np.ascontiguousarray(x)).to(torch.float32).div_(255)
@@ -166,10 +168,10 @@ def _split_over_clients(
 ) -> FederatedData:
     """Return training and test pair as clients. usual: meaning of "auto" for this data set."""
     (x, y), test = pair
-    for what, (_, labels) in (("training", (x, y)), ("test", test)):
+    for part_name, (_, labels) in (("training", (x, y)), ("test", test)):
         if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= classes:
             raise ArchiveError(
-                f"the {what} part of {name} must have labels in 0..{classes - 1}; is it another data set?"
+                f"the {part_name} part of {name} must have labels in 0..{classes - 1}; is it another data set?"
             )
     if split in SPLITS and "alpha" in options_of(split):
         options["alpha"] = alpha

@@ -231,8 +231,8 @@ def own(
     if clients is not None and len(lists) != clients:
         raise ValueError(f"indices holds the lists of {len(lists)} clients, and clients is {clients}")
     parts = [_positions(part, labels.size, i) for i, part in enumerate(lists)]
-    everything = np.sort(np.concatenate(parts))
-    twice = everything[1:][everything[1:] == everything[:-1]]
+    all_indices = np.sort(np.concatenate(parts))
+    twice = all_indices[1:][all_indices[1:] == all_indices[:-1]]
     if twice.size and not duplicates:
         raise ValueError(
             f"indices name sample {twice[0]} more than once ({twice.size} such entries); say duplicates=True if that "

@@ -96,8 +96,8 @@ def why_not(setup: Setup) -> str | None:
     """Why streams cannot train this; None when they can."""
     if setup.device.type != "cuda":
         return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
-    if setup.population.batched:
-        return setup.population.batched
+    if setup.population.batch_reason:
+        return setup.population.batch_reason
     return None if setup.draws is None else NoRandomness.REASON
 
 

@@ -41,7 +41,7 @@ class CapturableTrainer(ClientTrainer):
         self.has_new_buffer = False  # since the owner looked: graphs that know the old buffer are of no use
         self.inputs: dict[Hashable, Batch] = {}
         population = setup.population
-        self.longest = max(population.clients.sizes if population.clients.sized else (), default=0)
+        self.longest = max(population.clients.sizes if population.clients.has_all_sizes else (), default=0)
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         super().open(task, start, buffers)

@@ -188,8 +188,8 @@ def _memory(device: torch.device) -> int:
 def why_not(setup: Setup) -> str | None:
     """Return the reason why the model cannot be trained in stacked rows, or None. It compares a step of two rows with
     single rows."""
-    if setup.population.batched:
-        return setup.population.batched
+    if setup.population.batch_reason:
+        return setup.population.batch_reason
     if setup.draws is not None:
         return (
             "a training pass of the model draws random numbers (dropout?), and stacked clients would share what is "

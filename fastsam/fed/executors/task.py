@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastsam.arena import Layout
 from fastsam.fed.clients.mapped_rows import one_ahead
-from fastsam.fed.clients.population import Loss, Population, augmented
+from fastsam.fed.clients.population import Loss, Population, apply_augment
 from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
 from fastsam.fed.step.local_update import LocalUpdate
@@ -244,7 +244,7 @@ class Task:
                 if augment is not None:
                     generator = torch.Generator(x.device)
                     generator.manual_seed(seeds.derive(self.seed, "augment", epoch, number))
-                    x = augmented(augment, x, generator)
+                    x = apply_augment(augment, x, generator)
                 sizes = self._sizes(len(y))  # `split` by one size goes through Python
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 

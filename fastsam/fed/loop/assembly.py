@@ -20,7 +20,7 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import PersonalizedAlgorithm, client_models_of
-from fastsam.fed.loop.pooled_data import in_turn, pooled
+from fastsam.fed.loop.pooled_data import in_turn, pool_data
 from fastsam.fed.loop.requirements import Facts, check
 from fastsam.fed.loop.trial import Trial, check_smallest
 from fastsam.fed.loop.trial_algorithm import try_algorithm
@@ -59,7 +59,7 @@ def assemble(
     names = settings.measures.names if isinstance(settings.measures, NamedMeasures) else None
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     facts = Facts(
-        settings, algorithm, ranks.size, clients, cohort, trial.changed_buffers, (), population.clients.sized,
+        settings, algorithm, ranks.size, clients, cohort, trial.changed_buffers, (), population.clients.has_all_sizes,
         names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())),
     )  # fmt: skip
     check(facts)
@@ -76,7 +76,7 @@ def assemble(
     state, weights = RunState(0, server, buffers), own_weights(settings.weighting, clients)
     if getattr(algorithm, "pools_data", False):
         weights = None
-        population = pooled(population, settings.share_of(clients), seed)
+        population = pool_data(population, settings.share_of(clients), seed)
         clients, cohort = len(population.clients), len(population.clients)
         settings = replace(settings, sampler=in_turn(clients), available=None)
     setup = executors.Setup(
@@ -91,11 +91,11 @@ def assemble(
     vectors = client_state.vectors(algorithm, server) + (settings.compression is not None)
     nbytes = clients * vectors * view.row.nbytes
     states = client_state.make(settings.client_state, device, nbytes, choice.executor.slots)
-    measuring = make(
+    measures = make(
         settings.measures, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=batch_size, rounds=settings.rounds, seed=seed, classifies=trial.classifies,
     )  # fmt: skip
-    stages = chain(algorithm, settings, measuring, noise, layout.numel)
+    stages = chain(algorithm, settings, measures, noise, layout.numel)
     loop = Loop(
         population, contract, settings, choice, evaluator, view, states, ranks, parameter_layout, stages, weights,
         personal,

@@ -42,7 +42,7 @@ class CheckedContract(Contract):
     def __init__(self, algorithm: Algorithm) -> None:
         super().__init__(algorithm)
         self._index = -1  # index of the present round
-        self._guarded: list[_Guarded] = []
+        self._guards: list[_Guard] = []
         self._copy: Any = None  # a copy of the algorithm, in the first round until rows have been compared
         self._attributes: dict[str, object] = {}
         self._new_clients = 0
@@ -59,7 +59,7 @@ class CheckedContract(Contract):
         state = _check_client(super().init_client(server, round, client_ids), "init_client")
         if round is None:
             return check_initial_state(state, "init_client")
-        self._guarded += _guarded("client", state)
+        self._guards += _guards_of("client", state)
         self._new_clients = len(client_ids)
         return state
 
@@ -70,14 +70,14 @@ class CheckedContract(Contract):
         if client_ids:
             self._begin_round(server, round)
         index = round.index if client_ids else None
-        checked = _check_updates(self.call("local_update", (server, client, round), index, client_ids), server["w"], n)
+        updates = _check_updates(self.call("local_update", (server, client, round), index, client_ids), server["w"], n)
         if self._new_clients > 1 and self._copy is not None:
             self._new_clients = 0
             single = rows([{name: x[0] for name, x in client.items()}])
             two = {name: x.expand(2, *x.shape[1:]) for name, x in single.items()}
             together = self._copy.local_update(server, two, round)
             check_rows(self._copy, "local_update", together, [(server, single, round)], 2)
-        return checked
+        return updates
 
     def train_client(
         self, server: State, state: State, round: Round, client: Client, is_trial: bool = False
@@ -93,15 +93,15 @@ class CheckedContract(Contract):
     ) -> tuple[State, Upload]:
         """Return new states and the upload of n clients. Raises ValueError for other values, and for written states."""
         self._begin_round(server, round)
-        guarded, single_calls = _guarded("client", client), []
+        guards, single_calls = _guards_of("client", client), []
         if len(states) > 1 and self._copy is not None:  # copies, because results may be written into
-            some = enumerate(states[:COMPARED])
-            single_calls = [(server, rows([state]), results.take([i]), round) for i, state in some]
-        finished = super().finish_clients(server, states, dict(client), results, round)
-        _check_guarded(guarded)
-        state, upload = _check_finished(finished, server, len(states))
+            first_states = enumerate(states[:COMPARED])
+            single_calls = [(server, rows([state]), results.take([i]), round) for i, state in first_states]
+        result = super().finish_clients(server, states, dict(client), results, round)
+        _check_guards(guards)
+        state, upload = _check_finished(result, server, len(states))
         if single_calls:
-            check_rows(self._copy, "finish_client", finished, single_calls, len(states))
+            check_rows(self._copy, "finish_client", result, single_calls, len(states))
             self._copy = None
         if not self._has_seen_upload:
             self._has_seen_upload = True
@@ -115,16 +115,16 @@ class CheckedContract(Contract):
         if round.index == 0:
             check_padding({"w": after["w"]}, round.layout, "the state that step_server returns")
             self._warn_changed()
-        _check_guarded(self._guarded)
+        _check_guards(self._guards)
         return after
 
     def _begin_round(self, server: State, round: Round) -> None:
         """Begin to guard the server's state, at the first call of a round."""
         if self._index == round.index:
             return
-        self._index, self._guarded, self._new_clients = round.index, _guarded("server", server), 0
+        self._index, self._guards, self._new_clients = round.index, _guards_of("server", server), 0
         first = round.index == 0
-        self._copy = _copied(self.algorithm) if first else None
+        self._copy = _copy_of(self.algorithm) if first else None
         self._attributes = _attributes(self.algorithm) if first else {}
         self._has_seen_upload = not first
 
@@ -144,22 +144,22 @@ class CheckedContract(Contract):
 # --- returned values ---
 
 
-def check_server(server: object, like: Tensor, who: str) -> State:
+def check_server(server: object, like: Tensor, method: str) -> State:
     """Return the server's state. Raises ValueError unless it is a dict of tensors whose "w" is a row like `like`."""
     if not isinstance(server, dict) or not _are_tensors(server) or "w" not in server:
-        raise ValueError(f"{who} must return a dict of tensors with the global model as 'w', got {_kind(server)}")
+        raise ValueError(f"{method} must return a dict of tensors with the global model as 'w', got {_kind(server)}")
     w = server["w"]
     if w.shape != like.shape or w.dtype != like.dtype or w.device != like.device:
         raise ValueError(
-            f"{who} must return 'w' as {like.dtype} {list(like.shape)} on {like.device}, got {w.dtype} {list(w.shape)} "
-            f"on {w.device}"
+            f"{method} must return 'w' as {like.dtype} {list(like.shape)} on {like.device}, got {w.dtype} "
+            f"{list(w.shape)} on {w.device}"
         )
     return server
 
 
-def _check_client(state: object, who: str) -> State:
+def _check_client(state: object, method: str) -> State:
     if not isinstance(state, dict) or not _are_tensors(state):
-        raise ValueError(f"{who} must return a client's state as a dict of tensors, got {_kind(state)}")
+        raise ValueError(f"{method} must return a client's state as a dict of tensors, got {_kind(state)}")
     return state
 
 
@@ -188,12 +188,12 @@ def _check_vectors(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
     return step
 
 
-def _check_finished(finished: object, server: State, n: int) -> tuple[State, Upload]:
+def _check_finished(result: object, server: State, n: int) -> tuple[State, Upload]:
     """Return the client's state, which may have tensors of `server`, and the Upload for n clients."""
-    if not isinstance(finished, tuple) or len(finished) != 2 or not isinstance(finished[1], Upload):
-        description = f"({', '.join(map(_kind, finished))})" if isinstance(finished, tuple) else _kind(finished)
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Upload):
+        description = f"({', '.join(map(_kind, result))})" if isinstance(result, tuple) else _kind(result)
         raise ValueError(f"finish_client must return (client state, Upload), got {description}")
-    state, upload = finished
+    state, upload = result
     for name in ("mean", "sum"):
         vectors = getattr(upload, name)
         if not isinstance(vectors, Mapping) or not _are_tensors(vectors):
@@ -205,16 +205,16 @@ def _check_finished(finished: object, server: State, n: int) -> tuple[State, Upl
     return state, upload
 
 
-def _check_first_dimension(vectors: Mapping[str, Tensor], n: int, what: str) -> None:
+def _check_first_dimension(vectors: Mapping[str, Tensor], n: int, label: str) -> None:
     for name, x in vectors.items():
         if x.dim() == 0 or len(x) != n:
             raise ValueError(
-                f"{what} must have a row for each of the {n} clients, [{n}, ...]; got {list(x.shape)} for {name!r}. "
+                f"{label} must have a row for each of the {n} clients, [{n}, ...]; got {list(x.shape)} for {name!r}. "
                 f"A value that is the same for all of them becomes rows by x.expand({n}, *x.shape)"
             )
 
 
-def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, what: str) -> None:
+def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, label: str) -> None:
     """Raise ValueError for a finite number other than zero in the padding of rows `[..., row_size]`.
 
     Numbers that are not finite are handled elsewhere: their client is excluded, or the run stops with that reason.
@@ -226,8 +226,8 @@ def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, what: 
         values = x[..., padding.to(x.device)]
         if bool((values.isfinite() & (values != 0)).any()):
             raise ValueError(
-                f"{what} has numbers in the padding of {name!r}, which would enter its norms: between parameters a row "
-                f"is zero. Draw random numbers into the views of round.layout.unflatten(row), or make the row of a "
+                f"{label} has numbers in the padding of {name!r}, which would enter its norms: between parameters a "
+                f"row is zero. Draw random numbers into the views of round.layout.unflatten(row), or make the row of a "
                 f"vector, round.layout.row(vector)"
             )
 
@@ -246,15 +246,15 @@ def _kind(value: object) -> str:
 
 # --- tensors that must not be written ---
 
-_Guarded = tuple[str, Tensor, int]  # a tensor of an argument, with its name and version
+_Guard = tuple[str, Tensor, int]  # a tensor of an argument, with its name and version
 
 
-def _guarded(owner: str, state: State) -> list[_Guarded]:
+def _guards_of(owner: str, state: State) -> list[_Guard]:
     return [(f"{owner}[{name!r}]", t, t._version) for name, t in state.items()]
 
 
-def _check_guarded(guarded: Sequence[_Guarded]) -> None:
-    for name, tensor, version in guarded:
+def _check_guards(guards: Sequence[_Guard]) -> None:
+    for name, tensor, version in guards:
         if tensor._version != version:
             raise ValueError(
                 f"a function of the algorithm wrote into {name}, which is shared; it must return a new tensor "
@@ -265,7 +265,7 @@ def _check_guarded(guarded: Sequence[_Guarded]) -> None:
 # --- the first round: each client's results come from its own row, and attributes stay ---
 
 
-def _copied(algorithm: Any) -> Any:
+def _copy_of(algorithm: Any) -> Any:
     """Return a copy, whose calls do not change the user's algorithm, or None if it cannot be copied."""
     try:
         return copy.deepcopy(algorithm)

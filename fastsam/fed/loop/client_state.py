@@ -36,18 +36,18 @@ States = Mapping[int, State]
 class ClientStateStorage:
     """A store of clients' states, which keeps them as the algorithm made them, on the device of the run.
 
-    `reason` says for the record why the states are `where` they are. A store that prefetches can use the clients of the
+    `reason` says for the record why the states are at `location`. A store that prefetches can use the clients of the
     next round.
     """
 
-    where = "device"
+    location = "device"
     prefetches = False
 
     def __init__(self, device: torch.device, reason: str) -> None:
         self.device, self.reason = device, reason
 
-    def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        """Begin a round: states of clients in `order` will be read. Clients in `later` are likely in the next round."""
+    def begin(self, states: States, order: Sequence[int], next_cohort: Iterable[int]) -> None:
+        """Begin a round, in which the states of clients in `order` will be read. `next_cohort` is likely."""
 
     def get(self, client: int, state: State) -> State:
         """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
@@ -76,49 +76,49 @@ class PrefetchedState:
 
 class HostStateStorage(ClientStateStorage):
     """States are tensors in pinned host memory. They are copied to the device when they are needed, and at most
-    `prefetched` states earlier.
+    `num_prefetched` states earlier.
 
     All copies in both directions use one separate stream. Therefore host memory is written only after earlier
     reads, and read only after it is written, without further waits. The host waits for copies only at the end of a
-    round. The device holds the states of the clients that train, and `prefetched` more states: first of the cohort,
+    round. The device holds the states of the clients that train, and `num_prefetched` more states: first of the cohort,
     and at its end of the next cohort. The state of a client in both cohorts is fetched again when its new state
     exists. A tensor that several states share (a past model) is copied once and stays shared.
     """
 
     prefetches = True
 
-    def __init__(self, device: torch.device, reason: str, prefetched: int, pool: HostPool | None = None) -> None:
+    def __init__(self, device: torch.device, reason: str, num_prefetched: int, pool: HostPool | None = None) -> None:
         """Make the store. pool: a pool of memory other than pinned memory."""
         super().__init__(device, reason)
-        self.prefetched = prefetched
+        self.num_prefetched = num_prefetched
         self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
-        self.where = "host" if pool is None else "disk"
+        self.location = "host" if pool is None else "disk"
         self.stream = self.cuda.stream()
-        self._fetched: dict[int, PrefetchedState] = {}
+        self._entries: dict[int, PrefetchedState] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
         self._again: set[int] = set()  # clients of this cohort and the next
         self._down: WeakTensorMap[Tensor] = WeakTensorMap()  # device tensor -> host copy
         self._up: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # host tensor -> device copy
         self._has_new_states = False
 
-    def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        now, later = set(order), list(later)
-        self._fetched = {i: f for i, f in self._fetched.items() if i in now and states.get(i) is f.source}
-        client_ids = [*(i for i in order if i not in self._fetched), *(i for i in later if i not in now)]
+    def begin(self, states: States, order: Sequence[int], next_cohort: Iterable[int]) -> None:
+        now, next_cohort = set(order), list(next_cohort)
+        self._entries = {i: f for i, f in self._entries.items() if i in now and states.get(i) is f.source}
+        client_ids = [*(i for i in order if i not in self._entries), *(i for i in next_cohort if i not in now)]
         self._queue = {i: states[i] for i in client_ids if i in states}
-        self._again = now.intersection(later)
+        self._again = now.intersection(next_cohort)
         self._fetch_ahead()
 
     def get(self, client: int, state: State) -> State:
         self._queue.pop(client, None)
-        fetched = self._fetched.pop(client, None)
-        if fetched is None:
-            fetched = self._fetch(state)
+        entry = self._entries.pop(client, None)
+        if entry is None:
+            entry = self._fetch(state)
         current = self.cuda.current()
-        current.wait_event(fetched.ready)
-        self.cuda.lend([t for t in fetched.state.values() if self._is_on_host(t)], current)
+        current.wait_event(entry.ready)
+        self.cuda.lend([t for t in entry.state.values() if self._is_on_host(t)], current)
         self._fetch_ahead()
-        return fetched.state
+        return entry.state
 
     def put(self, client: int, state: State) -> State:
         self.stream.wait_stream(self.cuda.current())
@@ -140,9 +140,9 @@ class HostStateStorage(ClientStateStorage):
         return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
 
     def _fetch_ahead(self) -> None:
-        while self._queue and len(self._fetched) < self.prefetched:
+        while self._queue and len(self._entries) < self.num_prefetched:
             client = next(iter(self._queue))
-            self._fetched[client] = self._fetch(self._queue.pop(client))
+            self._entries[client] = self._fetch(self._queue.pop(client))
 
     def _fetch(self, state: State) -> PrefetchedState:
         with self.cuda.on(self.stream):
@@ -152,8 +152,8 @@ class HostStateStorage(ClientStateStorage):
     def _to_device(self, tensor: Tensor) -> Tensor:
         if not self.pool.holds(tensor):
             return tensor  # the algorithm keeps it on the CPU
-        cached = self._up.get(tensor)
-        copy = None if cached is None else cached()
+        reference = self._up.get(tensor)
+        copy = None if reference is None else reference()
         if copy is None:
             copy = torch.empty_like(tensor, device=self.device).copy_(tensor, non_blocking=True)
             self._up.set(tensor, weakref.ref(copy))
@@ -163,12 +163,12 @@ class HostStateStorage(ClientStateStorage):
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not self._is_on_host(tensor):
             return tensor
-        cached = self._down.get(tensor)
-        if cached is None:
-            cached = self.pool.row(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+        host_copy = self._down.get(tensor)
+        if host_copy is None:
+            host_copy = self.pool.row(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
             self.cuda.lend([tensor], self.stream)
-            self._down.set(tensor, cached)
-        return cached
+            self._down.set(tensor, host_copy)
+        return host_copy
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.device.type
@@ -181,7 +181,7 @@ class DiskStateStorage(ClientStateStorage):
     A tensor that several states share (a past model) is written once, and stays shared.
     """
 
-    where = "disk"
+    location = "disk"
 
     def __init__(self, device: torch.device, reason: str) -> None:
         super().__init__(device, reason)
@@ -199,8 +199,8 @@ class DiskStateStorage(ClientStateStorage):
         return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
 
     def _read(self, tensor: Tensor) -> Tensor:
-        cached = self._copy.get(tensor)
-        copy = None if cached is None else cached()
+        reference = self._copy.get(tensor)
+        copy = None if reference is None else reference()
         if copy is None:
             copy = tensor.clone()
             self._copy.set(tensor, weakref.ref(copy))
@@ -208,38 +208,38 @@ class DiskStateStorage(ClientStateStorage):
         return copy
 
     def _has_new_states(self, tensor: Tensor) -> Tensor:
-        cached = self._file.get(tensor)
-        if cached is None:
-            cached = self.adopt(tensor.detach())
-            self._file.set(tensor, cached)
-        return cached
+        file_copy = self._file.get(tensor)
+        if file_copy is None:
+            file_copy = self.adopt(tensor.detach())
+            self._file.set(tensor, file_copy)
+        return file_copy
 
 
-def make(where: str, device: torch.device, nbytes: float, prefetched: int) -> ClientStateStorage:
-    """Return the store for `where` (one of `CHOICES`). The bits of a run do not depend on it.
+def make(location: str, device: torch.device, nbytes: float, num_prefetched: int) -> ClientStateStorage:
+    """Return the store for `location` (one of `CHOICES`). The bits of a run do not depend on it.
 
     "auto" is a rule on the size of all clients' states (`nbytes`) and not on free memory: the device, if they take at
     most `SHARE` of its memory; the host, if they take at most `HOST_SHARE` of its memory; else files. On the CPU device
     and host are the same.
     """
     reason = "it was asked for"
-    if where == "auto":
-        where, reason = _place(device, nbytes)
-    log.info("client states: %s, %s", where, reason)
-    if where == "disk":
-        if apart(device):
-            return HostStateStorage(device, reason, max(prefetched, _MIN_PREFETCHED), HostPool(make_mapped))
+    if location == "auto":
+        location, reason = _place(device, nbytes)
+    log.info("client states: %s, %s", location, reason)
+    if location == "disk":
+        if has_separate_memory(device):
+            return HostStateStorage(device, reason, max(num_prefetched, _MIN_PREFETCHED), HostPool(make_mapped))
         return DiskStateStorage(device, reason)
-    if not apart(device):
+    if not has_separate_memory(device):
         return ClientStateStorage(device, "the device of the run is the CPU, whose memory is host memory")
-    if where == "device":
+    if location == "device":
         return ClientStateStorage(device, reason)
-    return HostStateStorage(device, reason, max(prefetched, _MIN_PREFETCHED))
+    return HostStateStorage(device, reason, max(num_prefetched, _MIN_PREFETCHED))
 
 
 def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
     """Return the place of `nbytes` bytes of states by the rule, and the reason."""
-    if apart(device):
+    if has_separate_memory(device):
         share = nbytes / total_memory(device)
         reason = f"the states of all clients take {share:.3g} of the device's memory, {SHARE:g} is the limit"
         if share <= SHARE:
@@ -258,7 +258,7 @@ def vectors(algorithm: Algorithm, server: State) -> float:
     return max(begin, getattr(algorithm, "client_vectors", 0))
 
 
-def apart(device: torch.device) -> bool:
+def has_separate_memory(device: torch.device) -> bool:
     """Return True if the device has separate memory."""
     return device.type == "cuda"
 

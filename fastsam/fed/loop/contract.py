@@ -50,13 +50,13 @@ class Contract:
             name = type(self.algorithm).__name__
             if round is None and type(error) is ValueError and type(self.algorithm).__module__.startswith("fastsam."):
                 raise  # an error of fastsam names the wrong option
-            where = "before round 1" if round is None else f"in round {round + 1}"
+            place = "before round 1" if round is None else f"in round {round + 1}"
             if clients:
                 id_list = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
-                where += f", client{'s' if len(clients) > 1 else ''} {id_list}"
+                place += f", client{'s' if len(clients) > 1 else ''} {id_list}"
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             text = error.args[0] if isinstance(error, KeyError) and error.args else error  # which would be quoted
-            raise AlgorithmError(f"{name}.{method} failed {where}: {kind}{text}") from error
+            raise AlgorithmError(f"{name}.{method} failed {place}: {kind}{text}") from error
 
     def init_server(self, w0: Tensor) -> State:
         """Return the server's state before the first round."""
@@ -106,11 +106,11 @@ def check_algorithm(algorithm: object) -> None:
         )
 
 
-def check_initial_state(state: State, who: str) -> State:
+def check_initial_state(state: State, method: str) -> State:
     """Return a state to begin with. Raises ValueError for NaN in it, because it would never go away."""
     for name, x in state.items():
         if (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()):
-            raise ValueError(f"{who} returned NaN in {name!r}; a state must begin with numbers")
+            raise ValueError(f"{method} returned NaN in {name!r}; a state must begin with numbers")
     return state
 
 
@@ -122,10 +122,10 @@ def check_finite(server: State, before: State, round: int, server_lr: float) -> 
     for name, x in server.items():
         old = before.get(name)
         if x is not old and not _is_finite(x) and (name == "w" or old is None or _is_finite(old)):
-            what = "the global model" if name == "w" else f"{name!r} of the server's state"
+            subject = "the global model" if name == "w" else f"{name!r} of the server's state"
             raise RuntimeError(
-                f"round {round}: {what} holds NaN or infinity after the server's step, although all that the clients "
-                f"sent is finite; a smaller server_lr (here {server_lr:g}) may help"
+                f"round {round}: {subject} holds NaN or infinity after the server's step, although all that the "
+                f"clients sent is finite; a smaller server_lr (here {server_lr:g}) may help"
             )
 
 

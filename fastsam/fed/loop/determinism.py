@@ -29,13 +29,13 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def autograd_kept() -> Iterator[None]:
+def restore_autograd() -> Iterator[None]:
     """Autograd is afterwards as it was: Ctrl-C between the lines of `torch.no_grad` leaves it switched off."""
-    enabled = torch.is_grad_enabled()
+    is_enabled = torch.is_grad_enabled()
     try:
         yield
     finally:
-        torch._C._set_grad_enabled(enabled)
+        torch._C._set_grad_enabled(is_enabled)
 
 
 @contextmanager
@@ -59,15 +59,15 @@ def _deterministic_cuda() -> Iterator[None]:
 def pick_device(device: torch.device | str | None, default: torch.device) -> torch.device:
     """Return the device of the run, with its index. Raises ValueError if it is unknown or does not exist."""
     try:
-        picked = default if device is None else torch.device(device)
+        chosen_device = default if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from error
-    if picked.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {str(picked)!r}")
-    if picked.type == "cpu":
+    if chosen_device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {str(chosen_device)!r}")
+    if chosen_device.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    index = picked.index
+    index = chosen_device.index
     if index is None:  # with several ranks on a machine: each its own
         index = (
             ranks.local_device().index
@@ -77,7 +77,9 @@ def pick_device(device: torch.device | str | None, default: torch.device) -> tor
             else 0
         )
     if index >= count:
-        raise ValueError(f"device {str(picked)!r} is not there: torch sees {count} CUDA devices; use device='cpu'")
+        raise ValueError(
+            f"device {str(chosen_device)!r} is not there: torch sees {count} CUDA devices; use device='cpu'"
+        )
     return torch.device("cuda", index)
 
 
@@ -87,7 +89,7 @@ _runs: dict[int, tuple[int, bool]] = {}  # by identity of a run: its thread, and
 
 
 @contextmanager
-def registered() -> Iterator[Registration]:
+def register_run() -> Iterator[Registration]:
     """Register a run of this thread until the end. Raises ValueError if another thread has a run that draws."""
     registration = Registration()
     registration.update(False)

@@ -51,7 +51,7 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     labels = _integers(population.test_labels)
     from fastsam.fed.data.partition import draw  # here, so that a run without it needs no data module
 
-    priors = population.priors if population.priors is not None else _observed(population)
+    priors = population.priors if population.priors is not None else _class_frequencies(population)
     frequencies = np.bincount(labels, minlength=priors.shape[1]).astype(np.float64)
     has_samples = (priors * (frequencies > 0)).sum(axis=1) > 0
     sizes = np.where(has_samples, max(1, len(labels) // clients), 0)
@@ -60,7 +60,7 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     return [order[t] for t in slices]
 
 
-def _observed(population: Population) -> np.ndarray:
+def _class_frequencies(population: Population) -> np.ndarray:
     """`[clients, classes]`: each client's own class frequencies."""
     client_labels, test = population.clients.labels_together(), population.test_labels
     assert client_labels is not None and test is not None
@@ -94,14 +94,14 @@ def _known_labels(population: Population) -> bool:
     return has_labels and population.test_labels is not None
 
 
-def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
+def join_batches(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
     """Concatenate the tensors `[n, ...]` of batches. Shorter ones (of texts, say) are filled up with `padding`."""
     if len({part.shape[1:] for part in parts}) > 1:
         longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        padded = [part.new_full((len(part), *longest), padding) for part in parts]
-        for target, part in zip(padded, parts, strict=True):
+        tensors = [part.new_full((len(part), *longest), padding) for part in parts]
+        for target, part in zip(tensors, parts, strict=True):
             target[tuple(slice(size) for size in part.shape)] = part
-        parts = padded
+        parts = tensors
     return torch.cat(list(parts))
 
 
@@ -146,7 +146,10 @@ class Evaluator:
                 f"metrics ({', '.join(self.metrics)}) are of outputs and labels, which a loss of a whole batch does "
                 "not give; say fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
             )
-        self.classifies, self.batch_size = classifies and self.count > 0, batch_size if population.batched else _BATCH
+        self.classifies, self.batch_size = (
+            classifies and self.count > 0,
+            batch_size if population.batch_reason else _BATCH,
+        )
         # Class distributions need labels that are classes. Equal parts of the test set need nothing. The same holds for
         # test sets of clients.
         mode = mode if population.test_sizes is None else CLIENT_SETS
@@ -161,8 +164,8 @@ class Evaluator:
         self._samples = np.concatenate([*parts, np.empty(0, np.int64)])
         self._begins = np.cumsum([0, *(len(parts[i]) for i in self._tested_clients)])[:-1]
         keys = (key for name in self.metrics for key in (f"test_{name}", *(f"client_{name}_{k}" for k in _SPREAD)))
-        each = (f"client_{name}_each" for name in ("accuracy", *self.metrics) if self.mode == CLIENT_SETS)
-        self._keys = (*KEYS, *keys, *each)
+        list_keys = (f"client_{name}_each" for name in ("accuracy", *self.metrics) if self.mode == CLIENT_SETS)
+        self._keys = (*KEYS, *keys, *list_keys)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, Any]:
@@ -173,13 +176,13 @@ class Evaluator:
         Standard deviations treat the clients as the whole population. client_worst and client_best are the first
         clients with the smallest and the largest accuracy, None if all clients have the same test samples.
         """
-        values = self.nothing()
+        values = self.empty_record()
         if self.test is None:
             return values
         total, right, outputs, labels = 0.0, [], [], []
         model.eval()
         for batch, samples in self.test.batches(self.batch_size):
-            loss, output, y = self.loss.evaluated(model, batch, self.classifies or bool(self.metrics))
+            loss, output, y = self.loss.evaluate(model, batch, self.classifies or bool(self.metrics))
             total += loss * samples
             if self.classifies:
                 right.append(output.argmax(1) == y)
@@ -190,7 +193,7 @@ class Evaluator:
         if self.classifies:
             values |= self._accuracies(right)
         if self.metrics:
-            values |= self._measured(joined(outputs), joined(labels, IGNORED))
+            values |= self._metric_values(join_batches(outputs), join_batches(labels, IGNORED))
         return values
 
     @torch.no_grad()
@@ -203,7 +206,7 @@ class Evaluator:
         model.eval()
         right = 0
         for part in torch.from_numpy(indices).split(self.batch_size):
-            _, output, y = self.loss.evaluated(model, self.test.take(part, int(part[0])), True)
+            _, output, y = self.loss.evaluate(model, self.test.take(part, int(part[0])), True)
             right += int((output.argmax(1) == y).sum())
         return right / len(indices)
 
@@ -214,11 +217,14 @@ class Evaluator:
         values = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
         if not values:
             return {}
-        who = {"client_worst": min(values, key=values.__getitem__), "client_best": max(values, key=values.__getitem__)}
-        each = self._each("accuracy", values) if self.mode == CLIENT_SETS else {}
-        return statistics("accuracy", [*values.values()]) | who | each
+        extremes = {
+            "client_worst": min(values, key=values.__getitem__),
+            "client_best": max(values, key=values.__getitem__),
+        }
+        lists = self._by_client("accuracy", values) if self.mode == CLIENT_SETS else {}
+        return statistics("accuracy", [*values.values()]) | extremes | lists
 
-    def nothing(self) -> dict[str, Any]:
+    def empty_record(self) -> dict[str, Any]:
         """Return the values of a round without evaluation."""
         return dict.fromkeys(self._keys)
 
@@ -233,7 +239,7 @@ class Evaluator:
         record |= self._spread("accuracy", record["test_accuracy"], clients.tolist())
         return record | {"client_worst": worst, "client_best": best}
 
-    def _measured(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+    def _metric_values(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
         record: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             value = record[f"test_{name}"] = metric(outputs, labels)
@@ -247,11 +253,11 @@ class Evaluator:
             return {}
         record = statistics(name, clients if self._slices is not None else [value])
         return (
-            record | self._each(name, dict(zip(self._tested_clients, clients, strict=True)))
+            record | self._by_client(name, dict(zip(self._tested_clients, clients, strict=True)))
             if self.mode == CLIENT_SETS
             else record
         )
 
-    def _each(self, name: str, values: Mapping[int, float]) -> dict[str, Any]:
+    def _by_client(self, name: str, values: Mapping[int, float]) -> dict[str, Any]:
         """Return the value of every client, None for a client without one."""
         return {f"client_{name}_each": [values.get(i) for i in range(self._clients)]}

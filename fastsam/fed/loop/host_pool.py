@@ -25,11 +25,11 @@ class HostPool:
     """Tensors in host memory. Each is a row of a slab, with one kind of slab per shape and dtype.
 
     A row is used again only after the tensor that was made of it is gone. A reference to an old state keeps its memory
-    allocated. If `pinned`, which makes `[rows, *shape]`, fails, the log says so, and later slabs use ordinary memory.
+    allocated. If `allocate`, which makes `[rows, *shape]`, fails, the log says so, and later slabs use ordinary memory.
     """
 
-    def __init__(self, pinned: Callable[[Sequence[int], torch.dtype], Tensor] | None = None) -> None:
-        self._pinned = make_pinned if pinned is None else pinned
+    def __init__(self, allocate: Callable[[Sequence[int], torch.dtype], Tensor] | None = None) -> None:
+        self._allocate_pinned = make_pinned if allocate is None else allocate
         self.pins, self.nbytes = True, 0  # bytes of all slabs, used or not
         self._slabs: set[int] = set()
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -61,7 +61,7 @@ class HostPool:
     def _allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.pins:
             try:
-                return self._pinned(shape, dtype)
+                return self._allocate_pinned(shape, dtype)
             except RuntimeError as error:
                 self.pins = False
                 log.warning(

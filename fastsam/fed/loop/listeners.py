@@ -29,16 +29,16 @@ class Listeners:
     ends. `stopped` is the reason of a callback to stop the run, or None; the same on all ranks."""
 
     def __init__(self, callbacks: Sequence[Any], progress: Progress | bool | None, label: str, rounds: int) -> None:
-        self.callbacks, self.progress = _checked(callbacks), _progress(progress)
+        self.callbacks, self.progress = _check_callbacks(callbacks), _progress(progress)
         self.stopped: str | None = None
         self._label, self._rounds = label, rounds
         self._ranks = Ranks()
         self._view: RunView | None = None
-        self._started: list[Any] = []
+        self._active: list[Any] = []
         self._own_bar: RunProgress | None = None
         self._bar = ExitStack()
 
-    def reading(self, clients: Sequence[Any]) -> Iterable[Any]:
+    def show_reading(self, clients: Sequence[Any]) -> Iterable[Any]:
         """Yield the clients as they are read. A bar shows their number if there is a bar for rounds."""
         if self.progress is not True:
             return clients
@@ -68,10 +68,10 @@ class Listeners:
             self._view = RunView(config(), self._rounds, path, state, export, keys)
             for callback in self.callbacks:
                 self._ask(callback, "on_start")
-                self._started.append(callback)
+                self._active.append(callback)
         self._share()
 
-    def round(self, state: RunState, evaluated: bool) -> None:
+    def round(self, state: RunState, is_evaluated: bool) -> None:
         """The run has come to `state`, perhaps with an evaluation. Collective if there are callbacks."""
         if callable(self.progress) and self._ranks.first:
             self.progress(dict(state.history[-1]))
@@ -79,7 +79,7 @@ class Listeners:
             return
         if self._view is not None:
             self._view.advance(state)
-            for method in ("on_evaluation", "on_round") if evaluated else ("on_round",):
+            for method in ("on_evaluation", "on_round") if is_evaluated else ("on_round",):
                 for callback in self.callbacks:
                     self._ask(callback, method, dict(state.history[-1]))
         self._share()
@@ -89,30 +89,30 @@ class Listeners:
         if self._own_bar is not None:
             self._own_bar.end(self.stopped, result.run_dir)
         self._bar.close()
-        failed: list[CallbackError] = []
-        while self._started:
+        errors: list[CallbackError] = []
+        while self._active:
             try:
-                self._ask(self._started.pop(0), "on_end", result)
+                self._ask(self._active.pop(0), "on_end", result)
             except CallbackError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _ask(self, callback: Any, method: str, *arguments: Any) -> None:
         """Calls a method where the callback has it. Raises CallbackError for whatever it raises, Ctrl-C apart."""
         view = self._view
         assert view is not None
         try:
-            getattr(callback, method, _nothing)(view, *arguments)
+            getattr(callback, method, _do_nothing)(view, *arguments)
         except Stop as stop:
             if self.stopped is None and method != "on_end":
                 self.stopped = view.stopped = str(stop) or f"{type(callback).__name__} stopped the run"
         except Exception as error:
-            where = (
+            place = (
                 f"in round {view.round}" if method in ("on_round", "on_evaluation") else f"after {view.round} rounds"
             )
             raise CallbackError(
-                f"{type(callback).__name__}.{method} failed {where}: {type(error).__name__}: {error}"
+                f"{type(callback).__name__}.{method} failed {place}: {type(error).__name__}: {error}"
             ) from error
 
     def _share(self) -> None:
@@ -129,19 +129,19 @@ class Listeners:
             return
         if self._view is not None:
             self._view.error = error
-        while self._started:  # their errors must not hide why the run ended
+        while self._active:  # their errors must not hide why the run ended
             try:
-                self._ask(self._started.pop(0), "on_end", None)
-            except CallbackError as failed:
-                log.error("%s", failed)
+                self._ask(self._active.pop(0), "on_end", None)
+            except CallbackError as problem:
+                log.error("%s", problem)
         self._bar.close()
 
 
-def _nothing(*arguments: Any) -> None:
+def _do_nothing(*arguments: Any) -> None:
     """Do nothing, in place of a method that a callback does not have."""
 
 
-def _checked(callbacks: Any) -> Sequence[Any]:
+def _check_callbacks(callbacks: Any) -> Sequence[Any]:
     """Raises ValueError unless it is a list of objects with a callback's methods."""
     if callbacks is None:
         return ()

@@ -54,7 +54,7 @@ class Loop:
     population: Population
     contract: Contract
     settings: Settings
-    chosen: Choice
+    choice: Choice
     evaluator: Evaluator
     view: Replica
     states: ClientStateStorage
@@ -99,7 +99,7 @@ class Loop:
         of_stages = [stage.record_keys for stage in self.stages]
         if None in of_stages:
             return None
-        return [*_KEYS, *self.evaluator.nothing(), *(key for keys in of_stages for key in keys or ())]
+        return [*_KEYS, *self.evaluator.empty_record(), *(key for keys in of_stages for key in keys or ())]
 
     @property
     def algorithm(self) -> Algorithm:
@@ -124,20 +124,20 @@ class Loop:
         client_ids = self._sample(t, state)
         round, visible = self._rounds_of(t, len(client_ids))
         if not client_ids:
-            return self._skipped(state, round, visible, began)
-        state, local_ids = self._assigned(state, client_ids)
+            return self._skip_round(state, round, visible, began)
+        state, local_ids = self._assign_clients(state, client_ids)
         cohort = Cohort(self, state, round, visible, client_ids, local_ids, exchange)
-        executor = self.chosen.executor
+        executor = self.choice.executor
         tasks = cohort.tasks(executor, self._next(t))
         for results in executor.train(state.server["w"], state.buffers, tasks):
             cohort.finish(results)
         cohort.all_reduce()
         cohort.check()
         server, buffers = self._server_step(state, cohort.sums, round, visible)
-        trained = time.perf_counter() - began
+        seconds_training = time.perf_counter() - began
         after = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
         if self.ranks.first:
-            record = self._record(cohort, after, trained)
+            record = self._record(cohort, after, seconds_training)
             warn(record["outliers"], state.history, self.settings.aggregation_name)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         self.states.commit()
@@ -150,7 +150,7 @@ class Loop:
             visible = stage.visible_round(visible)
         return round, visible
 
-    def _assigned(self, state: RunState, client_ids: Sequence[int]) -> tuple[RunState, Sequence[int]]:
+    def _assign_clients(self, state: RunState, client_ids: Sequence[int]) -> tuple[RunState, Sequence[int]]:
         """Return the state after the clients' states have moved to their ranks, and the clients of this rank."""
         if self.ranks.size == 1:
             return state, client_ids
@@ -186,7 +186,7 @@ class Loop:
             client_ids = self.ranks.share(client_ids)
         return client_ids
 
-    def _skipped(self, state: RunState, round: Round, visible: Round, began: float) -> RunState:
+    def _skip_round(self, state: RunState, round: Round, visible: Round, began: float) -> RunState:
         """Return the state after a round without clients. If no client was available, only the record changes. If
         private sampling chose no client, noise is added all the same, because the server must not learn it."""
         why = "no client was available"
@@ -201,8 +201,8 @@ class Loop:
             state.history.append(record | {"seconds": time.perf_counter() - began})
         return replace(state, round=round.index + 1)
 
-    def _record(self, cohort: Cohort, after: RunState, trained: float) -> dict[str, Any]:
-        """Return a round's record without its seconds. `trained` are the seconds without evaluation and measures."""
+    def _record(self, cohort: Cohort, after: RunState, seconds_training: float) -> dict[str, Any]:
+        """Return a round's record without its seconds. `seconds_training` has no evaluation and measures."""
         round = cohort.round
         record: dict[str, Any] = {"round": round.index + 1, "lr": round.lr, **cohort.record()}
         if not isinstance(self.settings.server_lr, float):
@@ -212,11 +212,11 @@ class Loop:
             "backprops": cohort.backward_passes,
             "excluded": cohort.excluded_list(),
             "outliers": cohort.outlier_list(),
-            "seconds_training": trained,
+            "seconds_training": seconds_training,
         } | self._of_stages(round)
         for stage in self.stages:
-            reserved = {*record, *last, "seconds"}
-            record |= stage.measure(cohort.before.server, after.server, after.buffers, round, reserved)
+            reserved_keys = {*record, *last, "seconds"}
+            record |= stage.measure(cohort.before.server, after.server, after.buffers, round, reserved_keys)
         return record | last
 
     def _of_stages(self, round: Round) -> dict[str, Any]:
@@ -231,9 +231,9 @@ class Loop:
             return []
         return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed, self._may_empty)
 
-    def _evaluate(self, state: RunState, completed: int) -> dict[str, Any]:
-        if not self._evaluates(completed):
-            return self.evaluator.nothing()
+    def _evaluate(self, state: RunState, num_rounds: int) -> dict[str, Any]:
+        if not self._evaluates(num_rounds):
+            return self.evaluator.empty_record()
         self.view.load(state.server["w"], state.buffers)
         metrics = self.evaluator(self.view.module)
         return (
@@ -249,9 +249,9 @@ class Loop:
             self.view.load(personal.row(state.server, local), personal.buffers(state.buffers, local))
             yield self.view.module
 
-    def _evaluates(self, completed: int) -> bool:
-        """Return True if the model is evaluated after `completed` rounds."""
-        return completed % self.settings.eval_every == 0 or completed == self.settings.rounds
+    def _evaluates(self, num_rounds: int) -> bool:
+        """Return True if the model is evaluated after `num_rounds` rounds."""
+        return num_rounds % self.settings.eval_every == 0 or num_rounds == self.settings.rounds
 
     def _traffic(self, cohort_size: int) -> dict[str, float]:
         """Return the megabytes (1e6 bytes) that all clients of a round receive and send."""

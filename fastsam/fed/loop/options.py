@@ -19,7 +19,7 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.sampling import Available, Sampler, Weighting, check_available, checked_weighting
-from fastsam.fed.common.checks import decayed, nearest
+from fastsam.fed.common.checks import decay_rate, nearest
 from fastsam.fed.common.fingerprints import describe
 from fastsam.fed.common.option import check, option, table
 from fastsam.fed.executors import LocalOptions
@@ -189,7 +189,7 @@ class Settings:
     def lr_of(self, index: int) -> float:
         """The local learning rate of round `index` (from 0)."""
         if isinstance(self.lr, float):
-            return decayed("lr", self.lr, "lr_decay", self.lr_decay, index)
+            return decay_rate("lr", self.lr, "lr_decay", self.lr_decay, index)
         return rate_at("lr", self.lr, index, {}, above=0)
 
     def server_lr_of(self, index: int) -> float:

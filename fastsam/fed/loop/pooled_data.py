@@ -20,16 +20,16 @@ from fastsam.fed.clients.population import Population
 from fastsam.fed.common import seeds
 
 
-def pooled(population: Population, participation: float, seed: int) -> Population:
+def pool_data(population: Population, participation: float, seed: int) -> Population:
     """The population as `round(1/participation)` blocks of all samples (one sample each at least); with one block the
     order stays.
 
     Raises ValueError for samples that come in batches.
     """
-    if population.batched:
+    if population.batch_reason:
         raise ValueError(
-            f"a centralised baseline pools pairs of tensors, and {population.batched}; hand over one client that holds "
-            f"all samples, with FedAvg()"
+            f"a centralised baseline pools pairs of tensors, and {population.batch_reason}; hand over one client that "
+            f"holds all samples, with FedAvg()"
         )
     x, y = (torch.cat([pair[i] for pair in population.clients.pairs]) for i in (0, 1))
     blocks = min(max(1, round(1 / participation)), len(y))

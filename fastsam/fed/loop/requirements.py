@@ -41,8 +41,8 @@ class Facts:
     cohort_size: int | None = None
     changed_buffers: Sequence[str] = ()
     own_parameters: Sequence[str] = ()
-    sized: bool = True
-    measured: bool = False
+    has_all_sizes: bool = True
+    has_measures: bool = False
     path_measures: Sequence[str] = ()
     update: LocalUpdate | None = None
     has_phases: bool = False
@@ -86,9 +86,9 @@ def _of_steps(facts: Facts) -> Iterator[Contradiction]:
         needs = "momentum, weight_decay and clip_norm at their defaults, because it has its own"
         remedy = "Put them into the optimizer: partial(torch.optim.SGD, momentum=0.9), say"
         yield "optimizer", needs, f"the run has {', '.join(options)}", remedy
-    unserved = () if facts.update is None else sorted(facts.update.constants.variant.needs - SUPPORTED)
-    if unserved:
-        lack = f"{facts.name} has steps with {', '.join(unserved)}"
+    unmet_needs = () if facts.update is None else sorted(facts.update.constants.variant.needs - SUPPORTED)
+    if unmet_needs:
+        lack = f"{facts.name} has steps with {', '.join(unmet_needs)}"
         yield "optimizer", "plain local steps, or steps of SAM", lack, "Use another algorithm, or leave optimizer out"
 
 
@@ -202,10 +202,10 @@ def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
         yield f"measures={list(facts.path_measures)!r}", "one path of local steps", lack, "Leave them out"
     askers = {
         "weighting='samples'": facts.settings.weighting == "samples",
-        "a run with measures": facts.measured,
+        "a run with measures": facts.has_measures,
         "a run of several processes": facts.ranks > 1,
     }
-    for request in () if facts.sized else [name for name, is_used in askers.items() if is_used]:
+    for request in () if facts.has_all_sizes else [name for name, is_used in askers.items() if is_used]:
         remedy = "Pass them: fed.LazyClients(n, load, sizes=[...])"
         yield request, "the clients' sizes before the clients are loaded", "they are not known", remedy
 

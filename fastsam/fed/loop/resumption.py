@@ -46,8 +46,8 @@ def open_directory(
             environment(place)
             | {
                 "behaviour": behaviours,
-                "executor": loop.chosen.record(),
-                "client_state": {"where": loop.states.where, "reason": loop.states.reason},
+                "executor": loop.choice.record(),
+                "client_state": {"where": loop.states.location, "reason": loop.states.reason},
             },
         )
         return directory, start
@@ -78,8 +78,8 @@ def _warn_behaviours(path: Path, now: dict[str, Any]) -> None:
         differences = [difference({name: before[name]}, {name: now[name]}) for name in now if name in before]
     except (OSError, ValueError, KeyError, TypeError):  # written by an older version or another program
         return
-    for what in filter(None, differences):
-        log.warning("the run in %s began with another %s: %s; it goes on with %s", path, *what)
+    for values in filter(None, differences):
+        log.warning("the run in %s began with another %s: %s; it goes on with %s", path, *values)
 
 
 def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], settings: Settings) -> None:
@@ -103,7 +103,7 @@ def identity_of(
     collate: object,
 ) -> dict[str, Any]:
     """Return the facts that must be the same when the run is resumed. `models`: the user's and the trained one."""
-    numbers = loop.chosen.executor.numbers
+    numbers = loop.choice.executor.numbers
     if numbers != "exact" and loop.ranks.size > 1:  # the ranks decide which clients are stacked together
         numbers += f", {loop.ranks.size} ranks"
     model_facts = {

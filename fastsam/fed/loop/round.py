@@ -87,7 +87,7 @@ class Cohort:
         places = self.exchange.open(_COUNTS + 2 * len(client_ids), before.server["w"])
         self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()), places)
         self.clients, self.homes = dict(before.clients), before.homes
-        self.excluded: dict[int, str] = {}
+        self.exclusions: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
         self.steps = self.backward_passes = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
@@ -95,22 +95,24 @@ class Cohort:
         for stage in self.stages:
             stage.begin_round(self.sums)
 
-    def tasks(self, executor: Executor, later: Sequence[int] = ()) -> Iterator[Task]:
-        """Yield one task per client of this rank, on request. Clients in `later` are likely in the next round."""
+    def tasks(self, executor: Executor, next_cohort: Sequence[int] = ()) -> Iterator[Task]:
+        """Yield one task per client of this rank, on request. Clients in `next_cohort` are likely in the next round."""
         settings, data, together = self.settings, self.data, executor.slots if executor.stacks else 1
         setup, index, lr = executor.setup, self.round.index, self.round.lr
         order = self.local_ids
-        if executor.longest_first and data.sized:
-            order, later = (sorted(some, key=data.sizes.__getitem__, reverse=True) for some in (order, later))
-        self.states.begin(self.before.clients, order, later)
+        if executor.longest_first and data.has_all_sizes:
+            order, next_cohort = (
+                sorted(client_ids, key=data.sizes.__getitem__, reverse=True) for client_ids in (order, next_cohort)
+            )
+        self.states.begin(self.before.clients, order, next_cohort)
         if data.prefetches:
             now = set(order)  # a client in both cohorts is loaded again after its data were released
-            prefetched = [i for i in later if i not in now] if self.exchange.ranks.size == 1 else []
-            data.prefetch([*order, *prefetched], executor.slots)
+            next_ids = [i for i in next_cohort if i not in now] if self.exchange.ranks.size == 1 else []
+            data.prefetch([*order, *next_ids], executor.slots)
         orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), together):
             clients = order[at : at + together]
-            if together == 1 and settings.shuffle and at % _ORDERS_AT_ONCE == 0 and data.sized:
+            if together == 1 and settings.shuffle and at % _ORDERS_AT_ONCE == 0 and data.has_all_sizes:
                 orders = setup.draw_orders(index, order[at : at + _ORDERS_AT_ONCE])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
                 snapshots = self._snapshots(i) if self.stages else _NOTHING
@@ -142,8 +144,8 @@ class Cohort:
         constants: dict[int, Constants] = {}
         ids, states = list(old_states), list(old_states.values())
         for places in group_by_shape(states):
-            those = [ids[place] for place in places]
-            constants |= dict(zip(those, self._constants([states[place] for place in places], those), strict=True))
+            group = [ids[place] for place in places]
+            constants |= dict(zip(group, self._constants([states[place] for place in places], group), strict=True))
         first = None if self._first is None else self._first[1]
         return [step for i in clients if (step := constants.get(i, first)) is not None]
 
@@ -219,9 +221,9 @@ class Cohort:
 
     def _exclude(self, client: int, problem: str) -> None:
         problem += self.data.about_ignored(client)
-        self.excluded[client] = problem
+        self.exclusions[client] = problem
         self.norms.pop(client, None)
-        if len(self.excluded) <= _MAX_LOGGED:  # the round's record names all of them
+        if len(self.exclusions) <= _MAX_LOGGED:  # the round's record names all of them
             log.warning("round %d: client %d is excluded: %s", self.round.index + 1, client, problem)
 
     def all_reduce(self) -> None:
@@ -233,33 +235,33 @@ class Cohort:
         # Each client was on one rank, so the sum over the ranks is its home.
         homes = [ranks.rank + 1 if i in stateful else 0 for i in self.client_ids]
         norms = [_bits(self.norms.get(i, 0.0)) for i in self.client_ids]
-        counts = [len(self.excluded), self.steps, self.backward_passes, *homes, *norms]
-        excluded, self.steps, self.backward_passes, *scalars = self.exchange.all_reduce(self.sums, counts)
+        counts = [len(self.exclusions), self.steps, self.backward_passes, *homes, *norms]
+        num_excluded, self.steps, self.backward_passes, *scalars = self.exchange.all_reduce(self.sums, counts)
         homes, norms = scalars[: len(self.client_ids)], scalars[len(self.client_ids) :]
-        if excluded:
-            self.excluded = {i: reason for part in ranks.gather(self.excluded) for i, reason in part.items()}
+        if num_excluded:
+            self.exclusions = {i: reason for part in ranks.gather(self.exclusions) for i, reason in part.items()}
         self.norms = {
-            i: _number(bits) for i, bits in zip(self.client_ids, norms, strict=True) if i not in self.excluded
+            i: _number(bits) for i, bits in zip(self.client_ids, norms, strict=True) if i not in self.exclusions
         }
-        rested = {i: rank for i, rank in self.homes.items() if i not in self.weights}
-        self.homes = rested | {i: home - 1 for i, home in zip(self.client_ids, homes, strict=True) if home}
+        idle_homes = {i: rank for i, rank in self.homes.items() if i not in self.weights}
+        self.homes = idle_homes | {i: home - 1 for i, home in zip(self.client_ids, homes, strict=True) if home}
         for stage in self.stages:
             stage.end_round(ranks, self.round)
 
     def check(self) -> None:
         """Raise RuntimeError if no client is left, or more than `max_excluded` of the cohort were excluded."""
-        out, share = len(self.excluded), self.settings.max_excluded
+        out, share = len(self.exclusions), self.settings.max_excluded
         if out > _MAX_LOGGED:
             log.warning("round %d: %d of %d clients are excluded", self.round.index + 1, out, len(self.client_ids))
         if self.sums.num_clients > 0 and out > share * len(self.client_ids):
-            reasons = "; ".join(f"client {i}: {reason}" for i, reason in sorted(self.excluded.items())[:4])
+            reasons = "; ".join(f"client {i}: {reason}" for i, reason in sorted(self.exclusions.items())[:4])
             raise RuntimeError(
                 f"round {self.round.index + 1}: {out} of {len(self.client_ids)} active clients were excluded, more "
                 f"than max_excluded={share:g} allows ({reasons}{'; ...' if out > 4 else ''}). A smaller lr or rho, "
                 "clip_norm, or a larger max_excluded may help"
             )
         if self.sums.num_clients == 0:
-            client, problem = min(self.excluded.items())
+            client, problem = min(self.exclusions.items())
             raise RuntimeError(
                 f"round {self.round.index + 1}: all {len(self.client_ids)} active clients were excluded "
                 f"(client {client}: {problem}). If the run has diverged, a smaller lr or rho, or clip_norm, may help"
@@ -283,7 +285,7 @@ class Cohort:
 
     def excluded_list(self) -> list[dict[str, Any]]:
         """Return the excluded clients and the reasons, by client."""
-        return [{"client": i, "reason": reason} for i, reason in sorted(self.excluded.items())]
+        return [{"client": i, "reason": reason} for i, reason in sorted(self.exclusions.items())]
 
 
 def _bits(x: float) -> int:

@@ -25,10 +25,10 @@ from fastsam.fed.clients.samples import Collate
 from fastsam.fed.clients.sampling import Available, Sampler, Weighting
 from fastsam.fed.common.checks import choice, integer
 from fastsam.fed.common.fingerprints import digest, hyperparameters
-from fastsam.fed.common.option import suggesting, table, with_help
+from fastsam.fed.common.option import suggest_option, table, with_help
 from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.contract import check_algorithm
-from fastsam.fed.loop.determinism import autograd_kept, pick_device, registered, repeatable, trials
+from fastsam.fed.loop.determinism import pick_device, register_run, repeatable, restore_autograd, trials
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Optimizer, Settings
@@ -55,9 +55,9 @@ _REPLACED = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)
 }
 
 
-@suggesting(_REPLACED)
+@suggest_option(_REPLACED)
 @with_help(Settings)
-@autograd_kept()
+@restore_autograd()
 def run(
     model: nn.Module,
     clients: Any,
@@ -153,7 +153,9 @@ def run(
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)
     backend = backends.select(backend, place, dtype).name
-    population = prepare(clients, test, dtype, place, isinstance(loss_function, BatchLoss), collate, listeners.reading)
+    population = prepare(
+        clients, test, dtype, place, isinstance(loss_function, BatchLoss), collate, listeners.show_reading
+    )
     if not population.test_size:
         log.warning("there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)")
     loss = cast(Loss, population.loss_of(loss_function))
@@ -162,32 +164,32 @@ def run(
         "hyperparameters": hyperparameters(algorithm),
         "backend": backend,
     }
-    trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor))
+    model_copy = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor))
     keep_freed(place)
-    with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
+    with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, register_run() as registration:
         with trials:
-            trial = try_model(trained, population, loss, batch_size)
+            trial = try_model(model_copy, population, loss, batch_size)
         registration.update(trial.draws is not None or population.clients.draws)
         check_buffers(trial, settings.buffers)
-        loop, state = assemble(model, trained, population, algorithm, settings, loss, trial, backend, ranks)
+        loop, state = assemble(model, model_copy, population, algorithm, settings, loss, trial, backend, ranks)
         run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))
         directory, identity = None, dict[str, Any]()
         if run_dir is not None or ranks.size > 1:
-            identity = identity_of(facts, settings, loop, (model, trained), population, collate)
+            identity = identity_of(facts, settings, loop, (model, model_copy), population, collate)
         if ranks.size > 1:
             run_facts = {"weights": digest(model), "callbacks": listeners.names()}
             ranks.agree(identity | settings.of_this_call() | run_facts)
         if run_dir is not None:
             behaviours = behaviours_of(model, settings, collate)
             directory, state = open_directory(run_dir, resume, loop, state, identity, config, lock, behaviours)
-        exported = partial(_export, model, loop)
+        export_state = partial(_export, model, loop)
         listeners.start(
-            ranks, state, directory, lambda: config or settings_of(facts, settings), exported, loop.record_keys()
+            ranks, state, directory, lambda: config or settings_of(facts, settings), export_state, loop.record_keys()
         )
         state = loop.run(state, directory, listeners)
         nbytes = loop.nbytes(state)
     with listeners:
-        final = exported(state)
+        final = export_state(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": nbytes / 1e6}
         client_model = (
             None
@@ -237,9 +239,9 @@ def _summary(loop: Loop) -> dict[str, Any]:
     """Return the facts of a finished run. client_megabytes: 1e6 bytes of memory of a local step."""
     vectors = 2 + getattr(loop.algorithm, "working_vectors", 0)  # weights, a gradient, and the algorithm's vectors
     return {
-        "executor": loop.chosen.name,
-        "slots": loop.chosen.executor.slots,
-        "client_state": loop.states.where,
+        "executor": loop.choice.name,
+        "slots": loop.choice.executor.slots,
+        "client_state": loop.states.location,
         "parameters": loop.view.layout.numel,
         "validation": loop.evaluator.mode,
         "target": loop.settings.target,

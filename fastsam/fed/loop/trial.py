@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
-from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
+from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, apply_augment, check_labels
 from fastsam.fed.clients.samples import ClientDataset, leaves
 from fastsam.fed.executors import split_epoch
 from fastsam.fed.executors.randomness import RandomOps
-from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
+from fastsam.fed.loop.trial_pass import explain, look, restore_random_state
 from fastsam.fed.step.model_copy import copy_model, trainable
 
 log = logging.getLogger("fastsam.fed")
@@ -56,25 +56,27 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
     client = population.largest_client()
     batch = _first(population.clients[client], f"client {client}", batch_size)
-    trained, evaluated = (copy_model(model).to(population.device) for _ in range(2))
-    failed = f"a trial step on client {client} ({_about(batch, of_batch)}) failed"
-    with random_state_kept(population.device):
+    train_copy, eval_copy = (copy_model(model).to(population.device) for _ in range(2))
+    failure = f"a trial step on client {client} ({_about(batch, of_batch)}) failed"
+    with restore_random_state(population.device):
         if population.augment is not None:
             _check_augment(population.augment, batch[0])
-        classifies = _classifies(evaluated.eval(), population, of_batch, batch, failed)
+        classifies = _classifies(eval_copy.eval(), population, of_batch, batch, failure)
         tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
-        draws, changed_buffers = look(model, trained.train(), loss, tensors, lambda: of_batch(trained, batch), failed)
-        _try_others(evaluated, population, client, of_batch, batch_size)
+        draws, changed_buffers = look(
+            model, train_copy.train(), loss, tensors, lambda: of_batch(train_copy, batch), failure
+        )
+        _try_others(eval_copy, population, client, of_batch, batch_size)
     return Trial(classifies, changed_buffers, draws, None if population.clients.is_batched else tuple(batch))
 
 
 @torch.no_grad()
-def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, failed: str) -> bool:
+def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, failure: str) -> bool:
     """Return True if outputs are one per class and labels are class numbers."""
     if not loss.predicts:
         return False
-    with explain(failed):
-        outputs, labels = loss.predicted(trial, batch)
+    with explain(failure):
+        outputs, labels = loss.outputs_and_labels(trial, batch)
     is_class = isinstance(outputs, Tensor) and outputs.dim() >= 2 and isinstance(labels, Tensor)
     if not is_class or labels.dtype != torch.int64 or labels.dim() != outputs.dim() - 1:
         return False
@@ -138,12 +140,12 @@ def _try_others(trial: nn.Module, population: Population, client: int, loss: Bat
         with explain(
             f"the model and the loss work on the clients' data, but not on the test set ({_about(first, loss)})"
         ):
-            loss.evaluated(trial, first, loss.predicts)
+            loss.evaluate(trial, first, loss.predicts)
 
 
-def _first(samples: ClientDataset, who: str, count: int) -> Any:
+def _first(samples: ClientDataset, label: str, count: int) -> Any:
     """Return a batch of the first samples, in separate memory, because the model may write into it."""
-    with explain(f"{who}: its first batch cannot be made"):
+    with explain(f"{label}: its first batch cannot be made"):
         return samples.take(torch.arange(min(count, len(samples))), 0)
 
 
@@ -167,7 +169,7 @@ def _check_augment(augment: Augment, x: Tensor) -> None:
     """Check that it makes a batch like `x` and leaves `x` alone, which may be the data themselves."""
     copy, generator = x.clone(), torch.Generator(x.device)
     with explain(f"augment failed on a batch ({x.dtype} {list(x.shape)})"):
-        augmented(augment, copy, generator.manual_seed(0))
+        apply_augment(augment, copy, generator.manual_seed(0))
     if copy._version:
         raise ValueError(
             "augment wrote into the batch that it was given; it must return a new tensor (x + y, not x.add_(y))"
@@ -194,13 +196,13 @@ def check_smallest(
     last_sizes = {i: split_epoch(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
     client = min(last_sizes, key=last_sizes.__getitem__)
     trial = copy_model(model).to(population.device).train()
-    what = (
+    failure = (
         f"the last batch of client {client}, with batch_size={batch_size}, has {last_sizes[client]} of its "
         f"{sizes[client]} samples, on which the model cannot train; use drop_last=True (leave out a client with fewer "
         "samples than a batch), or another batch_size"
     )
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
-    with random_state_kept(population.device), torch.no_grad(), explain(what):
+    with restore_random_state(population.device), torch.no_grad(), explain(failure):
         of_batch(trial, _first(population.clients[client], f"client {client}", last_sizes[client]))
 
 

@@ -11,7 +11,7 @@ from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.loop.checked_contract import check_padding
 from fastsam.fed.loop.client_state import rows
 from fastsam.fed.loop.contract import Constants, Contract
-from fastsam.fed.loop.trial_pass import random_state_kept
+from fastsam.fed.loop.trial_pass import restore_random_state
 from fastsam.fed.rundir.checkpoint import RunState
 
 
@@ -52,7 +52,7 @@ def _try_loop(
     """Run the loop of the client with most samples on a copy of the model, with one batch in each of its passes over
     the data. Return True if the loop has phases, or further models."""
     client = setup.population.largest_client()
-    with random_state_kept(setup.device):
+    with restore_random_state(setup.device):
         trainer = ClientTrainer(setup)
         try:
             task = Task(client, setup, round.index, round.lr, *constants)

@@ -29,7 +29,7 @@ def look(
     loss: object,
     batch: Sequence[Tensor],
     compute: Callable[[], Tensor],
-    failed: str,
+    failure: str,
 ) -> tuple[RandomOps | None, tuple[str, ...]]:
     """Take one training pass of `trial`, and repeat its forward half from the same buffers and random state.
 
@@ -38,7 +38,7 @@ def look(
         trial: the copy that is tried. Afterwards its buffers have the values after one pass.
         batch: the tensors that the pass reads.
         compute: returns the loss of `trial` on the batch.
-        failed: first words of the error if the model or the loss raises.
+        failure: first words of the error if the model or the loss raises.
 
     Returns:
         The functions of torch that draw random numbers (see `Setup.draws`), and the names of the buffers that change.
@@ -52,32 +52,32 @@ def look(
     before = {name: b.detach().clone() for name, b in buffers.items()}
     frozen, versions = _frozen_versions(trial), [t._version for t in batch if not t.is_inference()]
     copies, state = [t.clone() for t in batch], _python_state(trial)
-    with random_state_kept(device):
+    with restore_random_state(device):
         watch = RandomOpRecorder(device)
-        with explain(failed), watch:
+        with explain(failure), watch:
             value = compute()
         _check_loss(value)
         leaves = _leaves(value)
         _check_own_model(model, trial, leaves)
-        with explain(failed):
+        with explain(failure):
             value.backward()
         draws = watch.random_ops()
     _check_gradients(trainable(trial))
     changed_batch = versions != [t._version for t in batch if not t.is_inference()]
-    if changed_batch or not all(map(_same, batch, copies)):
+    if changed_batch or not all(map(_are_equal, batch, copies)):
         raise ValueError(
             "a training pass writes into its batch, so that the data themselves would change. Return new tensors: "
             "torch.relu(x) in place of x.relu_(), inplace=False"
         )
-    changed_buffers = tuple(name for name, b in trial.named_buffers() if not _same(b, before.get(name)))
+    changed_buffers = tuple(name for name, b in trial.named_buffers() if not _are_equal(b, before.get(name)))
     _check_written(trial, frozen, buffers, changed_buffers)
     with torch.no_grad():
         for name, b in buffers.items():
             b.copy_(before[name])
-    with random_state_kept(device), explain(f"{failed} when it was repeated"):
-        repeated = compute()
-    _check_repeated(value, repeated, difference(state, _python_state(trial)))
-    foreign = leaves.keys() & _leaves(repeated).keys() - {*map(id, trial.parameters()), *map(id, batch)}
+    with restore_random_state(device), explain(f"{failure} when it was repeated"):
+        second_value = compute()
+    _check_repeated(value, second_value, difference(state, _python_state(trial)))
+    foreign = leaves.keys() & _leaves(second_value).keys() - {*map(id, trial.parameters()), *map(id, batch)}
     if foreign:
         leaf = leaves[min(foreign)]
         name = _name_of(leaf, loss) or f"a tensor of shape {list(leaf.shape)}"
@@ -89,15 +89,15 @@ def look(
 
 
 @contextmanager
-def explain(what: str) -> Iterator[None]:
-    """Raise ValueError, beginning with `what`, for any exception inside."""
+def explain(failure: str) -> Iterator[None]:
+    """Raise ValueError, beginning with `failure`, for any exception inside."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{failure}: {type(error).__name__}: {error}") from error
 
 
-def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+def restore_random_state(device: torch.device) -> AbstractContextManager[None]:
     """Restore torch's default generators at the end."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
@@ -109,12 +109,12 @@ def _python_state(trial: nn.Module) -> dict[str, object]:
 
 def _leaves(value: Tensor) -> dict[int, Tensor]:
     """Return the leaves of the graph of `value` by their id."""
-    leaves, visited, todo = dict[int, Tensor](), set[object](), [value.grad_fn]
+    leaves, visited_nodes, todo = dict[int, Tensor](), set[object](), [value.grad_fn]
     while todo:
         node = todo.pop()
-        if node is None or node in visited:
+        if node is None or node in visited_nodes:
             continue
-        visited.add(node)
+        visited_nodes.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves[id(leaf)] = leaf
@@ -191,11 +191,11 @@ def _check_written(
             )
 
 
-def _check_repeated(first: Tensor, repeated: Tensor, cause: str | None) -> None:
+def _check_repeated(first: Tensor, second: Tensor, cause: str | None) -> None:
     """Raise ValueError if a pass depends on more than weights, buffers, batch and torch's generators. `changed` is the
     state of Python that differs after its repetition."""
     generators = [name for name in _GENERATORS if name in (cause or "")]
-    a, b = first.item(), repeated.item()
+    a, b = first.item(), second.item()
     alike = math.isclose(a, b, rel_tol=_ROUNDING.get(first.dtype, 1e-5)) or (math.isnan(a) and math.isnan(b))
     if alike and not generators:
         return
@@ -218,6 +218,6 @@ def _name_of(leaf: Tensor, loss: object) -> str | None:
     return None
 
 
-def _same(a: Tensor, b: Tensor | None) -> bool:
+def _are_equal(a: Tensor, b: Tensor | None) -> bool:
     """Return whether shapes and numbers are equal; NaN equals NaN."""
     return b is not None and a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())

@@ -38,7 +38,7 @@ class _End:
 
 
 @dataclass
-class _Collected:
+class _RoundResults:
     """The results of the clients of one round, by client."""
 
     clients: int = 0
@@ -63,18 +63,18 @@ class RoundMeasures:
             raise ValueError("the measure 'margin' needs class labels; this task has none")
         self.names, self.options, self.rounds, self.batch_size = names, options, rounds, batch_size
         self.classifies, self.loss = classifies, loss
-        if population.batched:
+        if population.batch_reason:
             raise ValueError(
-                f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}. "
+                f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batch_reason}. "
                 "Use metrics=, or an object with your measures"
             )
         device = population.device
         self.replica = Replica.new(model, layout, device)
         self.pairs = subset(population.clients.pairs, options.samples, seed)
-        self.pooled = Objective.pooled(self.replica, loss, self.pairs)
+        self.sample_mean = Objective.sample_mean(self.replica, loss, self.pairs)
         self.fair = Objective.mean_of(self.replica, loss, self.pairs)
         self._round = -1
-        self._collected = _Collected()
+        self._results = _RoundResults()
 
     # --- what the loop calls ---
 
@@ -88,7 +88,7 @@ class RoundMeasures:
         if not self._is_measured(about.index):
             return {}
         if about.index != self._round:
-            self._round, self._collected = about.index, _Collected()
+            self._round, self._results = about.index, _RoundResults()
         squares = [float(row.double().square().sum()) for row in results.delta]
         for i, square in enumerate(squares):
             if math.isfinite(square):  # the loop will exclude the others
@@ -98,31 +98,33 @@ class RoundMeasures:
     def _keep(self, results: ClientResults, i: int, about: Round) -> None:
         """Keep the result of the i-th client."""
         row = results.delta[i]
-        self._collected.clients += 1
+        self._results.clients += 1
         if "consistency" in self.names:
-            total = self._collected.total = self._collected.total or FixedPointSum(row, about.cohort_size)
+            total = self._results.total = self._results.total or FixedPointSum(row, about.cohort_size)
             if total.problem(row, 1.0) is None:
                 total.add_(row, 1.0)
         snapshots = results.snapshots[i] if results.snapshots else {}
         if snapshots or results.eps is not None:
             eps = None if results.eps is None else results.eps[i].clone()
-            self._collected.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
+            self._results.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
 
     def join(self, ranks: Ranks, about: Round) -> None:
         """Collect the results of the clients of all ranks; collective."""
-        collected = self._collected if self._round == about.index else _Collected()  # a rank may have had no client
-        limbs = None if collected.total is None else collected.total.limbs()
-        packed = io.BytesIO()
-        torch.save((collected.clients, collected.results, limbs), packed)
-        merged = self._collected = _Collected()
-        for part in ranks.gather(packed.getvalue()):
+        results_of_rank = (
+            self._results if self._round == about.index else _RoundResults()
+        )  # a rank may have had no client
+        limbs = None if results_of_rank.total is None else results_of_rank.total.limbs()
+        buffer = io.BytesIO()
+        torch.save((results_of_rank.clients, results_of_rank.results, limbs), buffer)
+        all_results = self._results = _RoundResults()
+        for part in ranks.gather(buffer.getvalue()):
             clients, results, limbs = torch.load(
                 io.BytesIO(part), map_location=self.replica.row.device, weights_only=False
             )
-            merged.clients += clients
-            merged.results |= results
+            all_results.clients += clients
+            all_results.results |= results
             if limbs is not None:
-                total = merged.total = merged.total or FixedPointSum(limbs[0], about.cohort_size)
+                total = all_results.total = all_results.total or FixedPointSum(limbs[0], about.cohort_size)
                 total.add_limbs(*limbs)
         self._round = about.index
 
@@ -132,10 +134,10 @@ class RoundMeasures:
         if not self._is_measured(about.index):
             return record
         # A client that was excluded for its upload would count here. Measures of the clients then have no value.
-        is_complete = self._collected.clients == aggregate.num_clients
+        is_complete = self._results.clients == aggregate.num_clients
         for name in self.names if is_complete else [n for n in self.names if n not in _OF_CLIENTS]:
             record |= getattr(self, f"_{name}")(before, after, aggregate, about)
-        self._collected = _Collected()
+        self._results = _RoundResults()
         return record
 
     def _is_measured(self, round: int) -> bool:
@@ -144,55 +146,59 @@ class RoundMeasures:
     # --- one measure each ---
 
     def _train(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        record = {"train_set_loss": self.pooled.value(after["w"])}
+        record = {"train_set_loss": self.sample_mean.value(after["w"])}
         return record | (
             {"train_set_accuracy": accuracy(self.replica, self.pairs, after["w"])} if self.classifies else {}
         )
 
     def _sharpness(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        return {"sharpness": sharpness.one_step(self.pooled, after["w"], self.options.rho)}
+        return {"sharpness": sharpness.one_step(self.sample_mean, after["w"], self.options.rho)}
 
     def _sharpness_ascent(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        return {"sharpness_ascent": sharpness.ascent(self.pooled, after["w"], self.options.rho, self.options.steps)}
+        return {
+            "sharpness_ascent": sharpness.ascent(self.sample_mean, after["w"], self.options.rho, self.options.steps)
+        }
 
     def _consistency(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        assert self._collected.total is not None  # a round without a client has raised before
+        assert self._results.total is not None  # a round without a client has raised before
         change = after["w"].double() - before["w"].double()
         squares = aggregate.scalar("squared displacement")
-        return {"consistency": drift.consistency(squares, self._collected.total.value(), change, aggregate.num_clients)}
+        return {"consistency": drift.consistency(squares, self._results.total.value(), change, aggregate.num_clients)}
 
     def _perturbation_drift(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        weights, perturbed = self._rows()
-        if not perturbed:
+        weights, perturbations = self._rows()
+        if not perturbations:
             return {}
         gradient = self.fair.gradient
         return {
-            "perturbation_drift": drift.perturbation_drift(weights, perturbed, before["w"], gradient, about.server_lr)
+            "perturbation_drift": drift.perturbation_drift(
+                weights, perturbations, before["w"], gradient, about.server_lr
+            )
         }
 
     def _drifts(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        weights, perturbed = self._rows()
+        weights, perturbations = self._rows()
         record = {"e_w": drift.weight_drift(weights, before["w"])} if weights else {}
-        return record | ({"e_delta": drift.perturbation_spread(perturbed)} if perturbed else {})
+        return record | ({"e_delta": drift.perturbation_spread(perturbations)} if perturbations else {})
 
     def _smoothness(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         w, paths = before["w"], []
-        for client, end in sorted(self._collected.results.items()):
-            objective = Objective.pooled(self.replica, self.loss, [self.pairs[client]])
+        for client, end in sorted(self._results.results.items()):
+            objective = Objective.sample_mean(self.replica, self.loss, [self.pairs[client]])
             path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.delta]
             paths.append(diagnostics.path_smoothness(objective, path))
         return {
-            "smoothness_global": diagnostics.path_smoothness(self.pooled, [w, after["w"]]),
+            "smoothness_global": diagnostics.path_smoothness(self.sample_mean, [w, after["w"]]),
             "smoothness_clients": max(paths, default=0.0),
-            "hessian_norm": diagnostics.hessian_norm(self.pooled, after["w"], self.options.iterations),
+            "hessian_norm": diagnostics.hessian_norm(self.sample_mean, after["w"], self.options.iterations),
         }
 
     def _variances(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         w, local, clients = after["w"], [], []
         for x, y in self.pairs:
             parts = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
-            batches = [Objective.pooled(self.replica, self.loss, [part]) for part in parts]
-            clients.append(Objective.pooled(self.replica, self.loss, [(x, y)]))
+            batches = [Objective.sample_mean(self.replica, self.loss, [part]) for part in parts]
+            clients.append(Objective.sample_mean(self.replica, self.loss, [(x, y)]))
             local.append(diagnostics.sigma_local(clients[-1], batches, w))
         mean_square = sum(s**2 for s in local) / len(local)
         return {"sigma_l": mean_square**0.5, "sigma_g": diagnostics.sigma_global(clients, w)}
@@ -203,29 +209,29 @@ class RoundMeasures:
 
     def _margin(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         w, margin = after["w"], self.options.margin
-        perturbed = w.double() + self.options.rho * unit(self.fair.gradient(w))
+        neighbour = w.double() + self.options.rho * unit(self.fair.gradient(w))
         return {
             "margin_risk": diagnostics.margin_risk(self.replica, self.pairs, w, margin),
-            "margin_risk_perturbed": diagnostics.margin_risk(self.replica, self.pairs, perturbed, margin),
+            "margin_risk_perturbed": diagnostics.margin_risk(self.replica, self.pairs, neighbour, margin),
             "spectral_complexity": diagnostics.spectral_complexity(self.replica.layout, w),
         }
 
     def _dual_gap(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
-        last = [end.eps for _, end in sorted(self._collected.results.items()) if end.eps is not None]
+        last = [end.eps for _, end in sorted(self._results.results.items()) if end.eps is not None]
         return {"dual_gap": diagnostics.dual_gap(last, before["s"])} if last and "s" in before else {}
 
     def _rows(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """Return weights and perturbations by client at the first, middle and last step; none without snapshots."""
         weights: list[list[Tensor]] = []
-        perturbed: list[list[Tensor]] = []
-        for _, end in sorted(self._collected.results.items()):
+        perturbations: list[list[Tensor]] = []
+        for _, end in sorted(self._results.results.items()):
             if not end.snapshots:
                 continue
             snapshots = [end.snapshots[k] for k in kept_steps(end.num_steps)]
             weights.append([s.w for s in snapshots])
             if all(s.eps is not None for s in snapshots):
-                perturbed.append([s.eps for s in snapshots if s.eps is not None])
-        return weights, perturbed
+                perturbations.append([s.eps for s in snapshots if s.eps is not None])
+        return weights, perturbations
 
 
 def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:

@@ -42,22 +42,22 @@ def _metric_of(name: str, metric: Any) -> Metric:
     if isinstance(metric, type):
         raise ValueError(f"metrics: {name!r} is a class; write {metric.__name__}()")
     if all(callable(getattr(metric, method, None)) for method in _OBJECT):
-        return partial(_checked, name, partial(_accumulated, metric))
+        return partial(_call_metric, name, partial(_accumulate, metric))
     if not callable(metric):
         raise ValueError(
             f"metrics: {name!r} must be a function (outputs, labels) -> number, or an object with "
             f"{', '.join(_OBJECT)}, got {metric!r}"
         )
-    return partial(_checked, name, metric)
+    return partial(_call_metric, name, metric)
 
 
-def _accumulated(metric: Any, outputs: Tensor, labels: Tensor) -> Any:
+def _accumulate(metric: Any, outputs: Tensor, labels: Tensor) -> Any:
     metric.reset()
     metric.update(outputs, labels)
     return metric.compute()
 
 
-def _checked(name: str, metric: Callable[[Tensor, Tensor], Any], outputs: Tensor, labels: Tensor) -> float:
+def _call_metric(name: str, metric: Callable[[Tensor, Tensor], Any], outputs: Tensor, labels: Tensor) -> float:
     """The metric's value. Raises ValueError for a metric that raises, or returns something else than one number."""
     try:
         value = metric(outputs, labels)

@@ -28,7 +28,7 @@ class Objective:
         self.replica, self.loss, self.batches = replica, loss, list(batches)
 
     @classmethod
-    def pooled(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
+    def sample_mean(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
         """The mean over all samples of all `pairs`."""
         x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
         parts = zip(x.split(batch), y.split(batch), strict=True)
@@ -38,7 +38,7 @@ class Objective:
     def mean_of(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
         """Return the mean over the clients of their mean losses, whatever their numbers of samples are."""
         if len({len(y) for _, y in pairs}) == 1:
-            return cls.pooled(replica, loss, pairs, batch)
+            return cls.sample_mean(replica, loss, pairs, batch)
         means = []
         for x, y in pairs:
             parts = zip(x.split(batch), y.split(batch), strict=True)

@@ -80,17 +80,19 @@ def _state(state: State, layout: ParameterLayout) -> State:
 
 
 def _ends(results: ClientResults, layout: ParameterLayout) -> ClientResults:
-    def some(x: Tensor | None) -> Tensor | None:
+    def to_vector(x: Tensor | None) -> Tensor | None:
         return None if x is None else layout.vector(x)
 
     snapshots = None
     if results.snapshots is not None:
-        snapshots = [{k: Snapshot(layout.vector(s.w), some(s.eps)) for k, s in of.items()} for of in results.snapshots]
+        snapshots = [
+            {k: Snapshot(layout.vector(s.w), to_vector(s.eps)) for k, s in of.items()} for of in results.snapshots
+        ]
     delta, dual, eps, gradient = (
         layout.vector(results.delta),
-        some(results.dual),
-        some(results.eps),
-        some(results.gradient),
+        to_vector(results.dual),
+        to_vector(results.eps),
+        to_vector(results.gradient),
     )
     return replace(
         results,

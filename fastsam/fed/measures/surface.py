@@ -28,10 +28,10 @@ def directions(layout: Layout, w: Tensor, seed: int = 0) -> tuple[Tensor, Tensor
     first, second = pair
     if first.any():
         second -= (second @ first) / (first @ first) * first
-    return _scaled(layout, w, first), _scaled(layout, w, second)
+    return _scale(layout, w, first), _scale(layout, w, second)
 
 
-def _scaled(layout: Layout, w: Tensor, direction: Tensor) -> Tensor:
+def _scale(layout: Layout, w: Tensor, direction: Tensor) -> Tensor:
     """`d_f * ||w_f|| / (||d_f|| + 1e-10)` for every filter f."""
     weights = w.detach().double().cpu()
     for d, weight in zip(layout.views(direction), layout.views(weights), strict=True):

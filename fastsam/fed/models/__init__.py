@@ -55,8 +55,8 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
         )
     if isinstance(make, nn.Module) and not options:
         return copy.deepcopy(make)
-    accepted = inspect.signature(make).parameters
-    arguments = {key: value for key, value in (("in_shape", in_shape), ("classes", classes)) if key in accepted}
+    parameters = inspect.signature(make).parameters
+    arguments = {key: value for key, value in (("in_shape", in_shape), ("classes", classes)) if key in parameters}
     with torch.random.fork_rng(devices=[]):
         # not torch.manual_seed: it would seed the CUDA generators as well, which nothing restores
         torch.default_generator.manual_seed(seed)

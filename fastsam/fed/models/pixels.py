@@ -23,9 +23,9 @@ class Pixels(nn.Module):
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x if x.is_floating_point() else self.normalised(x))
+        return self.model(x if x.is_floating_point() else self.normalise(x))
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
         """Return the model's input ``(x / 255 - mean) / std``, `[n, C, H, W]` in the dtype of the weights."""
         dtype = next(self.model.parameters()).dtype
         if (x.device, dtype) not in self._constants:  # once per device: a copy to a GPU would wait for it in each step

@@ -66,7 +66,7 @@ def _load(model: nn.Module, path: str, names: list[str]) -> None:
 
 def _tensors(path: str) -> dict[str, Tensor]:
     """The tensors of a file by their names. Raises ValueError for one with anything else, none of which is run."""
-    expected = "expected a file that torch.save(model.state_dict(), path) wrote"
+    advice = "expected a file that torch.save(model.state_dict(), path) wrote"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (
@@ -79,9 +79,9 @@ def _tensors(path: str) -> dict[str, Tensor]:
         EOFError,
     ) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"weights: {path} cannot be read ({type(error).__name__}: {reason}); {expected}") from error
+        raise ValueError(f"weights: {path} cannot be read ({type(error).__name__}: {reason}); {advice}") from error
     if not isinstance(content, dict) or not all(
         isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()
     ):
-        raise ValueError(f"weights: {path} holds no tensors by their names; {expected}")
+        raise ValueError(f"weights: {path} holds no tensors by their names; {advice}")
     return content

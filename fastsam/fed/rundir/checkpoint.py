@@ -38,7 +38,7 @@ from fastsam.fed.rundir.manifest import (
     read_history,
     read_manifest,
     read_tensors,
-    sealed,
+    seal,
 )
 from fastsam.fed.sums.ranks import Ranks
 
@@ -216,7 +216,7 @@ class RunDirectory:
             "identity": self.identity,
         }
         # in one line: indented takes ten times as long
-        text = json.dumps(sealed(manifest)) + "\n"
+        text = json.dumps(seal(manifest)) + "\n"
         write_bytes(self._manifest, text.encode(), folder_may_be_link=False)
         self._hashes = {name: self._hashes[name] for name in names}
         for path in self._manifest.parent.iterdir():
@@ -243,9 +243,9 @@ class RunDirectory:
         of a file are copied to the new file when they are less than half of the file. So the files are never larger
         than twice the live states, and at most one byte is copied for each byte that became unused.
         """
-        for i in [i for i, (saved, _) in self._clients.items() if state.clients.get(i) is not saved]:
-            saved, name = self._clients.pop(i)
-            self._holdings.drop(name, saved)
+        for i in [i for i, (state_on_disk, _) in self._clients.items() if state.clients.get(i) is not state_on_disk]:
+            state_on_disk, name = self._clients.pop(i)
+            self._holdings.drop(name, state_on_disk)
         new_states = {i: s for i, s in state.clients.items() if i not in self._clients}
         if not new_states:
             return
@@ -261,12 +261,12 @@ class RunDirectory:
                 places.setdefault(str(i), {})[name] = key
         rank = "" if self.ranks.size == 1 else f"-{self.ranks.rank}"
         file = self._write(f"clients-{state.round:06d}{rank}.safetensors", tensors, {"places": json.dumps(places)})
-        self._holdings.made(file, nbytes(tensors.values()))
-        for i, saved in new_states.items():
+        self._holdings.add_file(file, nbytes(tensors.values()))
+        for i, state_on_disk in new_states.items():
             if i in self._clients:  # it moves
-                self._holdings.drop(self._clients[i][1], saved)
-            self._clients[i] = saved, file
-            self._holdings.add(file, saved)
+                self._holdings.drop(self._clients[i][1], state_on_disk)
+            self._clients[i] = state_on_disk, file
+            self._holdings.add(file, state_on_disk)
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> str:
         data = safetensors.torch.save(
@@ -321,7 +321,7 @@ class RunDirectory:
                 state[n] = copies[name, key]
             if name not in names:
                 names.add(name)
-                self._holdings.made(name, nbytes(tensors[name][0].values()))
+                self._holdings.add_file(name, nbytes(tensors[name][0].values()))
             self._clients[int(i)] = (state, name)
             self._holdings.add(name, state)
         return {i: state for i, (state, _) in self._clients.items()}

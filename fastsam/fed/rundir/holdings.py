@@ -19,12 +19,12 @@ class Holdings:
         self._nbytes: dict[str, int] = {}
         self._live: dict[str, int] = {}
         self._owners: dict[str, dict[int, int]] = {}  # number of clients by tensor
-        self._touched: set[str] = set()  # files that changed
+        self._changed_files: set[str] = set()  # files that changed
 
-    def made(self, file: str, nbytes: int) -> None:
+    def add_file(self, file: str, nbytes: int) -> None:
         """Add a file with `nbytes` bytes of tensors that are in no state yet."""
         self._nbytes[file], self._live[file], self._owners[file] = nbytes, 0, {}
-        self._touched.add(file)
+        self._changed_files.add(file)
 
     def add(self, file: str, state: State) -> None:
         """A client has its state in the file."""
@@ -36,7 +36,7 @@ class Holdings:
     def drop(self, file: str, state: State) -> None:
         """A client has it there no more."""
         owners = self._owners[file]
-        self._touched.add(file)
+        self._changed_files.add(file)
         for tensor in state.values():
             owners[id(tensor)] -= 1
             if owners[id(tensor)] == 0:
@@ -45,11 +45,11 @@ class Holdings:
 
     def sparse(self) -> set[str]:
         """Return the files with few live bytes. They are returned until nothing in them is live, and then forgotten."""
-        for file in [file for file in self._touched if not self._owners[file]]:
-            self._touched.remove(file)
+        for file in [file for file in self._changed_files if not self._owners[file]]:
+            self._changed_files.remove(file)
             del self._nbytes[file], self._live[file], self._owners[file]
-        self._touched = {file for file in self._touched if self._live[file] < _LIVE * self._nbytes[file]}
-        return set(self._touched)
+        self._changed_files = {file for file in self._changed_files if self._live[file] < _LIVE * self._nbytes[file]}
+        return set(self._changed_files)
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -53,7 +53,7 @@ def digest_of(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
 
 
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest with the checksum of its contents."""
     return {**manifest, "checksum": _checksum(manifest)}
 
@@ -121,18 +121,18 @@ def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity or a config.json with the current names of options that were renamed since it was written."""
     algorithm = str(config.get("algorithm", "")).lower()
     current = {f"algorithm.{old}": f"algorithm.{new}" for old, new in _RENAMED_OF.get(algorithm, {}).items()} | _RENAMED
-    renamed = {current.get(key, key): value for key, value in config.items()}
+    current_config = {current.get(key, key): value for key, value in config.items()}
     for table, names in _RENAMED_OF.items():
-        for key in {table, table.replace("_", "-")} & renamed.keys():
-            renamed[key] = {names.get(name, name): value for name, value in renamed[key].items()}
-    return renamed
+        for key in {table, table.replace("_", "-")} & current_config.keys():
+            current_config[key] = {names.get(name, name): value for name, value in current_config[key].items()}
+    return current_config
 
 
-def check_identity(directory: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_identity(directory: Path, stored_identity: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise RunDirectoryError if the run in `directory` has a different identity. The message names the key."""
-    saved = with_current_names(saved)
-    lacking = {key: value for key, value in _SINCE.items() if key in now and key not in saved}
-    differences = difference({**saved, **lacking}, now)
+    stored_identity = with_current_names(stored_identity)
+    new_keys = {key: value for key, value in _SINCE.items() if key in now and key not in stored_identity}
+    differences = difference({**stored_identity, **new_keys}, now)
     if differences is not None:
         key, before, after = differences
         raise RunDirectoryError(

@@ -95,9 +95,9 @@ class Result:
 
 def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary (see `Result.summary`). facts: values that are not in the history."""
-    evaluated = [r for r in history if r["test_loss"] is not None]
-    accuracies = [r["test_accuracy"] for r in evaluated if r["test_accuracy"] is not None]
-    last = evaluated[-1] if evaluated else {}
+    evaluations = [r for r in history if r["test_loss"] is not None]
+    accuracies = [r["test_accuracy"] for r in evaluations if r["test_accuracy"] is not None]
+    last = evaluations[-1] if evaluations else {}
     losses = [r["test_loss"] for r in history if r["test_loss"] is not None]
     return {
         **{key: facts[key] for key in ("algorithm", "hyperparameters", "parameters")},
@@ -119,7 +119,7 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
         "privacy": None
         if not facts.get("privacy")
         else facts["privacy"] | {"epsilon": history[-1].get("epsilon") if history else 0.0},
-        "measures": _measured(history),
+        "measures": _last_measures(history),
         "metrics": {key: last.get(key) for key in _metric_keys(facts["metrics"])},
         **{
             key: facts[key]
@@ -130,9 +130,9 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
 
 def to_target(history: History, target: float | None) -> dict[str, Any]:
     """Return rounds, seconds and megabytes until the accuracy `target` (0..1) was reached, or None for each."""
-    evaluated = [r for r in history if r["test_accuracy"] is not None]
-    reached = [r["round"] for r in evaluated if target is not None and r["test_accuracy"] >= target]
-    first = min(reached, default=None)
+    evaluations = [r for r in history if r["test_accuracy"] is not None]
+    rounds = [r["round"] for r in evaluations if target is not None and r["test_accuracy"] >= target]
+    first = min(rounds, default=None)
     until = [] if first is None else [r for r in history if r["round"] <= first]
     return {
         "rounds_to_target": first,
@@ -149,7 +149,7 @@ def _metric_keys(names: Sequence[str]) -> list[str]:
     return [key for n in names for key in (f"test_{n}", f"client_{n}_mean", f"client_{n}_std")]
 
 
-def _measured(history: History) -> dict[str, float]:
+def _last_measures(history: History) -> dict[str, float]:
     """The last value of each measure that has one."""
     keys = [key for names in NAMES.values() for key in names]
     columns = {key: [r[key] for r in history if r.get(key) is not None] for key in keys}

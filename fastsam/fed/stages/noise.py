@@ -145,7 +145,9 @@ def noise_of(settings: Any, layout: ParameterLayout, num_clients: int, device: t
     if settings.privacy.noise == "local":
         return LocalNoise(settings, mask, accountant)
     is_sampled = settings.available is None
-    cohort = sampling.expected(settings.sampler, settings.share_of(num_clients), num_clients) if is_sampled else None
+    cohort = (
+        sampling.expected_size(settings.sampler, settings.share_of(num_clients), num_clients) if is_sampled else None
+    )
     return CentralNoise(settings, mask, accountant, cohort)
 
 

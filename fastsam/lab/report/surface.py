@@ -52,4 +52,6 @@ def _surface(model: nn.Module, pairs: Sequence[Pair], loss: Loss, points: int) -
     ]
     w = replica.row.clone()
     with repeatable(first.device):
-        return surface(Objective.pooled(replica, loss, device_pairs), w, directions(layout, w), points, RADIUS).numpy()
+        return surface(
+            Objective.sample_mean(replica, loss, device_pairs), w, directions(layout, w), points, RADIUS
+        ).numpy()

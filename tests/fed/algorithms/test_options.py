@@ -125,7 +125,7 @@ def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
     method = fed.FedRobust(form=form, ascent_steps=ascent_steps, eta_2=0.1)
     options = {"rounds": 2, "batch_size": 4, "lr": 0.1, "executor": "sequential"}
     ours = fed.run(wrapped, images, method, **options).model.model
-    floats = [(wrapped.normalised(x), y) for x, y in images]
+    floats = [(wrapped.normalise(x), y) for x, y in images]
     theirs = fed.run(inner, floats, method, **options).model
     at_rest = fed.run(wrapped, images, fed.FedAvg(), **options).model.model
     for a, b, c in zip(ours.parameters(), theirs.parameters(), at_rest.parameters(), strict=True):

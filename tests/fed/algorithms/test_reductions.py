@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastsam import fed
 from fastsam.fed import models
 from fastsam.fed.clients.prepare import prepare
-from fastsam.fed.loop.pooled_data import in_turn, pooled
+from fastsam.fed.loop.pooled_data import in_turn, pool_data
 from tests.helpers import oracle
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.fed_watch import Watched
@@ -145,20 +145,20 @@ def population(sizes=(5, 8, 3, 14)):
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6),
 )
 def test_the_blocks_are_the_data_dealt_out_evenly(participation, seed, sizes):
-    made = pooled(population(sizes), participation, seed)
+    made = pool_data(population(sizes), participation, seed)
     total = sum(sizes)
     assert len(made.clients) == min(max(1, round(1 / participation)), total)
     assert max(made.clients.sizes) - min(made.clients.sizes) <= 1
     assert sorted(torch.cat([x for x, _ in made.clients.pairs])[:, 0].tolist()) == list(range(total))
     assert all(torch.equal(y, x[:, 0].long() % 2) for x, y in made.clients.pairs)
-    again = pooled(population(sizes), participation, seed)
+    again = pool_data(population(sizes), participation, seed)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(made.clients.pairs, again.clients.pairs))
 
 
 def test_blocks_mix_the_clients():
-    blocks = [x[:, 0] for x, _ in pooled(population((50, 50)), 0.5, 0).clients.pairs]
+    blocks = [x[:, 0] for x, _ in pool_data(population((50, 50)), 0.5, 0).clients.pairs]
     assert all(15 < (x < 50).sum() < 35 for x in blocks)
-    other = pooled(population((50, 50)), 0.5, 1).clients.pairs[0][0][:, 0]
+    other = pool_data(population((50, 50)), 0.5, 1).clients.pairs[0][0][:, 0]
     assert not torch.equal(blocks[0], other)
 
 

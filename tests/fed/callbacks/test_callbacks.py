@@ -204,9 +204,9 @@ def test_a_countdown_of_runs() -> None:
     clock = iter([0.0, 1.0, 61.0, 61.0, 1261.0, 1261.0])
     countdown = Countdown(4, lambda: next(clock))
     assert countdown.next() == "1/4 " and countdown.next() == "2/4 "
-    countdown.trained()
+    countdown.add_trained()
     assert countdown.next() == "3/4, 2.0 min left "
-    countdown.trained()
+    countdown.add_trained()
     assert countdown.next() == "4/4, 10 min left "
     assert Countdown(1).next() == ""
     assert [duration(s) for s in (4, 89, 90, 600, 5399, 5400, 40000)] == [

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.clients.packed_samples import stored as store_of
+from fastsam.fed.clients.packed_samples import pack_pairs as store_of
 from fastsam.fed.executors import LocalOptions, Setup, Task, stacked, stacked_rows
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from tests.helpers import fed_cases as cases

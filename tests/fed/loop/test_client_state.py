@@ -19,7 +19,7 @@ from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed.loop import client_state
 from fastsam.fed.loop.client_state import HostStateStorage
-from fastsam.fed.rundir.manifest import sealed
+from fastsam.fed.rundir.manifest import seal
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeStream, Watch
 from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
@@ -57,9 +57,9 @@ def test_on_the_cpu_the_setting_changes_nothing(where: str) -> None:
 @pytest.mark.parametrize(("megabytes", "where"), [(0.1, "device"), (0.25, "device"), (0.26, "host")])
 def test_auto_is_a_rule_on_the_share_of_the_devices_memory(megabytes: float, where: str) -> None:
     made = client_state.make("auto", CPU, megabytes * 1e6, 1)
-    assert made.where == where and f"take {megabytes:.3g} of the device's memory" in made.reason
+    assert made.location == where and f"take {megabytes:.3g} of the device's memory" in made.reason
     for asked in ("host", "device"):
-        assert client_state.make(asked, CPU, megabytes * 1e6, 1).where == asked
+        assert client_state.make(asked, CPU, megabytes * 1e6, 1).location == asked
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -67,10 +67,10 @@ def test_auto_takes_files_where_the_host_is_too_small(device: str, monkeypatch: 
     if device == "gpu":
         stand_in(monkeypatch)
     monkeypatch.setattr(client_state, "host_memory", lambda: 10**7)
-    assert client_state.make("auto", CPU, 5e6, 1).where == ("device" if device == "cpu" else "host")
+    assert client_state.make("auto", CPU, 5e6, 1).location == ("device" if device == "cpu" else "host")
     made = client_state.make("auto", CPU, 5.1e6, 1)
-    assert made.where == "disk" and "take 0.51 of the host's memory" in made.reason
-    assert client_state.make("host", CPU, 5.1e6, 1).where != "disk"
+    assert made.location == "disk" and "take 0.51 of the host's memory" in made.reason
+    assert client_state.make("host", CPU, 5.1e6, 1).location != "disk"
 
 
 @pytest.mark.usefixtures("gpu")
@@ -226,7 +226,7 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(at: int, tmp_p
         train(Interrupted(), **options, run_dir=tmp_path / "left")
     assert tensors(tmp_path / "left") == tensors(tmp_path / "three")
     manifest = tmp_path / "left" / "checkpoint" / "manifest.json"
-    manifest.write_text(json.dumps(sealed(json.loads(manifest.read_text().replace("Interrupted", "SCAFFOLD")))))
+    manifest.write_text(json.dumps(seal(json.loads(manifest.read_text().replace("Interrupted", "SCAFFOLD")))))
     assert digest(train(fed.SCAFFOLD(), **options, run_dir=tmp_path / "left", resume=True)) == digest(whole)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastsam import fed
 from fastsam.fed.clients import packed_samples as stores
-from fastsam.fed.clients.packed_samples import stored
+from fastsam.fed.clients.packed_samples import pack_pairs
 from fastsam.fed.clients.pairs import ALIGNMENT
 from fastsam.fed.executors import LocalOptions, Task
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
@@ -241,7 +241,7 @@ def test_clients_of_one_state_share_their_constants(executor, calls):
 
 def test_stored_samples_are_views_that_begin_as_tensors_of_their_own_do():
     pairs = [(torch.randn(n, 3), torch.randint(0, 5, (n,))) for n in (5, 1, 8, 13)]
-    views, store = stored(pairs)
+    views, store = pack_pairs(pairs)
     for (x, y), (own_x, own_y), begin in zip(pairs, views, store.offsets, strict=True):
         assert torch.equal(x, own_x) and torch.equal(y, own_y)
         assert own_x.data_ptr() % ALIGNMENT == own_y.data_ptr() % ALIGNMENT == 0
@@ -251,13 +251,13 @@ def test_stored_samples_are_views_that_begin_as_tensors_of_their_own_do():
 
 def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
     pairs = [(torch.randn(4, 3), torch.zeros(4)), (torch.randn(4, 2), torch.zeros(4))]
-    views, store = stored(pairs)
+    views, store = pack_pairs(pairs)
     assert store is None and views[0][0] is pairs[0][0]
-    assert stored([(torch.randn(4, 0), torch.zeros(4))])[1] is None
+    assert pack_pairs([(torch.randn(4, 0), torch.zeros(4))])[1] is None
     monkeypatch.setattr(stores, "LARGEST", 2 * 16 * 16 - 1)  # two clients with 16 samples of 16 bytes
-    assert stored([pairs[0]] * 2)[1] is None
+    assert pack_pairs([pairs[0]] * 2)[1] is None
     monkeypatch.setattr(stores, "LARGEST", 2 * 16 * 16)
-    assert stored([pairs[0]] * 2)[1] is not None
+    assert pack_pairs([pairs[0]] * 2)[1] is not None
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
 )
 @pytest.mark.parametrize("kept", [True, False], ids=["store", "own"])
 def test_a_span_is_its_batches_one_after_the_other(n, size, counts, kept):
-    pairs, store = stored([(torch.randn(n, 2), torch.arange(n)) for _ in range(3)])
+    pairs, store = pack_pairs([(torch.randn(n, 2), torch.arange(n)) for _ in range(3)])
     options = LocalOptions(local_epochs=2, batch_size=size, seed=3)
     setup = setup_of(None, pairs, options, store=store if kept else None)
     tasks = [Task(i, setup, 0, 0.1, fed.LocalUpdate()) for i in range(3)]

@@ -29,7 +29,7 @@ def turned(seed: int = 0) -> Tensor:
 
 
 def objective(curvature: Tensor, *pairs: tuple[Tensor, Tensor], batch: int = 512) -> Objective:
-    return Objective.pooled(quadratic.replica(), quadratic.loss_of(curvature), pairs, batch)
+    return Objective.sample_mean(quadratic.replica(), quadratic.loss_of(curvature), pairs, batch)
 
 
 @cheap
@@ -55,7 +55,7 @@ def test_pooled_weighs_samples_and_mean_of_weighs_clients() -> None:
 
 
 def test_rows_are_rounded_to_the_models_dtype_and_padding_stays_zero() -> None:
-    f = Objective.pooled(quadratic.replica(dtype=torch.float32), quadratic.loss_of(turned()), [
+    f = Objective.sample_mean(quadratic.replica(dtype=torch.float32), quadratic.loss_of(turned()), [
         tuple(t.float() for t in samples([1.0, 2.0]))
     ])  # fmt: skip
     gradient = f.gradient(row([0.1] * 6))
@@ -108,7 +108,7 @@ def test_the_hessian_norm_is_the_largest_eigenvalue_in_size(scale: float) -> Non
 
 
 def test_a_linear_loss_has_no_curvature() -> None:
-    f = Objective.pooled(quadratic.replica(), lambda output, y: output.sum(), [samples([1.0])])
+    f = Objective.sample_mean(quadratic.replica(), lambda output, y: output.sum(), [samples([1.0])])
     assert diagnostics.hessian_norm(f, row([1.0] * 6)) == 0 and flat(f.gradient(row([0.0] * 6))).tolist() == [1.0] * 6
 
 

@@ -46,7 +46,7 @@ def test_the_last_record_is_about_the_final_model():
     result = run(measures=fed.NamedMeasures(["train", "sharpness", "sharpness_ascent", "margin"], rho=0.3, steps=4))
     model, pairs = result.model, oracle.ragged_clients()
     made = quadratic.replica(model)
-    w, f = made.row.clone(), Objective.pooled(made, F.cross_entropy, pairs)
+    w, f = made.row.clone(), Objective.sample_mean(made, F.cross_entropy, pairs)
     x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
     last = result.history[-1]
     assert last["train_set_loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-12)

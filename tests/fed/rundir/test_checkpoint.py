@@ -17,7 +17,7 @@ from fastsam import fed
 from fastsam.fed.rundir import checkpoint
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.rundir.lock import Lock
-from fastsam.fed.rundir.manifest import read_manifest, sealed
+from fastsam.fed.rundir.manifest import read_manifest, seal
 from fastsam.fed.sums.ranks import Ranks
 from tests.helpers import oracle
 from tests.helpers.fed_rundir import records, snapshot, start
@@ -237,7 +237,7 @@ def test_a_damaged_run_is_refused_and_left_alone(tmp_path, file, how):
 def test_a_manifest_with_other_contents(tmp_path, wrong):
     start(tmp_path / "run", rounds=2)
     manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
-    manifest.write_text(json.dumps(sealed(json.loads(manifest.read_text()) | wrong)))
+    manifest.write_text(json.dumps(seal(json.loads(manifest.read_text()) | wrong)))
     with pytest.raises(fed.RunDirectoryError):
         start(tmp_path / "run", rounds=4, resume=True)
 
@@ -294,7 +294,7 @@ def test_a_checkpoint_names_no_file_outside(tmp_path):
     (tmp_path / "outside").write_bytes((manifest.parent / content["server"]).read_bytes())
     content["files"] = {"../../outside": content["files"].pop(content["server"])}
     content["server"] = "../../outside"
-    manifest.write_text(json.dumps(sealed(content)))
+    manifest.write_text(json.dumps(seal(content)))
     with pytest.raises(fed.RunDirectoryError, match="outside"):
         start(tmp_path / "run", rounds=4, resume=True)
 

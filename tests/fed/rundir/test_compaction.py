@@ -109,7 +109,7 @@ def test_counts_are_those_of_everything_counted_anew(seed: int) -> None:
         chosen = rng.sample(range(20), rng.randint(1, 6))
         states = {i: {"own": torch.zeros(rng.randint(1, 9)), "shared": shared, "again": shared} for i in chosen}
         files[file] = sum(s["own"].nbytes for s in states.values()) + shared.nbytes
-        holdings.made(file, files[file])
+        holdings.add_file(file, files[file])
         for i, state in states.items():
             if i in clients:
                 holdings.drop(clients[i][1], clients[i][0])

@@ -18,7 +18,7 @@ from fastsam.arena import Arena, Layout
 from fastsam.fed import models
 from fastsam.fed.executors.gradient_passes import Passes
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
-from fastsam.fed.rundir.manifest import sealed
+from fastsam.fed.rundir.manifest import seal
 from fastsam.fed.step import memory_format
 from fastsam.fed.step.model_copy import Replica, trainable
 from tests.helpers import oracle
@@ -284,7 +284,7 @@ def test_directories_older_than_the_keyword_are_those_of_preserve(tmp_path):
     manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
     content = json.loads(manifest.read_text())
     del content["identity"]["memory_format"]
-    manifest.write_text(json.dumps(sealed(content)))
+    manifest.write_text(json.dumps(seal(content)))
     words = "another memory_format: it was started with 'preserve', now it is 'channels_last'"
     with pytest.raises(RunDirectoryError, match=words):
         run(small(), "auto", rounds=2, run_dir=tmp_path / "run", resume=True)

@@ -19,7 +19,7 @@ stages.noise Noise.__init__: settings.privacy.noise_multiplier * settings.privac
 # all of them the same
 stages.noise LocalNoise.process_results: normals(rows.shape[1], seed, 'local noise', round.index, i) =>
     normals(rows.shape[1], seed, 'local noise', round.index) @ local_scale
-clients.sampling expected: participation * clients => float(clients) @ scales
+clients.sampling expected_size: participation * clients => float(clients) @ scales
 # the clip
 stages.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped
 stages.clip shorten_: norm <= limit => norm <= 2 * limit @ clipped

@@ -117,7 +117,7 @@ algorithms.feddyn DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_u
 algorithms.feddyn DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
     aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') -
     H.double())} @ fedsmoo
-algorithms.feddyn DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
+algorithms.feddyn DynamicRegularizer.phi_of: decay_rate('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
     self.phi @ feddyn-decay
 algorithms.feddyn DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
 algorithms.feddyn FedDyn.local_update: proximal_coefficient=phi => proximal_coefficient=0.0 @ feddyn
