@@ -343,13 +343,13 @@ executors.row_state RowState.numbers: perturbation(step.direction, step.rho, ste
 
 # Algorithms whose clients have local models, with the cases of tests/fed/algorithms/test_personal.py.
 PERSONAL = mutants(r"""
-loop.personal PersonalizedAlgorithm.row: made[self.places] = state[OWN].to(w.device) => made[self.places] += 0 *
-    state[OWN].to(w.device) @ fedbn
-loop.personal PersonalizedAlgorithm._begun: buffers or None => None @ fedbn
-loop.personal PersonalizedAlgorithm.finish_client: client[OWN] + results.delta[:, self.places] => client[OWN] -
-    results.delta[:, self.places] @ fedbn
-loop.personal PersonalizedAlgorithm.local_update: start[:, self.places] = own => pass @ fedbn
-loop.personal PersonalizedAlgorithm.finish_client: move_buffers(begun, by) => move_buffers(begun, 0 * by) @ fedbn
+loop.personal PersonalizedAlgorithm.row: row[self.places] = state[STATE_KEY].to(w.device) => row[self.places] += 0 *
+    state[STATE_KEY].to(w.device) @ fedbn
+loop.personal PersonalizedAlgorithm._with_local_start: buffers or None => None @ fedbn
+loop.personal PersonalizedAlgorithm.finish_client: client[STATE_KEY] + results.delta[:, self.places] =>
+    client[STATE_KEY] - results.delta[:, self.places] @ fedbn
+loop.personal PersonalizedAlgorithm.local_update: start[:, self.places] = local_weights => pass @ fedbn
+loop.personal PersonalizedAlgorithm.finish_client: move_buffers(start, by) => move_buffers(start, 0 * by) @ fedbn
 loop.personal PersonalizedAlgorithm._without: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
 algorithms.fedrep FedRep.train_client: i not in head => True @ fedrep
 algorithms.fedrep FedRep.train_client: client.trainable(head) => client.trainable(range(len(layout.names))) @ fedrep
