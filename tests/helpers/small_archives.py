@@ -83,15 +83,15 @@ def cifar_files(classes: int, pickled: Callable[..., bytes] = python2_pickle) ->
 def expect_cifar(monkeypatch: pytest.MonkeyPatch, root: Path, classes: int, files: dict[str, bytes]) -> Path:
     """The archive of these files in `root`, with the checksums that torchvision will now expect."""
     archive, base = (archives.CIFAR10, "CIFAR10") if classes == 10 else (archives.CIFAR100, "CIFAR100")
-    tar(root / archive.name, {f"{archive.folder}/{name}": content for name, content in files.items()})
+    tar(root / archive.path, {f"{archive.folder}/{name}": content for name, content in files.items()})
     reader = getattr(torchvision(), base)
     for kind in ("train_list", "test_list"):
         names = [name for name, _ in getattr(reader, kind)]
         monkeypatch.setattr(reader, kind, [[name, md5(files.get(name, b""))] for name in names])
     meta = reader.meta["filename"]
     monkeypatch.setattr(reader, "meta", reader.meta | {"md5": md5(files.get(meta, b""))})
-    monkeypatch.setattr(reader, "tgz_md5", md5((root / archive.name).read_bytes()))
-    return root / archive.name
+    monkeypatch.setattr(reader, "tgz_md5", md5((root / archive.path).read_bytes()))
+    return root / archive.path
 
 
 def small_cifar(monkeypatch: pytest.MonkeyPatch, root: Path, classes: int) -> Content:
@@ -118,7 +118,8 @@ def emnist_files(n: int = 200, kind: str = "byclass") -> tuple[dict[str, bytes],
 
 
 def expect_emnist(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, bytes]) -> Path:
-    path = root / archives.EMNIST.name
+    path = root / archives.EMNIST.path
+    path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
             archive.writestr(f"gzip/{name}", content)

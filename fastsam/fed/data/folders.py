@@ -1,7 +1,7 @@
 """OfficeHome, DomainNet and other image folders by domain: read once, cropped to one size, kept as bytes in files
 mapped into memory.
 
-torchvision unpacks the archives, lists the folders, reads the images and crops them.
+torchvision lists the folders, reads the images and crops them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ import hashlib
 import json
 import os
 import re
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,6 @@ from fastsam.fed.common.atomic_files import make_directory
 from fastsam.fed.common.checks import integer
 from fastsam.fed.common.import_paths import vision
 from fastsam.fed.data import augment as augmentation
-from fastsam.fed.data.archives import ArchiveError
 from fastsam.fed.data.domains import Pair, by_domain
 from fastsam.fed.data.federated import FederatedData
 
@@ -41,7 +37,7 @@ class FolderSet:
 
     Attributes:
         folders: possible names of the directory.
-        archives: the names of the zip files, and the folder at the top of each.
+        source: address of the published files.
     """
 
     name: str
@@ -49,7 +45,6 @@ class FolderSet:
     domains: tuple[str, ...]
     classes: int
     source: str
-    archives: dict[str, str]
 
 
 OFFICEHOME = FolderSet(
@@ -58,16 +53,13 @@ OFFICEHOME = FolderSet(
     ("Art", "Clipart", "Product", "Real World"),
     65,
     "https://www.hemanthdv.org/officeHomeDataset.html",
-    {"OfficeHomeDataset_10072016.zip": "OfficeHomeDataset_10072016"},
 )
-_DOMAINNET_DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 DOMAINNET = FolderSet(
     "DomainNet",
     ("domainnet", "DomainNet", "domain_net"),
-    _DOMAINNET_DOMAINS,
+    ("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
     345,
     "https://ai.bu.edu/M3SDA/",
-    {f"{domain}.zip": domain for domain in _DOMAINNET_DOMAINS},
 )
 
 
@@ -83,13 +75,13 @@ def officehome(
 ) -> FederatedData:
     """OfficeHome (Venkateswara et al., 2017): 15,588 images, 65 classes, domains Art, Clipart, Product and Real World.
 
-    data_dir: holds the published zip file, which is unpacked there once, or the folder itself. x are bytes, uint8 [n,
-    3, size, size]: the shorter side resized to ``size * 256 / 224``, the centre cropped; `FederatedData.pixels` has
+    data_dir: the folder with the domains, or its parent, as the published zip file unpacks. x are bytes, uint8 [n, 3,
+    size, size]: the shorter side resized to ``size * 256 / 224``, the centre cropped; `FederatedData.pixels` has
     ImageNet's mean and standard deviation. The first call reads the images and writes ``.fastsam-<size>`` next to the
     domains. Later calls map it into memory.
     augment: "auto" means no augmentation. Otherwise as `by_domain`.
-    Raises ImportError without torchvision; FileNotFoundError for a missing folder or domain; ArchiveError for a zip
-    file that is cut or another one; ValueError for another number of classes, and an image that cannot be read.
+    Raises ImportError without torchvision; FileNotFoundError for a missing folder or domain; ValueError for another
+    number of classes, and an image that cannot be read.
     """
     root = _root(folder_set, Path(data_dir))
     pairs, classes = read_domains(root, folder_set.domains, size)
@@ -126,45 +118,14 @@ def domainnet(
 
 
 def _root(folder_set: FolderSet, data_dir: Path) -> Path:
-    """Return the directory of the domains, `data_dir` or in it. Archives are unpacked if domains are missing."""
-    names = ("", *folder_set.folders)
-
-    def find_root(enough: Callable[[Iterable[object]], bool]) -> Path | None:
-        places = (data_dir / outer / inner for outer in names for inner in names)
-        domains = folder_set.domains
-        return next((p for p in places if p.is_dir() and enough(_find_domain(p, domain) for domain in domains)), None)
-
-    if (root := find_root(all)) is not None:
-        return root
-    for place in (data_dir / name for name in names):
-        for archive, folder in folder_set.archives.items():
-            if (place / archive).is_file() and not (place / folder).exists():
-                _unpack(place / archive, folder, folder_set)
-    if (root := find_root(any)) is not None:
-        return root
+    """Return the directory of the domains: `data_dir`, or a folder of the data set's name in it."""
+    for place in (data_dir, *(data_dir / name for name in folder_set.folders)):
+        if place.is_dir() and any(_find_domain(place, domain) for domain in folder_set.domains):
+            return place
     raise FileNotFoundError(
-        f"no {folder_set.name} in {data_dir.resolve()}; put {', '.join(folder_set.archives)} there (from "
-        f"{folder_set.source}) or unpack it, so that there is "
+        f"no {folder_set.name} in {data_dir.resolve()}; unpack it there (from {folder_set.source}), so that there is "
         f"{folder_set.folders[0]}/{folder_set.domains[0]}/<class>/<image>, or name its directory with data_dir"
     )
-
-
-def _unpack(archive: Path, folder: str, folder_set: FolderSet) -> None:
-    """Unpack the folder at the top of a zip file next to it. It gets its name when it is complete."""
-    utils = vision("torchvision.datasets.utils", _PURPOSE)
-    make_directory(archive.parent, f"unpack {archive.name} yourself, or put it into another data_dir")
-    with TemporaryDirectory(prefix=".fastsam-", dir=archive.parent) as aside:
-        try:
-            utils.extract_archive(archive, aside)
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
-            raise ArchiveError(
-                f"{archive} cannot be unpacked ({type(error).__name__}: {error}); a cut download? Fetch it again from "
-                f"{folder_set.source}"
-            ) from error
-        if not (Path(aside) / folder).is_dir():
-            content = ", ".join(sorted(p.name for p in Path(aside).iterdir())) or "nothing"
-            raise ArchiveError(f"{archive} must hold a folder {folder}, it holds {content}; is it another data set?")
-        (Path(aside) / folder).rename(archive.with_name(folder))
 
 
 def _find_domain(root: Path, domain: str) -> Path | None:

@@ -99,7 +99,7 @@ def emnist(
     are transposed and are turned upright.
 
     Args:
-        data_dir: folder with the archive's `gzip.zip`.
+        data_dir: folder with `EMNIST/raw/gzip.zip`, which `download` puts there.
         fraction: share of the 697,932 training and of the 116,323 test images, drawn without replacement by a fixed
             generator. 0.1, the FedSAM paper's subset, gives 69,793 and 11,632 images.
         augment: "auto" means no augmentation.

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 
-from fastsam.fed.data import AUGMENTS, archives, cifar10, cifar100, emnist
+from fastsam.fed.data import AUGMENTS, cifar10, cifar100, emnist
 from fastsam.fed.data.archives import ArchiveError
 from fastsam.lab import cli
 from tests.helpers.small_archives import (
@@ -24,7 +23,6 @@ from tests.helpers.small_archives import (
     expect_cifar,
     expect_emnist,
     idx,
-    md5,
     served,
     small_cifar,
     small_emnist,
@@ -81,9 +79,7 @@ def test_a_damaged_folder_is_an_error_or_mended_from_the_archive(tmp_path: Path,
     assert cifar10(tmp_path, clients=3).test[1].tolist() == content["test_batch"][1]
     batch.write_bytes(pickle.dumps(Hostile()))
     (tmp_path / NAMES[10]).unlink()
-    with pytest.raises(
-        ArchiveError, match=f"{FOLDERS[10]} cannot be read as cifar10 .*corrupted.*Put the published {NAMES[10]}"
-    ):
+    with pytest.raises(ArchiveError, match=f"{FOLDERS[10]} cannot be read as cifar10 .*corrupted.*{NAMES[10]}"):
         cifar10(tmp_path, clients=3)
 
 
@@ -94,23 +90,9 @@ class Hostile:
         return (os._exit, (1,))
 
 
-def test_an_archive_may_lie_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    (tmp_path / "cifar10").mkdir()
-    small_cifar(monkeypatch, tmp_path / "cifar10", 10)
-    assert len(cifar10(tmp_path, clients=5)) == 5
-    assert [p.name for p in tmp_path.iterdir()] == ["cifar10"]
-
-
-def test_a_directory_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    small_cifar(monkeypatch, tmp_path, 100)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert len(cifar100(tmp_path, clients=2, split="iid")) == 2
-    assert [p.name for p in tmp_path.iterdir()] == [NAMES[100]]
-
-
 def test_a_missing_archive_says_where_it_belongs(tmp_path: Path) -> None:
     torchvision()
-    with pytest.raises(FileNotFoundError, match=r"no cifar-10-python.tar.gz of cifar10 in .*put .*download=true"):
+    with pytest.raises(FileNotFoundError, match=r"no .*cifar-10-python.tar.gz of cifar10; put .*download=true"):
         cifar10(tmp_path)
 
 
@@ -120,8 +102,7 @@ def test_a_wrong_checksum_is_an_error(tmp_path: Path, monkeypatch: MonkeyPatch, 
     path = tmp_path / NAMES[10]
     whole = path.read_bytes()
     path.write_bytes({"cut": whole[:-40], "changed": whole[:-1] + b"?", "foreign": b"PK\x03\x04 a file"}[damage])
-    expected = torchvision().CIFAR10.tgz_md5
-    words = f"not the complete {path.name} of cifar10: its MD5 is .*expected {expected}.*Remove it"
+    words = f"{path.name} is not the complete file of cifar10 with the MD5 {torchvision().CIFAR10.tgz_md5}. Remove it"
     with pytest.raises(ArchiveError, match=words):
         cifar10(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -157,7 +138,7 @@ def test_what_an_archive_holds_is_checked_too(
     path = expect_cifar(monkeypatch, tmp_path, 100, {k: v for k, v in (files | change).items() if v is not None})
     with pytest.raises(ArchiveError, match=message):
         cifar100(tmp_path, clients=2, split="iid")
-    assert path.is_file() and not list(tmp_path.glob(".fastsam-*"))
+    assert path.is_file()
 
 
 def test_emnist_in_the_published_format(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -170,7 +151,7 @@ def test_emnist_in_the_published_format(tmp_path: Path, monkeypatch: MonkeyPatch
     assert np.allclose(data.test[0][:, 0].numpy(), expected, atol=1e-5) and data.test[1].tolist() == y
     pooled = torch.cat([x for x, _ in data]).double()
     assert pooled.mean().item() == pytest.approx(0, abs=1e-6) and pooled.std(correction=0).item() == pytest.approx(1)
-    (tmp_path / "gzip.zip").unlink()
+    (tmp_path / "EMNIST/raw/gzip.zip").unlink()
     again = emnist(tmp_path, clients=4, split="iid", fraction=1.0)
     assert torch.equal(again.test[0], data.test[0])
     assert len(torchvision().EMNIST(tmp_path, split="byclass")) == 200
@@ -188,19 +169,6 @@ def test_emnist_subset_is_a_fixed_tenth_of_each_part(tmp_path: Path, monkeypatch
         emnist(tmp_path, fraction=0.01)
     with pytest.raises(ValueError, match="fraction must be a finite number > 0 and <= 1"):
         emnist(tmp_path, fraction=1.5)
-
-
-def test_emnist_where_torchvision_keeps_its_archive(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """As an interrupted download of torchvision's own leaves it: the archive, and one of the files cut."""
-    content = small_emnist(monkeypatch, tmp_path)
-    raw = tmp_path / "EMNIST" / "raw"
-    raw.mkdir(parents=True)
-    (tmp_path / "gzip.zip").rename(raw / "gzip.zip")
-    for part in ("train", "test"):
-        for what, array in (("images-idx3", content[part][0]), ("labels-idx1", np.array(content[part][1], np.uint8))):
-            (raw / f"emnist-byclass-{part}-{what}-ubyte").write_bytes(idx(array)[:-3])
-    assert emnist(tmp_path, clients=2, fraction=1.0).test[1].tolist() == content["test"][1]
-    assert len(torchvision().EMNIST(tmp_path, split="byclass", train=False)) == 50
 
 
 def emnist_member(what: str, content: bytes) -> dict[str, bytes]:
@@ -229,17 +197,7 @@ def test_emnist_archives_that_are_wrong_inside(
         emnist(tmp_path)
 
 
-def test_files_that_are_no_archives(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    sets = ((emnist, "gzip.zip", "EMNIST", "md5"), (cifar10, NAMES[10], "CIFAR10", "tgz_md5"))
-    for load, name, reader, checksum in sets:
-        (tmp_path / name).write_bytes(b"no archive")
-        monkeypatch.setattr(getattr(torchvision(), reader), checksum, md5(b"no archive"))
-        with pytest.raises(ArchiveError, match=f"{name} cannot be read as .*its checksum is right"):
-            load(tmp_path)
-
-
-# --- `download = true` from a server on this machine: whole, cut, missing and silent; what is left for a second
-# attempt.
+# --- `download = true` from a server on this machine: whole, cut and missing.
 
 
 CIFAR = "cifar-10-python.tar.gz"
@@ -262,8 +220,8 @@ def test_a_download_is_unpacked_and_used_the_next_time(tmp_path: Path, server_fo
     here = tmp_path / "data"
     with served(server_folder) as address:
         assert len(cifar10(here, clients=3, download=True, url=f"{address}/{CIFAR}")) == 3
-        assert len(emnist(here, clients=2, download=True, url=f"{address}/gzip.zip")) == 2
-    assert sorted(p.name for p in here.iterdir()) == ["EMNIST", "cifar-10-batches-py", CIFAR, "gzip.zip"]
+        assert len(emnist(here, clients=2, download=True, url=f"{address}/EMNIST/raw/gzip.zip")) == 2
+    assert sorted(p.name for p in here.iterdir()) == ["EMNIST", "cifar-10-batches-py", CIFAR]
     assert len(cifar10(here, clients=3, download=True)) == 3  # without a request
     shutil.rmtree(here / "cifar-10-batches-py")
     assert len(cifar10(here, clients=3)) == 3
@@ -275,48 +233,25 @@ def test_the_published_address_is_the_usual_one(tmp_path: Path, server_folder: P
         assert len(cifar10(tmp_path / "data", clients=3, download=True)) == 3
 
 
-def test_what_a_failed_download_leaves_does_not_hinder_the_next(tmp_path: Path, server_folder: Path) -> None:
+def test_a_failed_download_does_not_hinder_the_next(tmp_path: Path, server_folder: Path) -> None:
     here = tmp_path / "data"
     whole = (server_folder / CIFAR).read_bytes()
     with served(server_folder) as address:
         url = f"{address}/{CIFAR}"
-        for content in (whole[:-40], whole[:-1] + b"?", b"<html>Please sign in</html>", b""):
+        for content in (whole[:-40], b"<html>Please sign in</html>", b""):
             (server_folder / CIFAR).write_bytes(content)
-            with pytest.raises(ArchiveError, match=f"the download from {url}: this is not the complete {CIFAR}"):
+            with pytest.raises(ArchiveError, match="cannot be read as cifar10 .*not found or corrupted"):
                 cifar10(here, download=True, url=url)
-            assert list(here.iterdir()) == []
         with pytest.raises(ConnectionError, match=r"nothing could not be downloaded \(.*404.*put it at .*" + CIFAR):
             cifar10(here, download=True, url=f"{address}/nothing")
         (server_folder / CIFAR).write_bytes(whole)
         assert len(cifar10(here, clients=3, download=True, url=url)) == 3
 
 
-def test_a_connection_that_breaks(tmp_path: Path, server_folder: Path) -> None:
-    """The server promises more than it sends."""
-    here = tmp_path / "data"
-    size = (server_folder / CIFAR).stat().st_size
-    whole = (server_folder / CIFAR).read_bytes()
-    (server_folder / CIFAR).write_bytes(whole[: size // 2])
-    errors = (ArchiveError, ConnectionError)
-    with served(server_folder, declared_length=size) as address, pytest.raises(errors) as caught:
-        cifar10(here, download=True, url=f"{address}/{CIFAR}")
-    assert f"{address}/{CIFAR}" in str(caught.value) and list(here.iterdir()) == []
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.tar.gz", "no address"])
-def test_no_network(tmp_path: Path, server_folder: Path, url: str) -> None:
+def test_no_network(tmp_path: Path, server_folder: Path) -> None:
+    url = "http://127.0.0.1:9/a.tar.gz"
     with pytest.raises(ConnectionError, match=f"{url} could not be downloaded .*; fetch it elsewhere and put it at"):
         cifar10(tmp_path / "data", download=True, url=url)
-    assert list((tmp_path / "data").iterdir()) == []
-
-
-def test_a_silent_server_is_given_up(tmp_path: Path, server_folder: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "PATIENCE", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/{CIFAR}"
-        with pytest.raises(ConnectionError, match="timed out"):
-            cifar10(tmp_path / "data", download=True, url=url)
-    assert socket.getdefaulttimeout() is None
 
 
 @pytest.mark.slow
@@ -331,7 +266,7 @@ def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: Monk
             f"data_options = {{url = '{address}/{CIFAR}'}}\n"
         )
         assert cli.main([*run, "first"]) == 1
-        assert re.search(r"error: no cifar-10-python.tar.gz of cifar10 in .*download=true", capsys.readouterr().err)
+        assert re.search(r"error: no .*cifar-10-python.tar.gz of cifar10.*download=true", capsys.readouterr().err)
         assert cli.main([*run, "first", "--download"]) == 0
     assert cli.main([*run, "second"]) == 0
     files = [Path(name, "metrics.jsonl") for name in ("first", "second")]
@@ -344,12 +279,3 @@ def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: Monk
     assert cli.main([*run, "third"]) == 1
     message = capsys.readouterr().err
     assert "not the complete" in message and "Traceback" not in message and not Path("third").exists()
-
-
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, server_folder: Path, monkeypatch: MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file/data cannot be made \(Not a directory\); name another with data_dir"):
-        cifar10(tmp_path / "file" / "data", clients=3, download=True)
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(OSError, match="data cannot be written to; name another with data_dir"):
-        cifar10(tmp_path / "data", clients=3, download=True)

@@ -1,8 +1,6 @@
 """Domains: one left out, clients inside each, image folders, and the digits under rotation and noise."""
 
 import os
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ from PIL import Image
 
 from fastsam.fed import models
 from fastsam.fed.data import by_domain, digits_domains, domainnet, folders, officehome
-from fastsam.fed.data.archives import ArchiveError
 from fastsam.fed.data.handwritten import load
 from tests.helpers.small_archives import SMALL, write_folders
 
@@ -124,55 +121,6 @@ def test_the_cache_is_used_until_a_file_changes(tmp_path: Path, monkeypatch: pyt
     assert third[0][0][0].float().mean((1, 2))[0] > 250
     (root / ".fastsam-16" / "Art.json").unlink()  # as if it had been interrupted
     assert torch.equal(officehome(tmp_path, "Clipart", folder_set=SMALL, size=16)[0][0], third[0][0])
-
-
-def zipped(folder: Path, name: str) -> Path:
-    """The zip file of a folder, with the folder at its top, and without the folder."""
-    made = shutil.make_archive(str(folder.with_name(name)), "zip", folder.parent, folder.name)
-    shutil.rmtree(folder)
-    return Path(made)
-
-
-@pytest.mark.parametrize("inside", ["", "officehome"])
-def test_the_published_archive_of_officehome(tmp_path: Path, inside: str) -> None:
-    plain, top = tmp_path / "plain", "OfficeHomeDataset_10072016"
-    write_folders(plain / top)
-    shutil.copytree(plain / top, tmp_path / inside / top)
-    archive = zipped(tmp_path / inside / top, top)
-    expected, made = (officehome(root, "Art", folder_set=SMALL, size=8) for root in (plain, tmp_path))
-    assert torch.equal(made.test[0], expected.test[0]) and torch.equal(made[2][1], expected[2][1])
-    assert sorted(p.name for p in archive.parent.iterdir() if p != plain) == [top, f"{top}.zip"]
-    archive.unlink()
-    assert len(officehome(tmp_path, "Art", folder_set=SMALL, size=8)) == 3
-
-
-def test_the_published_archives_of_domainnet(tmp_path: Path) -> None:
-    """One zip file for each domain; one of them is unpacked already."""
-    domains = folders.DOMAINNET.domains
-    write_folders(tmp_path / "domainnet", domains)
-    for domain in domains[1:]:
-        zipped(tmp_path / "domainnet" / domain, domain)
-    data = domainnet(tmp_path, "real", folder_set=replace(folders.DOMAINNET, classes=3), size=8)
-    assert list(data.domains) == [domain for domain in domains if domain != "real"]
-
-
-def test_archives_of_image_folders_that_are_cut_or_others(tmp_path: Path) -> None:
-    write_folders(tmp_path / "OfficeHomeDataset_10072016")
-    archive = zipped(tmp_path / "OfficeHomeDataset_10072016", "OfficeHomeDataset_10072016")
-    whole = archive.read_bytes()
-    half = len(whole) // 2
-    damaged = whole[:half] + bytes(b ^ 255 for b in whole[half:][:40]) + whole[half + 40 :]
-    for content in (whole[:-50], whole[: len(whole) // 2], damaged, b""):
-        archive.write_bytes(content)
-        with pytest.raises(ArchiveError, match="10072016.zip cannot be unpacked .*Fetch it again from https://"):
-            officehome(tmp_path, folder_set=SMALL, size=8)
-    write_folders(tmp_path / "Office31")
-    zipped(tmp_path / "Office31", "other").replace(archive)
-    with pytest.raises(ArchiveError, match="must hold a folder OfficeHomeDataset_10072016, it holds Office31"):
-        officehome(tmp_path, folder_set=SMALL, size=8)
-    assert [p.name for p in tmp_path.iterdir()] == [archive.name]
-    archive.write_bytes(whole)
-    assert len(officehome(tmp_path, "Art", folder_set=SMALL, size=8)) == 3
 
 
 def test_bad_image_folders(tmp_path: Path) -> None:
