@@ -60,11 +60,9 @@ class Archive:
                 f"no {path} of {self.data}; put the file there (from {reader.url}), name its directory with data_dir, "
                 "or say download=true"
             )
-        may_unpack = download or path.is_file()
+        options = {"download": download or path.is_file(), **self.options}  # a good archive is not fetched again
         try:
-            train, test = (
-                reader(data_dir, train=train, download=may_unpack, **self.options) for train in (True, False)
-            )
+            train, test = (reader(data_dir, train=train, **options) for train in (True, False))
         except URLError as error:
             raise ConnectionError(
                 f"{reader.url} could not be downloaded ({error}); fetch it elsewhere and put it at {path}"
