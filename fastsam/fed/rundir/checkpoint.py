@@ -3,7 +3,7 @@
     config.json  environment.json  metrics.jsonl  summary.json  model.safetensors
     checkpoint/manifest.json                 files with their hashes, length of metrics.jsonl, identity of the run
     checkpoint/server-000012.safetensors     state of the server and the model's buffers after 12 rounds
-    checkpoint/clients-000012.safetensors    states of the clients that round 12 changed, and the rest of older files
+    checkpoint/clients-000012.safetensors    states of the clients that round 12 changed, or of all clients
 
 A checkpoint writes new files first, and then replaces the manifest in one step. Files that the manifest no longer names
 are removed last. So the files of the manifest are complete at any instant. All files are safetensors or JSON, and
@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fastsam.fed.common.atomic_files import errors_with_path, make_directory, open_regular, write_bytes, write_json
-from fastsam.fed.rundir.holdings import Holdings, nbytes
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.manifest import (
     FORMAT,
@@ -45,11 +44,7 @@ from fastsam.fed.sums.ranks import Ranks
 log = logging.getLogger("fastsam.fed")
 _TENSORS = re.compile(r"(server|clients)-\d{6,}(-\d+)?\.safetensors(\.tmp)?")  # names of a checkpoint's files
 _FILES = ("config.json", "environment.json", "metrics.jsonl", "summary.json", "model.safetensors")
-_RUN_FILES = (
-    "config.json",
-    "environment.json",
-    "checkpoint",
-)  # files that a kill before the first checkpoint can leave
+_RUN_FILES = ("config.json", "environment.json", "checkpoint")  # a kill before the first checkpoint can leave them
 
 State = dict[str, Tensor]
 
@@ -99,7 +94,7 @@ class RunDirectory:
         self._metrics = b""  # content of metrics.jsonl
         self._clients: dict[int, tuple[State, str]] = {}  # the state that is on disk, and its file
         self._hashes: dict[str, str] = {}
-        self._holdings = Holdings()  # usage of the files of clients' states
+        self._sizes: dict[str, int] = {}  # bytes of the tensors in each file of clients' states
 
     def read(self, resume: bool) -> RunState | None:
         """Return the state to continue from, or None for a new run. Write nothing.
@@ -239,18 +234,16 @@ class RunDirectory:
         """Write one file with the states that changed since the last checkpoint. A tensor that several clients share
         (an old w) is in it once.
 
-        A client that is absent for long keeps a file that is otherwise full of old states. Therefore the live states
-        of a file are copied to the new file when they are less than half of the file. So the files are never larger
-        than twice the live states, and at most one byte is copied for each byte that became unused.
+        A client that is absent for long keeps a file that is otherwise full of old states. Therefore all states are
+        written anew when the files would be larger than twice the states.
         """
-        for i in [i for i, (state_on_disk, _) in self._clients.items() if state.clients.get(i) is not state_on_disk]:
-            state_on_disk, name = self._clients.pop(i)
-            self._holdings.drop(name, state_on_disk)
+        self._clients = {i: entry for i, entry in self._clients.items() if state.clients.get(i) is entry[0]}
         new_states = {i: s for i, s in state.clients.items() if i not in self._clients}
         if not new_states:
             return
-        if sparse := self._holdings.sparse():
-            new_states |= {i: s for i, (s, name) in self._clients.items() if name in sparse}
+        nbytes = sum(self._sizes[name] for name in {name for _, name in self._clients.values()})
+        if nbytes + unique_nbytes(new_states.values()) > 2 * unique_nbytes(state.clients.values()):
+            new_states = state.clients
         tensors: State = {}
         keys: dict[int, str] = {}
         places: dict[str, dict[str, str]] = {}
@@ -261,12 +254,8 @@ class RunDirectory:
                 places.setdefault(str(i), {})[name] = key
         rank = "" if self.ranks.size == 1 else f"-{self.ranks.rank}"
         file = self._write(f"clients-{state.round:06d}{rank}.safetensors", tensors, {"places": json.dumps(places)})
-        self._holdings.add_file(file, nbytes(tensors.values()))
-        for i, state_on_disk in new_states.items():
-            if i in self._clients:  # it moves
-                self._holdings.drop(self._clients[i][1], state_on_disk)
-            self._clients[i] = state_on_disk, file
-            self._holdings.add(file, state_on_disk)
+        self._sizes[file] = unique_nbytes([tensors])
+        self._clients |= {i: (client, file) for i, client in new_states.items()}
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> str:
         data = safetensors.torch.save(
@@ -309,7 +298,6 @@ class RunDirectory:
     ) -> dict[int, State]:
         """Return the states of this rank's clients. Tensors that a file shares are shared in memory."""
         copies: dict[tuple[str, str], Tensor] = {}
-        names: set[str] = set()
         places = {name: json.loads(tensors[name][1]["places"]) for name in set(files.values())}
         for i, name in files.items():
             if homes[int(i)] != self.ranks.rank:
@@ -319,11 +307,8 @@ class RunDirectory:
                 if (name, key) not in copies:
                     copies[name, key] = self.adopt(tensors[name][0][key])
                 state[n] = copies[name, key]
-            if name not in names:
-                names.add(name)
-                self._holdings.add_file(name, nbytes(tensors[name][0].values()))
             self._clients[int(i)] = (state, name)
-            self._holdings.add(name, state)
+        self._sizes = {name: unique_nbytes([tensors[name][0]]) for name in places}
         return {i: state for i, (state, _) in self._clients.items()}
 
     def rewind(self) -> None:
@@ -346,6 +331,11 @@ class RunDirectory:
         """Write the final model and the summary."""
         write_bytes(self.path / "model.safetensors", stored_model(model))
         write_json(self.path / "summary.json", summary)
+
+
+def unique_nbytes(states: Iterable[State]) -> int:
+    """Return the bytes of all tensors together. A tensor that several states share counts once."""
+    return sum({id(t): t.nbytes for state in states for t in state.values()}.values())
 
 
 def stored_model(model: nn.Module, metadata: dict[str, str] | None = None) -> bytes:

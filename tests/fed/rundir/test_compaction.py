@@ -1,22 +1,16 @@
 """States of clients that are absent for long do not keep old states of other clients on the disk."""
 
 import json
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
 
 from fastsam import fed
 from fastsam.fed.rundir.checkpoint import RunDirectory
-from fastsam.fed.rundir.holdings import Holdings
 from tests.helpers import oracle
-from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import records
 from tests.helpers.fed_runs import same_bits
 
@@ -78,7 +72,7 @@ def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> 
 
 
 def test_a_disk_that_was_full_does_not_leave_old_states_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of a file that could not be moved is moved the next time."""
+    """States that could not be written anew are written the next time."""
     write, failed = RunDirectory._write, []
 
     def full(self: RunDirectory, name: str, *rest: Any) -> str:
@@ -94,78 +88,3 @@ def test_a_disk_that_was_full_does_not_leave_old_states_behind(tmp_path: Path, m
     start(tmp_path / "run", fed.FedDyn(), 9, resume=True)
     whole, live = on_disk(tmp_path / "run")
     assert 0 < live <= whole <= 2 * live
-
-
-# --- What lives in the files of clients' states, counted as it changes: as a count of everything says.
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_counts_are_those_of_everything_counted_anew(seed: int) -> None:
-    rng, holdings = random.Random(seed), Holdings()
-    files: dict[str, int] = {}
-    clients: dict[int, tuple[dict[str, torch.Tensor], str]] = {}
-    for step in range(60):
-        file, shared = f"file {step}", torch.zeros(7)
-        chosen = rng.sample(range(20), rng.randint(1, 6))
-        states = {i: {"own": torch.zeros(rng.randint(1, 9)), "shared": shared, "again": shared} for i in chosen}
-        files[file] = sum(s["own"].nbytes for s in states.values()) + shared.nbytes
-        holdings.add_file(file, files[file])
-        for i, state in states.items():
-            if i in clients:
-                holdings.drop(clients[i][1], clients[i][0])
-            clients[i] = state, file
-            holdings.add(file, state)
-        if rng.random() < 0.3:
-            gone = rng.choice(list(clients))
-            holdings.drop(clients[gone][1], clients.pop(gone)[0])
-        live: dict[str, dict[int, int]] = {}
-        for state, name in clients.values():
-            live.setdefault(name, {}).update((id(t), t.nbytes) for t in state.values())
-        wanted = {name for name, own in live.items() if sum(own.values()) < 0.5 * files[name]}
-        if rng.random() < 0.7:
-            assert holdings.sparse() == wanted
-    assert wanted, "some file must have become sparse"
-
-
-# --- A resumed run with another function, or another model, of the same name is warned of, with what differs.
-
-
-def loss_of(kind: str, weight: float) -> Callable[..., Any]:
-    if kind == "plain":
-
-        def loss(outputs, y):
-            return weight * F.cross_entropy(outputs, y)
-    else:
-
-        def loss(outputs, y):
-            return weight * F.cross_entropy(outputs.double(), y)
-
-    return loss
-
-
-def model_of(activation: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 4), activation(), nn.Linear(4, 3))
-
-
-PLAIN: dict[str, Any] = {"loss": loss_of("plain", 1.0), "model": model_of(nn.ReLU)}
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ({"loss": loss_of("plain", 1.0), "model": model_of(nn.ReLU)}, None),
-        ({"loss": loss_of("plain", 0.5)}, "began with another loss.weight: 1.0; it goes on with 0.5"),
-        ({"loss": loss_of("double", 1.0)}, "began with another loss.code"),
-        ({"model": model_of(nn.Tanh)}, "began with another model.repr"),
-    ],
-    ids=["the same", "closure", "code", "activation"],
-)
-def test_another_function_of_the_same_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: dict[str, Any], words: str | None
-) -> None:
-    run_dir = tmp_path / "run"
-    start_small(**PLAIN, run_dir=run_dir)
-    result = start_small(**{**PLAIN, **other}, run_dir=run_dir, resume=True, rounds=2)
-    assert isinstance(result, fed.Result)
-    assert (words is None and "began with another" not in caplog.text) or (words is not None and words in caplog.text)
