@@ -5,20 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from fastsam.fed.clients.batch_loss import split_pair
 from fastsam.fed.clients.packed_samples import PackedSamples
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.samples import ClientDataset, as_samples
-
-_TOGETHER = 4096  # clients whose samples are copied to be hashed in one piece
 
 
 class Clients(Sequence[ClientDataset]):
@@ -82,7 +77,7 @@ class Clients(Sequence[ClientDataset]):
 
     def about_ignored(self, client: int) -> str:
         """Return a note about a client's labels, for a loss that is not finite."""
-        return ""
+        return self[client].note_on_labels()
 
 
 class PairClients(Clients):
@@ -109,30 +104,8 @@ class PairClients(Clients):
         return y.flatten(), [n * labels_per_sample for n in self.sizes]
 
     def hash(self, digest: blake2b) -> None:
-        """Add all samples. Neighbouring clients of one size in a store are added at once."""
-        store = self.store
-        if store is None:
-            for pair in self.pairs:
-                hash_pair(digest, pair)
-            return
-        columns = [(np.frombuffer(_raw(t), np.uint8), t[0].nbytes, t) for t in (store.x, store.y)]
-        at = 0
-        for n, alike in groupby(store.sizes):
-            count = sum(1 for _ in alike)
-            step = (store.offsets[at + 1] - store.offsets[at]) if count > 1 else n
-            for first in range(at, at + count, _TOGETHER):
-                num_clients = min(_TOGETHER, at + count - first)
-                parts = []
-                for raw, row, t in columns:
-                    kind = np.frombuffer(_kind(t.dtype, (n, *t.shape[1:])), np.uint8)
-                    begin = raw[store.offsets[first] * row :]
-                    window = as_strided(begin, (num_clients, n * row), (step * row, 1), writeable=False)
-                    parts += [np.broadcast_to(kind, (num_clients, len(kind))), window]
-                digest.update(np.concatenate(parts, axis=1).data)
-            at += count
-
-    def about_ignored(self, client: int) -> str:
-        return self[client].note_on_labels()
+        for pair in self.pairs:
+            hash_pair(digest, pair)
 
 
 class InMemoryClients(Clients):
@@ -156,23 +129,12 @@ class InMemoryClients(Clients):
             hasher.update(samples.digest())
         digest.update(hasher.digest())
 
-    def about_ignored(self, client: int) -> str:
-        return self.clients[client].note_on_labels()
-
 
 def hash_pair(digest: blake2b, pair: Sequence[Tensor]) -> None:
     """Add the dtypes, shapes and bytes of tensors to `digest`."""
     for tensor in pair:
-        digest.update(_kind(tensor.dtype, tensor.shape))
-        digest.update(_raw(tensor))
-
-
-def _kind(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    return repr((dtype, tuple(shape))).encode()
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def check_kind(samples: ClientDataset, label: str, first: Mapping[str, str] | None, any_batch: bool) -> None:

@@ -116,6 +116,9 @@ class LazyClientData(Clients):
                 clients, together if self.lazy.num_prefetched is None else self.lazy.num_prefetched
             )
 
+    def about_ignored(self, client: int) -> str:
+        return ""  # its data would be loaded again
+
     def hash(self, digest: blake2b) -> None:
         digest.update(hash_tree(len(self), [str(self.lazy.sizes), self._digests[0].hex()]))
 

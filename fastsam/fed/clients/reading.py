@@ -22,7 +22,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fastsam.fed.clients.mapped_rows import MappedRows, lies_in_files
 from fastsam.fed.clients.pairs import Pair, all_finite, checked_pair, is_array
 from fastsam.fed.clients.samples import (
     ClientDataset,
@@ -71,8 +70,6 @@ def source(data: Any, label: str, has_collate: bool = False) -> Any:
         return _columns([t.index_select(0, places.to(t.device)) for t in data.dataset.tensors])
     if isinstance(data, (str, bytes)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(f"{label} must be {FORMS}, got {type(data).__name__}")
-    if isinstance(data, (Mapping, tuple)) and lies_in_files(data):
-        return SampleSource(MappedRows(data, label))
     if isinstance(data, Mapping) or is_array(data):
         return data
     if isinstance(data, tuple):
@@ -149,7 +146,6 @@ def read(
                 return tree
         samples = DatasetSamples(data.data, collate_fn or default_collate, label, dtype, device)
         samples.draws = has_draws or (draws is None and _collate_draws(samples))
-        samples.reads_ahead = isinstance(data.data, MappedRows) and not samples.draws
         return samples
 
 
@@ -212,7 +208,6 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 def _stack(items: list[Any], label: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset | None:
     """Return all samples in one tensor, or None if parts of them are texts, which are collated batch by batch."""
-    _check_alike(items, label)
     if any(isinstance(leaf, (str, bytes)) for _, leaf in leaves(items[0])):
         return None
     try:
@@ -225,34 +220,6 @@ def _stack(items: list[Any], label: str, dtype: torch.dtype, device: torch.devic
     if isinstance(tree, (tuple, list)) and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
         return checked_pair(tree, label, dtype, device)
     return _tree(tree, label, dtype, device)
-
-
-def _check_alike(items: list[Any], label: str) -> None:
-    """Raises ValueError for the first sample that is not of the structure and the shapes of the first one."""
-    first_structure = _structure(items[0])
-    for i, item in enumerate(items):
-        if (structure := _structure(item)) != first_structure:
-            part = next(
-                (path for path in {**first_structure, **structure} if first_structure.get(path) != structure.get(path)),
-                "",
-            )
-            structures = [s.get(part, "missing") for s in (structure, first_structure)]
-            raise ValueError(
-                f"{label}: sample {i} differs from sample 0: {_part_name(part)} is {structures[0]}, there "
-                f"{structures[1]}; samples of variable length need collate=, a function of a list of samples that "
-                "pads them to a batch"
-            )
-
-
-def _part_name(part: str) -> str:
-    return f"its part {part}" if part else "it"
-
-
-def _structure(item: Any) -> dict[str, str]:
-    return {
-        path: str(list(leaf.shape)) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim else "one value"
-        for path, leaf in leaves(item)
-    }
 
 
 def _collate_draws(samples: DatasetSamples) -> bool:

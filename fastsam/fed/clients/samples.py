@@ -88,9 +88,9 @@ def generators() -> bytes:
 
 class ClientDataset(ABC):
     """`len(samples)` samples, taken in batches. draws: reading them draws random numbers, so a batch is read under a
-    seed. reads_ahead: any thread may read them, and it is of use to read the next batch while one is trained."""
+    seed."""
 
-    draws = reads_ahead = False
+    draws = False
 
     @abstractmethod
     def __len__(self) -> int: ...

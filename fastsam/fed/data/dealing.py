@@ -4,9 +4,9 @@ priors."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -107,75 +107,10 @@ def check_labels(labels: Any, classes: int | None = None, label: str = "labels")
     return integers, classes
 
 
-class Words:
-    """numpy's `randint` and `uniform()`, one at a time, from blocks of the generator's 32-bit words: the same numbers,
-    many times as fast.
-
-    Many more are drawn than slots are filled: of 100,000 clients with a slot each, the last ones are met after a
-    million draws.
-    """
-
-    _BLOCK = 4096
-    _FEW, _MANY = 64, 1024  # words that are tried one by one, and then all at once
-
-    def __init__(self, rng: np.random.RandomState) -> None:
-        self.rng, self._begin, self._num_used, self._at = rng, rng.get_state(), 0, 0
-        self._words, self._block = np.empty(0, np.uint32), list[int]()
-
-    def first_open(self, slots: bytearray) -> int:
-        """`rng.randint(clients)`, again until there is a slot: words are cut to the bits of the largest number, and
-        taken where in range.
-
-        slots: whether each client has one, from `flags`.
-        """
-        mask = len(slots) - 1
-        while mask:  # numpy draws nothing where there is nothing to choose
-            at = self._at
-            for word in self._block[at : at + self._FEW]:
-                at += 1
-                if slots[word & mask]:
-                    self._at = at
-                    return word & mask
-            for begin in range(at, len(self._block), self._MANY):
-                values = self._words[begin : begin + self._MANY] & mask
-                hits = np.frombuffer(slots, np.uint8)[values]
-                first = int(hits.argmax())
-                if hits[first]:
-                    self._at = begin + first + 1
-                    return int(values[first])
-            self._refill()
-        return 0
-
-    def uniform(self) -> float:
-        """`rng.random_sample()`: 53 bits of two words."""
-        at = self._at
-        if at + 1 < len(self._block):
-            self._at = at + 2
-            return ((self._block[at] >> 5) * 67108864.0 + (self._block[at + 1] >> 6)) / 9007199254740992.0
-        return ((self._next() >> 5) * 67108864.0 + (self._next() >> 6)) / 9007199254740992.0
-
-    def close(self) -> None:
-        """Advance the generator by the words that were used."""
-        self.rng.set_state(self._begin)
-        if num_used := self._num_used + self._at:
-            self.rng.randint(0, 2**32, num_used, np.uint32)
-
-    def _next(self) -> int:
-        if self._at == len(self._block):
-            self._refill()
-        self._at += 1
-        return self._block[self._at - 1]
-
-    def _refill(self) -> None:
-        self._num_used += len(self._block)
-        self._words = self.rng.randint(0, 2**32, self._BLOCK, np.uint32)
-        self._block, self._at = self._words.tolist(), 0
-
-
-def flags(slots: Sequence[int]) -> bytearray:
-    """Return a byte for each client, 1 if it has slots, with zeros up to a power of two."""
-    n = len(slots)
-    return bytearray(bool(count) for count in slots) + bytearray((1 << (n - 1).bit_length()) - n)
+def _word_blocks(rng: np.random.RandomState) -> Iterator[list[int]]:
+    """Yield blocks of the generator's 32-bit words, without an end."""
+    while True:
+        yield rng.randint(0, 2**32, 4096, np.uint32).tolist()
 
 
 def draw(
@@ -204,15 +139,27 @@ def draw(
     classes = priors.shape[1]
     lists = [np.flatnonzero(labels == c).tolist() for c in range(classes)]
     num_left = [len(pool) for pool in lists]
-    open_slots = sizes.tolist()
-    begins = [0, *accumulate(open_slots)]
+    begins = [0, *accumulate(sizes.tolist())]
+    mask = (1 << (len(sizes) - 1).bit_length()) - 1
+    open_slots = sizes.tolist() + [0] * (mask + 1 - len(sizes))
     cdf, indices = np.cumsum(priors, axis=1).ravel().tolist(), [0] * begins[-1]
-    has_slots, words = flags(open_slots), Words(rng)
-    uniform = words.uniform
+    # numpy's numbers are made from its 32-bit words, many times as fast as by a call each.
+    state, num_used, client = rng.get_state(), 0, 0
+    words = enumerate(chain.from_iterable(_word_blocks(rng)), 1)
+
+    def uniform() -> float:
+        """Return `rng.random_sample()`: 53 bits of two words."""
+        nonlocal num_used
+        (_, high), (num_used, low) = next(words), next(words)
+        return ((high >> 5) * 67108864.0 + (low >> 6)) / 9007199254740992.0
+
     for _ in range(begins[-1]):
-        client = words.first_open(has_slots)
+        # `randint(clients)`, until a client has an open slot
+        for num_used, word in words if mask else ():  # noqa: B007 - it is read at the end
+            client = word & mask
+            if open_slots[client]:
+                break
         open_slots[client] -= 1
-        has_slots[client] = open_slots[client] > 0
         row = client * classes
         for _ in range(_MAX_REJECTIONS):
             c = bisect_left(cdf, uniform(), row, row + classes) - row
@@ -227,7 +174,8 @@ def draw(
             num_left[c] = num_left[c] or len(lists[c])
         num_left[c] -= 1
         indices[begins[client] + open_slots[client]] = lists[c][num_left[c]]
-    words.close()
+    rng.set_state(state)
+    rng.randint(0, 2**32, num_used, np.uint32)
     places = np.array(indices, dtype=np.int64)
     return [places[begin:end] for begin, end in pairwise(begins)]
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.arena import Layout
-from fastsam.fed.clients.mapped_rows import one_ahead
 from fastsam.fed.clients.population import Loss, Population, apply_augment
 from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
@@ -249,10 +248,7 @@ class Task:
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
     def _own_batches(self, samples: ClientDataset) -> Iterator[tuple[Any, None]]:
-        readings = self._readings(samples)
-        return (
-            (batch, None) for batch in (one_ahead(readings) if samples.reads_ahead else (read() for read in readings))
-        )
+        return ((read(), None) for read in self._readings(samples))
 
     def _readings(self, samples: ClientDataset) -> Iterator[Callable[[], Any]]:
         """Yield functions that read the batches, one after the other."""

@@ -154,7 +154,7 @@ def test_no_more_than_asked_for_are_loaded_ahead(most: int) -> None:
 
     def loaded() -> list[int]:
         until = time.monotonic() + 5
-        while ahead._works and time.monotonic() < until:
+        while not all(f.done() for f in ahead._futures.values()) and time.monotonic() < until:
             time.sleep(0.001)
         return begun
 

@@ -17,7 +17,7 @@ from fastsam.fed.data import (
     split_data,
     stratified_test,
 )
-from fastsam.fed.data.dealing import Words, flags
+from fastsam.fed.data.dealing import draw
 
 
 def pooled(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
@@ -229,20 +229,25 @@ def test_split_data_counts_classes_of_the_test_set_too() -> None:
 # generator left where they end.
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 50, 64, 65, 1000, 100_000])
-@pytest.mark.parametrize("count", [0, 1, 500])
-def test_words_are_the_generators_own(n: int, count: int) -> None:
+@pytest.mark.parametrize("n", [1, 2, 3, 50, 64, 65, 1000])
+def test_a_draw_takes_the_numbers_of_the_generator_one_by_one(n: int) -> None:
     theirs, ours = (np.random.RandomState(7) for _ in range(2))
     theirs.randint(5), ours.randint(5)  # not from a state's beginning
-    words, slots = Words(ours), flags([1] * n)
-    for i in range(count):
+    labels, priors = np.arange(5 * n) % 3, np.random.RandomState(1).dirichlet([0.5] * 3, size=n)
+    found = draw(labels, priors, np.full(n, 5), ours)
+    lists = [np.flatnonzero(labels == c).tolist() for c in range(3)]
+    left, slots, expected = [len(one) for one in lists], [5] * n, [[0] * 5 for _ in range(n)]
+    while sum(slots):
         client = theirs.randint(n)
-        while not slots[client]:
-            client = theirs.randint(n)
-        assert words.first_open(slots) == client
-        if i % 2 and sum(slots) > 1:
-            slots[client] = 0
-        if i % 3 == 0:
-            assert words.uniform() == theirs.random_sample()
-    words.close()
+        if not slots[client]:
+            continue
+        slots[client] -= 1
+        while True:
+            c = int(np.argmax(theirs.uniform() <= np.cumsum(priors[client])))
+            if left[c]:
+                break
+            left[c] = len(lists[c])
+        left[c] -= 1
+        expected[client][slots[client]] = lists[c][left[c]]
+    assert [part.tolist() for part in found] == expected
     assert (ours.randint(2**31, size=5) == theirs.randint(2**31, size=5)).all()
