@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ class RunView:
         history: the records so far.
         stopped: the reason why the run was stopped, or None.
         error: the error that ended the run, only in `on_end`; None if it ended well.
-        keys: names of the numbers that a record may have; None if your own measures add to them.
     """
 
     def __init__(
@@ -48,9 +47,7 @@ class RunView:
         run_dir: Path | None,
         state: RunState,
         export: Callable[[RunState], nn.Module],
-        keys: Sequence[str] | None = None,
     ) -> None:
-        self.keys = keys
         self.config, self.rounds, self.run_dir = dict(config), rounds, run_dir
         self.stopped: str | None = None
         self.error: BaseException | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,8 @@ class Best(Callback):
         """Return True if the record's value is the best so far. Raises ValueError if the record lacks the key."""
         if self.metric not in record:
             names = [key for key, value in record.items() if value is None or isinstance(value, (int, float))]
-            raise ValueError(_unknown(self.metric, names))
+            hint = nearest(self.metric, names)
+            raise ValueError(f"the records of this run have no {self.metric!r}{hint}; they have {', '.join(names)}")
         value = record[self.metric]
         if value is None:  # a round without evaluation
             return False
@@ -48,11 +48,6 @@ class Best(Callback):
         else:
             self.since += 1
         return better
-
-    def check_key(self, run: RunView) -> None:
-        """Raise ValueError if the records of the run cannot have the metric."""
-        if run.keys is not None and self.metric not in run.keys:
-            raise ValueError(_unknown(self.metric, run.keys))
 
     def on_end(self, run: RunView, result: Result | None) -> None:
         """Says when there was nothing to follow."""
@@ -76,7 +71,6 @@ class EarlyStopping(Best):
 
     def on_start(self, run: RunView) -> None:
         """Counts what there is; raises Stop where that is enough."""
-        self.check_key(run)
         self._begin()
         for record in run.history:
             self.take(record)
@@ -113,7 +107,6 @@ class SaveBest(Best):
 
     def on_start(self, run: RunView) -> None:
         """Take the best of the earlier rounds from the file, if it exists."""
-        self.check_key(run)
         make_directory(self.path.parent, "choose another path")
         self._begin()
         for record in run.history if self.path.is_file() else ():
@@ -124,10 +117,6 @@ class SaveBest(Best):
         if self.take(record):
             about: dict[str, Any] = {"round": self.round, "metric": self.metric, "value": self.value}
             write_bytes(self.path, stored_model(run.model(), {key: str(value) for key, value in about.items()}))
-
-
-def _unknown(metric: str, names: Sequence[str]) -> str:
-    return f"the records of this run have no {metric!r}{nearest(metric, names)}; they have {', '.join(names)}"
 
 
 def _mode(metric: str, mode: str | None) -> str:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-T = TypeVar("T")
-
-_PATIENCE = 1.0  # seconds until a bar is shown
 
 
 class RunProgress:
@@ -82,18 +78,6 @@ class RunProgress:
 
     def _line(self, text: str) -> None:
         self.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True, markup=False)
-
-
-def with_progress(things: Sequence[T], description: str, console: Console) -> Iterator[T]:
-    """Yield the things one after the other. On a terminal a bar shows the count after one second."""
-    from rich.progress import track
-
-    began = time.monotonic()
-    for i, thing in enumerate(things):
-        if time.monotonic() - began > _PATIENCE and console.is_terminal:
-            yield from track(things[i:], description, len(things), i, console=console, transient=True)
-            return
-        yield thing
 
 
 class Countdown:

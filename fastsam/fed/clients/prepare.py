@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -18,8 +18,6 @@ from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, SampleSource, read, source
 from fastsam.fed.clients.samples import ClientDataset, Collate, PairSamples, as_samples
 
-ShowProgress = Callable[[Sequence[Any]], Iterable[Any]]
-
 
 def prepare(
     clients: Any,
@@ -28,7 +26,6 @@ def prepare(
     device: torch.device,
     takes_batches: bool = False,
     collate: Collate | None = None,
-    show_progress: ShowProgress = iter,
 ) -> Population:
     """Return the population of a run.
 
@@ -37,7 +34,6 @@ def prepare(
 
     Args:
         takes_batches: the loss takes batches, also of pairs.
-        show_progress: wraps the iteration over the clients, to show progress.
 
     Raises:
         ValueError: no clients, data that a client may not be, x and y of different lengths, a client without samples,
@@ -73,7 +69,7 @@ def prepare(
     if common_store is not None and (test is None or _is_pair(test)):
         test_samples = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
         return Population(PairClients(StoredPairs(common_store), common_store), device, test_samples, **about)
-    client_samples, test_data = _read(sources, test, collate, dtype, device, show_progress)
+    client_samples, test_data = _read(sources, test, collate, dtype, device)
     if not takes_batches and not any(isinstance(one, ClientDataset) for one in (*client_samples, test_data)):
         if common_store is not None:
             pairs, store = StoredPairs(common_store), common_store
@@ -109,7 +105,6 @@ def _read(
     collate: Collate | None,
     dtype: torch.dtype,
     device: torch.device,
-    show_progress: ShowProgress = iter,
 ) -> tuple[list[Pair | ClientDataset], Pair | ClientDataset | None]:
     has_collate = collate is not None
     sources = [(source(one, f"client {i}", has_collate), f"client {i}") for i, one in enumerate(clients)]
@@ -121,7 +116,7 @@ def _read(
     if test is not None:
         sources.append((source(test, "the test set", has_collate), "the test set"))
     share = LARGEST_READ / max(1, sum(len(one) for one, _ in sources if isinstance(one, SampleSource)))
-    samples = [read(one, label, collate, dtype, device, share) for one, label in show_progress(sources)]
+    samples = [read(one, label, collate, dtype, device, share) for one, label in sources]
     return samples[: len(clients)], samples[-1] if test is not None else None
 
 

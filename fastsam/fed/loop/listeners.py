@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from types import TracebackType
@@ -14,7 +14,7 @@ from torch import nn
 
 from fastsam.extras import install_command
 from fastsam.fed.callbacks.base import METHODS, CallbackError, RunView, Stop
-from fastsam.fed.callbacks.terminal import RunProgress, with_progress
+from fastsam.fed.callbacks.terminal import RunProgress
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.sums.ranks import Ranks
@@ -38,14 +38,6 @@ class Listeners:
         self._own_bar: RunProgress | None = None
         self._bar = ExitStack()
 
-    def show_reading(self, clients: Sequence[Any]) -> Iterable[Any]:
-        """Yield the clients as they are read. A bar shows their number if there is a bar for rounds."""
-        if self.progress is not True:
-            return clients
-        from rich.console import Console
-
-        return with_progress(clients, "reading clients", Console(stderr=True))
-
     def names(self) -> list[str]:
         """The classes of the callbacks, which all ranks must have in common."""
         return [type(one).__name__ for one in self.callbacks]
@@ -57,15 +49,14 @@ class Listeners:
         directory: RunDirectory | None,
         config: Callable[[], Mapping[str, Any]],
         export: Callable[[RunState], nn.Module],
-        keys: Sequence[str] | None = None,
     ) -> None:
-        """Begin the run at `state`; collective. `export` returns the model of a state; `keys` as in `RunView`."""
+        """Begin the run at `state`; collective. `export` returns the model of a state."""
         self._ranks = ranks
         if ranks.first and self.progress is True:
             self.progress = self._own_bar = self._bar.enter_context(_bar(self._label, self._rounds))
         if self.callbacks and ranks.first:
             path = None if directory is None else directory.path
-            self._view = RunView(config(), self._rounds, path, state, export, keys)
+            self._view = RunView(config(), self._rounds, path, state, export)
             for callback in self.callbacks:
                 self._ask(callback, "on_start")
                 self._active.append(callback)

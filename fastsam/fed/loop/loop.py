@@ -34,11 +34,6 @@ from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
 
-_KEYS = (  # names in a record; evaluations and stages add names
-    *("round", "lr", "server_lr", "clients", "samples", "steps", "train_loss", "megabytes_down", "megabytes_up"),
-    *("backprops", "seconds_training", "seconds"),
-)
-
 
 @dataclass(frozen=True)
 class Loop:
@@ -93,13 +88,6 @@ class Loop:
         """Return the bytes that the server and the clients keep, on all ranks; collective."""
         clients = self.ranks.gather(replace(state, server={}).nbytes)
         return replace(state, clients={}).nbytes + sum(clients)
-
-    def record_keys(self) -> list[str] | None:
-        """Return the names of the numbers that a record may have, or None if a stage adds a user's names."""
-        of_stages = [stage.record_keys for stage in self.stages]
-        if None in of_stages:
-            return None
-        return [*_KEYS, *self.evaluator.empty_record(), *(key for keys in of_stages for key in keys or ())]
 
     @property
     def algorithm(self) -> Algorithm:

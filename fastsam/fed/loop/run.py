@@ -153,9 +153,7 @@ def run(
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)
     backend = backends.select(backend, place, dtype).name
-    population = prepare(
-        clients, test, dtype, place, isinstance(loss_function, BatchLoss), collate, listeners.show_reading
-    )
+    population = prepare(clients, test, dtype, place, isinstance(loss_function, BatchLoss), collate)
     if not population.test_size:
         log.warning("there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)")
     loss = cast(Loss, population.loss_of(loss_function))
@@ -183,9 +181,7 @@ def run(
             behaviours = behaviours_of(model, settings, collate)
             directory, state = open_directory(run_dir, resume, loop, state, identity, config, lock, behaviours)
         export_state = partial(_export, model, loop)
-        listeners.start(
-            ranks, state, directory, lambda: config or settings_of(facts, settings), export_state, loop.record_keys()
-        )
+        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), export_state)
         state = loop.run(state, directory, listeners)
         nbytes = loop.nbytes(state)
     with listeners:

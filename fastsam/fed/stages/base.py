@@ -46,12 +46,10 @@ class Stage:
     """A stage of a run's chain. Each method does nothing unless a subclass overrides it.
 
     In a round, the methods of all stages are called in the chain's order. `keeps_empty_rounds` is True if a round in
-    which no client was sampled still has a server step. `record_keys` are the names that the stage adds to records,
-    or None if they are not known before the run.
+    which no client was sampled still has a server step.
     """
 
     keeps_empty_rounds: bool = False
-    record_keys: Sequence[str] | None = ()
 
     def visible_round(self, round: Round) -> Round:
         """Return the round as the algorithm may see it."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Round, State
-from fastsam.fed.measures import NAMES, Measures
+from fastsam.fed.measures import Measures
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.sums.ranks import Ranks
 
@@ -19,8 +19,6 @@ class Measuring(Stage):
 
     def __init__(self, measures: Measures) -> None:
         self.measures = measures
-        is_built_in = type(measures).__module__.startswith("fastsam.fed.measures.hook")
-        self.record_keys = [key for keys in NAMES.values() for key in keys] if is_built_in else None
         self._aggregate: Aggregate | None = None
 
     def snapshots(self, round: Round, num_steps: int) -> Iterable[int]:

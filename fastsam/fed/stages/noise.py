@@ -29,7 +29,6 @@ class Noise(Stage):
 
     def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None) -> None:
         self.settings, self.mask, self.accountant = settings, mask, accountant
-        self.record_keys = () if accountant is None else ("epsilon", "delta")
         assert settings.privacy.clip is not None
         self.std = settings.privacy.noise_multiplier * settings.privacy.clip  # standard deviation of the noise
 

@@ -15,10 +15,9 @@ import torch
 from rich.console import Console
 
 from fastsam import fed
-from fastsam.fed import callbacks
 from fastsam.fed.callbacks import CSV, EarlyStopping, MLflow, SaveBest, TensorBoard, WandB
 from fastsam.fed.callbacks.logs import numbers
-from fastsam.fed.callbacks.terminal import Countdown, RunProgress, describe, duration, with_progress
+from fastsam.fed.callbacks.terminal import Countdown, RunProgress, describe, duration
 from tests.helpers.fed_rundir import start
 from tests.helpers.fed_runs import same_bits
 
@@ -181,18 +180,6 @@ def test_progress_of_a_run_that_was_done_before_is_full(capsys: pytest.CaptureFi
         pass
     last = capsys.readouterr().out.rpartition("fedsam")[2]
     assert "4/4" in last and "done before" in last
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_reading_that_takes_its_time_is_shown_on_a_terminal(terminal, capsys, monkeypatch) -> None:
-    things = list(range(40))
-    console = Console(force_terminal=terminal, width=80)
-    assert list(with_progress(things, "reading clients", console)) == things and not capsys.readouterr().out, (
-        "it was quick"
-    )
-    monkeypatch.setattr(callbacks.terminal, "_PATIENCE", -1.0)
-    assert list(with_progress(things, "reading clients", console)) == things
-    assert ("reading clients" in capsys.readouterr().out) is terminal
 
 
 def test_describe_leaves_out_what_a_round_does_not_have() -> None:

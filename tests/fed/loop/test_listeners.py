@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.loop import listeners
 from fastsam.fed.loop.round import FAR, outliers
 from tests.helpers import oracle
 from tests.helpers.fed_input import start as start_small
@@ -78,16 +77,6 @@ def test_the_run_directory_is_complete_at_the_end_and_its_config_is_told(tmp_pat
     assert (looks.config["algorithm"], looks.config["lr"], looks.rounds) == ("MoFedSAM", 0.07, 3)
     start(tmp_path / "other", callbacks=[looks], config={"mine": 1})
     assert looks.config == {"mine": 1}
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_clients_that_are_read_one_by_one_are_counted_where_a_bar_is_shown(progress, monkeypatch):
-    heard = []
-    monkeypatch.setattr(listeners, "with_progress", lambda things, what, console: heard.append(len(things)) or things)
-    x, y = torch.randn(8, 4), torch.arange(8) % 3
-    clients = [[(x[i], y[i]) for i in range(8)]] * 5
-    fed.run(torch.nn.Linear(4, 3), clients, fed.FedAvg(), rounds=1, test=(x, y), progress=progress)
-    assert heard == ([6] if progress else []), "five clients and the test set"
 
 
 def test_a_callback_changes_no_bit(tmp_path):
