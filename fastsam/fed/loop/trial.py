@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from fastsam.fed.executors.randomness import RandomOps
 from fastsam.fed.loop.trial_pass import explain, look, restore_random_state
 from fastsam.fed.step.model_copy import copy_model, trainable
 
-log = logging.getLogger("fastsam.fed")
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
 _KINDS = 64  # largest number of kinds of samples that are tried
 
@@ -80,47 +78,19 @@ def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch
     is_class = isinstance(outputs, Tensor) and outputs.dim() >= 2 and isinstance(labels, Tensor)
     if not is_class or labels.dtype != torch.int64 or labels.dim() != outputs.dim() - 1:
         return False
-    if not isinstance(loss, PairLoss):  # outputs of a user's `predict` are one per class
-        is_known = bool(((labels >= 0) & (labels < outputs.shape[1]) | (labels == IGNORED)).all())
-        return labels.dim() == 1 and outputs.shape[1] > 1 and is_known
-    function = loss.of_outputs
+    classes, function = outputs.shape[1], loss.of_outputs if isinstance(loss, PairLoss) else None
     if function in _CLASS_LOSSES or isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        if population.classes not in (None, outputs.shape[1]):
+        if population.classes not in (None, classes):
             raise ValueError(
-                f"the model has {outputs.shape[1]} outputs and the data {population.classes} classes; a model class or "
+                f"the model has {classes} outputs and the data {population.classes} classes; a model class or "
                 "function with a parameter 'classes' is made with the right number, others may take it in model_options"
             )
-        check_labels(population, outputs.shape[1], getattr(function, "ignore_index", IGNORED))
+        check_labels(population, classes, getattr(function, "ignore_index", IGNORED))
         return labels.dim() == 1
     client_labels, test = population.clients.labels_together(), population.test_labels
     every = [labels, *([] if client_labels is None else [client_labels[0]]), *([] if test is None else [test])]
-    return labels.dim() == 1 and _is_one_per_class(outputs, every, function)
-
-
-def _is_one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> bool:
-    """Return True if a user's loss reads `output` `[n, classes]` as one number per class, the larger the likelier.
-
-    There must be several classes, every label must be a class number, and the loss must be lowest if the largest output
-    is the label's. A regression on one of the outputs, or on a mean and a variance, does not pass. (A loss that fails
-    on artificial batches is not tried.)
-    """
-    classes = output.shape[1]
-    is_known = all(int(y.max()) < classes and bool(((y >= 0) | (y == IGNORED)).all()) for y in labels)
-    if classes < 2 or not is_known:
-        return False
-    labels_shown = torch.arange(min(classes, _KINDS), device=output.device)
-    likely = torch.full((len(labels_shown), classes), 0.1 / (classes - 1), dtype=output.dtype, device=output.device)
-    try:
-        values = [
-            float(loss(likely.scatter(1, labels_shown.roll(by)[:, None], 0.9), labels_shown))
-            for by in range(len(labels_shown))
-        ]
-    except Exception as problem:
-        log.info(
-            "the loss could not be tried on a made-up batch, outputs are taken for one number per class: %s", problem
-        )
-        return True
-    return all(values[0] < value for value in values[1:])
+    has_classes = all(bool(((y >= 0) & (y < classes) | (y == IGNORED)).all()) for y in every)
+    return labels.dim() == 1 and classes > 1 and has_classes
 
 
 @torch.no_grad()
