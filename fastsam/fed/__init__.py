@@ -2,14 +2,12 @@
 
 from fastsam import fed
 
-data = fed.digits(clients=50, alpha=0.3) result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50) result.model,
-result.history, result.summary()
+data = fed.digits(clients=50, alpha=0.3)
+result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50)
+result.model, result.history, result.summary()
 """
 
 from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
 
 from fastsam.fed import algorithms, callbacks
 from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, and what an own one is made of
@@ -18,6 +16,7 @@ from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.lazy import LazyClients
 from fastsam.fed.clients.prepare import ClientTestSets
+from fastsam.fed.data import FederatedData, digits, dirichlet, iid, split
 from fastsam.fed.executors import ClientError
 from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError
@@ -31,11 +30,6 @@ from fastsam.fed.stages.compression import TopK
 from fastsam.fed.step.local_update import lr_sum
 from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.sums.ranks import RankError
-
-if TYPE_CHECKING:
-    from fastsam.fed.data import FederatedData, digits, dirichlet, iid, split
-
-_DATA = ("FederatedData", "digits", "dirichlet", "iid", "split")
 
 __all__ = [
     "AlgorithmError",
@@ -67,15 +61,3 @@ __all__ = [
     "split",
     *algorithms.__all__,
 ]
-
-
-def __dir__() -> list[str]:
-    """Return the public names: `__all__`, and the rooms `data` and `models`."""
-    return sorted([*__all__, "data", "models"])
-
-
-def __getattr__(name: str) -> Any:
-    """Import data sets on first use. They need numpy and, for the digits, scikit-learn."""
-    if name in _DATA:
-        return getattr(importlib.import_module("fastsam.fed.data"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

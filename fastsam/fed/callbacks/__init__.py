@@ -1,7 +1,7 @@
 """Callbacks of a run: the base class, loggers, early stopping, and the best model.
 
-fed.run(model, data, fed.FedSAM(), rounds=50, callbacks=[fed.callbacks.CSV("rounds.csv"),
-    fed.callbacks.EarlyStopping("test_loss", patience=5)])
+callbacks = [fed.callbacks.CSV("rounds.csv"), fed.callbacks.EarlyStopping("test_loss", patience=5)]
+fed.run(model, data, fed.FedSAM(), rounds=50, callbacks=callbacks)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, lcm
@@ -48,15 +48,6 @@ class StoredPairs(Sequence[Pair]):
             begin, n = store.offsets[client], store.sizes[client]
             pair = self._views[client] = store.x.narrow(0, begin, n), store.y.narrow(0, begin, n)
         return pair
-
-    def __iter__(self) -> Iterator[Pair]:
-        store = self.store
-        gaps = [
-            end - begin - n
-            for begin, end, n in zip(store.offsets, [*store.offsets[1:], len(store.y)], store.sizes, strict=True)
-        ]
-        parts = [n for pair in zip(store.sizes, gaps, strict=True) for n in pair]
-        yield from zip(*(t.split_with_sizes(parts)[::2] for t in (store.x, store.y)), strict=True)
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | None]:

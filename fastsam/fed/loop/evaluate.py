@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.population import IGNORED, Loss, Population
 from fastsam.fed.common import seeds
+from fastsam.fed.data.dealing import draw
 from fastsam.fed.measures.metrics import Metric
 
 VALIDATION = ("prior", "shared", "iid")
@@ -49,8 +50,6 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
         return np.array_split(np.resize(rng.permutation(count), max(count, clients)), clients)
     assert population.test_labels is not None
     labels = _integers(population.test_labels)
-    from fastsam.fed.data.partition import draw  # here, so that a run without it needs no data module
-
     priors = population.priors if population.priors is not None else _class_frequencies(population)
     frequencies = np.bincount(labels, minlength=priors.shape[1]).astype(np.float64)
     has_samples = (priors * (frequencies > 0)).sum(axis=1) > 0
@@ -153,10 +152,10 @@ class Evaluator:
         # Class distributions need labels that are classes. Equal parts of the test set need nothing. The same holds for
         # test sets of clients.
         mode = mode if population.test_sizes is None else CLIENT_SETS
-        split_epoch = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
-        split_epoch = split_epoch and (mode != "prior" or _known_labels(population))
-        self.mode = mode if split_epoch else None
-        self._slices = client_slices(mode, population, seed) if split_epoch else None
+        has_slices = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
+        has_slices = has_slices and (mode != "prior" or _known_labels(population))
+        self.mode = mode if has_slices else None
+        self._slices = client_slices(mode, population, seed) if has_slices else None
         parts = self._slices or []
         self._clients = len(parts)
         # Clients with their own test samples, all these samples, and the first index of each client's.

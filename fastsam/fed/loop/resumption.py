@@ -6,6 +6,7 @@ import json
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
 from fastsam.fed.rundir.environment import environment
-from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.step.memory_format import order
 
 log = logging.getLogger("fastsam.fed")
@@ -31,12 +31,12 @@ def open_directory(
     start: RunState,
     identity: dict[str, Any],
     config: dict[str, Any] | None,
-    lock: Lock,
+    stack: ExitStack,
     behaviours: dict[str, Any],
 ) -> tuple[RunDirectory, RunState]:
     """Return the run directory, and the state to continue from: `start` or the one in the directory."""
     ranks, place = loop.ranks, loop.population.device
-    directory = RunDirectory(Path(run_dir), identity, place, ranks, loop.states.adopt, lock)
+    directory = RunDirectory(Path(run_dir), identity, place, ranks, loop.states.adopt, stack)
     state = directory.read(resume)
     ranks.gather(None)  # all ranks have read before one writes
     if state is None:

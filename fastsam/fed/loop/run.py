@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from os.path import abspath
@@ -39,7 +40,6 @@ from fastsam.fed.loop.trial import check_buffers, try_model
 from fastsam.fed.measures import Measures, NamedMeasures
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
-from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.stages.compression import TopK
 from fastsam.fed.step.memory_format import keep_freed, reorder
@@ -164,7 +164,7 @@ def run(
     }
     model_copy = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor))
     keep_freed(place)
-    with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, register_run() as registration:
+    with listeners, join_ranks() as ranks, repeatable(place), ExitStack() as stack, register_run() as registration:
         with trials:
             trial = try_model(model_copy, population, loss, batch_size)
         registration.update(trial.draws is not None or population.clients.draws)
@@ -179,7 +179,7 @@ def run(
             ranks.agree(identity | settings.of_this_call() | run_facts)
         if run_dir is not None:
             behaviours = behaviours_of(model, settings, collate)
-            directory, state = open_directory(run_dir, resume, loop, state, identity, config, lock, behaviours)
+            directory, state = open_directory(run_dir, resume, loop, state, identity, config, stack, behaviours)
         export_state = partial(_export, model, loop)
         listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), export_state)
         state = loop.run(state, directory, listeners)

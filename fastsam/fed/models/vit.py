@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastsam.fed.common.import_paths import vision
 
@@ -48,40 +47,20 @@ def vit_b_32(in_shape: tuple[int, ...], classes: int, weights: str | None = None
 
 
 def _load(model: nn.Module, path: str, names: list[str]) -> None:
-    """The weights of a file, its head aside."""
+    """Load the weights in a file, without a head. Nothing in the file is run."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"weights: no file {path} (looked in {Path.cwd()}), nor one of {', '.join(names)}")
-    tensors = _tensors(path)
-    backbone = {k: v for k, v in tensors.items() if not k.startswith("heads.")}
     try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        backbone = {k: v for k, v in tensors.items() if not k.startswith("heads.")}
         absent, foreign = model.load_state_dict(backbone, strict=False)
-    except RuntimeError as error:
-        raise ValueError(f"weights: {path} does not fit the model: {error}") from error
+    except Exception as error:
+        raise ValueError(
+            f"weights: {path} does not fit the model: {type(error).__name__}: {error}; expected a file that "
+            "torch.save(model.state_dict(), path) wrote"
+        ) from error
     wrong = [*foreign, *(k for k in absent if not k.startswith("heads."))]
     if wrong:
         raise ValueError(
             f"weights: {path} is not a state dictionary of torchvision's vit_b_32: only one of the two has {wrong[0]!r}"
         )
-
-
-def _tensors(path: str) -> dict[str, Tensor]:
-    """The tensors of a file by their names. Raises ValueError for one with anything else, none of which is run."""
-    advice = "expected a file that torch.save(model.state_dict(), path) wrote"
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        EOFError,
-    ) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"weights: {path} cannot be read ({type(error).__name__}: {reason}); {advice}") from error
-    if not isinstance(content, dict) or not all(
-        isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()
-    ):
-        raise ValueError(f"weights: {path} holds no tensors by their names; {advice}")
-    return content

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fastsam.fed.common.atomic_files import errors_with_path, make_directory, open_regular, write_bytes, write_json
-from fastsam.fed.rundir.lock import Lock
+from fastsam.fed.rundir.lock import lock_directory
 from fastsam.fed.rundir.manifest import (
     FORMAT,
     VERSION,
@@ -77,7 +78,8 @@ class RunState:
 
 
 class RunDirectory:
-    """The files of a run. `adopt` moves a tensor of a client's state to the place where the run keeps it."""
+    """The files of a run, locked until the end of `stack`. `adopt` moves a tensor of a client's state to the place where
+    the run keeps it."""
 
     def __init__(
         self,
@@ -86,10 +88,10 @@ class RunDirectory:
         device: torch.device,
         ranks: Ranks,
         adopt: Callable[[Tensor], Tensor],
-        lock: Lock,
+        stack: ExitStack,
     ) -> None:
         self.path, self.identity, self.device, self.ranks, self.adopt = path, dict(identity), device, ranks, adopt
-        self.lock = lock
+        self._stack, self._is_locked = stack, False
         self.saved_round = -1  # none yet
         self._metrics = b""  # content of metrics.jsonl
         self._clients: dict[int, tuple[State, str]] = {}  # the state that is on disk, and its file
@@ -109,8 +111,7 @@ class RunDirectory:
         names = sorted(os.listdir(self.path)) if self.path.exists() else []
         if not names:
             return None
-        if self.ranks.first:
-            self.lock.take(self.path)
+        self._lock()
         if not resume:
             raise RunDirectoryError(
                 f"the run directory {self.path} exists and is not empty; continue its run with resume=True (the flag "
@@ -126,6 +127,11 @@ class RunDirectory:
                 )
             return None
         return self._load()
+
+    def _lock(self) -> None:
+        if self.ranks.first and not self._is_locked:
+            lock_directory(self.path, self._stack)
+            self._is_locked = True
 
     def _check_places(self) -> None:
         """Raise RunDirectoryError if something else has the name of a file of the run."""
@@ -157,10 +163,9 @@ class RunDirectory:
         except TypeError as error:
             raise ValueError(f"config must hold what JSON can: {error}") from error
         make_directory(self.path)
-        if self.ranks.first:
-            self.lock.take(self.path)
-            if self._manifest.exists():
-                raise RunDirectoryError(f"another run has just begun in {self.path}; choose another run_dir")
+        self._lock()
+        if self.ranks.first and self._manifest.exists():
+            raise RunDirectoryError(f"another run has just begun in {self.path}; choose another run_dir")
         self._check_places()
         self._manifest.parent.mkdir(exist_ok=True)
         if self.ranks.first:

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 from fastsam import fed
 from fastsam.fed.rundir import checkpoint
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
-from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.manifest import read_manifest, seal
 from fastsam.fed.sums.ranks import Ranks
 from tests.helpers import oracle
@@ -316,7 +316,7 @@ def test_one_of_several_ranks_rescues_nothing(tmp_path):
     for size in (1, 2):
         path = tmp_path / f"{size}"
         (path / "checkpoint").mkdir(parents=True)
-        directory = RunDirectory(path, {}, device, Ranks(0, size), lambda t: t, Lock())
+        directory = RunDirectory(path, {}, device, Ranks(0, size), lambda t: t, ExitStack())
         directory.read(resume=True)
         directory.saved_round = 2
         directory.rescue(state)

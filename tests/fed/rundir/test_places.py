@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.common.atomic_files import write_bytes
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
-from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.sums.ranks import Ranks
 from tests.helpers.fed_rundir import records, snapshot, start
 
@@ -157,13 +157,13 @@ def test_two_runs_in_one_directory(tmp_path):
 
 def test_two_runs_that_begin_at_once(tmp_path):
     """Both have found no directory; one of them makes it."""
-    opened = [RunDirectory(tmp_path / "run", {}, torch.device("cpu"), Ranks(), lambda t: t, Lock()) for _ in "12"]
+    opened = [RunDirectory(tmp_path / "run", {}, torch.device("cpu"), Ranks(), lambda t: t, ExitStack()) for _ in "12"]
     assert [one.read(resume=False) for one in opened] == [None, None]
     state = RunState(0, {"w": torch.zeros(4)}, [])
     opened[0].start(state, {}, {})
     with pytest.raises(fed.RunDirectoryError, match="another run is working in"):
         opened[1].start(state, {}, {})
-    with opened[0].lock:
+    with opened[0]._stack:
         pass
     with pytest.raises(fed.RunDirectoryError, match="another run has just begun in"):
         opened[1].start(state, {}, {})
