@@ -78,8 +78,8 @@ class RunState:
 
 
 class RunDirectory:
-    """The files of a run, locked until the end of `stack`. `adopt` moves a tensor of a client's state to the place where
-    the run keeps it."""
+    """The files of a run, locked until the end of `stack`. `adopt` moves a tensor of a client's state to the run's
+    memory."""
 
     def __init__(
         self,
