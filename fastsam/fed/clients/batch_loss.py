@@ -100,12 +100,6 @@ def split_pair(batch: Any) -> tuple[Any, Any]:
 def _brief(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"a dict with {', '.join(map(str, batch))}"
-    kind = type(batch).__name__
-    return (
-        f"a {kind} of {len(batch)}" if isinstance(batch, (tuple, list)) else f"{kind} {describe_shape(batch)}".strip()
-    )
-
-
-def describe_shape(value: Any) -> str:
-    """Dtype and shape of a tensor, nothing of something else."""
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else ""
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"Tensor {batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__

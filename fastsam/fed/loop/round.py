@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,13 +68,8 @@ class Cohort:
     ) -> None:
         self.contract, self.settings, self.data = run.contract, run.settings, run.population.clients
         self.stages, self.states = run.stages, run.states
-        self.before, self.round, self.visible, self.client_ids, self.local_ids = (
-            before,
-            round,
-            visible,
-            client_ids,
-            local_ids,
-        )
+        self.before, self.round, self.visible = before, round, visible
+        self.client_ids, self.local_ids = client_ids, local_ids
         sizes = self.data.sizes
         # Weights are fixed when the clients are sampled. Otherwise the sums would depend on the order in which clients
         # finish.
@@ -234,15 +229,15 @@ class Cohort:
         stateful = self.clients.keys() & set(self.local_ids)
         # Each client was on one rank, so the sum over the ranks is its home.
         homes = [ranks.rank + 1 if i in stateful else 0 for i in self.client_ids]
-        norms = [_bits(self.norms.get(i, 0.0)) for i in self.client_ids]
+        # Only one rank has a client's norm, so ranks can add up its bits as integers.
+        norms = np.array([self.norms.get(i, 0.0) for i in self.client_ids]).view(np.int64).tolist()
         counts = [len(self.exclusions), self.steps, self.backward_passes, *homes, *norms]
         num_excluded, self.steps, self.backward_passes, *scalars = self.exchange.all_reduce(self.sums, counts)
         homes, norms = scalars[: len(self.client_ids)], scalars[len(self.client_ids) :]
         if num_excluded:
             self.exclusions = {i: reason for part in ranks.gather(self.exclusions) for i, reason in part.items()}
-        self.norms = {
-            i: _number(bits) for i, bits in zip(self.client_ids, norms, strict=True) if i not in self.exclusions
-        }
+        values = np.array(norms, np.int64).view(np.float64).tolist()
+        self.norms = {i: norm for i, norm in zip(self.client_ids, values, strict=True) if i not in self.exclusions}
         idle_homes = {i: rank for i, rank in self.homes.items() if i not in self.weights}
         self.homes = idle_homes | {i: home - 1 for i, home in zip(self.client_ids, homes, strict=True) if home}
         for stage in self.stages:
@@ -286,15 +281,6 @@ class Cohort:
     def excluded_list(self) -> list[dict[str, Any]]:
         """Return the excluded clients and the reasons, by client."""
         return [{"client": i, "reason": reason} for i, reason in sorted(self.exclusions.items())]
-
-
-def _bits(x: float) -> int:
-    """Return the 64 bits of a number; 0 for 0, so that ranks can add up the bits that one rank has."""
-    return struct.unpack("<q", struct.pack("<d", x))[0]
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 def _problems(results: ClientResults, vectors: Sequence[Tensor]) -> Problems:
