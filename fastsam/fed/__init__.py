@@ -9,6 +9,8 @@ result.model, result.history, result.summary()
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fastsam.fed import algorithms, callbacks
 from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, and what an own one is made of
 from fastsam.fed.algorithms.distillation import divergence
@@ -61,3 +63,8 @@ __all__ = [
     "split",
     *algorithms.__all__,
 ]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Declare the algorithms, whose list is made when `fastsam.fed.algorithms` is imported."""

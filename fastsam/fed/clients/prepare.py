@@ -71,10 +71,10 @@ def prepare(
         return Population(PairClients(StoredPairs(common_store), common_store), device, test_samples, **about)
     client_samples, test_data = _read(sources, test, collate, dtype, device)
     if not takes_batches and not any(isinstance(one, ClientDataset) for one in (*client_samples, test_data)):
-        if common_store is not None:
-            pairs, store = StoredPairs(common_store), common_store
-        else:
+        if common_store is None:
             pairs, store = pack_pairs(cast(list[Pair], client_samples))
+        else:
+            pairs, store = StoredPairs(common_store), common_store
         return Population(PairClients(pairs, store), device, test_data and PairSamples(cast(Pair, test_data)), **about)
     if about["augment"] is not None:
         raise ValueError(
