@@ -55,8 +55,9 @@ def _load(model: nn.Module, path: str, names: list[str]) -> None:
         backbone = {k: v for k, v in tensors.items() if not k.startswith("heads.")}
         absent, foreign = model.load_state_dict(backbone, strict=False)
     except Exception as error:
+        reason = error if isinstance(error, RuntimeError) else type(error).__name__
         raise ValueError(
-            f"weights: {path} does not fit the model: {type(error).__name__}: {error}; expected a file that "
+            f"weights: {path} does not fit the model: {reason}; expected a file that "
             "torch.save(model.state_dict(), path) wrote"
         ) from error
     wrong = [*foreign, *(k for k in absent if not k.startswith("heads."))]

@@ -113,7 +113,7 @@ def test_keys_of_other_data_and_splits(tmp_path: Path, text: str, message: str) 
             "data = 'emnist'\ndata_options = {fractoin = 0.5}",
             "data_options of 'emnist' has no fractoin; it takes fraction, url",
         ),
-        ("data = 'cifar10'\ndata_dir = 'nowhere'", "no cifar-10-python.tar.gz of cifar10 in .*nowhere"),
+        ("data = 'cifar10'\ndata_dir = 'nowhere'", "no nowhere/cifar-10-python.tar.gz of cifar10"),
         ("data = 'officehome'\ndata_dir = 'nowhere'", "no OfficeHome in .*nowhere"),
         ("data = 'digits-domains'\nheld_out = 'rot45'", "has no domain 'rot45'; its domains are 'rot0', 'rot30'"),
         ("augment = 'mixup'", "augment must be 'auto', 'none', .* got 'mixup'"),
@@ -174,7 +174,7 @@ def test_its_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm
 
 
 def test_its_figures_of_the_splits() -> None:
-    part = PAGE.partition("What the splits give")[2]
+    part = PAGE.partition("Client sizes and classes")[2]
     rows = re.findall(r"^\| `(\w+)`(?:, (?:alpha )?([\d.]+)[^|]*)? \| (.*?) \|$", part, re.M)
     options = {
         "dirichlet": ("alpha", float),

@@ -63,7 +63,9 @@ def test_weights_that_are_no_tensors_by_name_are_refused_and_run_nothing(tmp_pat
         path.write_bytes(stored)
     else:
         torch.save(stored, path)
-    with pytest.raises(ValueError, match=r"weights: .*weights.pth .*expected a file that torch.save\(model.state_dict"):
+    with pytest.raises(
+        ValueError, match=r"(?s)weights: .*weights.pth .*expected a file that torch.save\(model.state_dict"
+    ):
         vit._load(torch.nn.Linear(1, 1), str(path), [])
 
 
