@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed.algorithms.base import Upload
-from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from fastsam.fed.sums.ranks import Ranks, join_ranks
 from tests.helpers import oracle
@@ -197,20 +196,19 @@ class Counted:
 def exchanged(rank: int) -> list[dict[str, Any]]:
     """Return sums of six rounds of eight clients; only the last rank has "late", in rounds 3 and 4."""
     ranks = Ranks(rank, dist.get_world_size()) if dist.is_initialized() else Ranks()
-    exchange, found = Exchange(ranks), []
+    found = []
     for t in range(6):
-        aggregate = FixedPointAggregate(8, 3, exchange.open(2, W))
+        aggregate = FixedPointAggregate(8, 3)
         mine = [i for i in range(8) if i % ranks.size == ranks.rank]
         for i in mine:
             x = torch.tensor([0.1, -3.0, 1e-7]) * (i + 1 + t)
             late = t in (3, 4) and i == 7
             total, number = ({"late": x[:2]}, {"late": 0.1}) if late else ({}, {})
             assert add_client_(aggregate, i % 3 + 1, {"a": x}, total, {"loss": 0.1 * i, **number}) is None
-        counts = [len(mine), sum(mine)]
         with Counted() as calls:
             if ranks.size > 1:
-                counts = exchange.all_reduce(aggregate, counts)
-        own = {"mean a": aggregate.mean("a").tolist(), "number loss": aggregate.scalar("loss"), "counts": counts}
+                aggregate.add_ranks(ranks, W)
+        own = {"mean a": aggregate.mean("a").tolist(), "number loss": aggregate.scalar("loss")}
         own |= {"clients": aggregate.num_clients, "weight": aggregate.weight, "number late": aggregate.scalar("late")}
         try:
             own["total late"] = aggregate.sum("late").tolist()
@@ -222,11 +220,9 @@ def exchanged(rank: int) -> list[dict[str, Any]]:
 
 def of_other_shape(rank: int) -> Any:
     ranks = Ranks(rank, dist.get_world_size())
-    exchange = Exchange(ranks)
-    for length in (3, 3 + rank):
-        aggregate = FixedPointAggregate(2, 1, exchange.open(0, W))
-        add_client_(aggregate, 1, {"a": torch.ones(length)}, {}, {})
-        exchange.all_reduce(aggregate, [])
+    aggregate = FixedPointAggregate(2, 1)
+    add_client_(aggregate, 1, {"a": torch.ones(3 + rank)}, {}, {})
+    aggregate.add_ranks(ranks, W)
 
 
 def collectives(rank: int, rounds: int) -> dict[str, int]:

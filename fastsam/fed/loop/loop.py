@@ -31,7 +31,6 @@ from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.parameter_layout import ParameterLayout
-from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
 
 
@@ -66,10 +65,10 @@ class Loop:
         in one assignment, so that an interrupt in a round leaves a complete state. Until the end only rank 0 has the
         records.
         """
-        exchange, settings = Exchange(self.ranks), self.settings
+        settings = self.settings
         try:
             while state.round < settings.rounds and listeners.stopped is None:
-                state = self._round(state, exchange)
+                state = self._round(state)
                 if directory is not None:
                     if self.ranks.first:
                         directory.log(state.history[-1])
@@ -106,7 +105,7 @@ class Loop:
         """True if a round in which no client was sampled has a server step."""
         return any(stage.keeps_empty_rounds for stage in self.stages)
 
-    def _round(self, state: RunState, exchange: Exchange) -> RunState:
+    def _round(self, state: RunState) -> RunState:
         """Return the state after one more round."""
         began, t = time.perf_counter(), state.round
         client_ids = self._sample(t, state)
@@ -114,7 +113,7 @@ class Loop:
         if not client_ids:
             return self._skip_round(state, round, visible, began)
         state, local_ids = self._assign_clients(state, client_ids)
-        cohort = Cohort(self, state, round, visible, client_ids, local_ids, exchange)
+        cohort = Cohort(self, state, round, visible, client_ids, local_ids)
         executor = self.choice.executor
         tasks = cohort.tasks(executor, self._next(t))
         for results in executor.train(state.server["w"], state.buffers, tasks):

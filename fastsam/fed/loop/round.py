@@ -9,7 +9,6 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +24,13 @@ from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.stages.client_weights import own_weights_of
 from fastsam.fed.step.local_update import ClientResults
-from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
+from fastsam.fed.sums.ranks import Ranks
 
 log = logging.getLogger("fastsam.fed")
 
 _MAX_LOGGED = 3  # excluded clients that the log names, a round
 _ORDERS_AT_ONCE = 8  # clients that train one by one and have the orders of their samples drawn together
-_COUNTS = 3  # numbers of excluded clients, steps and backward passes, which ranks add up
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -64,7 +62,6 @@ class Cohort:
         visible: Round,
         client_ids: Sequence[int],
         local_ids: Sequence[int],
-        exchange: Exchange,
     ) -> None:
         self.contract, self.settings, self.data = run.contract, run.settings, run.population.clients
         self.stages, self.states = run.stages, run.states
@@ -78,9 +75,8 @@ class Cohort:
             self.weights = {i: sizes[i] if by_samples else 1 for i in client_ids}
         else:
             self.weights = {i: run.weights[i] for i in client_ids}
-        self.exchange = exchange
-        places = self.exchange.open(_COUNTS + 2 * len(client_ids), before.server["w"])
-        self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()), places)
+        self.ranks: Ranks = run.ranks
+        self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()))
         self.clients, self.homes = dict(before.clients), before.homes
         self.exclusions: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
@@ -102,7 +98,7 @@ class Cohort:
         self.states.begin(self.before.clients, order, next_cohort)
         if data.prefetches:
             now = set(order)  # a client in both cohorts is loaded again after its data were released
-            next_ids = [i for i in next_cohort if i not in now] if self.exchange.ranks.size == 1 else []
+            next_ids = [i for i in next_cohort if i not in now] if self.ranks.size == 1 else []
             data.prefetch([*order, *next_ids], executor.slots)
         orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), together):
@@ -223,25 +219,20 @@ class Cohort:
 
     def all_reduce(self) -> None:
         """Add up what all ranks have; collective. Raises RankError if a rank has died."""
-        ranks = self.exchange.ranks
-        if ranks.size == 1:
+        if self.ranks.size == 1:
             return
+        self.sums.add_ranks(self.ranks, self.before.server["w"])
         stateful = self.clients.keys() & set(self.local_ids)
-        # Each client was on one rank, so the sum over the ranks is its home.
-        homes = [ranks.rank + 1 if i in stateful else 0 for i in self.client_ids]
-        # Only one rank has a client's norm, so ranks can add up its bits as integers.
-        norms = np.array([self.norms.get(i, 0.0) for i in self.client_ids]).view(np.int64).tolist()
-        counts = [len(self.exclusions), self.steps, self.backward_passes, *homes, *norms]
-        num_excluded, self.steps, self.backward_passes, *scalars = self.exchange.all_reduce(self.sums, counts)
-        homes, norms = scalars[: len(self.client_ids)], scalars[len(self.client_ids) :]
-        if num_excluded:
-            self.exclusions = {i: reason for part in ranks.gather(self.exclusions) for i, reason in part.items()}
-        values = np.array(norms, np.int64).view(np.float64).tolist()
-        self.norms = {i: norm for i, norm in zip(self.client_ids, values, strict=True) if i not in self.exclusions}
+        parts = self.ranks.gather((stateful, self.norms, self.exclusions, self.steps, self.backward_passes))
+        stateful_ids, norms, exclusions, steps, backward_passes = zip(*parts, strict=True)
+        self.steps, self.backward_passes = sum(steps), sum(backward_passes)
+        self.exclusions = {i: reason for part in exclusions for i, reason in part.items()}
+        self.norms = {i: part[i] for i in self.client_ids for part in norms if i in part}
         idle_homes = {i: rank for i, rank in self.homes.items() if i not in self.weights}
-        self.homes = idle_homes | {i: home - 1 for i, home in zip(self.client_ids, homes, strict=True) if home}
+        homes = {i: rank for rank, ids in enumerate(stateful_ids) for i in ids}
+        self.homes = idle_homes | {i: homes[i] for i in self.client_ids if i in homes}
         for stage in self.stages:
-            stage.end_round(ranks, self.round)
+            stage.end_round(self.ranks, self.round)
 
     def check(self) -> None:
         """Raise RuntimeError if no client is left, or more than `max_excluded` of the cohort were excluded."""

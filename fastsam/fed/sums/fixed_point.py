@@ -22,16 +22,15 @@ from torch import Tensor
 
 from fastsam import ops
 from fastsam.backends import Kernels
+from fastsam.fed.sums.ranks import Ranks
 from fastsam_kernels.constants import HIGH_BITS, LOW_BITS
 
 LIMIT = 2.0**34  # bound of a sum, whose high limb has 62 bits
-# Numbers are integers of Python in units of 2^-110: a loss may be a million, a squared norm 1e-12. Ranks add them up as
-# two elements, of which the second one has the last 60 bits.
-_UNIT_BITS, _FINE_BITS = HIGH_BITS + LOW_BITS + 30, 60
+# Numbers are integers of Python in units of 2^-110: a loss may be a million, a squared norm 1e-12.
+_UNIT_BITS = HIGH_BITS + LOW_BITS + 30
 
 Problems = dict[int, str]  # reasons why clients were left out, by index
-Key = tuple[str, str]  # kind of a sum, "mean", "sum" or "scalar", and its name
-Shape = tuple[int, ...]
+Key = tuple[str, str]  # kind of a sum of vectors, "mean" or "sum", and its name
 
 
 class FixedPointSum:
@@ -40,14 +39,11 @@ class FixedPointSum:
     Args:
         like: a vector with the shape and the device.
         terms: largest number of vectors.
-        place: zeros, int64 `[2, *shape]`, for the limbs; by default new memory.
     """
 
-    def __init__(self, like: Tensor, terms: int, place: Tensor | None = None) -> None:
+    def __init__(self, like: Tensor, terms: int) -> None:
         self.limit = LIMIT / (1 << (max(terms, 1) - 1).bit_length())
-        if place is None:
-            place = torch.zeros(2, *like.shape, dtype=torch.int64, device=like.device)
-        self.both_limbs, (self.high, self.low) = place, place.unbind()
+        self.high, self.low = torch.zeros(2, *like.shape, dtype=torch.int64, device=like.device).unbind()
         self._kernels = _kernels(like.device)
 
     def problem(self, x: Tensor, factor: float) -> str | None:
@@ -159,15 +155,13 @@ class FixedPointAggregate:
     """The sums of one round: vectors of the clients' uploads, weighted or plain, and their numbers, such as losses.
 
     terms: how many clients may be added. The weights are whole numbers, fixed when the clients are sampled; `heaviest`
-    is the largest. They enter as exact multiples of a power of two that is at most 1. places: see `FixedPointSum`, for
-    vectors that are likely to come.
+    is the largest. They enter as exact multiples of a power of two that is at most 1.
     """
 
-    def __init__(self, terms: int, heaviest: int, places: Mapping[Key, Tensor] | None = None) -> None:
+    def __init__(self, terms: int, heaviest: int) -> None:
         self.terms, self._unit = terms, 1.0 / (1 << (max(heaviest, 1) - 1).bit_length())
         self.num_clients, self.weight = 0, 0
         self._largest = LIMIT * 2.0**30 / (1 << (max(terms, 1) - 1).bit_length())  # bound of a number
-        self._places = {} if places is None else places
         self._vectors: dict[Key, FixedPointSum] = {}
         self._numbers: dict[str, int] = {}  # their sums
 
@@ -208,43 +202,30 @@ class FixedPointAggregate:
         self.num_clients, self.weight = self.num_clients + len(weights), self.weight + sum(weights)
         return problems
 
-    def shapes(self, like: Tensor) -> dict[Key, Shape]:
-        """Return the shapes of all sums. Sums of numbers become vectors. like: a tensor on the device."""
-        for name, total in self._numbers.items():
-            parts = total >> _FINE_BITS, total & (1 << _FINE_BITS) - 1
-            limbs = [[x >> LOW_BITS for x in parts], [x & (1 << LOW_BITS) - 1 for x in parts]]
-            self._sum("scalar", name, like.new_empty((1, 2))).both_limbs.copy_(torch.tensor(limbs))
-        return {key: tuple(one.high.shape) for key, one in self._vectors.items()}
+    def add_ranks(self, ranks: Ranks, like: Tensor) -> None:
+        """Add the sums of all other ranks; collective. like: a tensor on the device.
 
-    def limbs(self, key: Key, shape: Shape, like: Tensor) -> Tensor:
-        """Return the limbs of a sum, int64 `[2, *shape]`, zeros if this rank has none. They may be added to.
-
-        Args:
-            key: kind and name of the sum.
-            shape: its shape.
-            like: a tensor on the device.
+        Raises:
+            ValueError: two ranks hold vectors of one name and different shapes.
+            RankError: a rank has died.
         """
-        return self._sum(*key, like.new_empty((1, *shape))).both_limbs
-
-    def become(self, shapes: Mapping[Key, Shape], clients: int, weight: int, like: Tensor) -> None:
-        """Take over the sums of several ranks after the limbs with these `shapes` have been added up. like: a tensor on
-        the device."""
-        for (kind, name), shape in shapes.items():
-            total = self._sum(kind, name, like.new_empty((1, *shape)))
-            total.carry()
-            if kind == "scalar":
-                coarse, fine = ((high << LOW_BITS) + low for high, low in total.both_limbs.T.tolist())
-                self._numbers[name] = (coarse << _FINE_BITS) + fine
-        self.num_clients, self.weight = clients, weight
+        local_shapes = {key: tuple(vector.high.shape) for key, vector in self._vectors.items()}
+        parts = ranks.gather((self.num_clients, self.weight, self._numbers, local_shapes))
+        self.num_clients, self.weight = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        names = {name for part in parts for name in part[2]}
+        self._numbers = {name: sum(part[2].get(name, 0) for part in parts) for name in sorted(names)}
+        for kind, name, shape in sorted({(*key, shape) for part in parts for key, shape in part[3].items()}):
+            self._sum(kind, name, like.new_empty((1, *shape)))
+        vectors = [self._vectors[key] for key in sorted(self._vectors)]
+        ranks.add_([limb for vector in vectors for limb in vector.limbs()])
+        for vector in vectors:
+            vector.carry()
 
     def _sum(self, kind: str, name: str, rows: Tensor) -> FixedPointSum:
         """The sum of vectors like the rows of `rows`."""
         fixed_sum = self._vectors.get((kind, name))
         if fixed_sum is None:
-            place = self._places.get((kind, name))
-            if place is not None and place.shape[1:] != rows.shape[1:]:
-                place = None
-            fixed_sum = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms, place)
+            fixed_sum = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms)
         elif fixed_sum.high.shape != rows.shape[1:]:
             raise ValueError(
                 f"the upload {name!r} must have one shape for all clients, got {list(rows.shape[1:])} after "

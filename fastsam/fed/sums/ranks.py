@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import heapq
 import os
 import signal
 import sys
@@ -50,19 +49,12 @@ class Ranks:
 
     def deal(self, active: Sequence[int], work: Mapping[int, int], homes: Mapping[int, int]) -> dict[int, int]:
         """Return the rank of each client of a round. The longest work is assigned first, to the rank with the least
-        work,
-        and among equals to the client's home."""
+        work, and among equals to the client's home."""
         loads, assignment = [0] * self.size, {}
-        # A heap. Old entries of a rank stay in it until they come up.
-        least = [(0, rank) for rank in range(self.size)]
         for i in sorted(active, key=lambda i: (-work[i], i)):
-            while least[0][0] != loads[least[0][1]]:
-                heapq.heappop(least)
-            load, rank = least[0]
-            home = homes.get(i, 0)
-            assignment[i] = rank = home if loads[home] == load else rank
+            least, home = min(loads), homes.get(i, 0)
+            assignment[i] = rank = home if loads[home] == least else loads.index(least)
             loads[rank] += work[i]
-            heapq.heappush(least, (loads[rank], rank))
         return assignment
 
     def move_states(
@@ -122,14 +114,10 @@ class Ranks:
         if self.size == 1 or not tensors:
             return
         buffer = torch.cat([t.flatten() for t in tensors])
-        self.sum_(buffer)
-        for t, part in zip(tensors, buffer.split([t.numel() for t in tensors]), strict=True):
-            t.copy_(part.view_as(t))
-
-    def sum_(self, buffer: Tensor) -> None:
-        """The buffer (of one length and dtype on all ranks) becomes its sum over the ranks; collective."""
         with _rank_errors():
             dist.all_reduce(buffer)
+        for t, part in zip(tensors, buffer.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(part.view_as(t))
 
     def _send(self, state: State, to: int) -> None:
         with _rank_errors():
