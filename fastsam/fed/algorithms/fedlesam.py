@@ -25,14 +25,8 @@ from fastsam.fed.common.checks import choice, number
 
 
 class LocalEstimate(Algorithm):
-    """`eps = rho * (w_old - w^t)/||w_old - w^t||` in all steps of the round: known before any gradient.
-
-    Args:
-        initial_perturbation: for a client without w_old, "origin" takes the paper's w_old = 0, so eps points from w^t
-            to the origin; "none" does not perturb, as the authors' code in round 0.
-        reference: "client" takes the model that this client received last as w_old (the paper); "last_round" takes
-            w^{t-1} for all clients (the authors' code), and the server sends it too, 1 P more down.
-    """
+    """`eps = rho * (w_old - w^t)/||w_old - w^t||` in all steps of the round: known before any gradient. The options are
+    described in `FedLESAM`."""
 
     rho: Scheduled
     initial_perturbation: str

@@ -1,32 +1,24 @@
 """The parts of CUDA that the executors for GPUs need: streams that wait for each other, and captured graphs. Tests
-replace
-them by a stand-in."""
+replace them by a stand-in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.task import Setup, Task
+from fastsam.fed.executors.task import Task
 from fastsam.fed.step.local_update import VECTORS, ClientResults
 
 
 class CaptureError(RuntimeError):
     """Work could not be captured as a graph; the message and the cause say why. No graph can be captured in this
     process any more."""
-
-
-class Replay(Protocol):
-    """Captured work."""
-
-    def replay(self) -> None: ...
 
 
 class Cuda:
@@ -63,7 +55,7 @@ class Cuda:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> Replay:
+    def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         """Return a graph of `work`, which begins and ends on `stream`. Nothing of it is executed now.
 
         Raises:
@@ -90,15 +82,6 @@ class Cuda:
                 "Use executor='streams', in a new process: torch does not end a capture that failed"
             ) from reason
         return graph
-
-
-def why_not(setup: Setup) -> str | None:
-    """Why streams cannot train this; None when they can."""
-    if setup.device.type != "cuda":
-        return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
-    if setup.population.batch_reason:
-        return setup.population.batch_reason
-    return None if setup.draws is None else NoRandomness.REASON
 
 
 def vectors(task: Task) -> tuple[Tensor | None, ...]:

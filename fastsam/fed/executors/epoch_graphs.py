@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastsam.fed.executors.client_block import ClientBlock
-from fastsam.fed.executors.cuda import Cuda, Replay
+from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.replay import Function, Replays
 from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.task import Setup
@@ -23,7 +24,7 @@ Step = Callable[[Tensor, Tensor, bool], None]  # function of x, y, and whether i
 class CapturedEpoch(NamedTuple):
     """A captured epoch. places: int64 `[rows, samples]`, the indices of its samples. held: objects that it reads."""
 
-    graph: Replay
+    graph: torch.cuda.CUDAGraph
     places: Tensor
     references: tuple[object, ...]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.fed.executors import streams
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.executors.cuda import Cuda, Replay
+from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.gradient_passes import Passes
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.recording import difference, python_state
@@ -120,10 +120,14 @@ def _like(t: Tensor) -> Tensor:
 class CudaGraphCache:
     """The captured steps by sort. The first steps of every sort run without a graph."""
 
-    def __init__(self, capture: Callable[[Callable[[], None], torch.cuda.Stream], Replay]) -> None:
-        self.capture, self.graphs, self.eager_counts = capture, dict[Hashable, Replay](), dict[Hashable, int]()
+    def __init__(self, capture: Callable[[Callable[[], None], torch.cuda.Stream], torch.cuda.CUDAGraph]) -> None:
+        self.capture, self.graphs, self.eager_counts = (
+            capture,
+            dict[Hashable, torch.cuda.CUDAGraph](),
+            dict[Hashable, int](),
+        )
 
-    def find(self, key: Hashable) -> Replay | None:
+    def find(self, key: Hashable) -> torch.cuda.CUDAGraph | None:
         return self.graphs.get(key)
 
     def should_capture(self, key: Hashable) -> bool:

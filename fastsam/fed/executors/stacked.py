@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import copy_with_strides
-from fastsam.fed.executors.replay import Replays
+from fastsam.fed.executors.replay import Replays, agree
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.step.model_copy import Replica
@@ -30,9 +29,7 @@ _CACHE = 4 * 2**20  # bytes of weights
 # rows use a fourth of a GPU's memory; fields, their copies, gradients and saved tensors each count as a row
 _SHARE, _FIELDS = 4, 16
 _UNKNOWN = 64  # rows for a cohort of unknown size
-# Tolerances of the trial for losses, and for the norm of a gradient's difference. A maximum or a kink that rounding
-# moves (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
-_LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.05
+_TRIAL_TOLERANCE = 0.05  # of the gradients of a row (see `agree`)
 
 
 @contextmanager
@@ -241,18 +238,11 @@ def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     plain = Passes(replica, layout, setup.loss)
     for row, batch in enumerate(batches):
         replica.row.copy_(row_slice.z[row])
-        loss, single_loss = plain.run(*batch)
-        if single_loss.slots != stacked_grads.slots:
+        loss, gradients = plain.run(*batch)
+        if gradients.slots != stacked_grads.slots:
             return "a stacked step gives gradients to other parameters than a plain one"
-        pairs = list(zip(stacked_grads.tensors, single_loss.tensors, strict=True))
-        largest, off = (
-            math.sqrt(sum(float(g.square().sum()) for g in gs))
-            for gs in ([b for _, b in pairs], [a[row] - b for a, b in pairs])
-        )
-        if not math.isfinite(largest):
-            continue  # a batch that overflows shows nothing
-        difference = abs(float(losses[row]) - float(loss)) > _LOSS[setup.dtype] * max(abs(float(loss)), 1e-3)
-        if difference or not off <= _GRADIENT * largest:
+        rows = [g[row] for g in stacked_grads.tensors]
+        if not agree(loss, gradients.tensors, losses[row], rows, _TRIAL_TOLERANCE):
             return (
                 "a stacked step gives other losses or gradients than a plain one: the forward pass is not a function "
                 "of its inputs"

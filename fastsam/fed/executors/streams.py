@@ -10,7 +10,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors, why_not
+from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults
@@ -101,8 +101,12 @@ class Streams(Executor):
 
     @staticmethod
     def why_not(setup: Setup) -> str | None:
-        """Why it cannot train this; None when it can."""
-        return why_not(setup)
+        """Return the reason why it cannot serve a run, or None."""
+        if setup.device.type != "cuda":
+            return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
+        if setup.population.batch_reason:
+            return setup.population.batch_reason
+        return None if setup.draws is None else NoRandomness.REASON
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
         """See `Executor.train`."""

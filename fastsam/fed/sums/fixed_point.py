@@ -91,12 +91,8 @@ class FixedPointSum:
         self.low.add_(low)
         self.carry()
 
-    def value(self) -> Tensor:
-        """The sum as float64."""
-        return self.over(1.0)
-
-    def over(self, divisor: float) -> Tensor:
-        """The sum divided by a number, float64."""
+    def value(self, divisor: float = 1.0) -> Tensor:
+        """Return the sum divided by a number, float64."""
         return torch.add(self.high.double(), self.low, alpha=2.0**-LOW_BITS).div_(divisor * 2.0**HIGH_BITS)
 
 
@@ -236,12 +232,12 @@ class FixedPointAggregate:
     def mean(self, name: str) -> Tensor:
         """Return the weighted mean of an upload over the added clients, float64. Raises KeyError for an unknown
         name."""
-        return self._get("mean", name).over(self.weight * self._unit)
+        return self._get("mean", name).value(self.weight * self._unit)
 
     def share(self, name: str, divisor: float) -> Tensor:
         """The weighted sum of an upload over a number, where `mean` has the weight that was added, float64. Raises
         KeyError as `mean` does."""
-        return self._get("mean", name).over(divisor * self._unit)
+        return self._get("mean", name).value(divisor * self._unit)
 
     def sum(self, name: str) -> Tensor:
         """Return the plain sum of an upload over the added clients, float64. Raises KeyError for an unknown name."""
