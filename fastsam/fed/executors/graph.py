@@ -121,11 +121,8 @@ class CudaGraphCache:
     """The captured steps by sort. The first steps of every sort run without a graph."""
 
     def __init__(self, capture: Callable[[Callable[[], None], torch.cuda.Stream], torch.cuda.CUDAGraph]) -> None:
-        self.capture, self.graphs, self.eager_counts = (
-            capture,
-            dict[Hashable, torch.cuda.CUDAGraph](),
-            dict[Hashable, int](),
-        )
+        self.capture = capture
+        self.graphs, self.eager_counts = dict[Hashable, torch.cuda.CUDAGraph](), dict[Hashable, int]()
 
     def find(self, key: Hashable) -> torch.cuda.CUDAGraph | None:
         return self.graphs.get(key)
