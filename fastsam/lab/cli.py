@@ -82,8 +82,6 @@ def parser() -> argparse.ArgumentParser:
     reproduce.add_argument(
         "--scale", metavar="NAME", nargs="?", const="digits", help="run it in small, on the digits [digits]"
     )
-    text = "before, the best value of a key for each method, on held-out samples; alone: of lr and rho"
-    reproduce.add_argument("--tune", metavar="KEY=A,B", nargs="?", const="", action="append", help=text)
     for command in (compare, reproduce):
         command.add_argument(
             "--seeds", metavar="0,1", help="each algorithm once per seed; default: those of the file or table"
@@ -298,9 +296,7 @@ def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     stem = arguments.table if arguments.scale is None else f"{arguments.table}-{arguments.scale}"
     directory = arguments.run_dir or numbered_directory(stem, arguments.resume)
     seeds = _split(arguments.seeds)
-    code = tables.reproduce(
-        arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console, arguments.tune
-    )
+    code = tables.reproduce(arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console)
     _say(console, {name: directory / file for name, file in tables.FILES.items()} | {"run directory": directory})
     return code
 

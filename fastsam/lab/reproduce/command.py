@@ -12,8 +12,8 @@ from fastsam.fed.common.atomic_files import make_directory, write_json
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare
 from fastsam.lab.config import ConfigError
-from fastsam.lab.reproduce import ordering, runner, tuning
-from fastsam.lab.reproduce.page import algorithm_name, document, record
+from fastsam.lab.reproduce import ordering, runner
+from fastsam.lab.reproduce.page import document, record
 from fastsam.lab.reproduce.table import load, names
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def listing() -> list[tuple[str, str, str, str]]:
 
 def reproduce(
     name: str, scale: str | None, seeds: Sequence[str] | None, flags: Sequence[str], directory: Path, resume: bool,
-    console: Console, tune: Sequence[str] | None = None,
+    console: Console,
 ) -> int:  # fmt: skip
     """Run a table and write its report. Return 1 if a run failed, else 0.
 
@@ -48,7 +48,6 @@ def reproduce(
         scale: scale of the runs; None for the paper's.
         flags: keys of the config that override the table's.
         resume: continue interrupted runs in `directory`.
-        tune: values that each method is tuned over before the runs, see `tuning.grid`; None to tune nothing.
 
     Raises:
         ConfigError: a key, a seed or a flag cannot be used.
@@ -57,30 +56,21 @@ def reproduce(
     """
     table = load(name, scale)
     numbers = table.seeds if seeds is None else _numbers(seeds)
-    sources = runner.sources(table, flags)
-    plans = runner.plans(sources, numbers)
-    grid = None if tune is None else tuning.grid(tune, numbers, flags)
+    plans = runner.plans(runner.sources(table, flags), numbers)
     request = {"reproduce": name, "scale": scale, "seeds": list(numbers), "flags": list(flags)}
-    request |= {"tune": grid.texts} if grid else {}
-    _check_directory({} if grid else plans, request, directory, resume)
+    _check_directory(plans, request, directory, resume)
     runner.check_data(plans)
     make_directory(directory)
     write_json(directory / "config.json", request)
-    repeat_command, accuracies = _command(request), dict[Any, tuning.Accuracies]()
+    repeat_command = _command(request)
     try:
-        if grid:
-            sources, accuracies = tuning.tune(sources, grid, directory, resume, console)
-            plans = runner.plans(sources, numbers)
-            _check_directory(plans, request, directory, True)
         outcomes = runner.run(table, plans, directory, resume, console)
     except KeyboardInterrupt:
         resume_command = f"{repeat_command} --run-dir {shlex.quote(str(directory))} --resume"
         raise KeyboardInterrupt(f"Continue with:\n  {resume_command}") from None
-    tuning_tables = tuning.text_tables(accuracies, grid, algorithm_name) if grid else []
-    report = document(table, plans, outcomes, directory, repeat_command, tuning_tables)
+    report = document(table, plans, outcomes, directory, repeat_command)
     report.write(directory)
     results = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
-    results |= {"tuning": tuning.record(accuracies, grid)} if grid else {}
     write_json(directory / "summary.json", {**request, "title": report.title, **results})
     console.print(report.title, soft_wrap=True)
     for part in report.tables:
@@ -121,5 +111,4 @@ def _command(request: Mapping[str, Any]) -> str:
     words = ["fastsam", "reproduce", request["reproduce"]]
     words += ["--scale", request["scale"]] if request["scale"] else []
     words += ["--seeds", ",".join(map(str, request["seeds"]))] if request["seeds"] else []
-    words += [word for text in request.get("tune", ()) for word in ("--tune", text)]
     return shlex.join([*words, *request["flags"]])

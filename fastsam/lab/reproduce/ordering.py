@@ -1,4 +1,4 @@
-"""The paper's ordering of methods compared with ours: claims that held, their margins and seeds, and rank correlations.
+"""The paper's ordering of methods compared with ours: claims that held, their margins and seeds.
 
 A claim: in a section of a table, by one metric, a method that the paper proposes is ahead of another method. Sizes of
 scaled runs cannot be compared with the paper's, the order of methods can.
@@ -96,44 +96,8 @@ def claims(table: PaperTable, outcomes: Outcomes) -> list[Claim]:
     return claim_list
 
 
-def rank_correlations(table: PaperTable, outcomes: Outcomes) -> dict[tuple[str, str], float]:
-    """Return Kendall's tau-b of the paper's and our order of all methods, by section and metric: the mean over the
-    columns.
-
-    Sections without any tau are left out.
-    """
-    correlations = {}
-    for section, metric in itertools.product(table.sections, table.metrics):
-        paper_numbers = _paper_numbers(table, section, metric)
-        measured_numbers = _measured_numbers(table, section, metric, outcomes)
-        taus = []
-        for column in range(len(section.columns)):
-            pairs = [
-                (paper_numbers[column, name], float(np.mean(numbers)))
-                for name in table.algorithms
-                if (column, name) in paper_numbers and (numbers := _complete_values(measured_numbers[column, name]))
-            ]
-            taus.append(kendall(*zip(*pairs, strict=True)) if len(pairs) > 1 else math.nan)
-        if not all(map(math.isnan, taus)):
-            correlations[section.title, metric] = float(np.nanmean(taus))
-    return correlations
-
-
-def kendall(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Kendall's tau-b of two orders: 1 for the same order, -1 for the reverse.
-
-    Pairs that are equal in one of the orders do not count. It is NaN if all pairs are equal in one of them.
-    """
-    signs = [
-        (np.sign(a - b), np.sign(c - d))
-        for (a, c), (b, d) in itertools.combinations(zip(first, second, strict=True), 2)
-    ]
-    pair_counts = [sum(1 for pair in signs if pair[i]) for i in (0, 1)]
-    return float(sum(a * b for a, b in signs) / math.sqrt(math.prod(pair_counts))) if all(pair_counts) else math.nan
-
-
 def text_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
-    """Return the tables of claims, first the claims that did not hold, and the table of ranks.
+    """Return the tables of claims. Claims that did not hold come first.
 
     The list is empty if the paper prints no numbers or no run was finished.
     """
@@ -154,29 +118,16 @@ def text_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
     for claim in sorted(measured_claims, key=lambda claim: (claim.metric, claim.section, -claim.paper_margin)):
         kinds[[*kinds][1 if claim.is_tie else 2 if claim.is_reproduced else 0]].append(claim)
     head = ["claim", "where", "paper: by", "ours: by", "seeds in favour"]
-    tables = [
+    return [
         TextTable(f"{verdict}: {len(group)} of {count} claims", head, [_row(claim, table) for claim in group], note)
         for verdict, group in kinds.items()
         if group
     ]
-    taus = rank_correlations(table, outcomes)
-    rows = [[f"{section}{_metric_suffix(table, metric)}", f"{tau:.2f}"] for (section, metric), tau in taus.items()]
-    rank_note = (
-        "Kendall's tau of the order of all methods, the mean over the columns: 1 for the paper's order, 0 for none, -1 "
-        "for its reverse."
-    )
-    if rows:
-        tables.append(TextTable("Rank correlation with the paper", ["where", "tau"], rows, rank_note))
-    return tables
 
 
 def record(table: PaperTable, outcomes: Outcomes) -> dict[str, Any]:
-    """Return claims and rank correlations for summary.json."""
-    taus = rank_correlations(table, outcomes).items()
-    return {
-        "claims": [_claim_record(claim) for claim in claims(table, outcomes)],
-        "rank_correlations": [{"section": section, "metric": metric, "tau": tau} for (section, metric), tau in taus],
-    }
+    """Return the claims for summary.json."""
+    return {"claims": [_claim_record(claim) for claim in claims(table, outcomes)]}
 
 
 def _claim_record(claim: Claim) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -31,18 +31,9 @@ def algorithm_name(name: str) -> str:
 
 
 def document(
-    table: PaperTable,
-    plans: Mapping[Part, Plan],
-    outcomes: Outcomes,
-    directory: Path,
-    command: str,
-    further_tables: Sequence[TextTable] = (),
+    table: PaperTable, plans: Mapping[Part, Plan], outcomes: Outcomes, directory: Path, command: str
 ) -> Document:
-    """Return the report. Its figures are drawn into `directory`.
-
-    Args:
-        further_tables: tables about work done before the runs.
-    """
+    """Return the report. Its figures are drawn into `directory`."""
     title = f"{table.name}: {table.title}"
     if table.scale is not None:
         title += f" (scaled to {table.scale}: not the paper's setting)"
@@ -57,7 +48,7 @@ def document(
         for part, outcome in outcomes.items()
         for run in outcome.runs
     ]
-    all_tables = [*comparisons, *further_tables, *([difference] if difference else [])]
+    all_tables = [*comparisons, *([difference] if difference else [])]
     all_tables += ordering.text_tables(table, outcomes)
     return Document(title, facts, all_tables, _figures(table, outcomes, directory), run_paths, command)
 
