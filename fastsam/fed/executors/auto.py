@@ -56,7 +56,7 @@ def rule(setup: Setup) -> tuple[str, str]:
     against = _not_stacked(setup)
     if against is None:
         return "vmap", "a dense model of this size: stacked clients share the cost of every call"
-    if setup.device.type == "cuda" and streams.Streams.why_not(setup) is None:
+    if setup.device.type == "cuda" and streams.why_not(setup) is None:
         capture_problem = _not_captured(setup)
         if capture_problem is None:
             return "graph", f"one captured graph for a step of several clients, because {against}"

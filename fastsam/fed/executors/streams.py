@@ -80,6 +80,15 @@ class Lane:
         return results
 
 
+def why_not(setup: Setup) -> str | None:
+    """Return the reason why streams cannot serve a run, or None."""
+    if setup.device.type != "cuda":
+        return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
+    if setup.population.batch_reason:
+        return setup.population.batch_reason
+    return None if setup.draws is None else NoRandomness.REASON
+
+
 class Streams(Executor):
     """One `ClientTrainer` and one stream per slot. The host queues a step of every client in turn and waits for none
     of them inside an epoch.
@@ -102,11 +111,7 @@ class Streams(Executor):
     @staticmethod
     def why_not(setup: Setup) -> str | None:
         """Return the reason why it cannot serve a run, or None."""
-        if setup.device.type != "cuda":
-            return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
-        if setup.population.batch_reason:
-            return setup.population.batch_reason
-        return None if setup.draws is None else NoRandomness.REASON
+        return why_not(setup)
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
         """See `Executor.train`."""
