@@ -8,7 +8,7 @@ import torch
 
 from bench import report
 from bench.accuracy.report import cell, difference
-from bench.accuracy.tasks import TASKS, corrupted
+from bench.accuracy.tasks import TASKS, corrupt_labels
 from bench.accuracy.training import contenders, run, tune
 from fastsam import variants
 from tests.helpers.bench_machine import record_of
@@ -34,7 +34,7 @@ def test_every_variant_takes_part_with_as_many_trials() -> None:
 
 def test_wrong_labels_are_wrong_and_as_many_as_said() -> None:
     labels = torch.arange(10).repeat(10)
-    made = corrupted(labels, 10, 0.4, torch.Generator().manual_seed(0))
+    made = corrupt_labels(labels, 10, 0.4, torch.Generator().manual_seed(0))
     assert int((made != labels).sum()) == 40
     assert set(made.tolist()) == set(range(10))
 

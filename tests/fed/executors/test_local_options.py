@@ -47,8 +47,8 @@ VARIANTS = {
         "uses_last_gradient": True,
     },
     "anchor_weight": {"direction": D.GRADIENT, "rho": 0.3, "anchor": "ones", "anchor_weight": 0.3},
-    "piloted": {"direction": D.GRADIENT, "pilot": fed.Pilot(1, lambda norms, gradients: 0.3 / (1 + norms))},
-    "scaled": {"direction": D.GRADIENT, "rho": 0.3, "rho_scale": "ones"},
+    "has_pilot": {"direction": D.GRADIENT, "pilot": fed.Pilot(1, lambda norms, gradients: 0.3 / (1 + norms))},
+    "has_rho_scale": {"direction": D.GRADIENT, "rho": 0.3, "rho_scale": "ones"},
 }
 
 
