@@ -79,22 +79,27 @@ class Listeners:
         """End the run after everything is written. Raises CallbackError after all callbacks were called."""
         if self._own_bar is not None:
             self._own_bar.end(self.stopped, result.run_dir)
+        if errors := self._finish(result):
+            raise errors[0]
+
+    def _finish(self, result: Result | None) -> list[CallbackError]:
+        """Close the bar and call `on_end` of all callbacks. Return the errors that they raised."""
         self._bar.close()
-        errors: list[CallbackError] = []
+        errors = []
         while self._active:
             try:
                 self._ask(self._active.pop(0), "on_end", result)
             except CallbackError as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
+        return errors
 
     def _ask(self, callback: Any, method: str, *arguments: Any) -> None:
         """Calls a method where the callback has it. Raises CallbackError for whatever it raises, Ctrl-C apart."""
         view = self._view
         assert view is not None
         try:
-            getattr(callback, method, _do_nothing)(view, *arguments)
+            if hasattr(callback, method):
+                getattr(callback, method)(view, *arguments)
         except Stop as stop:
             if self.stopped is None and method != "on_end":
                 self.stopped = view.stopped = str(stop) or f"{type(callback).__name__} stopped the run"
@@ -120,16 +125,8 @@ class Listeners:
             return
         if self._view is not None:
             self._view.error = error
-        while self._active:  # their errors must not hide why the run ended
-            try:
-                self._ask(self._active.pop(0), "on_end", None)
-            except CallbackError as problem:
-                log.error("%s", problem)
-        self._bar.close()
-
-
-def _do_nothing(*arguments: Any) -> None:
-    """Do nothing, in place of a method that a callback does not have."""
+        for problem in self._finish(None):  # must not hide why the run ended
+            log.error("%s", problem)
 
 
 def _check_callbacks(callbacks: Any) -> Sequence[Any]:
