@@ -145,10 +145,8 @@ class Evaluator:
                 f"metrics ({', '.join(self.metrics)}) are of outputs and labels, which a loss of a whole batch does "
                 "not give; say fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
             )
-        self.classifies, self.batch_size = (
-            classifies and self.count > 0,
-            batch_size if population.batch_reason else _BATCH,
-        )
+        self.classifies = classifies and self.count > 0
+        self.batch_size = batch_size if population.batch_reason else _BATCH
         # Class distributions need labels that are classes. Equal parts of the test set need nothing. The same holds for
         # test sets of clients.
         mode = mode if population.test_sizes is None else CLIENT_SETS

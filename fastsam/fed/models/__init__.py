@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastsam.fed.common.checks import nearest
 from fastsam.fed.common.import_paths import call_with_options, import_object, is_import_path
 from fastsam.fed.models.pixels import Pixels
 from fastsam.fed.models.resnet import ResNet18GN
@@ -47,11 +47,9 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
     elif is_import_path(name):
         make = import_object(name, "model")
     else:
-        close = difflib.get_close_matches(name, MODELS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
             f"model must be one of {', '.join(map(repr, MODELS))} or an import path 'package.module:name', got "
-            f"{name!r}{hint}"
+            f"{name!r}{nearest(name, MODELS)}"
         )
     if isinstance(make, nn.Module) and not options:
         return copy.deepcopy(make)
