@@ -249,8 +249,11 @@ def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Calla
     def make(params: list[nn.Parameter]) -> FusedSAM:
         if not isinstance(sam, variants.SAMON):
             return FusedSAM(params, torch.optim.SGD, **keywords)
-        still = [p for p in params if p.dim() != 1]
-        groups: list[dict[str, Any]] = [{"params": [p for p in params if p.dim() == 1]}, {"params": still, "rho": 0.0}]
+        other_params = [p for p in params if p.dim() != 1]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in params if p.dim() == 1]},
+            {"params": other_params, "rho": 0.0},
+        ]
         return FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, **keywords)
 
     return lambda weights: OptimizerStepper(weights, make)

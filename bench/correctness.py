@@ -30,11 +30,11 @@ def excess(compare: Callable[..., tuple[Tensor, Tensor, Tensor]], *operands: Ite
     for i, tensors in enumerate(zip(*operands, strict=True)):
         for pieces in zip(*(t.reshape(-1).split(PIECE[t.device.type]) for t in tensors), strict=True):
             actual, target, tolerance = compare(*pieces)
-            over = (actual - target).abs_() - tolerance
-            if bool((over <= 0).all()):  # false with a NaN
+            surplus = (actual - target).abs_() - tolerance
+            if bool((surplus <= 0).all()):  # false with a NaN
                 continue
-            worst = int(over.nan_to_num_(nan=float("inf")).argmax())
-            values = (float(t.expand(over.shape)[worst]) for t in (actual, target, tolerance))
+            worst = int(surplus.nan_to_num_(nan=float("inf")).argmax())
+            values = (float(t.expand(surplus.shape)[worst]) for t in (actual, target, tolerance))
             return "tensor {} has {:.9g} where {:.9g} is expected within {:.2g}".format(i, *values)
     return None
 
@@ -81,11 +81,11 @@ def check(contenders: Sequence[Contender], weights: Sequence[Tensor], gradients:
         """Take one phase of a contender and compare it with the reference, which has taken it."""
         stepper, last = steppers[contender.name], number + 1 == len(phases)
         stepper.set_grads(gradients, index)
-        before = [] if last else _copies(stepper)
+        old_weights = [] if last else _copies(stepper)
         phases_by_name[contender.name][number]()
         if last:
             return _update(stepper.weights(), start, reference.weights(), UPDATE * step * EPS)
-        return _perturbation(before, stepper.weights(), start, reference.weights(), contender.norm_error)
+        return _perturbation(old_weights, stepper.weights(), start, reference.weights(), contender.norm_error)
 
     groups: dict[str, list[Contender]] = {}
     for contender in contenders:
@@ -112,7 +112,7 @@ def _copies(stepper: Stepper) -> list[Tensor]:
 
 
 def _perturbation(
-    before: Sequence[Tensor],
+    old_weights: Sequence[Tensor],
     actual: Sequence[Tensor],
     start: Sequence[Tensor],
     target: Sequence[Tensor],
@@ -122,7 +122,7 @@ def _perturbation(
         w, e = w.double(), point - origin
         return z - w, e, (w.abs() + e.abs()).mul_(EPS).add_(e.abs(), alpha=norm_error)
 
-    return excess(compare, before, actual, start, target)
+    return excess(compare, old_weights, actual, start, target)
 
 
 def _update(actual: Sequence[Tensor], start: Sequence[Tensor], target: Sequence[Tensor], share: float) -> str | None:

@@ -42,15 +42,15 @@ def _peak_cpu(body: Callable[[], None]) -> int:
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     if results is None:
         raise RuntimeError("torch's profiler gave no results, so memory cannot be counted; use a torch with Kineto")
-    now = peak = 0
+    current = peak = 0
     for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
+        current += event.nbytes()
+        peak = max(peak, current)
     return peak
 
 
 def _peak_cuda(body: Callable[[], None]) -> int:
-    before = torch.cuda.memory_allocated()
+    start = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     body()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - start

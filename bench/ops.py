@@ -14,7 +14,9 @@ Samples = dict[str, Callable[[], float]]
 REFERENCE_CALLS = 4  # per sample: the unfused backend is a yardstick, not a result
 
 
-def measure(case: KernelCase, machine: Machine, rounds: int, most: float, names: Sequence[str] = ()) -> dict[str, Any]:
+def measure(
+    case: KernelCase, machine: Machine, rounds: int, max_seconds: float, names: Sequence[str] = ()
+) -> dict[str, Any]:
     """Measure one case on the backends of these names, by default all."""
     operator = Operator(case, machine.device, machine.cache_bytes)
     rows, samples = dict[str, dict[str, Any]](), Samples()
@@ -30,7 +32,7 @@ def measure(case: KernelCase, machine: Machine, rounds: int, most: float, names:
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
         row |= {"problem": problem} if problem else _prepare(backend, operator, machine, samples)
-    timings = interleave(samples, rounds, machine.copy_bandwidth, most)
+    timings = interleave(samples, rounds, machine.copy_bandwidth, max_seconds)
     for key in timings.seconds:
         name, mode = key.split()
         rows[name][mode] = timings.figures(key, case.op.bytes_per_parameter * case.size.parameters)
@@ -56,18 +58,18 @@ def _prepare(backend: backends.Backend, operator: Operator, machine: Machine, sa
     operand_sets = operator.sets[:REFERENCE_CALLS] if reference else operator.sets
     cold = reference or len(operator.sets) == MAX_SETS
 
-    def every() -> None:
+    def call_all() -> None:
         for operands in operand_sets:
             case.op.call(kernels, operands)
 
     def sample(body: Callable[[], object], is_queued: bool = False) -> Callable[[], float]:
         return lambda: machine.sample(body, cold, is_queued) / len(operand_sets)
 
-    every()
-    samples[f"{backend.name} eager"] = sample(every)
+    call_all()
+    samples[f"{backend.name} eager"] = sample(call_all)
     if machine.cuda and not reference:
         try:
-            samples[f"{backend.name} replayed"] = sample(machine.capture(every), is_queued=True)
+            samples[f"{backend.name} replayed"] = sample(machine.capture(call_all), is_queued=True)
         except RuntimeError as error:
             print(f"{case.name}: {backend.name} is not replayed: {error}", flush=True)
     if not machine.cuda or case.size.name not in LAUNCHES_AT or case.layout != "scattered":

@@ -51,7 +51,7 @@ def step(options: Options) -> Iterator[Case]:
             f"{size.name}-{threads}",
             contenders(options.device),
             *arguments,
-            to=TO,
+            references=TO,
             **keywords,
         )
     table = {name: one for name, one in contenders(options.device).items() if name in WHOLE}
@@ -73,7 +73,7 @@ def kernels(options: Options) -> Iterator[Case]:
         counts = ("memory", "replays", *(("launches",) if size.name not in LAUNCHES_LEFT_OUT else ()))
         arguments = (size, options.machine, *limits)
         if size.rows == 1:
-            yield from _steps(options, "steps", size.name, table, *arguments, rotate=True, to=TO, counts=counts)
+            yield from _steps(options, "steps", size.name, table, *arguments, rotate=True, references=TO, counts=counts)
     names = options.select(b.name for b in backends.table() if b.device == options.device)
     for case in kernel_cases(sizes, list(OPS.values())) if names else ():
         run = partial(ops.measure, case, options.machine, *limits, names)
@@ -84,9 +84,11 @@ def family(options: Options) -> Iterator[Case]:
     """The optimizer part of a step of every variant of SAM, and of pytorch-optimizer's classes."""
     table = variant_contenders(peers=options.device == "cpu")
     for size in VARIANT_SIZES[options.device]:
-        many = max(size.steps // steps.INTERVAL * steps.INTERVAL, steps.INTERVAL)
+        num_steps = max(size.steps // steps.INTERVAL * steps.INTERVAL, steps.INTERVAL)
         arguments = (size, options.machine, options.number(15))
-        yield from _steps(options, "variants", size.name, table, *arguments, steps=many, to=("SAM",), counts=("calls",))
+        yield from _steps(
+            options, "variants", size.name, table, *arguments, steps=num_steps, references=("SAM",), counts=("calls",)
+        )
 
 
 def worth(options: Options) -> Iterator[Case]:

@@ -101,14 +101,14 @@ def add(record: dict[str, Any], case: dict[str, Any]) -> None:
 
 def join(record: dict[str, Any], new_record: Record) -> dict[str, Any]:
     """Add the cases of a later record. Raises ValueError if the two were not made on like machines."""
-    was, now = (
+    old_facts, new_facts = (
         f"{e['machine']['cores']} cores of {e['machine']['cpu']}, {', '.join(e['machine'].get('gpus', ['no GPU']))}, "
         f"torch {e['versions']['torch']}{', quick' * one['quick']}"
         for one in (record, new_record)
         for e in [one["environment"]]
     )
-    if was != now:
-        raise ValueError(f"a record of {now} cannot be added to a record of {was}: keep the two apart")
+    if old_facts != new_facts:
+        raise ValueError(f"a record of {new_facts} cannot be added to a record of {old_facts}: keep the two apart")
     record["added"] += [{key: new_record["environment"][key] for key in HOW}, *new_record["added"]]
     record["left_out"] = [*record["left_out"], *new_record["left_out"]]
     for case in new_record["cases"]:

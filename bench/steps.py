@@ -76,7 +76,7 @@ class StepperPool:
                 spent += time.perf_counter() - start
             samples.append(spent)
         self.machine.wait()
-        return Summary.of(samples[HOST_STEPS // 5 :]).median
+        return Summary.from_values(samples[HOST_STEPS // 5 :]).median
 
     def calls(self) -> dict[str, float]:
         """Return the numbers of our kernels and of torch's calls in a step: the mean over an interval."""
@@ -101,16 +101,16 @@ def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict
 
 
 def _measure(
-    contenders: Sequence[Contender], size: Size, machine: Machine, rounds: int, most: float = math.inf, *,
-    steps: int = 1, rotate: bool = False, to: Sequence[str] = (), counts: Sequence[str] = ("memory",),
+    contenders: Sequence[Contender], size: Size, machine: Machine, rounds: int, max_seconds: float = math.inf, *,
+    steps: int = 1, rotate: bool = False, references: Sequence[str] = (), counts: Sequence[str] = ("memory",),
 ) -> dict[str, Any]:  # fmt: skip
     """Measure contenders on one size and return the case.
 
     Args:
-        most (float): seconds after which no round begins.
+        max_seconds (float): seconds after which no round begins.
         steps (int): number of steps of a sample.
         rotate (bool): use enough steppers to keep their operands out of the caches.
-        to: names of contenders with whose times all others are compared.
+        references: names of contenders with whose times all others are compared.
         counts: further measurements besides the eager time: "memory"; on a CPU "calls"; on a GPU "launches", and
             "replays" with the host's time.
     """
@@ -153,11 +153,11 @@ def _measure(
             row |= prepare(contender)
         except RuntimeError as error:  # such as too little memory: it costs this row
             row["problem"] = f"raised {type(error).__name__}: {error}".splitlines()[0]
-    timings = interleave(samples, rounds, machine.copy_bandwidth, most)
+    timings = interleave(samples, rounds, machine.copy_bandwidth, max_seconds)
     rivals = {contender.name: contender.rival for contender in contenders if contender.rival}
     for key in timings.seconds:
         name, _, mode = key.rpartition(" ")
-        titles = {rival: f"{rival} {mode}" for rival in to}
+        titles = {rival: f"{rival} {mode}" for rival in references}
         titles |= {"ours": f"{rivals[name]} {mode}"} if name in rivals else {}
         rows[name][mode] = timings.figures(key, rows[name]["floor_bytes"] * size.parameters, titles)
     return {**size.facts, "steps": steps, "sets": len(sets), **timings.facts, "rows": list(rows.values())}

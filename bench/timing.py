@@ -36,7 +36,7 @@ class Summary:
     q3: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Summary:
+    def from_values(cls, values: Sequence[float]) -> Summary:
         """Return median and quartiles. Raises ValueError (statistics.StatisticsError) without values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
@@ -46,7 +46,7 @@ class Summary:
     @classmethod
     def of_ratios(cls, numerators: Iterable[float], denominators: Iterable[float]) -> Summary:
         """Return the summary of ratios of samples of the same round: a disturbance of a whole round cancels."""
-        return cls.of([a / b for a, b in zip(numerators, denominators, strict=True)])
+        return cls.from_values([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Rounds:
     @property
     def facts(self) -> dict[str, Any]:
         """Return the number of rounds, the copy's bandwidth, and the processors that others used."""
-        copy = {"copy": asdict(Summary.of(self.copies))} if self.copies else {}
+        copy = {"copy": asdict(Summary.from_values(self.copies))} if self.copies else {}
         return {"rounds": max(map(len, self.seconds.values()), default=0), "busy": round(self.busy, 3), **copy}
 
     def figures(self, name: str, bytes_: float, rivals: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -71,9 +71,12 @@ class Rounds:
         the times of the `others` (title: sample) in the same rounds."""
         seconds = self.seconds[name]
         floors = [bytes_ / bandwidth for bandwidth in self.copies]
-        result = {"seconds": asdict(Summary.of(seconds)), "fraction": asdict(Summary.of_ratios(floors, seconds))}
-        to = {title: self.ratio(name, rival) for title, rival in (rivals or {}).items() if rival in self.seconds}
-        return result | ({"to": to} if to else {})
+        result = {
+            "seconds": asdict(Summary.from_values(seconds)),
+            "fraction": asdict(Summary.of_ratios(floors, seconds)),
+        }
+        ratios = {title: self.ratio(name, rival) for title, rival in (rivals or {}).items() if rival in self.seconds}
+        return result | ({"to": ratios} if ratios else {})
 
     def ratio(self, name: str, rival: str) -> dict[str, float]:
         """Return the seconds of one contender over the seconds of another in the same round."""
@@ -82,29 +85,29 @@ class Rounds:
 
 def interleave(
     samples: Mapping[str, Callable[[], T]], rounds: int, copy: Callable[[], float] | None = None,
-    most: float = math.inf, warm: bool = True,
+    max_seconds: float = math.inf, warm: bool = True,
 ) -> Rounds:  # fmt: skip
     """Take a sample of every contender per round, beginning with another contender in each round.
 
     Args:
         copy: sample of the copy's bandwidth, taken at the start of a round.
-        most (float): seconds after which no round begins, except the first `FEWEST`.
+        max_seconds (float): seconds after which no round begins, except the first `FEWEST`.
         warm (bool): take one sample of each before, which does not count.
     """
     result, names = Rounds([], {name: [] for name in samples}), list(samples)
     with no_garbage_collection():
         for name in names if warm else ():
             samples[name]()
-        before = Usage.now()
+        usage = Usage.current()
         for number in range(rounds):
-            if number >= FEWEST and time.perf_counter() - before.wall > most:
+            if number >= FEWEST and time.perf_counter() - usage.wall > max_seconds:
                 break
             if copy is not None:
                 result.copies.append(copy())
             start = number % max(len(names), 1)
             for name in names[start:] + names[:start]:
                 result.seconds[name].append(samples[name]())
-        result.busy = Usage.now().others_since(before)
+        result.busy = Usage.current().others_since(usage)
     return result
 
 
@@ -205,12 +208,12 @@ def cache_bytes(device: torch.device) -> int:
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
     """Set torch's number of threads inside the block."""
-    before = torch.get_num_threads()
+    old_number = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(old_number)
 
 
 @contextmanager
@@ -235,7 +238,7 @@ class Usage:
     process: float
 
     @classmethod
-    def now(cls) -> Usage:
+    def current(cls) -> Usage:
         """Return the usage so far."""
         stat, machine = Path("/proc/stat"), float("nan")
         if stat.exists():
@@ -243,7 +246,7 @@ class Usage:
             machine = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and wait
         return cls(time.perf_counter(), machine, time.process_time())
 
-    def others_since(self, before: Usage) -> float:
+    def others_since(self, start: Usage) -> float:
         """Return the processors kept busy by others on average; NaN if the system does not say (no /proc/stat)."""
-        seconds = (self.machine - before.machine) - (self.process - before.process)
-        return max(seconds, 0.0) / max(self.wall - before.wall, 1e-9) if seconds == seconds else seconds
+        seconds = (self.machine - start.machine) - (self.process - start.process)
+        return max(seconds, 0.0) / max(self.wall - start.wall, 1e-9) if seconds == seconds else seconds

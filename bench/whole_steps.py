@@ -61,8 +61,11 @@ def measure(contenders: Sequence[Contender], training: Training, machine: Machin
         samples[contender.name] = lambda step=step: machine.sample(lambda: [step() for _ in range(training.steps)])
     timings = interleave(samples, rounds)
     for name, seconds in timings.seconds.items():
-        to = {"copied": timings.ratio(name, "copied")} if "copied" in samples else {}
-        rows[name]["eager"] = {"seconds": asdict(Summary.of([s / training.steps for s in seconds])), "to": to}
+        ratios = {"copied": timings.ratio(name, "copied")} if "copied" in samples else {}
+        rows[name]["eager"] = {
+            "seconds": asdict(Summary.from_values([s / training.steps for s in seconds])),
+            "to": ratios,
+        }
     return {"title": training.title, "steps": training.steps, **timings.facts, "rows": list(rows.values())}
 
 

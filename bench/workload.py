@@ -62,13 +62,13 @@ def _resnet18(small: bool = False) -> Shapes:
         return [(channels,), (channels,)]
 
     shapes: list[tuple[int, ...]] = [(64, 3, 3, 3) if small else (64, 3, 7, 7), *norm(64)]
-    before = 64
+    inputs = 64
     for width in (64, 128, 256, 512):
         for block in range(2):
-            shapes += [(width, before if block == 0 else width, 3, 3), *norm(width), (width, width, 3, 3), *norm(width)]
-            if block == 0 and before != width:
-                shapes += [(width, before, 1, 1), *norm(width)]
-        before = width
+            shapes += [(width, inputs if block == 0 else width, 3, 3), *norm(width), (width, width, 3, 3), *norm(width)]
+            if block == 0 and inputs != width:
+                shapes += [(width, inputs, 1, 1), *norm(width)]
+        inputs = width
     classes = 10 if small else 1000
     return (*shapes, (classes, 512), (classes,))
 
@@ -76,15 +76,15 @@ def _resnet18(small: bool = False) -> Shapes:
 def _client_cnn(*channels: int) -> Shapes:
     """Return the shapes of a client CNN: 3x3 convolutions, each with a group norm, and a classifier of ten classes."""
     shapes: list[tuple[int, ...]] = []
-    for before, after in itertools.pairwise((3, *channels)):
-        shapes += [(after, before, 3, 3), (after,), (after,)]
+    for inputs, outputs in itertools.pairwise((3, *channels)):
+        shapes += [(outputs, inputs, 3, 3), (outputs,), (outputs,)]
     return (*shapes, (10, channels[-1]), (10,))
 
 
 def split_evenly(parameters: int, tensors: int) -> Shapes:
     """Return shapes of `parameters` elements in `tensors` pieces of nearly one length."""
-    size, more = divmod(parameters, tensors)
-    return tuple((size + (i < more),) for i in range(tensors))
+    size, num_longer = divmod(parameters, tensors)
+    return tuple((size + (i < num_longer),) for i in range(tensors))
 
 
 SMALL_CNN = _client_cnn(16, 16, 32, 32, 48, 48)  # 20 tensors, 51,994 parameters

@@ -74,7 +74,7 @@ class DirectCalls:
         self._params = params
         self._refs: list[Any] = [backup, hparams]  # keeps the tensors allocated, so that their addresses stay valid
         if backup is not None:
-            self._at = self._make_block(params, table, hparams, backup.dtype, _address(backup))
+            self._block = self._make_block(params, table, hparams, backup.dtype, _address(backup))
         self._for_perturbed = partial(self._args_for_perturbed, params, table, hparams)
         self._without_backup = partial(self._make_block, params, table, hparams, params[0].dtype, 0)
         self._pack = functools.partial(Struct(f"{len(params)}q").pack_into, self._places, 0)
@@ -82,11 +82,11 @@ class DirectCalls:
         self._state: Any = None  # addresses of the state fields in the calls of the last update
 
     @functools.cached_property
-    def _in_place_at(self) -> tuple[int, int]:
+    def _in_place_block(self) -> tuple[int, int]:
         return self._without_backup()
 
     @functools.cached_property
-    def _perturbed_at(self) -> tuple[int, int]:
+    def _perturbed_block(self) -> tuple[int, int]:
         return self._for_perturbed()
 
     def _args_for_perturbed(self, params: Sequence[Tensor], table: Tensor, hparams: Tensor) -> tuple[int, int]:
@@ -149,13 +149,13 @@ class DirectCalls:
                 callers that then use these tensors in place of the weights.
         """
         if perturbed_weights is None:
-            at = self._at
+            block = self._block
         else:
-            at = self._perturbed_at
-            start = at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64)
+            block = self._perturbed_block
+            start = block[0] + _HEAD * ctypes.sizeof(ctypes.c_int64)
             (ctypes.c_int64 * len(perturbed_weights)).from_address(start)[:] = list(map(_address, perturbed_weights))
         self._locate(grads)
-        if self._call_norm_perturb(*at, _address(sumsq), adaptive, save):
+        if self._call_norm_perturb(*block, _address(sumsq), adaptive, save):
             raise RuntimeError(FAILED)
         _wrote(self._params)
 
@@ -180,13 +180,13 @@ class DirectCalls:
         # Clear these first: the old calls have the address of `_state`, and an interrupt may come after it is replaced.
         self._calls = []
         self._state = (ctypes.c_void_p * len(places))(*places)
-        at = self._in_place_at if in_place else self._at
+        block = self._in_place_block if in_place else self._block
         kernel, rule_address = _function("update" + self._suffix), _rule(rule, self._suffix)
-        function = partial(kernel, *at, rule_address, ctypes.addressof(self._state), init_state, write_master)
+        function = partial(kernel, *block, rule_address, ctypes.addressof(self._state), init_state, write_master)
         self._calls = [function, partial(_wrote, self._params)]
         return self._calls
 
-    def again(self, calls: list[Call], grads: Sequence[Tensor]) -> bool:
+    def renew(self, calls: list[Call], grads: Sequence[Tensor]) -> bool:
         """Set new gradients and return True if `calls` come from the last `update`, so that they can be repeated."""
         if calls is not self._calls:
             return False
@@ -205,8 +205,8 @@ class CudaDirectCalls(DirectCalls):
     def __init__(self, params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> None:
         self._words = (ctypes.c_int64 * 4)()  # device, stream, partial sums, tickets: LaunchWord
         super().__init__(params, backup, table, hparams, ctypes.addressof(self._words))
-        at, device = self._in_place_at if backup is None else self._at, params[0].get_device()
-        partials = _function("partials_cuda")(at[0])
+        block, device = self._in_place_block if backup is None else self._block, params[0].get_device()
+        partials = _function("partials_cuda")(block[0])
         self._partials = torch.empty(max(partials, 1), dtype=torch.float64, device=params[0].device)
         self._tickets = torch.zeros(2, dtype=torch.int32, device=params[0].device)
         self._words[:] = [device, 0, _address(self._partials), _address(self._tickets)]

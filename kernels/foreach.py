@@ -49,9 +49,9 @@ def _field(field: Tensor | None) -> list[Tensor] | None:
     return None if field is None else [field]
 
 
-def _copy_(to: Tensors | None, source: Tensors | None) -> None:
-    if to and source:  # torch refuses empty lists
-        torch._foreach_copy_(to, source)
+def _copy_(target: Tensors | None, source: Tensors | None) -> None:
+    if target and source:  # torch refuses empty lists
+        torch._foreach_copy_(target, source)
 
 
 def norms_of(tensors: Tensors, longest: int) -> list[float]:

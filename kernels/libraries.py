@@ -60,9 +60,9 @@ def _infer_nothing(name: str, *operands: Any) -> None:
     Raises RuntimeError if the tensors are on different devices, such as a real tensor and a meta tensor.
     """
     schema = getattr(torch.ops.fastsam, name).default._schema
-    of = {argument.name: operand for argument, operand in zip(schema.arguments, operands, strict=False)}
-    table = of.pop("table", None)
-    lists = (operand if isinstance(operand, (list, tuple)) else [operand] for operand in of.values())
+    operand_of = {argument.name: operand for argument, operand in zip(schema.arguments, operands, strict=False)}
+    table = operand_of.pop("table", None)
+    lists = (operand if isinstance(operand, (list, tuple)) else [operand] for operand in operand_of.values())
     devices = {tensor.device for operand in lists for tensor in operand if isinstance(tensor, Tensor)}
     if len(devices) > 1 or (table is not None and table.device.type != "cpu"):
         names = ", ".join(sorted(map(str, devices)))

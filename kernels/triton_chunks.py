@@ -111,7 +111,7 @@ def first_element(operand, chunk, ALIGNED: tl.constexpr):
 
 @triton.jit
 def each_block(FUNCTION: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Call `FUNCTION(operands, numbers, at)` for every block of the chunk."""
+    """Call `FUNCTION(operands, numbers, elements)` for every block of the chunk."""
     operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
     lane = tl.arange(0, BLOCK)
     if chunk.num_elements >= CHUNK:
@@ -130,7 +130,7 @@ def add_up(
 ):
     """Return COUNT sums per lane over all elements of the chunk.
 
-    Sums start at zero and are computed by `totals = FUNCTION(totals, operands, numbers, at)`.
+    Sums start at zero and are computed by `totals = FUNCTION(totals, operands, numbers, elements)`.
     """
     operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
     lane = tl.arange(0, LANES)
@@ -147,41 +147,49 @@ def add_up(
 
 
 @triton.jit
-def load(base, at):
+def load(base, elements):
     """Return elements from `base` on, in their storage dtype. Elements beyond the segment are not read and are 0."""
-    return tl.load(base + at.lane, mask=at.lane < at.end, other=0) if at.MASKED else tl.load(base + at.lane)
+    return (
+        tl.load(base + elements.lane, mask=elements.lane < elements.end, other=0)
+        if elements.MASKED
+        else tl.load(base + elements.lane)
+    )
 
 
 @triton.jit
-def read(base, at):
+def read(base, elements):
     """Return the result of `load` in the dtype of the arithmetic."""
-    return widen(load(base, at), at.COMPUTE)
+    return widen(load(base, elements), elements.COMPUTE)
 
 
 @triton.jit
-def _limit_if(condition, at):
+def _limit_if(condition, elements):
     """Return the number of elements of a chunk that are accessed: 0 if the (scalar) condition is false."""
     # The length of a whole chunk is a multiple of 16 and known to the compiler: accesses stay 128 bits wide.
-    return tl.where(condition, at.end if at.MASKED else CHUNK, 0)
+    return tl.where(condition, elements.end if elements.MASKED else CHUNK, 0)
 
 
 @triton.jit
-def read_if(condition, base, at):
+def read_if(condition, base, elements):
     """Return the result of `read`; if the (scalar) condition is false, read nothing."""
-    return widen(tl.load(base + at.lane, mask=at.lane < _limit_if(condition, at), other=0), at.COMPUTE)
+    return widen(
+        tl.load(base + elements.lane, mask=elements.lane < _limit_if(condition, elements), other=0), elements.COMPUTE
+    )
 
 
 @triton.jit
-def store(base, at, x):
+def store(base, elements, x):
     """Write elements from `base` on, rounded to its dtype, except elements beyond the segment."""
     x = narrow(x, base.dtype.element_ty)
-    if at.MASKED:
-        tl.store(base + at.lane, x, mask=at.lane < at.end)
+    if elements.MASKED:
+        tl.store(base + elements.lane, x, mask=elements.lane < elements.end)
     else:
-        tl.store(base + at.lane, x)
+        tl.store(base + elements.lane, x)
 
 
 @triton.jit
-def store_if(condition, base, at, x):
+def store_if(condition, base, elements, x):
     """Write as `store` does; if the (scalar) condition is false, write nothing."""
-    tl.store(base + at.lane, narrow(x, base.dtype.element_ty), mask=at.lane < _limit_if(condition, at))
+    tl.store(
+        base + elements.lane, narrow(x, base.dtype.element_ty), mask=elements.lane < _limit_if(condition, elements)
+    )

@@ -16,16 +16,16 @@ from .triton_perturb import radius
 
 
 @triton.jit
-def _direction(grads, mu, s, penalty, at):
+def _direction(grads, mu, s, penalty, elements):
     """Return `d = alpha*(g - mu) - s`. It is 0 for elements beyond the segment, because all three operands
     are 0 there."""
-    return penalty * (read(grads, at) - mu) - s
+    return penalty * (read(grads, elements) - mu) - s
 
 
 @triton.jit
-def _add_direction(totals, operands, penalty, at):
+def _add_direction(totals, operands, penalty, elements):
     grads, mu, s = operands
-    d = _direction(grads, load(mu, at), load(s, at), penalty, at)
+    d = _direction(grads, load(mu, elements), load(s, elements), penalty, elements)
     return (totals[0] + d * d,)
 
 
@@ -48,16 +48,16 @@ def dual_norm_(sumsq, grads, mu, s, table, hparams, accumulate=False):
 
 
 @triton.jit
-def _perturb(operands, numbers, at):
+def _perturb(operands, numbers, elements):
     weights, backup, mu, grads, s, eps = operands
     scale, moves, penalty, inverse = numbers
-    mu_, s_ = load(mu, at), load(s, at)
-    e = tl.where(moves, scale * _direction(grads, mu_, s_, penalty, at), 0.0)
-    w = read(backup, at)
-    store(weights, at, tl.where(moves, w + e, w))
-    store(mu, at, mu_ + (e - s_) * inverse)
+    mu_, s_ = load(mu, elements), load(s, elements)
+    e = tl.where(moves, scale * _direction(grads, mu_, s_, penalty, elements), 0.0)
+    w = read(backup, elements)
+    store(weights, elements, tl.where(moves, w + e, w))
+    store(mu, elements, mu_ + (e - s_) * inverse)
     if eps is not None:
-        store(eps, at, e)
+        store(eps, elements, e)
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])

@@ -56,13 +56,13 @@ def finish_row(sums, totals, chunk, ACCUMULATE: tl.constexpr):
 
 
 @triton.jit
-def _add_direction(totals, operands, numbers, at):
+def _add_direction(totals, operands, numbers, elements):
     """Return the sums plus `d^2`, with `d = T*g` in an adaptive group; weights are read only in adaptive groups."""
     grads, weights = operands
     adaptive, eta = numbers
-    d = read(grads, at)
+    d = read(grads, elements)
     if weights is not None:
-        w = read_if(adaptive, weights, at)
+        w = read_if(adaptive, weights, elements)
         d = tl.where(adaptive, (tl.abs(w) + eta) * d, d)
     return (totals[0] + d * d,)
 

@@ -67,31 +67,31 @@ class Perturbation(NamedTuple):
 
 
 @triton.jit
-def _perturb(operands, by, at):
+def _perturb(operands, perturbation, elements):
     weights, backup, grads = operands
     Z_DTYPE: tl.constexpr = weights.dtype.element_ty
-    if by.SAVE:
-        weight = load(weights, at)
+    if perturbation.SAVE:
+        weight = load(weights, elements)
         if backup.dtype.element_ty != Z_DTYPE:
             # The master copy is valid while the weights are its rounding. A NaN equals nothing, so it is taken from the
             # weights.
-            master = load(backup, at)
-            wide_weight = widen(weight, at.COMPUTE)
-            weight = tl.where(widen(narrow(master, Z_DTYPE), at.COMPUTE) == wide_weight, master, wide_weight)
-        store(backup, at, weight)
+            master = load(backup, elements)
+            wide_weight = widen(weight, elements.COMPUTE)
+            weight = tl.where(widen(narrow(master, Z_DTYPE), elements.COMPUTE) == wide_weight, master, wide_weight)
+        store(backup, elements, weight)
     else:
-        weight = load(backup, at)
-    w = widen(weight, at.COMPUTE)
-    d = read(grads, at)
-    t = tl.abs(w) + by.eta
-    d = tl.where(by.adaptive, t * t * d, d)
-    if len(by.words) == 0:
-        store(weights, at, tl.where(by.moves, w + by.scale * d, w))
+        weight = load(backup, elements)
+    w = widen(weight, elements.COMPUTE)
+    d = read(grads, elements)
+    t = tl.abs(w) + perturbation.eta
+    d = tl.where(perturbation.adaptive, t * t * d, d)
+    if len(perturbation.words) == 0:
+        store(weights, elements, tl.where(perturbation.moves, w + perturbation.scale * d, w))
     else:
         base = narrow(w, Z_DTYPE)
-        random = mix((by.place + at.lane).to(tl.uint32) ^ by.words[0], by.words[1])
-        result = stochastic(widen(base, at.COMPUTE) + by.scale * d, random, Z_DTYPE)
-        store(weights, at, tl.where(by.moves, result, base))
+        random = mix((perturbation.place + elements.lane).to(tl.uint32) ^ perturbation.words[0], perturbation.words[1])
+        result = stochastic(widen(base, elements.COMPUTE) + perturbation.scale * d, random, Z_DTYPE)
+        store(weights, elements, tl.where(perturbation.moves, result, base))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
@@ -122,9 +122,9 @@ def perturb_(params, backup, grads, table, hparams, sumsq, save, seed=None):
 
 
 @triton.jit
-def _restore(operands, numbers, at):
+def _restore(operands, numbers, elements):
     weights, backup = operands
-    store(weights, at, load(backup, at))
+    store(weights, elements, load(backup, elements))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])

@@ -23,9 +23,9 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _add_products(totals, operands, numbers, at):
+def _add_products(totals, operands, numbers, elements):
     x, y = operands
-    a, b = read(x, at), read(y, at)
+    a, b = read(x, elements), read(y, elements)
     return totals[0] + a * b, totals[1] + b * b
 
 

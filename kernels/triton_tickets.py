@@ -45,15 +45,15 @@ class _Tickets:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # once, because other streams use them too
         self._tickets: dict[tuple[int, int], Tensor] = {}
-        self._next = 0
+        self._num_used = 0
 
-    def of(self, output: Tensor, rows: int) -> Tensor | None:
+    def assign(self, output: Tensor, rows: int) -> Tensor | None:
         key = (output.data_ptr(), rows)
         if key not in self._tickets:
-            if self._next + rows > COUNT:
+            if self._num_used + rows > COUNT:
                 return None
-            self._tickets[key] = self._memory[self._next : self._next + rows]
-            self._next += rows
+            self._tickets[key] = self._memory[self._num_used : self._num_used + rows]
+            self._num_used += rows
         return self._tickets[key]
 
 
@@ -71,5 +71,5 @@ def tickets_of(output: Tensor, rows: int) -> Tensor:
     with _lock:
         if device not in _devices and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             _devices[device] = _Tickets(device)
-        tickets = _devices[device].of(output, rows) if device in _devices else None
+        tickets = _devices[device].assign(output, rows) if device in _devices else None
     return torch.zeros(rows, dtype=torch.int32, device=device) if tickets is None else tickets

@@ -44,24 +44,24 @@ def _is_running(found_inf):
 
 
 @triton.jit
-def _linear(grads, g1, q, a, b, at):
+def _linear(grads, g1, q, a, b, elements):
     """Return `v = a*g2 + b*g1 + q`."""
-    v = a * read(grads, at)
+    v = a * read(grads, elements)
     if g1 is not None:
-        v += b * read(g1, at)
+        v += b * read(g1, elements)
     if q is not None:
-        v += load(q, at)
+        v += load(q, elements)
     return v
 
 
 @triton.jit
-def _add_squares(totals, operands, numbers, at):
+def _add_squares(totals, operands, numbers, elements):
     """Return the sums plus `v^2`. If the clipped norm includes `phi*w`, it is added to `v`; only then weights
     are read."""
     grads, g1, q, weights = operands
     a, b, phi, full = numbers
-    v = _linear(grads, g1, q, a, b, at)
-    v = tl.where(full, v + phi * read_if(full, weights, at), v)
+    v = _linear(grads, g1, q, a, b, elements)
+    v = tl.where(full, v + phi * read_if(full, weights, elements), v)
     return (totals[0] + v * v,)
 
 
@@ -110,12 +110,12 @@ def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _field(base, at, INIT_STATE: tl.constexpr):
+def _field(base, elements, INIT_STATE: tl.constexpr):
     """Return elements of a field of the state; 0 without a read if the field is absent or not set yet."""
     if base is None or INIT_STATE:
         return 0.0
     else:
-        return load(base, at)
+        return load(base, elements)
 
 
 class Step(NamedTuple):
@@ -132,22 +132,22 @@ class Step(NamedTuple):
 
 
 @triton.jit
-def _update(operands, by, at):
+def _update(operands, step, elements):
     weights, grads, g1, q, shift, backup = operands[:6]
     state = operands[6:]
-    a, b, phi, sig, decay, shrink = by.form
-    w = read(weights if backup is None else backup, at)
-    v = _linear(grads, g1, q, a, b, at)
-    decay_base = w if shift is None else w - load(shift, at)
-    d = sig * tl.where(by.full, v + phi * w, v) + decay * decay_base
-    fields = [_field(x, at, by.INIT_STATE) for x in state]
-    new = by.ELEMENT(w * shrink, d, fields, by.rule_scalars, by.STATE_MASK, by.INIT_STATE)
+    a, b, phi, sig, decay, shrink = step.form
+    w = read(weights if backup is None else backup, elements)
+    v = _linear(grads, g1, q, a, b, elements)
+    decay_base = w if shift is None else w - load(shift, elements)
+    d = sig * tl.where(step.full, v + phi * w, v) + decay * decay_base
+    fields = [_field(x, elements, step.INIT_STATE) for x in state]
+    new = step.ELEMENT(w * shrink, d, fields, step.rule_scalars, step.STATE_MASK, step.INIT_STATE)
     for i in tl.static_range(FIELDS):
         if state[i] is not None:
-            store_if(by.run, state[i], at, new[i + 1])
-    store(weights, at, tl.where(by.run, new[0], w))
-    if by.WRITE_MASTER and backup is not None:
-        store_if(by.run, backup, at, new[0])
+            store_if(step.run, state[i], elements, new[i + 1])
+    store(weights, elements, tl.where(step.run, new[0], w))
+    if step.WRITE_MASTER and backup is not None:
+        store_if(step.run, backup, elements, new[0])
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def _provide_kernels(tree: Path, environment: dict[str, str]) -> None:
 
 
 @contextmanager
-def checked_out(revision: str, folder: Path) -> Iterator[Path]:
+def check_out(revision: str, folder: Path) -> Iterator[Path]:
     """Check `revision` out into a worktree in `folder` for the duration of the context."""
     tree = folder / "tree"
     subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), revision], cwd=ROOT, check=True)
@@ -154,7 +154,7 @@ def main() -> int:
         return 0
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        tree = stack.enter_context(checked_out(options.against, folder))
+        tree = stack.enter_context(check_out(options.against, folder))
         workers = [Worker(ROOT, folder / "here"), Worker(tree, folder / "there")]
         for worker in workers:
             stack.callback(worker.stop)

@@ -230,7 +230,7 @@ def _cases_of_clients() -> Iterator[tuple[str, Callable[[], str]]]:
     lazy = getattr(fed, spell("LazyClients", dir(fed)))
     datasets = [torch.utils.data.TensorDataset(x, y) for x, y in clients()]
     loaders = [torch.utils.data.DataLoader([*zip(x, y, strict=True)], batch_size=4) for x, y in clients()]
-    many, unequal_clients = clients([16] * 100), clients([12 + i % 7 for i in range(100)])
+    equal_clients, unequal_clients = clients([16] * 100), clients([12 + i % 7 for i in range(100)])
     for name in ("FedAvg", "FedSAM", "SCAFFOLD"):
         algorithm = getattr(fed, name)()
         for executor in ("sequential", "vmap"):
@@ -243,9 +243,9 @@ def _cases_of_clients() -> Iterator[tuple[str, Callable[[], str]]]:
             for label, data in {"lazy clients": lazy(8, clients().__getitem__), "data sets": datasets}.items():
                 yield f"{label} {name}, {executor}", partial(train, algorithm, executor, data)
         yield f"loaders {name}", partial(train, algorithm, "sequential", loaders)
-        for label, data in {"100 clients": many, "100 ragged clients": unequal_clients}.items():
+        for label, data in {"100 clients": equal_clients, "100 ragged clients": unequal_clients}.items():
             yield f"{label} {name}, vmap", partial(train, algorithm, "vmap", data, slots=100, **EVERYBODY)
-        yield f"100 clients {name}, vmap, own choice of slots", partial(train, algorithm, "vmap", many)
+        yield f"100 clients {name}, vmap, own choice of slots", partial(train, algorithm, "vmap", equal_clients)
 
 
 def timings() -> Iterator[tuple[str, Callable[[], float]]]:
@@ -269,4 +269,4 @@ def seconds_per_round(name: str, executor: str, cohort: int) -> float:
         module, data, getattr(fed, name)(), rounds=rounds, participation=cohort / 100, sampler="fixed",
         executor=executor, eval_every=rounds, progress=lambda record: marks.append(time.process_time()),
     )  # fmt: skip
-    return statistics.median(after - before for before, after in pairwise(marks[1:]))
+    return statistics.median(end - start for start, end in pairwise(marks[1:]))

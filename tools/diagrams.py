@@ -129,7 +129,7 @@ def draw_tree(nodes: Mapping[str, Node], edges: Sequence[Edge], size: tuple[floa
     return figure
 
 
-def draw_chain(chain: Chain, again: str) -> Figure:
+def draw_chain(chain: Chain, caption: str) -> Figure:
     """Return a chain of eight boxes: four to the right, four back to the left, and an arrow to the first."""
     figure, axes = canvas((9.6, 2.6))
     axes.set_xlim(-1.2, 9.0)
@@ -145,7 +145,7 @@ def draw_chain(chain: Chain, again: str) -> Figure:
         patches = {"patchA": boxes[i].get_bbox_patch(), "patchB": boxes[end].get_bbox_patch()}
         arrow = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 1, "shrinkB": 1, **patches}
         axes.annotate("", places[end], start, arrowprops=arrow)
-    axes.text(-0.1, 0.5, again, ha="right", va="center", color=GREY)
+    axes.text(-0.1, 0.5, caption, ha="right", va="center", color=GREY)
     return figure
 
 

@@ -12,10 +12,10 @@ START, END = "<!-- keys:all -->\n", "<!-- /keys -->\n"
 
 def page(text: str) -> str:
     """Return the page with the table between its marks."""
-    before, _, after = text.partition(START)
+    head, _, tail = text.partition(START)
     keys = KEYS | {f"{table}.{key}": row for table, rows in OPTION_TABLES.items() for key, row in rows.items()}
     rows = [f"| `{key}` | `{row.default_text}` | {row.meaning} |\n" for key, row in keys.items()]
-    return "".join([before, START, "| key | default | meaning |\n|---|---|---|\n", *rows, END, after.partition(END)[2]])
+    return "".join([head, START, "| key | default | meaning |\n|---|---|---|\n", *rows, END, tail.partition(END)[2]])
 
 
 if __name__ == "__main__":

@@ -89,22 +89,22 @@ def round_bars() -> Bars:
 
 def draw_bars(axes: Axes, bars: Bars, title: str) -> None:
     """Draw one group of bars per problem, each bar with its number."""
-    at, ticks, labels = 0.0, [], []
+    height, ticks, labels = 0.0, [], []
     widest = max(max(values.values()) for values in bars.values())
     for problem, values in bars.items():
-        axes.text(0, at - 0.85, problem, fontweight="bold", va="center")
+        axes.text(0, height - 0.85, problem, fontweight="bold", va="center")
         for name, value in values.items():
             is_ours = name == "fastsam"
-            axes.barh(at, value, height=0.78, color=OUR_COLOUR if is_ours else PEER_COLOUR)
+            axes.barh(height, value, height=0.78, color=OUR_COLOUR if is_ours else PEER_COLOUR)
             weight = "bold" if is_ours else "normal"
-            axes.text(value + 0.015 * widest, at, f"{value:.2f}", va="center", fontweight=weight)
-            ticks.append(at)
+            axes.text(value + 0.015 * widest, height, f"{value:.2f}", va="center", fontweight=weight)
+            ticks.append(height)
             labels.append(name)
-            at += 1
-        at += 1.3
+            height += 1
+        height += 1.3
     axes.set_yticks(ticks, labels)
     axes.tick_params(length=0)
-    axes.set_ylim(at - 1.7, -1.5)
+    axes.set_ylim(height - 1.7, -1.5)
     axes.set_xlim(0, 1.14 * widest)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
@@ -146,15 +146,15 @@ def draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], title: st
     span = max(gain for _, gain in clipped_points.values()) - lowest
     positions: list[float] = []
     for name, (time, gain) in sorted(clipped_points.items(), key=lambda item: -item[1][1]):
-        at = gain
-        while any(abs(at - position) < 0.046 * span for position in positions):
-            at -= 0.005 * span
-        positions.append(at)
+        height = gain
+        while any(abs(height - position) < 0.046 * span for position in positions):
+            height -= 0.005 * span
+        positions.append(height)
         one_pass = name in ("MSAM", "LastGradient")
         below = f" ({points[name][1]:.1f})" if gain > points[name][1] else ""
         axes.plot(time, gain, marker="v" if below else "o", markersize=5, color=OUR_COLOUR if one_pass else PEER_COLOUR)
-        axes.plot([time, 3.02], [gain, at], color=PEER_COLOUR, linewidth=0.4, zorder=0)
-        axes.text(3.05, at, f"{name}{below}", va="center", color=OUR_COLOUR if one_pass else "black")
+        axes.plot([time, 3.02], [gain, height], color=PEER_COLOUR, linewidth=0.4, zorder=0)
+        axes.text(3.05, height, f"{name}{below}", va="center", color=OUR_COLOUR if one_pass else "black")
     axes.set_xlim(0.7, 3.0)
     axes.set_xlabel("time of a step, SGD = 1")
     axes.set_ylabel("gain over SGD, percentage points")

@@ -148,8 +148,8 @@ def perceptron(inputs: int, classes: int, width: int = 96) -> nn.Module:
 def cnn(side: int, classes: int) -> nn.Module:
     """Return a model with two convolutions with group norms, each followed by pooling."""
     layers: list[nn.Module] = []
-    for before, after in ((1, 8), (8, 16)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.ReLU(), nn.MaxPool2d(2)]
+    for inputs, outputs in ((1, 8), (8, 16)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * (side // 4) ** 2, classes))
 
 

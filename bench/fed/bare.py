@@ -87,10 +87,10 @@ class Flat(Tensors):
 
     def __init__(self, model: nn.Module, sharp: bool) -> None:
         super().__init__(model, sharp)
-        self.tensors, at = [torch.cat([p.detach().flatten() for p in self.parameters])], 0
+        self.tensors, offset = [torch.cat([p.detach().flatten() for p in self.parameters])], 0
         for p in self.parameters:
-            p.data = self.tensors[0][at : at + p.numel()].view_as(p)
-            at += p.numel()
+            p.data = self.tensors[0][offset : offset + p.numel()].view_as(p)
+            offset += p.numel()
 
     def gradients(self, x: Tensor, y: Tensor) -> list[Tensor]:
         grads = super().gradients(x, y)

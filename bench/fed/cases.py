@@ -38,8 +38,8 @@ def _race(options: Options, part: str, title: str, entries: list[Entry], *turns:
 
     def measure(_: float) -> dict[str, Any]:
         result = race(entries, *turns)
-        for row, at in zip(result["rows"], facts.get("at", ())):
-            row["at"] = at
+        for row, value in zip(result["rows"], facts.get("at", ())):
+            row["at"] = value
         return ({"axis": facts["axis"]} if facts else {}) | result
 
     yield Case(part, title, [entry.label for entry in entries], measure)

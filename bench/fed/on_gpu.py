@@ -77,9 +77,9 @@ def client_states(device: str, location: str) -> Iterator[Item]:
     for width in STATE_WIDTHS:
         load = Workload(f"mlp:{width}", clients=100, device=device)
         model, data = load.make_model(), [(x[:BATCH], y[:BATCH]) for x, y in load.tensors()]
-        at = sum(p.numel() for p in model.parameters())
+        size = sum(p.numel() for p in model.parameters())
         work = partial(_rounds, model, data, "scaffold", 4, **options)
-        yield "gpu", "SCAFFOLD, states of 100 clients by parameters", location, at, work
+        yield "gpu", "SCAFFOLD, states of 100 clients by parameters", location, size, work
 
 
 def table8(device: str, executor: str) -> Iterator[Item]:
@@ -117,8 +117,14 @@ def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
 
 def measure(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
     """Yield a case with one row per item. A failure does not hide the other results."""
-    for part, title, executor, at, work in items:
-        row: Figures = {"name": f"{executor}, {at}", "title": executor, "ours": True, "executor": executor, "at": at}
+    for part, title, executor, value, work in items:
+        row: Figures = {
+            "name": f"{executor}, {value}",
+            "title": executor,
+            "ours": True,
+            "executor": executor,
+            "at": value,
+        }
         if time.monotonic() > end - 2:
             row["absent"] = "no time left"
         else:
@@ -151,16 +157,16 @@ class Ticks:
     """Called after every round, when the device is done."""
 
     def __init__(self, device: str | torch.device) -> None:
-        self.cuda, self.at = torch.device(device).type == "cuda", list[float]()
+        self.cuda, self.times = torch.device(device).type == "cuda", list[float]()
 
     def __call__(self, record: Any = None) -> None:
         if self.cuda:
             torch.cuda.synchronize()
-        self.at.append(time.perf_counter())
+        self.times.append(time.perf_counter())
 
     def figures(self) -> Figures:
         """Return the median seconds of the rounds after the first."""
-        return {"seconds": median(b - a for a, b in pairwise(self.at))}
+        return {"seconds": median(b - a for a, b in pairwise(self.times))}
 
 
 def _rounds(

@@ -35,9 +35,11 @@ def loads(model: str) -> dict[str, Workload]:
 
 def compare(label: str, load: Workload, executor: str, number: int) -> dict[str, Any]:
     """Return the row of an algorithm: `step` and `round` relative to FedAvg's, and the `seconds` of a local step."""
-    few = {"cohort": CLIENTS[load.model]}
-    short = "round" if load.cohort == few["cohort"] else "short"
-    lengths = {"round": {}} if load.options else {"round": {}, short: few, "long": few | {"epochs": LONG}}
+    few_clients = {"cohort": CLIENTS[load.model]}
+    short = "round" if load.cohort == few_clients["cohort"] else "short"
+    lengths = (
+        {"round": {}} if load.options else {"round": {}, short: few_clients, "long": few_clients | {"epochs": LONG}}
+    )
     contender = f"ours:{executor}" + (f":{CPU_TIME}" if executor == "sequential" else "")
     entries = [
         Entry(f"{prefix} {name}", contender, replace(one, **options))
@@ -56,5 +58,5 @@ def compare(label: str, load: Workload, executor: str, number: int) -> dict[str,
         for prefix in ("own", "unit")
     )
     steps = CLIENTS[load.model] * (SAMPLES // BATCH) * (LONG - 1)
-    seconds = Summary.of([seconds / steps for seconds in row_seconds])
+    seconds = Summary.from_values([seconds / steps for seconds in row_seconds])
     return row | {"step": asdict(Summary.of_ratios(row_seconds, unit)), "seconds": asdict(seconds)}

@@ -105,5 +105,5 @@ def race(entries: Sequence[Entry], chunks: int, rounds: int) -> dict[str, Any]:
     samples, rows = turns(entries, chunks, rounds)
     for row in (row for row in rows if not has_failed(row)):
         seconds, unit = (samples.seconds[name] for name in (row["name"], entries[0].label))
-        row |= {"seconds": asdict(Summary.of(seconds)), "speed": asdict(Summary.of_ratios(unit, seconds))}
+        row |= {"seconds": asdict(Summary.from_values(seconds)), "speed": asdict(Summary.of_ratios(unit, seconds))}
     return {"busy": round(samples.busy, 3), "rows": rows}

@@ -54,6 +54,6 @@ def measure(load: Workload, rounds: int) -> dict[str, float]:
         for patch in patches:
             patch.stop()
     # the first round, before the first tick, warms up
-    pairs = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(marks)]
+    pairs = [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(marks)]
     own_share = median(1 - part / total for total, part in pairs)
     return {"seconds": median(total for total, _ in pairs), "own_share": own_share}

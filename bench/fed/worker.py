@@ -87,13 +87,13 @@ def main() -> None:
 
     torch.set_num_threads(int(threads))
     workload = Workload(**json.loads(description))
-    module, option, *more = name.split(":")
+    module, option, *modes = name.split(":")
     meet = wait = int  # which does nothing
-    if more == [APART]:
+    if modes == [APART]:
         wait = meet = separate_processes()
     elif torch.distributed.is_torchelastic_launched():
         meet = torch.distributed.barrier
-    clock = time.process_time if more == [CPU_TIME] else time.perf_counter
+    clock = time.process_time if modes == [CPU_TIME] else time.perf_counter
     steps = Chunks(int(chunks) + 1, int(rounds), say, order, wait, clock)
     model = importlib.import_module(f"bench.fed.{module}").train(workload, steps.total, steps.tick, option)
     peak = peak_mib()  # before the loss over all data, which takes more than the CNN's training

@@ -84,10 +84,10 @@ def check_no_closure(optimizer: Any, one_pass: bool = False) -> None:
     """Raise RuntimeError if a GradScaler makes this step."""
     if hasattr(optimizer, "grad_scale"):
         forget_scales(optimizer)
-        again = "" if one_pass else "first_step(zero_grad=True), scaler.scale(loss).backward() again, "
+        second_pass = "" if one_pass else "first_step(zero_grad=True), scaler.scale(loss).backward() again, "
         raise RuntimeError(
             "a GradScaler cannot step with a closure: it unscales and checks gradients before the closure makes them. "
-            f"Call scaler.scale(loss).backward(), {again}scaler.step(optimizer), scaler.update()"
+            f"Call scaler.scale(loss).backward(), {second_pass}scaler.step(optimizer), scaler.update()"
         )
 
 

@@ -26,7 +26,7 @@ class Bucket:
     """Parameters of one dtype.
 
     Slots are counted in the order of the parameters. `numbers` are the parameters' numbers over all buckets, for
-    messages. `backup` keeps the unperturbed weights of the parameters `backed_up`.
+    messages. `backup` keeps the unperturbed weights of the parameters `backup_selection`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Bucket:
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
         self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._selections: dict[tuple[int, ...], Selection] = {}
-        self.backed_up = self.select(())
+        self.backup_selection = self.select(())
         self.whole = self.select(tuple(range(len(self.params))))
 
     def select(self, slots: tuple[int, ...]) -> Selection:
@@ -207,13 +207,13 @@ class Bucket:
             seed,
         )
         selection.store()
-        self.backed_up = selection
+        self.backup_selection = selection
 
     def norm_perturb_(
         self, direct: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
         """Make `norm_` and `perturb_` as direct calls. Parameters that `swap` prepared get other memory."""
-        self.backed_up, swap = selection, self.backup.active_swap
+        self.backup_selection, swap = selection, self.backup.active_swap
         if swap is None:
             direct.norm_perturb_(grads, sumsq, adaptive, self.backup.needs_save)
         else:
@@ -239,15 +239,15 @@ class Bucket:
             self.backup.swap_back()
             return
         self.backup.restore(self.select(self.perturbed_slots(selection, grads, sumsq, seed)))
-        self.backed_up = self.select(())
+        self.backup_selection = self.select(())
 
     def perturbed_slots(
         self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None
     ) -> tuple[int, ...]:
         """Return the slots whose weights equal, bit for bit, the perturbed point of the saved weights."""
-        again = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in selection.tensors]
-        self.kernels.perturb_(again, self.backup.weights, grads, selection.table, self.hparams, sumsq, False, seed)
-        return tuple(i for i, t in zip(selection.slots, again, strict=True) if same_bits(self.aliases[i], t))
+        points = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in selection.tensors]
+        self.kernels.perturb_(points, self.backup.weights, grads, selection.table, self.hparams, sumsq, False, seed)
+        return tuple(i for i, t in zip(selection.slots, points, strict=True) if same_bits(self.aliases[i], t))
 
     def saved_slots(self) -> tuple[int, ...]:
         """Return the slots of the parameters `held` that are, bit for bit, the saved weights."""

@@ -127,11 +127,11 @@ class Engine(ParamTracker):
             for bucket, selection, grads in calls:
                 bucket.perturb_(selection, grads, self._sum, seed)
         else:
-            before, self.weight_state = self.weight_state, phase
+            old_state, self.weight_state = self.weight_state, phase
             try:
                 bucket.norm_perturb_(direct, selection, grads, self._sum, self._hparams.adaptive)
             except FreedError:
-                self.weight_state = before  # to take back a perturbation, `restore_weights` would read the gradients
+                self.weight_state = old_state  # to take back a perturbation, `restore_weights` would read the gradients
                 raise
         self.weight_state = WeightState.PERTURBED
         self._calls = []
@@ -183,7 +183,7 @@ class Engine(ParamTracker):
         """Make the first pass of a step that does not perturb. The weights are not saved, because nothing moves
         them."""
         for bucket in self.buckets:
-            bucket.backed_up = bucket.select(())
+            bucket.backup_selection = bucket.select(())
         self.weight_state, self._calls = WeightState.PERTURBED, []
 
     def update(
@@ -220,7 +220,7 @@ class Engine(ParamTracker):
         for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
             ready += update.prepare(selection, grads, specs, state, inputs, afterwards)
         if self.uses_combiner:
-            ready += inputs.after
+            ready += inputs.calls_after
             if is_perturbed:
                 ready += self.combiner.unit_calls(scales.g1)
         if not self.perturbs_every_step:
@@ -239,8 +239,8 @@ class Engine(ParamTracker):
             if any(map(partial.__call__, ready)):
                 raise RuntimeError(COULD_NOT)
         except BaseException:
-            for update, before in copies if self.weight_state is not WeightState.ORIGINAL else ():
-                update.put_back(before)
+            for update, old_fields in copies if self.weight_state is not WeightState.ORIGINAL else ():
+                update.put_back(old_fields)
             raise
         for bucket in self.buckets:
             bucket.backup.note_update()
@@ -256,7 +256,7 @@ class Engine(ParamTracker):
         if self.weight_state is WeightState.ORIGINAL:
             for bucket in self.buckets:
                 bucket.backup.begin_step()
-                bucket.backed_up = bucket.select(())
+                bucket.backup_selection = bucket.select(())
         for bucket, selection, _ in calls:
             if bucket.updates_whole:
                 bucket.backup.begin_update(Target.PARAMS)
@@ -266,11 +266,11 @@ class Engine(ParamTracker):
     def _update_by_base(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
         """Update by the base optimizer's own step from the restored weights, with the combined gradients in place of
         the gradients."""
-        is_perturbed, after = self.perturbs, []
+        is_perturbed, calls_after = self.perturbs, []
         self.restore_weights()
         if self.uses_combiner:
             inputs = self.combiner.combine_in_place(self._hparams, calls, self._sum, scales, found_inf, is_perturbed)
-            after, found_inf = inputs.after, inputs.found_inf
+            calls_after, found_inf = inputs.calls_after, inputs.found_inf
         if found_inf is None or found_inf.item() == 0:
             if scales.g2 is not None:
                 unscale_(self.base, scales.g2)
@@ -281,8 +281,8 @@ class Engine(ParamTracker):
             if sharpness:
                 self.combiner.apply_sharpness(self.base.param_groups, calls, scales.g2)
             if self.uses_combiner and is_perturbed:
-                after += self.combiner.unit_calls(scales.g1)
-            for call in after:
+                calls_after += self.combiner.unit_calls(scales.g1)
+            for call in calls_after:
                 call()
         if not self.perturbs_every_step:
             for call in self._post_update_calls(calls, found_inf):
@@ -301,11 +301,11 @@ class Engine(ParamTracker):
                 self._sync_params()
             except (RuntimeError, TypeError, ValueError):
                 for bucket in self.buckets:
-                    bucket.backup.restore_fitting(bucket.backed_up)
+                    bucket.backup.restore_fitting(bucket.backup_selection)
                 self.weight_state = WeightState.ORIGINAL
                 raise
             for bucket in self.buckets:
-                bucket.backup.restore(bucket.backed_up)
+                bucket.backup.restore(bucket.backup_selection)
         self.weight_state = WeightState.ORIGINAL
         self._calls = []
         self._invalidate_unsharded()

@@ -22,7 +22,7 @@ from fastsam_kernels.hparams import HParam
 
 class GradCombiner:
     """The gradients of a variant. Methods do not change weights or the optimizer's state; changes are in
-    `UpdateInputs.after`."""
+    `UpdateInputs.calls_after`."""
 
     def __init__(self, variant: SAM) -> None:
         self.coefficients, self.unperturbed_coefficients = variant.coefficients, variant.unperturbed_coefficients
@@ -55,18 +55,20 @@ class GradCombiner:
         found_inf: Tensor | None,
     ) -> UpdateInputs:
         """Return the inputs of a fused update in a step that perturbed. sumsq: squared norm of g1, float64 `[1]`."""
-        after = self._state_update_calls(calls, sumsq, found_inf)
+        calls_after = self._state_update_calls(calls, sumsq, found_inf)
         if self.changes_gradient:
             scalars.set_coefficients(_inner(calls) if self.coefficients.gsam_alpha else None, scales)
         if not self.coefficients.needs_g1:
-            return with_norm(scalars, UpdateInputs(calls, None, after, found_inf, scales.g2))
+            return with_norm(scalars, UpdateInputs(calls, None, calls_after, found_inf, scales.g2))
         found_inf = or_nonfinite(found_inf, sumsq)
-        inputs = with_norm(scalars, UpdateInputs(calls, G1, after, found_inf, scales.g2), scalars.combined_hparams)
+        inputs = with_norm(
+            scalars, UpdateInputs(calls, G1, calls_after, found_inf, scales.g2), scalars.combined_hparams
+        )
         if not self.coefficients.wsam_weight:
             return inputs
         for bucket, selection, grads in calls:
             if selection.slots:
-                after += _sharpness_calls(bucket, selection, grads, scalars.correction, inputs)
+                calls_after += _sharpness_calls(bucket, selection, grads, scalars.correction, inputs)
         return inputs._replace(
             calls=[(bucket, part, bucket.g1_views(part)) for bucket, part, _ in calls], g1_field=None
         )
@@ -121,8 +123,8 @@ class GradCombiner:
                 difference = g2 - one
                 g2.copy_(one)
                 g1.copy_(difference)
-        after = self._state_update_calls(calls, sumsq, found_inf)
-        return UpdateInputs(calls, None, after, or_nonfinite(found_inf, sumsq))
+        calls_after = self._state_update_calls(calls, sumsq, found_inf)
+        return UpdateInputs(calls, None, calls_after, or_nonfinite(found_inf, sumsq))
 
     @torch.no_grad()
     def apply_sharpness(
@@ -146,12 +148,12 @@ class GradCombiner:
         if self.state is VariantState.NONE:
             return []
         fine = or_nonfinite(found_inf, sumsq) == 0
-        after: list[partial[Any]] = []
+        calls_after: list[partial[Any]] = []
         for bucket, _, _ in calls:
             state, next_state = bucket.field(VARIANT_STATE), bucket.field(NEXT_STATE)
             torch.where(fine, next_state, state, out=next_state)
-            after.append(copy_call(state, next_state))
-        return after
+            calls_after.append(copy_call(state, next_state))
+        return calls_after
 
     def unit_calls(self, scale: Tensor | None) -> list[partial[Any]]:
         """Return the calls that set the unit after the first step: the loss scale of its first gradients."""
@@ -169,15 +171,15 @@ class GradCombiner:
         )
         along = inner[0, 0] / (inner[0, 1] + torch.finfo(torch.float64).tiny)
         fine = (or_nonfinite(found_inf, sumsq) == 0) & along.isfinite()
-        after = []
+        calls_after = []
         for bucket, selection, grads in calls:
             g1, state = bucket.arena.field(G1, bucket.dtype), bucket.arena.field(VARIANT_STATE, bucket.dtype)
             g1.mul_(-along)
             if grads:
                 torch._foreach_add_(bucket.g1_views(selection), list(grads))
             torch.where(fine, g1, state, out=g1)
-            after.append(copy_call(state, g1))
-        return after
+            calls_after.append(copy_call(state, g1))
+        return calls_after
 
 
 def copy_call(field: Tensor, value: Tensor) -> partial[Any]:

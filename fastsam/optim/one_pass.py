@@ -114,7 +114,7 @@ class OnePass(Engine):
                 self.begin_step()
             super()._begin_unperturbed(calls)
         # ASAM's norm is of weights that the parameters hold.
-        elif not self._hparams.adaptive and all(b.updates_whole and part is b.backed_up for b, part, _ in calls):
+        elif not self._hparams.adaptive and all(b.updates_whole and part is b.backup_selection for b, part, _ in calls):
             self._phase_after_update = WeightState.PERTURBED
             for bucket in self.buckets:
                 bucket.backup.begin_update(Target.BACKUP)
@@ -142,7 +142,7 @@ class OnePass(Engine):
         """Perturb the updated weights. whole: every parameter had a gradient in the last step."""
         moves = self._next_perturbation(has_all_grads)
         if self.weight_state is WeightState.PERTURBED and any(
-            part is not bucket.backed_up for bucket, part, _ in moves
+            part is not bucket.backup_selection for bucket, part, _ in moves
         ):
             self.restore_weights()
             moves = self._next_perturbation(has_all_grads)
@@ -160,13 +160,15 @@ class OnePass(Engine):
             return [_last_gradient(bucket, has_all_grads) for bucket in self.buckets]
         assert self.rule is not None
         name, state = MOMENTA[self.rule.name], self.base.state
-        has = [name in kind.fields for kind in self._hparams.specs]
+        has_momentum = [name in kind.fields for kind in self._hparams.specs]
         result = []
         for bucket in self.buckets:
             part = bucket.whole
-            if not has_all_grads or not all(has):
+            if not has_all_grads or not all(has_momentum):
                 slots = zip(bucket.params, bucket.groups, strict=True)
-                part = bucket.select(tuple(i for i, (p, group) in enumerate(slots) if has[group] and p in state))
+                part = bucket.select(
+                    tuple(i for i, (p, group) in enumerate(slots) if has_momentum[group] and p in state)
+                )
             vector = bucket.field(name)
             if bucket.dtype != bucket.compute:
                 vector = bucket.arena.field(ROUNDED, bucket.dtype).copy_(vector)

@@ -102,14 +102,14 @@ class ParamGuard:
         params: list[Tensor],
         buckets: Sequence[Bucket],
         uninitialized_params: list[Tensor],
-        before: ParamGuard | None,
+        last_guard: ParamGuard | None,
         reads_tensors: bool,
     ) -> None:
         """
         Args:
             params: all parameters of all groups, in order.
             uninitialized_params: parameters that are in no bucket.
-            before: guard that this one follows.
+            last_guard: guard that this one follows.
             reads_tensors: the update is fused, so that the tensors of the state are compared too.
         """
         self.params, self._uninitialized_params, self._reads_tensors = params, uninitialized_params, reads_tensors
@@ -119,15 +119,15 @@ class ParamGuard:
         self._lists = Counter(map(id, chain.from_iterable(lists)))  # how many of the optimizer's lists hold each
         self._num_entries = 0
         self._values: list[Any] = []  # entries of the state, and their tensors
-        self._most = 0  # the largest count of references of a parameter that only the optimizer has
+        self._max_count = 0  # the largest count of references of a parameter that only the optimizer has
         # ids of the parameters to which only the optimizer referred from the first
-        self._orphans: set[int] | None = before._orphans if before else None
+        self._orphans: set[int] | None = last_guard._orphans if last_guard else None
         self._expectations: dict[bool, list[_Expectation]] = {}  # by whether the pass is a first one
 
     def note_state(self, state: State) -> None:
         """Take over the state as it is."""
         self._num_entries, self._values = len(state), self._values_of(state)
-        self._most = max(self._counts_alone(state), default=0)
+        self._max_count = max(self._counts_alone(state), default=0)
 
     def _values_of(self, state: State) -> list[Any]:
         entries: list[Any] = list(state.values())
@@ -165,7 +165,7 @@ class ParamGuard:
         A live autograd graph or a TorchScript module counts as a reference. A parameter that had a gradient and no
         other reference at first is not abandoned.
         """
-        if self._orphans is not None and min(map(sys.getrefcount, self.params), default=0) > self._most:
+        if self._orphans is not None and min(map(sys.getrefcount, self.params), default=0) > self._max_count:
             return []
         counts = zip(map(sys.getrefcount, self.params), self._counts_alone(state), strict=True)
         slots = [i for i, (count, count_alone) in enumerate(counts) if count <= count_alone]

@@ -37,7 +37,7 @@ class WeightState(Enum):
 
 
 # Engines that may be between the two halves of a step. Another engine removes the engines whose step has ended.
-_between: set[ref[ParamTracker]] = set()
+_engines_in_step: set[ref[ParamTracker]] = set()
 
 
 class ParamTracker:
@@ -76,19 +76,19 @@ class ParamTracker:
 
         Raises RuntimeError if another engine is, over some of the same parameters: one of them would lose its update.
         """
-        if _between and (len(_between) > 1 or self._ref not in _between):
+        if _engines_in_step and (len(_engines_in_step) > 1 or self._ref not in _engines_in_step):
             param_ids = set(map(id, parameters_of(self.base.param_groups)))
-            for reference in _between - {self._ref}:
+            for reference in _engines_in_step - {self._ref}:
                 tracker = reference()
                 if tracker is None or tracker.weight_state is WeightState.ORIGINAL:
-                    _between.discard(reference)
+                    _engines_in_step.discard(reference)
                 elif param_ids.intersection(map(id, parameters_of(tracker.base.param_groups))):
                     end = "eval()" if tracker.one_pass else "second_step() or restore()"
                     raise RuntimeError(
                         f"another FusedSAM has perturbed some of these parameters, and its step has not ended. "
                         f"Call its {end} first"
                     )
-        _between.add(self._ref)
+        _engines_in_step.add(self._ref)
 
     @property
     def sumsq(self) -> Tensor | None:
@@ -201,9 +201,9 @@ class ParamTracker:
         for update in updates:
             update.adopt(scalars.specs, self.base.state)
         self.perturbations = self.perturbations.to(device)
-        before, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
-        if before is not None:
-            self._sum.copy_(before)
+        old_sum, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
+        if old_sum is not None:
+            self._sum.copy_(old_sum)
         guard = ParamGuard(groups, params, buckets, uninitialized_params, self._guard, is_fused)
         guard.note_state(self.base.state)
         # From here on nothing can fail.
@@ -216,9 +216,9 @@ class ParamTracker:
 
     def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
         """Return the parameters that had no gradient yet, and required none when they were first seen."""
-        before, state = set(map(id, self.uninitialized_params or ())), self.base.state
+        old_ids, state = set(map(id, self.uninitialized_params or ())), self.base.state
         fresh = [p for p in params if p.grad is None and p not in state and p not in weights]
-        return [p for p in fresh if id(p) in before or not p.requires_grad]
+        return [p for p in fresh if id(p) in old_ids or not p.requires_grad]
 
     def _check_shapes(self) -> None:
         for bucket in self.buckets:
@@ -237,7 +237,9 @@ class ParamTracker:
         remaining_ids = set(map(id, params))
         for bucket in self.buckets:
             bucket.backup.restore(
-                bucket.select(tuple(i for i in bucket.backed_up.slots if id(bucket.params[i]) not in remaining_ids))
+                bucket.select(
+                    tuple(i for i in bucket.backup_selection.slots if id(bucket.params[i]) not in remaining_ids)
+                )
             )
 
     def copy_weights(self) -> Weights:
@@ -254,7 +256,7 @@ class ParamTracker:
         """
         self.weight_state = WeightState.PERTURBED if is_perturbed else WeightState.ORIGINAL
         if is_perturbed:
-            _between.add(self._ref)
+            _engines_in_step.add(self._ref)
         self._carried_weights, self._guard = weights, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)

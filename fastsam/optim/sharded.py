@@ -166,11 +166,11 @@ def fsdp_modules_of(params: Iterable[Tensor]) -> list[weakref.ref[Any]]:
     return [
         weakref.ref(module)
         for module in list(states._module_state_mapping)  # private to torch, which keeps no other list of them
-        if isinstance(module, kind) and any(id(p) in param_ids for p in _gathered_by(module))
+        if isinstance(module, kind) and any(id(p) in param_ids for p in _gathered_params(module))
     ]
 
 
-def _gathered_by(module: Any) -> list[Tensor]:
+def _gathered_params(module: Any) -> list[Tensor]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12
     groups = [state._fsdp_param_group] if groups is None else groups

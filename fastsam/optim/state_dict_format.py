@@ -57,7 +57,7 @@ def saved_weights(buckets: Iterable[Bucket], is_perturbed: bool) -> Weights:
             for name in (VARIANT_STATE, NEXT_STATE) if is_perturbed else (VARIANT_STATE,):
                 if name in bucket.arena:
                     result.setdefault(parameter, {})[name] = bucket.arena.views(name)[slot].clone()
-            if is_perturbed and slot in bucket.backed_up.slots:
+            if is_perturbed and slot in bucket.backup_selection.slots:
                 result.setdefault(parameter, {})[UNPERTURBED] = weights.to(bucket.dtype, copy=True)
                 if G1 in bucket.arena:
                     result[parameter][G1] = bucket.arena.views(G1)[slot].clone()
@@ -86,7 +86,7 @@ def restore_weights(bucket: Bucket, copies: Weights, is_perturbed: bool) -> None
             weights = original if weights is None else _where_rounds_to(original, weights.to(bucket.device))
         if weights is not None:
             bucket.select((slot,)).views(bucket.backup.weights)[0].copy_(weights)
-    bucket.backed_up = bucket.select(tuple(backups))
+    bucket.backup_selection = bucket.select(tuple(backups))
 
 
 def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:

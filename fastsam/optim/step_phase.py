@@ -280,12 +280,12 @@ class _Train:
 
     def __init__(self, module: nn.Module, optimizer: StepPhaseMixin) -> None:
         self._module, self._optimizer = weakref.ref(module), weakref.ref(optimizer)
-        self._before: Callable[..., Any] | None = module.__dict__.get("train")
+        self._old_train: Callable[..., Any] | None = module.__dict__.get("train")
 
     def __call__(self, mode: bool = True) -> nn.Module | None:
         module, optimizer = self._module(), self._optimizer()
         if module is not None:
-            (self._before or partial(type(module).train, module))(mode)
+            (self._old_train or partial(type(module).train, module))(mode)
             if optimizer is not None:
                 optimizer._follow_mode()
         return module

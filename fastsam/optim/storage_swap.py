@@ -66,13 +66,13 @@ class StorageSwap:
         self.targets: list[Tensor] = []  # memory of the perturbed weights
         self._is_donated = False  # the targets were gradients
         self._sizes, self._strides = list(map(_size, originals)), list(map(_stride, originals))
-        self._swapped_to: list[Place] = []  # places of the parameters after `swap_in`
+        self._target_places: list[Place] = []  # places of the parameters after `swap_in`
 
     def set_targets(self, targets: Sequence[Tensor], is_donated: bool) -> None:
         """Choose these tensors, like the parameters, for the perturbed weights. is_donated: they are the gradients,
         which the parameters lose, since a backward pass would add to them."""
         self.targets, self._is_donated = list(targets), is_donated
-        self._swapped_to = list(zip(map(_data_ptr, targets), self._sizes, self._strides, strict=True))
+        self._target_places = list(zip(map(_data_ptr, targets), self._sizes, self._strides, strict=True))
         for i in self._slots if is_donated else ():
             self._params[i].grad = None
 
@@ -85,7 +85,7 @@ class StorageSwap:
         """Give one of the parameters its own memory back, before the others. Return False if it is elsewhere."""
         i = self._slots.index(slot)
         p = self._params[slot]
-        if next(_places([p])) != self._swapped_to[i]:
+        if next(_places([p])) != self._target_places[i]:
             return False
         if self._is_donated:
             _record_stream(self.targets[i : i + 1])
@@ -96,7 +96,7 @@ class StorageSwap:
         """Give parameters their own memory back, except parameters that were moved or cut, or that have it already."""
         params = [self._params[i] for i in self._slots]
         for p, original, place, target_place in zip(
-            params, self._original_places, _places(params), self._swapped_to, strict=True
+            params, self._original_places, _places(params), self._target_places, strict=True
         ):
             if place == target_place:
                 p.data = original

@@ -83,7 +83,7 @@ class FusedUpdate:
         """
         bucket = self.bucket
         target = bucket.backup.target
-        if selection is not bucket.backed_up and target is not Target.PARAMS:
+        if selection is not bucket.backup_selection and target is not Target.PARAMS:
             self._reconcile(selection, grads)
         plan = self._plans.get(selection)
         # A compiled step is traced after the state was made, and torch traces again when an option changes.
@@ -110,7 +110,7 @@ class FusedUpdate:
     def _direct_calls(self, part: UpdatePart, direct: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """Return the calls of a part that bypass the dispatcher. If nothing moved they are the calls of the last step,
         with other gradients."""
-        if part.direct is direct and direct.again(part.calls, grads):
+        if part.direct is direct and direct.renew(part.calls, grads):
             return part.calls
         part.direct = None  # an interrupt on the way leaves the calls of another step, which are not to be made again
         backup = self.bucket.backup
@@ -138,13 +138,13 @@ class FusedUpdate:
 
     def _reconcile(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Restore parameters without a second gradient, and save parameters without a first gradient."""
-        bucket, backed_up = self.bucket, set(self.bucket.backed_up.slots)
-        bucket.backup.restore(bucket.select(tuple(sorted(backed_up.difference(selection.slots)))))
-        new_slots = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in backed_up]
+        bucket, old_slots = self.bucket, set(self.bucket.backup_selection.slots)
+        bucket.backup.restore(bucket.select(tuple(sorted(old_slots.difference(selection.slots)))))
+        new_slots = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in old_slots]
         if new_slots:
             new_part = bucket.select(tuple(i for i, _ in new_slots))
             bucket.save_(new_part, [g for _, g in new_slots])
-        bucket.backed_up = selection
+        bucket.backup_selection = selection
 
     def _plan(self, selection: Selection, specs: tuple[StateSpec, ...], state: State) -> UpdatePlan:
         """Sort the parameters of an update into calls, and move state that is elsewhere into the fields."""

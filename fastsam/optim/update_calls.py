@@ -40,7 +40,7 @@ class UpdateInputs(NamedTuple):
 
     calls: Sequence[BucketGrads]
     g1_field: str | None = None  # field of another gradient that the update reads
-    after: list[partial[Any]] = []  # noqa: RUF012  (never written)
+    calls_after: list[partial[Any]] = []  # noqa: RUF012  (never written)
     found_inf: Tensor | None = None  # not 0: nothing is updated
     grad_scale: Tensor | None = None  # divides the gradients of `calls`
     sumsq: Tensor | None = None  # squared norm of the combined gradient, for clipping

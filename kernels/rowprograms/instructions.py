@@ -107,10 +107,10 @@ class Instruction:
 
         Raises NoFormError if they are more than `DIMS`.
         """
-        many = [d for d, size in enumerate(self.sizes) if size > 1]
+        dims = [d for d, size in enumerate(self.sizes) if size > 1]
         sizes: list[int] = []
         strides: list[tuple[int, ...]] = []  # strides of all operands, by dimension
-        for d in sorted(many, key=lambda d: (-self.out.along(d) or -self.a.along(d), -self.a.along(d))):
+        for d in sorted(dims, key=lambda d: (-self.out.along(d) or -self.a.along(d), -self.a.along(d))):
             offsets, size = tuple(o.along(d) for o in self.operands), self.sizes[d]
             if sizes and strides[-1] == tuple(size * stride for stride in offsets):
                 sizes[-1], strides[-1] = sizes[-1] * size, offsets

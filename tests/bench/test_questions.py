@@ -174,7 +174,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_contender_gets_a_reason_and_no_time(name: str) -> None:
     build, message = WRONG[name]
-    case = steps.measure([Contender("wrong", "wrong", build), contenders()["flat"]], TINY, Small(), 3, to=("flat",))
+    case = steps.measure(
+        [Contender("wrong", "wrong", build), contenders()["flat"]], TINY, Small(), 3, references=("flat",)
+    )
     first, second = case["rows"]
     assert message in first["problem"] and "eager" not in first
     assert second["eager"]["to"]["flat"]["median"] == 1.0
@@ -248,7 +250,7 @@ def test_rounds_interleave_and_end_in_time() -> None:
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # the first three warm up
     assert taken.copies == [5.0] * 3 and all(len(seconds) == 3 for seconds in taken.seconds.values())
     assert taken.figures("a", 10, {"b": "b"})["fraction"]["median"] == 2.0
-    assert len(interleave(samples, 100, most=0.0).seconds["a"]) == 3, "as few as there may be"
+    assert len(interleave(samples, 100, max_seconds=0.0).seconds["a"]) == 3, "as few as there may be"
     # Everything ten times slower in the second round: the paired ratio does not see it.
     assert Summary.of_ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == Summary(2.0, 2.0, 2.0)
 
@@ -281,7 +283,7 @@ def test_memory_is_the_peak_of_state_and_temporaries() -> None:
 def test_a_machine_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "peak_extra_bytes", lambda *arguments: 8 * TINY.parameters)
     chosen, counts = [contenders()[name] for name in ("foreach", "copied")], ("memory", "launches", "replays")
-    case = steps.measure(chosen, TINY, Small(cuda=True), 3, to=("copied",), counts=counts)
+    case = steps.measure(chosen, TINY, Small(cuda=True), 3, references=("copied",), counts=counts)
     for row in case["rows"]:
         assert row["launches"] == 3 and row["extra_bytes_per_parameter"] == 8.0
         assert row["host_seconds"]["unchanged"] > 0 and row["host_seconds"]["changed"] > 0
