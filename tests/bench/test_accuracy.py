@@ -59,8 +59,8 @@ def test_the_grid_is_tried_whole_and_its_best_comes_first(monkeypatch: pytest.Mo
         (0.02, 0.02): 0.1, (0.02, 0.05): 0.7, (0.02, 0.15): 0.2, (0.1, 0.02): 0.7, (0.1, 0.05): 0.3, (0.1, 0.15): 0,
     }  # fmt: skip
 
-    def scored(task: Any, contender: Any, trial: Any, seed: int, steps: int, tuning: bool) -> Any:
-        assert tuning
+    def scored(task: Any, contender: Any, trial: Any, seed: int, steps: int, is_tuning: bool) -> Any:
+        assert is_tuning
         return scores[trial] + seed, None
 
     monkeypatch.setattr("bench.accuracy.training.run", scored)
