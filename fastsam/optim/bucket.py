@@ -251,7 +251,7 @@ class Bucket:
 
     def saved_slots(self) -> tuple[int, ...]:
         """Return the slots of the parameters `held` that are, bit for bit, the saved weights."""
-        pairs = zip(self.backed_up.slots, self.backed_up.views(self.backup.weights), strict=True)
+        pairs = zip(self.backup_selection.slots, self.backup_selection.views(self.backup.weights), strict=True)
         return tuple(i for i, weights in pairs if same_bits(self.aliases[i], weights.to(self.dtype)))
 
 
