@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import safetensors.torch
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.callbacks.terminal import Countdown, RunProgress
@@ -366,15 +367,22 @@ def train_all(
     return runs, errors
 
 
+def load_trained(plan: Plan, data: Data, run: FinishedRun) -> Experiment:
+    """Return the experiment of a finished run, whose model has the final weights."""
+    config = next(p.config for p in plan.runs if (p.label, p.config.seed) == (run.label, run.seed))
+    run_setup = experiment.build(config, data[data_key(config)])
+    run_setup.model.load_state_dict(safetensors.torch.load_file(run.run_dir / "model.safetensors"))
+    return run_setup
+
+
 def surfaces(
     plan: Plan, data: Data, runs: Sequence[FinishedRun], points: int, directory: Path
-) -> Mapping[str, np.ndarray]:
-    """Return the loss surface of each label's first run; see `report.loss_surfaces`."""
-    configs = {(run.label, run.config.seed): run.config for run in plan.runs}
-
-    def build(finished_run: FinishedRun) -> tuple[Any, Any, Any]:
-        config = configs[finished_run.label, finished_run.seed]
-        run_setup = experiment.build(config, data[data_key(config)])
-        return run_setup.model, run_setup.data.clients, experiment.keywords(config)["loss"]
-
-    return report.loss_surfaces(runs, build, points, directory)
+) -> dict[str, np.ndarray]:
+    """Return the loss surface of each label's first run, `[points, points]`; also write surfaces.npz."""
+    grids: dict[str, np.ndarray] = {}
+    for label, group in report.by_label(runs).items():
+        run_setup = load_trained(plan, data, group[0])
+        loss = experiment.keywords(run_setup.config)["loss"]
+        grids[label] = report.loss_surface(run_setup.model, run_setup.data.clients, loss, points)
+    np.savez(directory / "surfaces.npz", **grids)  # type: ignore[arg-type] # the names of arrays
+    return grids

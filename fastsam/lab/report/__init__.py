@@ -12,7 +12,7 @@ from fastsam.lab.report.files import (
     write_comparison,
 )
 from fastsam.lab.report.finished import FinishedRun, by_label, title
-from fastsam.lab.report.surface import loss_surfaces
+from fastsam.lab.report.surface import loss_surface
 from fastsam.lab.report.table import Table
 from fastsam.lab.report.tables import all_tables, sentences, short_table
 
@@ -26,7 +26,7 @@ __all__ = [
     "by_label",
     "draw_curves",
     "draw_plots",
-    "loss_surfaces",
+    "loss_surface",
     "sentences",
     "short_table",
     "summary",

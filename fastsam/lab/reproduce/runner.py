@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.torch
 import torch
 
 from fastsam.fed.data import FederatedData
@@ -117,11 +116,8 @@ def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> Fi
 
     The numbers are the mean and standard deviation over clients.
     """
-    config = next(p.config for p in plan.runs if (p.label, p.config.seed) == (run.label, run.seed))
-    data_set = data[compare.data_key(config)]
-    run_setup = experiment.build(config, data_set)
-    run_setup.model.load_state_dict(safetensors.torch.load_file(run.run_dir / "model.safetensors"))
-    accuracies = _client_accuracies(run_setup.model, data_set, config.device)
+    run_setup = compare.load_trained(plan, data, run)
+    accuracies = _client_accuracies(run_setup.model, run_setup.data, run_setup.config.device)
     accuracy_summary = {"train_accuracy_mean": float(accuracies.mean()), "train_accuracy_std": float(accuracies.std())}
     return replace(run, summary={**run.summary, **accuracy_summary})
 
