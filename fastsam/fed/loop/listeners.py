@@ -113,7 +113,7 @@ class Listeners:
 
     def _share(self) -> None:
         if self.callbacks:
-            self.stopped = self._ranks.share(self.stopped)
+            self.stopped = self._ranks.broadcast(self.stopped)
 
     def __enter__(self) -> Listeners:
         return self

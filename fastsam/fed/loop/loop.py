@@ -77,7 +77,7 @@ class Loop:
                 listeners.round(state, self._evaluates(state.round))
             if directory is not None and directory.saved_round < state.round:  # it was stopped
                 directory.save(state)
-            return replace(state, history=self.ranks.share(state.history))
+            return replace(state, history=self.ranks.broadcast(state.history))
         except BaseException:
             if directory is not None:
                 directory.rescue(state)
@@ -170,7 +170,7 @@ class Loop:
                 settings.sampler, settings.share_of, settings.available, t, num_clients, settings.seed
             )
         if callable(settings.sampler) or settings.available:  # a user's function may draw differently on each rank
-            client_ids = self.ranks.share(client_ids)
+            client_ids = self.ranks.broadcast(client_ids)
         return client_ids
 
     def _skip_round(self, state: RunState, round: Round, visible: Round, began: float) -> RunState:

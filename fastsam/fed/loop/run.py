@@ -170,7 +170,7 @@ def run(
         registration.update(trial.draws is not None or population.clients.draws)
         check_buffers(trial, settings.buffers)
         loop, state = assemble(model, model_copy, population, algorithm, settings, loss, trial, backend, ranks)
-        run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))
+        run_dir, resume = ranks.broadcast((None if run_dir is None else abspath(run_dir), resume))
         directory, identity = None, dict[str, Any]()
         if run_dir is not None or ranks.size > 1:
             identity = identity_of(facts, settings, loop, (model, model_copy), population, collate)

@@ -64,7 +64,7 @@ class Ranks:
         homes: Mapping[int, int],
         adopt: Callable[[Tensor], Tensor],
     ) -> dict[int, State]:
-        """The states that this rank holds when every client of `dealt` is where it was dealt to; collective.
+        """Return the states of this rank after every client of `assignment` moved to its rank; collective.
 
         adopt: makes a tensor of a state where this rank keeps states out of one on the CPU.
         """
@@ -99,7 +99,7 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return the value of rank 0; collective. Raises RankError if a rank has died."""
         if self.size == 1:
             return value
