@@ -21,12 +21,12 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
 from fastsam.fed.loop.client_state import ClientStateStorage
+from fastsam.fed.loop.cohort import Cohort, warn
 from fastsam.fed.loop.contract import Contract, check_finite
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import ClientModels
-from fastsam.fed.loop.round import Cohort, warn
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.model_copy import Replica
