@@ -71,7 +71,7 @@ class ClientBlock:
         return len(self.sizes)
 
     @property
-    def alike_steps(self) -> tuple[int, int]:
+    def equal_shape_steps(self) -> tuple[int, int]:
         """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
         each."""
         at = self.k % self.epoch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import epoch_graphs, stacked
-from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
+from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
@@ -65,7 +65,7 @@ class Vmap(Executor):
         self._shapes: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
         """See `Executor.train`."""
         for buffer, new in zip(self.replica.buffers, buffers, strict=True):
             buffer.copy_(new)
@@ -209,7 +209,7 @@ class Vmap(Executor):
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> bool:
         """Take the next steps of one shape of each block by a row program. Return False without a row program."""
-        row_pass = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
+        row_pass = self.passes.replays.row_pass(blocks[0].equal_shape_steps[1], *blocks[0].samples)
         if not isinstance(row_pass, RowPass) or not all(map(row_pass.serves, blocks)):
             return False
         joins = row_pass.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastsam.fed.aggregation import MEAN
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.all_clients import Clients
-from fastsam.fed.executors import ClientError, Ends, Executor, Task
+from fastsam.fed.executors import ClientError, ClientOutcome, Executor, Task
 from fastsam.fed.executors.task import ClientLoop
 from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
 from fastsam.fed.loop.contract import ClientUpdate, Contract, not_finite
@@ -149,7 +149,7 @@ class Cohort:
         num_steps = self.settings.steps_of(self.data.sizes[client])
         return frozenset(k for stage in self.stages for k in stage.snapshots(self.round, num_steps))
 
-    def finish(self, results: Ends) -> None:
+    def finish(self, results: ClientOutcome) -> None:
         """Add the results of some clients to the sums and store their new states, or exclude them."""
         if isinstance(results, ClientError):
             for client in results.client_ids:

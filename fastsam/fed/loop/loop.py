@@ -24,7 +24,7 @@ from fastsam.fed.loop.client_state import ClientStateStorage
 from fastsam.fed.loop.cohort import Cohort, warn
 from fastsam.fed.loop.contract import Contract, check_finite
 from fastsam.fed.loop.evaluate import Evaluator
-from fastsam.fed.loop.listeners import Listeners
+from fastsam.fed.loop.listeners import CallbackHandler
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
@@ -58,7 +58,7 @@ class Loop:
     weights: Sequence[int] | None = None
     personal: ClientModels | None = None
 
-    def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
+    def run(self, state: RunState, directory: RunDirectory | None, listeners: CallbackHandler) -> RunState:
         """Run the rounds after `state`, and return the last state.
 
         If the run ends early, also by Ctrl-C, the directory has the last completed round. A round makes the next state
@@ -141,7 +141,7 @@ class Loop:
         """Return the state after the clients' states have moved to their ranks, and the clients of this rank."""
         if self.ranks.size == 1:
             return state, client_ids
-        owners = self.ranks.deal(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
+        owners = self.ranks.assign(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
         state = replace(state, clients=self.ranks.move_states(state.clients, owners, state.homes, self.states.adopt))
         return state, [i for i in client_ids if owners[i] == self.ranks.rank]
 

@@ -30,7 +30,7 @@ from fastsam.fed.common.option import suggest_option, table, with_help
 from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import pick_device, register_run, repeatable, restore_autograd, trials
-from fastsam.fed.loop.listeners import Listeners, Progress
+from fastsam.fed.loop.listeners import CallbackHandler, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Optimizer, Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
@@ -148,7 +148,7 @@ def run(
     settings = with_own_buffers(settings, algorithm)
     loss_function = cast("Loss | BatchLoss", settings.loss)  # a name is a function by now
     _check_surroundings(run_dir, resume, collate)
-    listeners = Listeners(callbacks, progress, type(algorithm).__name__, rounds)
+    listeners = CallbackHandler(callbacks, progress, type(algorithm).__name__, rounds)
     check_algorithm(algorithm)
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)

@@ -47,7 +47,7 @@ class Ranks:
         """True on rank 0, which evaluates, writes and logs."""
         return self.rank == 0
 
-    def deal(self, active: Sequence[int], work: Mapping[int, int], homes: Mapping[int, int]) -> dict[int, int]:
+    def assign(self, active: Sequence[int], work: Mapping[int, int], homes: Mapping[int, int]) -> dict[int, int]:
         """Return the rank of each client of a round. The longest work is assigned first, to the rank with the least
         work, and among equals to the client's home."""
         loads, assignment = [0] * self.size, {}
