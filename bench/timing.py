@@ -68,7 +68,7 @@ class Rounds:
 
     def figures(self, name: str, bytes_: float, rivals: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Return a contender's seconds, its fraction of the floor (`bytes_` at the copy's bandwidth), and its time over
-        the times of the `others` (title: sample) in the same rounds."""
+        the times of the `rivals` (title: sample) in the same rounds."""
         seconds = self.seconds[name]
         floors = [bytes_ / bandwidth for bandwidth in self.copies]
         result = {

@@ -15,7 +15,7 @@ from .weak_tensors import WeakTensorMap
 
 Tensors = list[Tensor] | tuple[Tensor, ...]  # type of the arguments of torch's multi-tensor functions
 Lists = list[list[Tensor] | None]
-Forms = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]  # shapes and strides of tensors
+Shapes = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]  # shapes and strides of tensors
 
 
 class TensorLists:
@@ -26,14 +26,14 @@ class TensorLists:
         self.segments = len(records)
         self._nonempty = [i for i, (_, length, _, _) in enumerate(records) if length]
         self._records = [records[i] for i in self._nonempty]
-        self._flat: Forms = ([(record[1],) for record in self._records], [(1,)] * len(self._records))
+        self._flat: Shapes = ([(record[1],) for record in self._records], [(1,)] * len(self._records))
         self.longest = max((record[1] for record in self._records), default=0)  # elements of the longest segment
         self._all_slots = [slot for _, _, _, slot in records]
         members: dict[int, list[int]] = {}
         for i, (_, _, group, _) in enumerate(self._records):
             members.setdefault(group, []).append(i)
         self._groups = list(members.items())
-        self._views: WeakTensorMap[tuple[tuple[int, int, int], Forms, list[Tensor]]] = WeakTensorMap()
+        self._views: WeakTensorMap[tuple[tuple[int, int, int], Shapes, list[Tensor]]] = WeakTensorMap()
 
     def lists(self, rows: int, *operands: Sequence[Tensor] | None) -> Lists:
         """Return for each operand its tensors, row by row; None stays None.
@@ -90,7 +90,7 @@ class TensorLists:
     def _flatten(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.as_strided((t.numel(),), (1,)) for t in tensors]
 
-    def _views_of(self, field: Tensor, rows: int, forms: Forms) -> list[Tensor]:
+    def _views_of(self, field: Tensor, rows: int, forms: Shapes) -> list[Tensor]:
         """Return views of the segments of a field `[rows, row_size]`; its row stride may be 0."""
         place = rows, field.data_ptr(), field.stride(0)
         entry = self._views.get(field)

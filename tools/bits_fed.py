@@ -84,7 +84,7 @@ def mean_output(outputs: Tensor, y: Tensor) -> float:
 
 
 def spell(name: str, spellings: Any) -> str:
-    """Return `name`, or its other spelling if only that is `known`."""
+    """Return `name`, or its other spelling if only that is in `spellings`."""
     return name if name in spellings else SPELLINGS.get(name, name)
 
 

@@ -224,7 +224,9 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     run_setup = experiment.build(config)
     with join_ranks() as ranks:
         # The directory of rank 0: a number that is free now may be taken a moment later.
-        directory = ranks.share(arguments.run_dir or numbered_directory(f"{config.name}-{algorithm}", arguments.resume))
+        directory = ranks.broadcast(
+            arguments.run_dir or numbered_directory(f"{config.name}-{algorithm}", arguments.resume)
+        )
         console = _console(quiet=not ranks.first)
         resume_command = (
             f"fastsam run {_quote(directory / 'config.json')} --run-dir {_quote(directory)}{_trust(arguments)} --resume"

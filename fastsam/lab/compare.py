@@ -19,7 +19,7 @@ from fastsam.fed.algorithms import registry
 from fastsam.fed.callbacks.terminal import Countdown, RunProgress
 from fastsam.fed.common.atomic_files import make_directory, read_json, write_json
 from fastsam.fed.data import FederatedData
-from fastsam.fed.loop.options import FREE
+from fastsam.fed.loop.options import RESUMABLE
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import experiment, report
 from fastsam.lab.config import ConfigError, ConfigSource, resolve, with_current_options
@@ -203,7 +203,7 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
     for run in plan.runs:
         new_record, old_record = run.config.record(), _config_of(directory / run.directory)
         for key in sorted(new_record.keys() | old_record.keys() if old_record else ()):
-            if key not in (*FREE, "name") and new_record.get(key) != old_record.get(key):
+            if key not in (*RESUMABLE, "name") and new_record.get(key) != old_record.get(key):
                 raise RunDirectoryError(
                     f"{directory / run.directory} cannot be resumed with another {key}: "
                     f"it was started with {old_record.get(key)!r}, now it is {new_record.get(key)!r}"

@@ -250,7 +250,7 @@ class Bucket:
         return tuple(i for i, t in zip(selection.slots, points, strict=True) if same_bits(self.aliases[i], t))
 
     def saved_slots(self) -> tuple[int, ...]:
-        """Return the slots of the parameters `held` that are, bit for bit, the saved weights."""
+        """Return the slots whose weights equal, bit for bit, the saved weights."""
         pairs = zip(self.backup_selection.slots, self.backup_selection.views(self.backup.weights), strict=True)
         return tuple(i for i, weights in pairs if same_bits(self.aliases[i], weights.to(self.dtype)))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed.common.option import table
-from fastsam.fed.privacy.accountant import Accountant, law
+from fastsam.fed.privacy.accountant import Accountant, privacy_events
 from fastsam.fed.stages.clip import shorten_
 
 CLIENTS = 8
@@ -118,7 +118,7 @@ def package(kind: str, relation: str, count: int, *numbers: float) -> float:
 
 def epsilon(noise: str, sampler: str, participation: float, rounds: int = 7) -> float:
     """Return fastsam's epsilon after `rounds` rounds of 10 clients, with noise multiplier 1.2, at delta 1e-5."""
-    made = Accountant(law(noise, sampler, participation, 10, 1.2, lambda rounds: 3), 1e-5)
+    made = Accountant(privacy_events(noise, sampler, participation, 10, 1.2, lambda rounds: 3), 1e-5)
     return [made.epsilon(t + 1) for t in range(rounds)][-1]
 
 
@@ -149,7 +149,7 @@ def every_round() -> None:
     import dp_accounting as dp
 
     for z, delta in ((1.0, 1e-5), (40.0, 0.03), (3e4, 1e-4), (0.3, 1e-9)):
-        made = Accountant(law("central", "bernoulli", 1.0, 10, z), delta)
+        made = Accountant(privacy_events("central", "bernoulli", 1.0, 10, z), delta)
         for rounds in (1, 2, 50, 4000):
             theirs = dp.rdp.RdpAccountant().compose(dp.GaussianDpEvent(z), rounds).get_epsilon(delta)
             assert math.isclose(made.epsilon(rounds), theirs, rel_tol=1e-12, abs_tol=1e-13), (z, delta, rounds)

@@ -1,7 +1,7 @@
 """Robust rules in place of the mean over a round's clients, one file each (docs/robust.md). `rule_of` finds one by its
 name.
 
-Every module of this folder is imported: a subclass of `Rule` with a name is a rule by being defined.
+Every module of this folder is imported: a subclass of `RobustAggregator` with a name is a rule by being defined.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import importlib
 import pkgutil
 from dataclasses import fields
 
-from fastsam.fed.aggregation.base import Rule, registry
+from fastsam.fed.aggregation.base import RobustAggregator, registry
 from fastsam.fed.aggregation.function import Aggregation, FunctionRule
 from fastsam.fed.common.checks import nearest
 
-__all__ = ["MEAN", "Aggregation", "Rule", "names", "registry", "rule_of"]
+__all__ = ["MEAN", "Aggregation", "RobustAggregator", "names", "registry", "rule_of"]
 
 MEAN = "mean"
 for _module in pkgutil.iter_modules(__path__):
@@ -26,7 +26,7 @@ def names() -> list[str]:
     return [MEAN, *sorted(registry)]
 
 
-def rule_of(text: object) -> Rule | None:
+def rule_of(text: object) -> RobustAggregator | None:
     """Return the rule of "name", "name:number" or a function, or None for the plain mean.
 
     Raises:

@@ -20,7 +20,7 @@ _BLOCK = 2**16  # columns of a block, so that a rule needs little memory in addi
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
+class RobustAggregator(ABC):
     """The base class of rules. Both methods get the rows of the n >= 1 clients that were not excluded.
 
     Attributes:
@@ -48,10 +48,10 @@ class Rule(ABC):
         return total.div_(sum(weights))
 
 
-registry: dict[str, type[Rule]] = {}  # the rules by name, as they are defined
+registry: dict[str, type[RobustAggregator]] = {}  # the rules by name, as they are defined
 
 
-def middle(rows: Sequence[Tensor], k: int) -> Tensor:
+def trimmed_mean(rows: Sequence[Tensor], k: int) -> Tensor:
     """Return the mean of each element without its k largest and k smallest values, float64."""
     flat = [row.reshape(-1) for row in rows]
     out = torch.empty(len(flat[0]), dtype=torch.float64, device=flat[0].device)

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule
+from fastsam.fed.aggregation.base import RobustAggregator
 
 Aggregation = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class FunctionRule(Rule):
+class FunctionRule(RobustAggregator):
     """The rule of a function that takes the deltas `[n, row_size]` of a round's clients and their weights, float64
     `[n]`, and returns one row `[row_size]`. Clients are in ascending order of their ids."""
 

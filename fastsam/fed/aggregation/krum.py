@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule, of_clients
+from fastsam.fed.aggregation.base import RobustAggregator, of_clients
 from fastsam.fed.common.checks import number
 
 
 @dataclass(frozen=True)
-class Krum(Rule):
+class Krum(RobustAggregator):
     """The delta that is nearest to its neighbours.
 
         score(i) = sum of ||Delta_i - Delta_j||^2 over the n - f - 2 clients j nearest to i,    Delta = Delta_i of the

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule, middle
+from fastsam.fed.aggregation.base import RobustAggregator, trimmed_mean
 
 
 @dataclass(frozen=True)
-class Median(Rule):
+class Median(RobustAggregator):
     """The median of each element.
 
         Delta_j = median_i (Delta_i)_j,    for an even number of clients the mean of the two values in the middle
@@ -26,4 +26,4 @@ class Median(Rule):
     name: ClassVar[str] = "median"
 
     def mean(self, rows: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-        return middle(rows, (len(rows) - 1) // 2)
+        return trimmed_mean(rows, (len(rows) - 1) // 2)

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule, norms
+from fastsam.fed.aggregation.base import RobustAggregator, norms
 from fastsam.fed.common.checks import number
 
 
 @dataclass(frozen=True)
-class NormFilter(Rule):
+class NormFilter(RobustAggregator):
     """The mean over the clients whose delta is not far longer than the others.
 
         rejected: ||Delta_i|| > factor * median_j ||Delta_j||

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import Rule, middle, of_clients
+from fastsam.fed.aggregation.base import RobustAggregator, of_clients, trimmed_mean
 from fastsam.fed.common.checks import number
 
 
 @dataclass(frozen=True)
-class TrimmedMean(Rule):
+class TrimmedMean(RobustAggregator):
     """In every element by itself the mean without its k largest and its k smallest values.
 
         Delta_j = 1/(n - 2k) * sum of (Delta_i)_j over the i that are left,    k = ceil(share * n)
@@ -32,4 +32,4 @@ class TrimmedMean(Rule):
         number("share", self.share, at_least=0, at_most=0.5)
 
     def mean(self, rows: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-        return middle(rows, min(of_clients(self.share, len(rows)), (len(rows) - 1) // 2))
+        return trimmed_mean(rows, min(of_clients(self.share, len(rows)), (len(rows) - 1) // 2))

@@ -92,7 +92,7 @@ def value_at(name: str, value: Scheduled, round: Round) -> float:
 
 
 def formula(name: str, text: str, index: int, variables: Mapping[str, float]) -> float:
-    """Return the value of a formula in round `index` (from 0). known: values of names besides `round`.
+    """Return the value of a formula in round `index` (from 0). variables: values of names besides `round`.
 
     Raises:
         ValueError: it is not a formula, has an unknown name, or has no value.

@@ -31,7 +31,7 @@ class Option:
     above: float | None = None
     at_least: int | None = None
     at_most: float | None = None
-    free: bool = False
+    resumable: bool = False
     formula: Callable[[str, Any], None] | None = None
 
     @functools.cached_property

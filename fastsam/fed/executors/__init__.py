@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 
 from fastsam.fed.executors.auto import AUTO, Choice, choose
-from fastsam.fed.executors.base import ClientError, Ends, Executor, registry
+from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, registry
 from fastsam.fed.executors.task import LocalOptions, Setup, Task, split_epoch
 
 for _module in pkgutil.iter_modules(__path__):
@@ -31,7 +31,7 @@ __all__ = [
     "AUTO",
     "Choice",
     "ClientError",
-    "Ends",
+    "ClientOutcome",
     "Executor",
     "LocalOptions",
     "Setup",

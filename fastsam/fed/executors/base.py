@@ -50,7 +50,7 @@ def excludes(setup: Setup, error: object) -> bool:
     return setup.options.on_client_error == "exclude" and isinstance(error, ClientError) and bool(error.client_ids)
 
 
-Ends = ClientResults | ClientError
+ClientOutcome = ClientResults | ClientError
 
 
 class Executor(ABC):
@@ -85,7 +85,7 @@ class Executor(ABC):
     def __init__(self, setup: Setup) -> None: ...
 
     @abstractmethod
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
         """Trains every task from the weights `start` (flat `[row_size]`) and the model's `buffers`; the ends come in
         any order, in groups of one or more clients.
 

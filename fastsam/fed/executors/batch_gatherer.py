@@ -65,7 +65,8 @@ class BatchGatherer:
         return SampleIndices(store.x, store.y, to_device(orders.contiguous(), store.y.device))
 
     def orders(self, k: int, count: int) -> Tensor:
-        """`span`'s places, on the host: in the store, or in the client's own data."""
+        """Return the sample indices of `count` steps from step k on, on the host. They count in the store, or in the
+        client's own data."""
         epoch, first = divmod(k, self.epoch)
         return self._places(epoch)[:, first * self.size : (first + count) * self.size]
 

@@ -47,7 +47,7 @@ class Client:
         self, row: ClientTrainer, stop_requested: Callable[[], bool] | None = None, limit: int | None = None
     ) -> None:
         task = row.task
-        if task.step.direction is Direction.CONSTANT:
+        if task.update.direction is Direction.CONSTANT:
             raise ValueError(
                 "train_client does not serve the direction 'constant', whose perturbation lasts the whole round. Use "
                 "Direction.PATH, or client.w"
@@ -164,7 +164,7 @@ class Client:
         self._is_new_batch = False
         with row.client_errors:
             row.next_step(x, y)
-        self.backward_passes += row.task.step.backward_passes
+        self.backward_passes += row.task.update.backward_passes
         self._sizes.append(self._size_of(y))
         self._gradient_loss = None
         return row.losses[-1]
@@ -299,7 +299,7 @@ class Client:
         if self._results is None:
             self._results = self._close(None)
         self.has_phases, self._epochs, self._sizes, self._losses = True, 0, [], None
-        self._row.begin_again(self._task.step if update is None else update, start)
+        self._row.begin_again(self._task.update if update is None else update, start)
 
     def start_from(self, start: Tensor) -> None:
         """Begin at the weights `start` and measure `delta` from there, for methods with several global models."""
@@ -329,7 +329,7 @@ class Client:
                 the samples are not pairs (x, y).
         """
         self._row.passes.check_pairs()
-        if self._task.step.start is not None:
+        if self._task.update.start is not None:
             raise ValueError(
                 "a teacher needs clients that share all parameters, because it would have the initial values of local "
                 "parameters. Use another algorithm, or leave local_parameters out"

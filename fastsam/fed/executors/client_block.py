@@ -71,7 +71,7 @@ class ClientBlock:
         return len(self.sizes)
 
     @property
-    def alike_steps(self) -> tuple[int, int]:
+    def equal_shape_steps(self) -> tuple[int, int]:
         """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
         each."""
         at = self.k % self.epoch
@@ -171,22 +171,22 @@ def row_ends(
 ) -> ClientResults:
     """Return the results of clients whose rows are in `row_slice`. All have the same fields, and no buffer was
     changed."""
-    step, clients = blocks[0].tasks[0].step, [task.client for task in tasks_of(blocks)]
+    update, clients = blocks[0].tasks[0].update, [task.client for task in tasks_of(blocks)]
     of_client = [block for block in blocks for _ in block.tasks]
     buffer_deltas = buffer_displacement(buffers, buffers) if buffers else None
     return ClientResults(
         client_ids=clients,
         delta=row_slice.z
-        - (row_slice.field("begin") if row_slice.variant.constant or step.start is not None else start),
+        - (row_slice.field("begin") if row_slice.variant.constant or update.start is not None else start),
         num_steps=[block.k for block in of_client],
-        backward_passes=[block.k * step.backward_passes + block.extra_backward_passes for block in of_client],
+        backward_passes=[block.k * update.backward_passes + block.extra_backward_passes for block in of_client],
         losses=row_slice.losses.clone(),
         num_samples=[block.num_samples for block in of_client],
         buffers=None if buffer_deltas is None else buffer_deltas.expand(len(clients), -1),
-        dual=None if step.dual is None else row_slice.field("dual").clone(),
-        eps=None if step.dual is None else row_slice.field("eps").clone(),
-        gradient=row_slice.field("gradient").clone() if step.full_gradient or step.pilot is not None else None,
-        norms=None if step.pilot is None else torch.cat([block.norms for block in blocks if block.norms is not None]),
+        dual=None if update.dual is None else row_slice.field("dual").clone(),
+        eps=None if update.dual is None else row_slice.field("eps").clone(),
+        gradient=row_slice.field("gradient").clone() if update.full_gradient or update.pilot is not None else None,
+        norms=None if update.pilot is None else torch.cat([block.norms for block in blocks if block.norms is not None]),
         snapshots=[snapshots for block in blocks for snapshots in block.snapshots],
     )
 

@@ -84,8 +84,8 @@ class ClientTrainer:
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begin a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`."""
-        step = task.step
-        start_vector, buffers = None if step.start is None else task.vector("start"), task.buffers(buffers)
+        update = task.update
+        start_vector, buffers = None if update.start is None else task.vector("start"), task.buffers(buffers)
         self.task = task
         self.start, self.buffers = start if start_vector is None else start_vector, buffers
         self.k, self.extra_backward_passes, self.losses, self.snapshots = 0, 0, [], {}
@@ -93,15 +93,15 @@ class ClientTrainer:
         if task.setup.population.clients.is_batched:
             with self.client_errors:
                 task.open()
-        for start_vector, new in zip(self.replica.buffers, buffers, strict=True):
-            start_vector.copy_(new)
-        self._begin(step)
-        if step.constants.has_first_gradient:
+        for buffer, start_value in zip(self.replica.buffers, buffers, strict=True):
+            buffer.copy_(start_value)
+        self._begin(update)
+        if update.constants.has_first_gradient:
             with self.client_errors:
                 self._first_gradient()
-            if step.pilot is not None:
+            if update.pilot is not None:
                 assert self.norms is not None and self.gradient is not None
-                self.row_slice.set_radius(step.pilot, self.norms, self.gradient)
+                self.row_slice.set_radius(update.pilot, self.norms, self.gradient)
         if self.row_slice.variant.constant and (e := task.vector("direction_vector")) is not None:
             self.row_slice.start_shifted(e)
         self._measure(self.task)
@@ -117,7 +117,7 @@ class ClientTrainer:
 
     def close(self) -> ClientResults:
         """Return the results of the client in new memory."""
-        backward_passes = self.k * self.task.step.backward_passes + self.extra_backward_passes
+        backward_passes = self.k * self.task.update.backward_passes + self.extra_backward_passes
         return self.results(self.sum_of_losses(self.sizes), self.num_samples, backward_passes)
 
     def sum_of_losses(self, sizes: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ class ClientTrainer:
         self, losses: Tensor, num_samples: int, backward_passes: int, extra: Mapping[str, Tensor] | None = None
     ) -> ClientResults:
         """Return the results of the client, with these sums and tensors of a loop."""
-        step, has_dual, buffers = self.task.step, self.task.step.dual is not None, self.replica.buffers
+        update, has_dual, buffers = self.task.update, self.task.update.dual is not None, self.replica.buffers
         return ClientResults(
             client_ids=(self.task.client,),
-            delta=self.z - (self.row_slice.field("begin") if step.direction is Direction.CONSTANT else self.start),
+            delta=self.z - (self.row_slice.field("begin") if update.direction is Direction.CONSTANT else self.start),
             num_steps=(self.k,),
             backward_passes=(backward_passes,),
             losses=losses,
@@ -145,37 +145,37 @@ class ClientTrainer:
             extra=extra or {},
         )
 
-    def begin_again(self, step: LocalUpdate, start: Tensor) -> None:
+    def begin_again(self, update: LocalUpdate, start: Tensor) -> None:
         """Begin with another model of the same client, from the weights `start` and the client's first buffers.
 
         Raises:
             ValueError: a vector of the step is not like the weights.
         """
-        for name in step.constants.vectors:
-            v = getattr(step, name)
+        for name in update.constants.vectors:
+            v = getattr(update, name)
             if v.dim() > 2 or v.shape[-1:] != start.shape or v.dtype != start.dtype or v.device != start.device:
                 raise ValueError(
                     f"LocalUpdate.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
                     f"got {v.dtype} {list(v.shape)} on {v.device}"
                 )
-        self.task, self.start = replace(self.task, step=step, snapshots=frozenset()), start
+        self.task, self.start = replace(self.task, update=update, snapshots=frozenset()), start
         self.k, self.losses = 0, []
         for buffer, first in zip(self.replica.buffers, self.buffers, strict=True):
             buffer.copy_(first)
-        self._begin(step)
+        self._begin(update)
 
     # --- its beginning ---
 
-    def _begin(self, step: LocalUpdate) -> None:
+    def _begin(self, update: LocalUpdate) -> None:
         """Write the numbers of the step, and let its kernels read its vectors."""
-        if self._last_fill[0] is not step.constants or self._last_fill[1] != self.task.lr or self._kind.rewrites:
-            self._fill(step, self.task.lr)
+        if self._last_fill[0] is not update.constants or self._last_fill[1] != self.task.lr or self._kind.rewrites:
+            self._fill(update, self.task.lr)
         self.row_slice.set_variant(self._kind)
         self.row_slice.begin(self.start)
-        if step.constants.vectors:
-            self._read_vectors(step)
+        if update.constants.vectors:
+            self._read_vectors(update)
 
-    def _read_vectors(self, step: LocalUpdate) -> None:
+    def _read_vectors(self, update: LocalUpdate) -> None:
         """Put the vectors of the step where its kernels read them; vectors that are only read stay where they are."""
         row_slice = self.row_slice
         q, mu, s = (self.task.vector(name) for name in ("gradient_offset", "dual", "server_perturbation"))
@@ -189,13 +189,13 @@ class ClientTrainer:
                 name: v[None] for name in row_slice.variant.vectors if (v := self.task.vector(name)) is not None
             }
 
-    def _fill(self, step: LocalUpdate, lr: float) -> None:
-        numbers = self.rows.numbers(step, lr)
+    def _fill(self, update: LocalUpdate, lr: float) -> None:
+        numbers = self.rows.numbers(update, lr)
         if self._last_numbers != numbers:
             self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
-        self._last_fill, self._kind = (step.constants, lr), step.constants.variant
+        self._last_fill, self._kind = (update.constants, lr), update.constants.variant
         if self.updates is not None:
-            self.updates.set_constants(step, lr)
+            self.updates.set_constants(update, lr)
         self._last_numbers = () if self._kind.rewrites else numbers
         if self._kind.two_passes:
             self._step = self._sharp_step
@@ -211,7 +211,7 @@ class ClientTrainer:
 
     def _first_gradient(self) -> None:
         """The gradient at the start, over all samples or a pilot's batches."""
-        task, pilot = self.task, self.task.step.pilot
+        task, pilot = self.task, self.task.update.pilot
         self.gradient = torch.zeros_like(self.z)
         if pilot is None:
             self.extra_backward_passes += self.passes.mean_gradient(task.full_batches(), self.gradient[0])
@@ -262,7 +262,7 @@ class ClientTrainer:
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self.run_pass(k, x, y, self.first_objective)
-        if self.task.step.dual is not None and (k == self.last or self.task.loop is not None):
+        if self.task.update.dual is not None and (k == self.last or self.task.loop is not None):
             self.eps = self.row_slice.field("eps").zero_()
         self.row_slice.perturb(first, self.eps)
         if k in self.task.snapshots:

@@ -86,8 +86,8 @@ class Cuda:
 
 def vectors(task: Task) -> tuple[Tensor | None, ...]:
     """Return the tensors that the local work of a client reads, in its LocalUpdate and in a loop."""
-    step, of_loop = task.step, () if task.loop is None else task.loop.tensors
-    return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), *of_loop
+    update, of_loop = task.update, () if task.loop is None else task.loop.tensors
+    return *(getattr(update, name) for name in VECTORS), *(update.buffers or ()), *of_loop
 
 
 def tensors(results: ClientResults) -> list[Tensor]:

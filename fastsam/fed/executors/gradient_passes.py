@@ -37,7 +37,7 @@ class Gradients:
         return torch.stack(squares).sum(0).sqrt()
 
     def like(self, template: Gradients) -> list[Tensor]:
-        """Return these gradients for the parameters of `other`, zeros for missing ones."""
+        """Return these gradients for the parameters of `template`, zeros for missing ones."""
         if self.slots == template.slots:
             return self.tensors
         by_slot = dict(zip(self.slots, self.tensors, strict=True))

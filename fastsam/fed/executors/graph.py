@@ -46,16 +46,16 @@ class CapturableTrainer(ClientTrainer):
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         super().open(task, start, buffers)
         self.counter.zero_()
-        if task.step.dual is not None:
+        if task.update.dual is not None:
             self.eps = self.row_slice.field("eps")
         if self.loss_buffer is not None and len(self.loss_buffer) <= self.last:
             self._make_room(self.loss_buffer.dtype)
 
-    def _begin(self, step: LocalUpdate) -> None:
-        super()._begin(step)
-        if self.row_slice.q is not None and step.gradient_offset is not None:
+    def _begin(self, update: LocalUpdate) -> None:
+        super()._begin(update)
+        if self.row_slice.q is not None and update.gradient_offset is not None:
             self.row_slice.q = self.row_slice.field("gradient_offset").copy_(self.row_slice.q)
-        if self.row_slice.s is not None and step.server_perturbation is not None:
+        if self.row_slice.s is not None and update.server_perturbation is not None:
             self.row_slice.s = self.row_slice.field("server_perturbation").copy_(self.row_slice.s)
         self.row_slice.vectors = {
             name: self.row_slice.field(name).copy_(v) for name, v in self.row_slice.vectors.items()

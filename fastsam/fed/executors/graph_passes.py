@@ -131,8 +131,9 @@ def shorten_views(graph: Graph) -> None:
 
 
 def turn_products(graph: Graph) -> bool:
-    """A product of matrices that is only read transposed, with or without a bias, as the product of the transposed
-    ones: it then lies in memory as it is read, and gradients of weights as the weights do.
+    """Replace a product of matrices that is only read transposed, with or without a bias, by the product of the
+    transposed matrices, and return True if there was one. The result then has the order in memory in which it is read,
+    and gradients of weights have the order of the weights.
     """
     is_changed = False
     for node in reversed(_calls(graph)):  # a sum before its product

@@ -43,14 +43,15 @@ class RowState:
     def field(self, name: str) -> Tensor:
         return self.arena.field(name, self.dtype)
 
-    def numbers(self, step: LocalUpdate, lr: float) -> tuple[float, ...]:
+    def numbers(self, update: LocalUpdate, lr: float) -> tuple[float, ...]:
         """A row of `hparams`."""
         values = self._common.copy()
-        for column, value in (*perturbation(step.direction, step.rho, step.eta, NU), *step.constants.mix.columns()):
+        radius = perturbation(update.direction, update.rho, update.eta, NU)
+        for column, value in (*radius, *update.constants.mix.columns()):
             values[column] = value
-        values[HParam.PENALTY] = step.penalty
+        values[HParam.PENALTY] = update.penalty
         values[HParam.LR] = lr
-        values[HParam.PROX_MU] = step.proximal_coefficient
+        values[HParam.PROX_MU] = update.proximal_coefficient
         return tuple(values)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
+from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.client import train
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.task import Setup, Task
@@ -20,12 +20,12 @@ class Sequential(Executor):
     def __init__(self, setup: Setup) -> None:
         self.setup, self.row = setup, ClientTrainer(setup)
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
         """See `Executor.train`."""
         row = self.row
         with row.random.preserve_states():
             for task in tasks:
-                results: Ends | None
+                results: ClientOutcome | None
                 try:
                     results = train(row, task, start, buffers)
                     if row.random.has_drawn():

@@ -48,9 +48,9 @@ class StackedRows:
         once."""
         row_slice, tasks = self.row_slice(blocks), tasks_of(blocks)
         first = tasks[0]
-        is_shared = all(task.step is first.step for task in tasks)
-        steps = [first.step] if is_shared else [task.step for task in tasks]
-        numbers = [self.rows.numbers(step, first.lr) for step in steps]
+        is_shared = all(task.update is first.update for task in tasks)
+        updates = [first.update] if is_shared else [task.update for task in tasks]
+        numbers = [self.rows.numbers(update, first.lr) for update in updates]
         if self._last_numbers != (row_slice.part, numbers):  # most calls write the numbers of the last call
             row_slice.hparams.copy_(
                 to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), row_slice.hparams.device)
@@ -71,9 +71,8 @@ class StackedRows:
     def gather(self, blocks: Sequence[ClientBlock]) -> RowSlice:
         """Their rows side by side, ready for a step: where they are, or copies, which `put_back` takes back."""
         row_slice = self.row_slice(blocks) if neighbours(blocks) else self._copy_rows(blocks)
-        row_slice.s = (
-            row_slice.field("server_perturbation") if blocks[0].tasks[0].step.server_perturbation is not None else None
-        )
+        has_server_perturbation = blocks[0].tasks[0].update.server_perturbation is not None
+        row_slice.s = row_slice.field("server_perturbation") if has_server_perturbation else None
         row_slice.vectors = {name: row_slice.field(name) for name in blocks[0].variant.vectors}
         row_slice.set_variant(blocks[0].variant)
         if blocks[0].variant.has_schedule:
@@ -114,7 +113,7 @@ def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
     """A vector of the steps of tasks in their order, all of one kind: `[row_size]` where it is one for all, else
     `[tasks, row_size]`."""
     first, last = tasks[0], tasks[-1]
-    v: Tensor | None = getattr(first.step, name)
-    if v is None or all(task.step is first.step for task in tasks):
+    v: Tensor | None = getattr(first.update, name)
+    if v is None or all(task.update is first.update for task in tasks):
         return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
     return torch.stack([vector for task in tasks if (vector := task.vector(name)) is not None])

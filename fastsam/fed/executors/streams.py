@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
+from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors
@@ -113,12 +113,12 @@ class Streams(Executor):
         """Return the reason why it cannot serve a run, or None."""
         return why_not(setup)
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[ClientOutcome]:
         """See `Executor.train`."""
         with self.random.preserve_states():
             self.random.start_round()
             try:
-                yield from self._ends(start, buffers, iter(tasks))
+                yield from self._outcomes(start, buffers, iter(tasks))
             except Exception:
                 try:
                     self.leave()
@@ -137,7 +137,7 @@ class Streams(Executor):
             lane.busy = False
             self.cuda.current().wait_stream(lane.stream)
 
-    def _ends(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Generator[Ends]:
+    def _outcomes(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Generator[ClientOutcome]:
         more = True
         while True:
             for slot in range(self.slots):

@@ -133,7 +133,7 @@ class Task:
         client: id of the client.
         setup: facts of the run.
         round, lr: index and learning rate of the round.
-        step: constants of the local update.
+        update: constants of the local update.
         row: index of the client's row in vectors `[n, row_size]`.
         snapshots: local steps before which the row is copied.
         orders: orders of its samples, one per epoch, if they have been drawn (see `Setup.draw_orders`).
@@ -147,7 +147,7 @@ class Task:
     setup: Setup
     round: int
     lr: float
-    step: LocalUpdate
+    update: LocalUpdate
     row: int = 0
     snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
@@ -177,12 +177,12 @@ class Task:
 
     def vector(self, name: str) -> Tensor | None:
         """Its own vector of the step, `[row_size]`."""
-        v: Tensor | None = getattr(self.step, name)
+        v: Tensor | None = getattr(self.update, name)
         return v if v is None or v.dim() == 1 else v[self.row]
 
     def buffers(self, common: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the model's buffers at the start: the client's own, or `common` ones."""
-        vector = self.step.buffers
+        vector = self.update.buffers
         return common if vector is None else [b[self.row] for b in vector]
 
     @property
@@ -196,7 +196,7 @@ class Task:
 
     def pace(self, k: int, steps: int) -> tuple[float, float]:
         """Return the learning rate and the radius of local step k of `steps`."""
-        return self.lr * self.step.pace(k, steps), self.step.radius(k, steps)
+        return self.lr * self.update.pace(k, steps), self.update.radius(k, steps)
 
     # --- its batches ---
 

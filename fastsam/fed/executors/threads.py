@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
+from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.client import train
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
@@ -53,17 +53,17 @@ class Threads(Executor):
         self.random = NoRandomness(setup.device)
         self.rows: list[ClientTrainer] = []
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[ClientOutcome]:
         """See `Executor.train`."""
         with self.random.preserve_states():
             self.random.start_round()
             team = _Team(self.setup, start, buffers)
             try:
-                yield from self._ends(team, iter(tasks))
+                yield from self._outcomes(team, iter(tasks))
             finally:
                 team.dismiss()
 
-    def _ends(self, team: _Team, tasks: Iterator[Task]) -> Generator[Ends]:
+    def _outcomes(self, team: _Team, tasks: Iterator[Task]) -> Generator[ClientOutcome]:
         more, out = True, 0
         while True:
             while more and out < _QUEUED_PER_SLOT * self.slots:
@@ -136,7 +136,7 @@ class _Team:
         except BaseException as error:
             self.results.put(error)
 
-    def _train(self, row: ClientTrainer, task: Task) -> Ends | None:
+    def _train(self, row: ClientTrainer, task: Task) -> ClientOutcome | None:
         """Return the results of a client, or None if it was stopped."""
         try:
             with row.random.generator_context():

@@ -35,7 +35,10 @@ class TorchUpdates(RowSlice):
         self.parameters: list[nn.Parameter] = []
 
     def set_variant(self, variant: StepVariant) -> None:
-        """See `RowSlice.arrange`. Raises ValueError for a variant that is neither a plain step nor a step of SAM."""
+        """See `RowSlice.set_variant`.
+
+        Raises ValueError for a variant that is neither a plain step nor a step of SAM.
+        """
         features = sorted(variant.needs - SUPPORTED)
         if features:
             raise ValueError(
@@ -44,9 +47,9 @@ class TorchUpdates(RowSlice):
             )
         super().set_variant(variant)
 
-    def set_constants(self, step: LocalUpdate, lr: float) -> None:
+    def set_constants(self, update: LocalUpdate, lr: float) -> None:
         """Set the numbers of the next steps."""
-        self._lr, self._a, self._phi = lr, step.perturbed_weight, step.proximal_coefficient
+        self._lr, self._a, self._phi = lr, update.perturbed_weight, update.proximal_coefficient
 
     def begin(self, start: Tensor) -> None:
         """See `RowSlice.begin`. The next update makes a new optimizer."""
@@ -54,7 +57,7 @@ class TorchUpdates(RowSlice):
         self._optimizer = None
 
     def update(self, grads: Gradients, first: Gradients | None) -> None:
-        """See `RowSlice.update_`."""
+        """See `RowSlice.update`."""
         if self.w is not None:
             self.z.copy_(self.w)
         if self._optimizer is None:

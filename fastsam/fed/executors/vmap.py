@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import epoch_graphs, stacked
-from fastsam.fed.executors.base import ClientError, Ends, Executor, excludes
+from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
@@ -65,7 +65,7 @@ class Vmap(Executor):
         self._shapes: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
         """See `Executor.train`."""
         for buffer, new in zip(self.replica.buffers, buffers, strict=True):
             buffer.copy_(new)
@@ -94,13 +94,13 @@ class Vmap(Executor):
         """Put tasks into the free slots, until there are no more tasks or slots."""
         new = list(islice(tasks, len(free)))
         result: list[ClientBlock] = []
-        steps = {id(task.step): task.step for task in new}
+        updates = {id(task.update): task.update for task in new}
         sorts = {
-            key: (step.constants.variant, step.full_gradient, step.pilot, step.start is None)
-            for key, step in steps.items()
+            key: (update.constants.variant, update.full_gradient, update.pilot, update.start is None)
+            for key, update in updates.items()
         }
-        for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
-            group, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].step)]
+        for part in runs([(free[i] - i, sorts[id(task.update)]) for i, task in enumerate(new)]):
+            group, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].update)]
             blocks = [
                 block_of(group[members], slots[members.start], variant, self._shapes)
                 for members in runs(gather_keys(group))
@@ -171,8 +171,8 @@ class Vmap(Executor):
         """Yield the results of finished clients, in groups with the same fields."""
         groups: dict[object, list[ClientBlock]] = {}
         for block in blocks:
-            step = block.tasks[0].step
-            groups.setdefault((block.variant, step.start is None, step.full_gradient), []).append(block)
+            update = block.tasks[0].update
+            groups.setdefault((block.variant, update.start is None, update.full_gradient), []).append(block)
         for group in groups.values():
             yield row_ends(group, self.rows.gather(group), self.start, self.buffers)
 
@@ -209,7 +209,7 @@ class Vmap(Executor):
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> bool:
         """Take the next steps of one shape of each block by a row program. Return False without a row program."""
-        row_pass = self.passes.replays.row_pass(blocks[0].alike_steps[1], *blocks[0].samples)
+        row_pass = self.passes.replays.row_pass(blocks[0].equal_shape_steps[1], *blocks[0].samples)
         if not isinstance(row_pass, RowPass) or not all(map(row_pass.serves, blocks)):
             return False
         joins = row_pass.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None
@@ -243,7 +243,7 @@ class Vmap(Executor):
         rows: Sequence[KeptRow] = (),
     ) -> None:
         """Take a step of the blocks' rows on the device, on x and y `[rows, batch, ...]`. ends: it is the last step of
-        some clients. kept: rows whose perturbation is copied for snapshots."""
+        some clients. rows: rows whose perturbation is copied for snapshots."""
         if row_slice.variant.uses_path:
             row_slice.perturb_along_path()
             for i, snapshots, k in rows:

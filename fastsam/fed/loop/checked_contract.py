@@ -16,7 +16,7 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Uplo
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.recording import comparable
 from fastsam.fed.loop.client_state import rows
-from fastsam.fed.loop.contract import AlgorithmError, Constants, Contract, check_initial_state
+from fastsam.fed.loop.contract import AlgorithmError, ClientUpdate, Contract, check_initial_state
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.parameter_layout import ParameterLayout
 
@@ -65,7 +65,7 @@ class CheckedContract(Contract):
 
     def local_updates(
         self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()
-    ) -> list[Constants]:
+    ) -> list[ClientUpdate]:
         """Return the constants of n clients. Raises ValueError unless there is one LocalUpdate, or n of them."""
         if client_ids:
             self._begin_round(server, round)
@@ -163,21 +163,22 @@ def _check_client(state: object, method: str) -> State:
     return state
 
 
-def _check_updates(steps: object, w: Tensor, n: int) -> list[Constants]:
+def _check_updates(updates: object, w: Tensor, n: int) -> list[ClientUpdate]:
     """Return for each of n clients the LocalUpdate of `local_update`, and the client's row in it."""
-    if isinstance(steps, LocalUpdate):
-        return [(_check_vectors(steps, w, n), row) for row in range(n)]
-    if not isinstance(steps, Sequence) or len(steps) != n or not all(isinstance(step, LocalUpdate) for step in steps):
-        kind = f"{len(steps)} times {_kind(steps[0])}" if isinstance(steps, Sequence) and steps else _kind(steps)
+    if isinstance(updates, LocalUpdate):
+        return [(_check_vectors(updates, w, n), row) for row in range(n)]
+    candidates = updates if isinstance(updates, Sequence) else ()
+    if len(candidates) != n or not all(isinstance(update, LocalUpdate) for update in candidates):
+        kind = f"{len(candidates)} times {_kind(candidates[0])}" if candidates else _kind(updates)
         raise ValueError(
             f"local_update must return a fastsam.fed.LocalUpdate (or a list of {n}, one for each client), got {kind}"
         )
-    return [(_check_vectors(step, w, 1), 0) for step in steps]
+    return [(_check_vectors(update, w, 1), 0) for update in candidates]
 
 
-def _check_vectors(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
-    for name in step.constants.vectors:
-        v = getattr(step, name)
+def _check_vectors(update: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
+    for name in update.constants.vectors:
+        v = getattr(update, name)
         fits = isinstance(v, Tensor) and v.shape in (w.shape, (n, *w.shape))
         if not fits or (v.dtype, v.device) != (w.dtype, w.device):
             description = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
@@ -185,7 +186,7 @@ def _check_vectors(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
                 f"LocalUpdate.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) "
                 f"on {w.device}, like the server's w; got {description}"
             )
-    return step
+    return update
 
 
 def _check_finished(result: object, server: State, n: int) -> tuple[State, Upload]:

@@ -18,7 +18,7 @@ from fastsam.fed.executors.client import Client
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.sums.fixed_point import Problems
 
-Constants = tuple[LocalUpdate, int]  # a client's local update, and the client's row in its vectors
+ClientUpdate = tuple[LocalUpdate, int]  # a client's local update, and the client's row in its vectors
 _METHODS = ("init_server", "init_client", "local_update", "finish_client", "step_server")
 
 
@@ -68,10 +68,12 @@ class Contract:
 
     def local_updates(
         self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()
-    ) -> list[Constants]:
-        """Return the constants of n clients with the states `client`, `[n, ...]`; without ids in the trial."""
-        steps = self.call("local_update", (server, client, round), round.index if client_ids else None, client_ids)
-        return [(steps, row) for row in range(n)] if isinstance(steps, LocalUpdate) else [(one, 0) for one in steps]
+    ) -> list[ClientUpdate]:
+        """Return the local updates of n clients with the states `client`, `[n, ...]`; without ids in the trial."""
+        updates = self.call("local_update", (server, client, round), round.index if client_ids else None, client_ids)
+        if isinstance(updates, LocalUpdate):
+            return [(updates, row) for row in range(n)]
+        return [(update, 0) for update in updates]
 
     def train_client(
         self, server: State, state: State, round: Round, client: Client, is_trial: bool = False

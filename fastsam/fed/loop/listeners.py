@@ -24,7 +24,7 @@ log = logging.getLogger("fastsam.fed")
 Progress = Callable[[dict[str, Any]], None]
 
 
-class Listeners:
+class CallbackHandler:
     """A context manager around the parts of a run. Every listener whose start was called gets the end, however the run
     ends. `stopped` is the reason of a callback to stop the run, or None; the same on all ranks."""
 
@@ -113,9 +113,9 @@ class Listeners:
 
     def _share(self) -> None:
         if self.callbacks:
-            self.stopped = self._ranks.share(self.stopped)
+            self.stopped = self._ranks.broadcast(self.stopped)
 
-    def __enter__(self) -> Listeners:
+    def __enter__(self) -> CallbackHandler:
         return self
 
     def __exit__(

@@ -21,12 +21,12 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
 from fastsam.fed.loop.client_state import ClientStateStorage
+from fastsam.fed.loop.cohort import Cohort, warn
 from fastsam.fed.loop.contract import Contract, check_finite
 from fastsam.fed.loop.evaluate import Evaluator
-from fastsam.fed.loop.listeners import Listeners
+from fastsam.fed.loop.listeners import CallbackHandler
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import ClientModels
-from fastsam.fed.loop.round import Cohort, warn
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.model_copy import Replica
@@ -58,7 +58,7 @@ class Loop:
     weights: Sequence[int] | None = None
     personal: ClientModels | None = None
 
-    def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
+    def run(self, state: RunState, directory: RunDirectory | None, listeners: CallbackHandler) -> RunState:
         """Run the rounds after `state`, and return the last state.
 
         If the run ends early, also by Ctrl-C, the directory has the last completed round. A round makes the next state
@@ -77,7 +77,7 @@ class Loop:
                 listeners.round(state, self._evaluates(state.round))
             if directory is not None and directory.saved_round < state.round:  # it was stopped
                 directory.save(state)
-            return replace(state, history=self.ranks.share(state.history))
+            return replace(state, history=self.ranks.broadcast(state.history))
         except BaseException:
             if directory is not None:
                 directory.rescue(state)
@@ -141,7 +141,7 @@ class Loop:
         """Return the state after the clients' states have moved to their ranks, and the clients of this rank."""
         if self.ranks.size == 1:
             return state, client_ids
-        owners = self.ranks.deal(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
+        owners = self.ranks.assign(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
         state = replace(state, clients=self.ranks.move_states(state.clients, owners, state.homes, self.states.adopt))
         return state, [i for i in client_ids if owners[i] == self.ranks.rank]
 
@@ -170,7 +170,7 @@ class Loop:
                 settings.sampler, settings.share_of, settings.available, t, num_clients, settings.seed
             )
         if callable(settings.sampler) or settings.available:  # a user's function may draw differently on each rank
-            client_ids = self.ranks.share(client_ids)
+            client_ids = self.ranks.broadcast(client_ids)
         return client_ids
 
     def _skip_round(self, state: RunState, round: Round, visible: Round, began: float) -> RunState:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fastsam import backends
 from fastsam.fed import executors
-from fastsam.fed.aggregation import Aggregation, Rule, rule_of
+from fastsam.fed.aggregation import Aggregation, RobustAggregator, rule_of
 from fastsam.fed.aggregation import names as aggregations
 from fastsam.fed.aggregation.function import FunctionRule
 from fastsam.fed.algorithms.base import Round
@@ -46,7 +46,7 @@ class Settings:
     """
 
     # fmt: off
-    rounds: int = option(50, "number of communication rounds", at_least=1, free=True)
+    rounds: int = option(50, "number of communication rounds", at_least=1, resumable=True)
     local_epochs: int = option(1, "passes over its data that a client makes in a round", at_least=1)
     local_steps: int | None = option(None, "number of local steps of a client in a round, in place of local_epochs",
         at_least=1)
@@ -99,39 +99,40 @@ class Settings:
     eval_every: int = option(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
     measures: Sequence[str] | NamedMeasures | Mapping[str, Any] | Measures = option((),
         f"further measurements: {', '.join(NAMES)}; or a table of names and settings: "
-        f"{', '.join(table(NamedMeasures))}; in Python also your own object", free=True)
+        f"{', '.join(table(NamedMeasures))}; in Python also your own object", resumable=True)
     metrics: Mapping[str, Any] | None = option(None,
         "functions (outputs, labels) -> number on the test set, over all samples and over clients, by name; in a "
-        "config their import paths", free=True)
+        "config their import paths", resumable=True)
     local_parameters: str | Sequence[str] | None = option(None,
         "parameters that stay with the client, by name or module: 'head.*' or a list; client_accuracy_* are then those "
         "of the clients' own models")
-    target: float | None = option(None, "test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, free=True)
+    target: float | None = option(
+        None, "test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, resumable=True)
     buffers: str | None = option(None, "buffers that training changes (BatchNorm's): the clients' mean, the initial "
                                        "ones, or each client's own",
         choices=("average", "keep", "local"))
     device: torch.device | str | None = option(None, "'cpu', 'cuda', 'cuda:N'; none: the device of the model")
     backend: str = option("auto", "backend of the kernels; `fastsam info` lists them", choices=backends.NAMES)
     executor: str = option("auto", "how the clients of a round are trained; auto: by a rule on model and device",
-        choices=executors.names(), free=True)
+        choices=executors.names(), resumable=True)
     slots: int | None = option(None, "number of clients that train at once; none: chosen by the executor", at_least=1,
-        free=True)
+        resumable=True)
     memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device",
-        choices=FORMATS, free=True)
+        choices=FORMATS, resumable=True)
     client_state: str = option("auto", "storage of clients' states between rounds; auto: by their size; disk: in "
                                        "mapped files",
-        choices=states.CHOICES, free=True)
+        choices=states.CHOICES, resumable=True)
     max_excluded: float = option(1.0, "share of a round's clients that may be excluded before the run stops; 1: all "
                                       "but one",
-        at_least=0, at_most=1, free=True)
+        at_least=0, at_most=1, resumable=True)
     on_client_error: str = option("raise", "if the model or loss raises for a client: end the run, or exclude the "
                                            "client from the round",
-        choices=("raise", "exclude"), free=True)
+        choices=("raise", "exclude"), resumable=True)
     privacy: Privacy | Mapping[str, Any] | None = option(None,
         "clipping of the clients' deltas and noise on them, a table: " + ", ".join(table(Privacy)))
     compression: TopK | Mapping[str, Any] | None = option(None,
         "send only the largest elements of a delta, with error feedback, a table: " + ", ".join(table(TopK)))
-    checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, free=True)
+    checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, resumable=True)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -163,7 +164,7 @@ class Settings:
         return LocalOptions(**{f.name: getattr(self, f.name) for f in fields(LocalOptions)})
 
     @property
-    def rule(self) -> Rule | None:
+    def rule(self) -> RobustAggregator | None:
         """The robust rule in place of the mean; None for the mean."""
         return rule_of(self.aggregation)
 
@@ -217,7 +218,7 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """Return the options that must be the same when a run is resumed."""
-        plain = {name: describe(getattr(self, name)) for name in table(Settings) if name not in {*FREE, "privacy"}}
+        plain = {name: describe(getattr(self, name)) for name in table(Settings) if name not in {*RESUMABLE, "privacy"}}
         privacy = asdict(privacy_of(self.privacy))
         return plain | {"clip_update": privacy.pop("clip")} | privacy  # with the keys that run directories have
 
@@ -227,7 +228,7 @@ class Settings:
 
 
 # Options that may change when a run is resumed: the bits do not depend on them, or the identity has their effect.
-FREE = frozenset(name for name, row in table(Settings).items() if row.free)
+RESUMABLE = frozenset(name for name, row in table(Settings).items() if row.resumable)
 
 
 def _optimizer(optimizer: str | Optimizer | None) -> Optimizer | None:

@@ -30,7 +30,7 @@ from fastsam.fed.common.option import suggest_option, table, with_help
 from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import pick_device, register_run, repeatable, restore_autograd, trials
-from fastsam.fed.loop.listeners import Listeners, Progress
+from fastsam.fed.loop.listeners import CallbackHandler, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Optimizer, Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
@@ -148,7 +148,7 @@ def run(
     settings = with_own_buffers(settings, algorithm)
     loss_function = cast("Loss | BatchLoss", settings.loss)  # a name is a function by now
     _check_surroundings(run_dir, resume, collate)
-    listeners = Listeners(callbacks, progress, type(algorithm).__name__, rounds)
+    listeners = CallbackHandler(callbacks, progress, type(algorithm).__name__, rounds)
     check_algorithm(algorithm)
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)
@@ -170,7 +170,7 @@ def run(
         registration.update(trial.draws is not None or population.clients.draws)
         check_buffers(trial, settings.buffers)
         loop, state = assemble(model, model_copy, population, algorithm, settings, loss, trial, backend, ranks)
-        run_dir, resume = ranks.share((None if run_dir is None else abspath(run_dir), resume))
+        run_dir, resume = ranks.broadcast((None if run_dir is None else abspath(run_dir), resume))
         directory, identity = None, dict[str, Any]()
         if run_dir is not None or ranks.size > 1:
             identity = identity_of(facts, settings, loop, (model, model_copy), population, collate)

@@ -10,7 +10,7 @@ from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.loop.checked_contract import check_padding
 from fastsam.fed.loop.client_state import rows
-from fastsam.fed.loop.contract import Constants, Contract
+from fastsam.fed.loop.contract import ClientUpdate, Contract
 from fastsam.fed.loop.trial_pass import restore_random_state
 from fastsam.fed.rundir.checkpoint import RunState
 
@@ -47,7 +47,7 @@ def _check_own_model(vector: object, w: Tensor) -> None:
 
 
 def _try_loop(
-    contract: Contract, setup: Setup, before: RunState, state: State, constants: Constants, round: Round
+    contract: Contract, setup: Setup, before: RunState, state: State, constants: ClientUpdate, round: Round
 ) -> bool:
     """Run the loop of the client with most samples on a copy of the model, with one batch in each of its passes over
     the data. Return True if the loop has phases, or further models."""

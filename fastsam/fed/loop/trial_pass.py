@@ -192,8 +192,8 @@ def _check_written(
 
 
 def _check_repeated(first: Tensor, second: Tensor, cause: str | None) -> None:
-    """Raise ValueError if a pass depends on more than weights, buffers, batch and torch's generators. `changed` is the
-    state of Python that differs after its repetition."""
+    """Raise ValueError if a pass depends on more than weights, buffers, batch and torch's generators. `cause`
+    names the Python state that differs after its repetition."""
     generators = [name for name in _GENERATORS if name in (cause or "")]
     a, b = first.item(), second.item()
     alike = math.isclose(a, b, rel_tol=_ROUNDING.get(first.dtype, 1e-5)) or (math.isnan(a) and math.isnan(b))

@@ -83,24 +83,24 @@ class RoundMeasures:
         along = ALONG_THE_PATH & set(self.names)
         return tuple(sorted(set(kept_steps(steps)))) if along and self._is_measured(round) else ()
 
-    def clients(self, before: State, results: ClientResults, about: Round) -> dict[str, list[float]]:
+    def clients(self, before: State, results: ClientResults, context: Round) -> dict[str, list[float]]:
         """Return the squared norms of the deltas, and keep the results that later methods need."""
-        if not self._is_measured(about.index):
+        if not self._is_measured(context.index):
             return {}
-        if about.index != self._round:
-            self._round, self._results = about.index, _RoundResults()
+        if context.index != self._round:
+            self._round, self._results = context.index, _RoundResults()
         squares = [float(row.double().square().sum()) for row in results.delta]
         for i, square in enumerate(squares):
             if math.isfinite(square):  # the loop will exclude the others
-                self._keep(results, i, about)
+                self._keep(results, i, context)
         return {"squared displacement": squares}
 
-    def _keep(self, results: ClientResults, i: int, about: Round) -> None:
+    def _keep(self, results: ClientResults, i: int, context: Round) -> None:
         """Keep the result of the i-th client."""
         row = results.delta[i]
         self._results.clients += 1
         if "consistency" in self.names:
-            total = self._results.total = self._results.total or FixedPointSum(row, about.cohort_size)
+            total = self._results.total = self._results.total or FixedPointSum(row, context.cohort_size)
             if total.problem(row, 1.0) is None:
                 total.add_(row, 1.0)
         snapshots = results.snapshots[i] if results.snapshots else {}
@@ -108,10 +108,10 @@ class RoundMeasures:
             eps = None if results.eps is None else results.eps[i].clone()
             self._results.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
 
-    def join(self, ranks: Ranks, about: Round) -> None:
+    def join(self, ranks: Ranks, context: Round) -> None:
         """Collect the results of the clients of all ranks; collective."""
         results_of_rank = (
-            self._results if self._round == about.index else _RoundResults()
+            self._results if self._round == context.index else _RoundResults()
         )  # a rank may have had no client
         limbs = None if results_of_rank.total is None else results_of_rank.total.limbs()
         buffer = io.BytesIO()
@@ -124,19 +124,19 @@ class RoundMeasures:
             all_results.clients += clients
             all_results.results |= results
             if limbs is not None:
-                total = all_results.total = all_results.total or FixedPointSum(limbs[0], about.cohort_size)
+                total = all_results.total = all_results.total or FixedPointSum(limbs[0], context.cohort_size)
                 total.add_limbs(*limbs)
-        self._round = about.index
+        self._round = context.index
 
-    def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
+    def round(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float | None]:
         """Return the keys of `NAMES` for the named measures, None for a measure without a value in this round."""
         record: dict[str, float | None] = {key: None for name in self.names for key in NAMES[name]}
-        if not self._is_measured(about.index):
+        if not self._is_measured(context.index):
             return record
         # A client that was excluded for its upload would count here. Measures of the clients then have no value.
         is_complete = self._results.clients == aggregate.num_clients
         for name in self.names if is_complete else [n for n in self.names if n not in _OF_CLIENTS]:
-            record |= getattr(self, f"_{name}")(before, after, aggregate, about)
+            record |= getattr(self, f"_{name}")(before, after, aggregate, context)
         self._results = _RoundResults()
         return record
 
@@ -145,43 +145,45 @@ class RoundMeasures:
 
     # --- one measure each ---
 
-    def _train(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _train(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         record = {"train_set_loss": self.sample_mean.value(after["w"])}
         return record | (
             {"train_set_accuracy": accuracy(self.replica, self.pairs, after["w"])} if self.classifies else {}
         )
 
-    def _sharpness(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _sharpness(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         return {"sharpness": sharpness.one_step(self.sample_mean, after["w"], self.options.rho)}
 
-    def _sharpness_ascent(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _sharpness_ascent(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         return {
             "sharpness_ascent": sharpness.ascent(self.sample_mean, after["w"], self.options.rho, self.options.steps)
         }
 
-    def _consistency(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _consistency(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         assert self._results.total is not None  # a round without a client has raised before
         change = after["w"].double() - before["w"].double()
         squares = aggregate.scalar("squared displacement")
         return {"consistency": drift.consistency(squares, self._results.total.value(), change, aggregate.num_clients)}
 
-    def _perturbation_drift(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _perturbation_drift(
+        self, before: State, after: State, aggregate: Aggregate, context: Round
+    ) -> dict[str, float]:
         weights, perturbations = self._rows()
         if not perturbations:
             return {}
         gradient = self.fair.gradient
         return {
             "perturbation_drift": drift.perturbation_drift(
-                weights, perturbations, before["w"], gradient, about.server_lr
+                weights, perturbations, before["w"], gradient, context.server_lr
             )
         }
 
-    def _drifts(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _drifts(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         weights, perturbations = self._rows()
         record = {"e_w": drift.weight_drift(weights, before["w"])} if weights else {}
         return record | ({"e_delta": drift.perturbation_spread(perturbations)} if perturbations else {})
 
-    def _smoothness(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _smoothness(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         w, paths = before["w"], []
         for client, end in sorted(self._results.results.items()):
             objective = Objective.sample_mean(self.replica, self.loss, [self.pairs[client]])
@@ -193,7 +195,7 @@ class RoundMeasures:
             "hessian_norm": diagnostics.hessian_norm(self.sample_mean, after["w"], self.options.iterations),
         }
 
-    def _variances(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _variances(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         w, local, clients = after["w"], [], []
         for x, y in self.pairs:
             parts = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
@@ -203,11 +205,11 @@ class RoundMeasures:
         mean_square = sum(s**2 for s in local) / len(local)
         return {"sigma_l": mean_square**0.5, "sigma_g": diagnostics.sigma_global(clients, w)}
 
-    def _estimation_bias(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _estimation_bias(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         gradient = self.fair.gradient(after["w"])
         return {"estimation_bias": diagnostics.estimation_bias(before["w"], after["w"], gradient)}
 
-    def _margin(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _margin(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         w, margin = after["w"], self.options.margin
         neighbour = w.double() + self.options.rho * unit(self.fair.gradient(w))
         return {
@@ -216,7 +218,7 @@ class RoundMeasures:
             "spectral_complexity": diagnostics.spectral_complexity(self.replica.layout, w),
         }
 
-    def _dual_gap(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
+    def _dual_gap(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         last = [end.eps for _, end in sorted(self._results.results.items()) if end.eps is not None]
         return {"dual_gap": diagnostics.dual_gap(last, before["s"])} if last and "s" in before else {}
 

@@ -85,17 +85,18 @@ class Measures(Protocol):
     Numbers of clients are added to the round's sums in any order. Numbers of rounds enter the records.
 
     With several ranks each rank has its own object: `clients` is called where clients trained, `round` on rank 0. An
-    object that keeps more than numbers has a method `join(ranks, about)`, which is called on all ranks between the two.
+    object that keeps more than numbers has a method `join(ranks, context)`, which is called on all ranks between the
+    two.
     """
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
         """Return the local steps (from 0, of `steps`) before which a row is kept (`ClientResults.snapshots`)."""
 
-    def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
+    def clients(self, before: State, results: ClientResults, context: Round) -> Mapping[str, Sequence[float] | Tensor]:
         """Numbers of n clients, n under each name; their sums over all clients are `aggregate.scalar(name)` in `round`.
 
         A number that is not finite excludes its client.
         """
 
-    def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
+    def round(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float | None]:
         """Return numbers for the round's record, from the server's states and the aggregate."""

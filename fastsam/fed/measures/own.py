@@ -47,19 +47,23 @@ class OwnMeasures:
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
         return self.measures.snapshots(round, steps)
 
-    def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
-        return self.measures.clients(self._state(before, about.layout), _ends(results, about.layout), _about(about))
+    def clients(self, before: State, results: ClientResults, context: Round) -> Mapping[str, Sequence[float] | Tensor]:
+        return self.measures.clients(
+            self._state(before, context.layout), _plain_results(results, context.layout), _plain_context(context)
+        )
 
-    def join(self, ranks: Ranks, about: Round) -> None:
+    def join(self, ranks: Ranks, context: Round) -> None:
         """See `Measures`; does nothing if the object has no `join`."""
         join = getattr(self.measures, "join", None)
         if join is not None:
-            join(ranks, _about(about))
+            join(ranks, _plain_context(context))
 
-    def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
-        layout, old = about.layout, self._state(before, about.layout)
+    def round(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float | None]:
+        layout, old = context.layout, self._state(before, context.layout)
         self._before = None
-        return self.measures.round(old, _state(after, layout), PlainAggregate(aggregate, layout), _about(about))
+        return self.measures.round(
+            old, _state(after, layout), PlainAggregate(aggregate, layout), _plain_context(context)
+        )
 
     def _state(self, state: State, layout: ParameterLayout) -> State:
         if self._before is None or self._before[0] is not state:
@@ -67,8 +71,8 @@ class OwnMeasures:
         return self._before[1]
 
 
-def _about(about: Round) -> Round:
-    return replace(about, layout=about.layout.plain)
+def _plain_context(context: Round) -> Round:
+    return replace(context, layout=context.layout.plain)
 
 
 def _plain(x: Tensor, layout: ParameterLayout) -> Tensor:
@@ -79,7 +83,7 @@ def _state(state: State, layout: ParameterLayout) -> State:
     return {name: _plain(x, layout) for name, x in state.items()}
 
 
-def _ends(results: ClientResults, layout: ParameterLayout) -> ClientResults:
+def _plain_results(results: ClientResults, layout: ParameterLayout) -> ClientResults:
     def to_vector(x: Tensor | None) -> Tensor | None:
         return None if x is None else layout.vector(x)
 

@@ -12,12 +12,12 @@ POINTS, RADIUS = 51, 1.0  # the grid of Li et al.'s scripts; the axes of the Fed
 
 
 def directions(layout: Layout, w: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Two directions, float64 `[row_size]`: Gaussian, the second made orthogonal to the first, then each filter scaled
-    to the weights' own.
+    """Return two Gaussian directions, float64 `[row_size]`. The second is made orthogonal to the first. Then each
+    filter is scaled to the norm of the weights' filter.
 
-    A filter is an index of dimension 0 (a row, for a linear layer). Tensors of rank 1 (biases, norms) have no
-    direction: theirs is zero. The two are orthogonal before the scaling (the FedSAM paper calls them orthogonal), not
-    exactly after it.
+    A filter is an index of dimension 0, for a linear layer a row. The direction is zero in tensors of rank 1 (biases,
+    norms). The directions are orthogonal before the scaling (the FedSAM paper calls them orthogonal), and not exactly
+    after it.
     """
     generator = torch.Generator().manual_seed(seed)
     pair = [torch.zeros(layout.row_size, dtype=torch.float64) for _ in range(2)]

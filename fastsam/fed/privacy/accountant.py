@@ -30,7 +30,7 @@ NEIGHBOURS = {
 
 
 @dataclass(frozen=True)
-class Law:
+class PrivacyEvents:
     """The events of a run, for the accountant: `events` returns the events of a number of rounds. `relation` is the
     name in `dp_accounting.NeighboringRelation` of the relation between two sets of clients that cannot be told
     apart."""
@@ -39,42 +39,48 @@ class Law:
     events: Callable[[int], Events]
 
 
-def law(
-    noise: str, sampler: str, participation: float, clients: int, z: float, most: Callable[[int], int] | None = None
-) -> Law:
-    """Return the law of a run with noise multiplier z, "central" or "local" noise, and `participation` of the
-    `clients`.
+def privacy_events(
+    noise: str,
+    sampler: str,
+    participation: float,
+    clients: int,
+    z: float,
+    max_participations: Callable[[int], int] | None = None,
+) -> PrivacyEvents:
+    """Return the privacy events of a run with noise multiplier z, "central" or "local" noise, and `participation` of
+    the `clients`.
 
     A replaced client moves the sum by twice the clip, and `REPLACE_ONE` counts the noise in units of that movement: z /
-    2. `most` returns the largest number of the first rounds in which one client took part, for local noise.
+    2. `max_participations` returns the largest number of the first rounds in which one client took part, for local
+    noise.
     """
     import dp_accounting as dp
 
     if noise == "local":  # the server sees each displacement by itself, and whose it is: no sampling hides a client
-        assert most is not None
-        return Law("REPLACE_ONE", lambda rounds: [(dp.GaussianDpEvent(z / 2), most(rounds))])
+        assert max_participations is not None
+        return PrivacyEvents("REPLACE_ONE", lambda rounds: [(dp.GaussianDpEvent(z / 2), max_participations(rounds))])
     epoch = sampling.epoch(participation, clients)
     every = dp.GaussianDpEvent(z)
     if sampler == "shuffled":
-        return Law("REPLACE_SPECIAL", lambda rounds: [(every, -(-rounds // epoch))])
+        return PrivacyEvents("REPLACE_SPECIAL", lambda rounds: [(every, -(-rounds // epoch))])
     cohort = sampling.fixed_size(participation, clients)
     if sampler == "fixed" and cohort < clients:
         event = dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2))
-        return Law("REPLACE_ONE", lambda rounds: [(event, rounds)])
+        return PrivacyEvents("REPLACE_ONE", lambda rounds: [(event, rounds)])
     if sampler == "bernoulli" and participation < 1:
         poisson = dp.PoissonSampledDpEvent(participation, every)
-        return Law("ADD_OR_REMOVE_ONE", lambda rounds: [(poisson, rounds)])
-    return Law("ADD_OR_REMOVE_ONE", lambda rounds: [(every, rounds)])
+        return PrivacyEvents("ADD_OR_REMOVE_ONE", lambda rounds: [(poisson, rounds)])
+    return PrivacyEvents("ADD_OR_REMOVE_ONE", lambda rounds: [(every, rounds)])
 
 
 class Accountant:
     """Epsilon by Renyi differential privacy: the curve of an event is computed once, and curves of rounds are added."""
 
-    def __init__(self, law: Law, delta: float) -> None:
+    def __init__(self, run_events: PrivacyEvents, delta: float) -> None:
         import dp_accounting as dp
 
-        self.law, self.delta = law, delta
-        self._relation = dp.NeighboringRelation[law.relation]
+        self.run_events, self.delta = run_events, delta
+        self._relation = dp.NeighboringRelation[run_events.relation]
         self._orders = dp.rdp.RdpAccountant(neighboring_relation=self._relation).orders
         self._curves: dict[Any, np.ndarray] = {}
         self._epsilon_by_round: dict[int, float] = {}
@@ -97,7 +103,7 @@ class Accountant:
 
         curves = np.zeros((len(several), len(self._orders)))
         for curve, rounds in zip(curves, several, strict=True):
-            for event, times in self.law.events(rounds):
+            for event, times in self.run_events.events(rounds):
                 if times:
                     curve += times * self._curve(event)
         epsilons = (curves + self._order_terms).min(1).clip(min=0.0)
@@ -128,7 +134,7 @@ def _without_warnings() -> Iterator[None]:
         log.setLevel(level)
 
 
-class Participations:
+class ParticipationCounter:
     """Counter of the rounds in which clients took part. `draw` returns the clients of a round, the same in every
     call."""
 
@@ -137,8 +143,8 @@ class Participations:
         self._counts: Counter[int] = Counter()
         self._rounds = 0
 
-    def most(self, rounds: int) -> int:
-        """In how many of the first rounds the client took part that took part most often."""
+    def max_participations(self, rounds: int) -> int:
+        """Return the largest number of the first rounds in which one client took part."""
         if rounds < self._rounds:
             self._counts.clear()
             self._rounds = 0

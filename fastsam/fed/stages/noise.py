@@ -13,7 +13,7 @@ from fastsam.extras import install_command
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients import sampling
 from fastsam.fed.common import seeds
-from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
+from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, ParticipationCounter, privacy_events
 from fastsam.fed.privacy.options import delta_of
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.local_update import ClientResults
@@ -42,7 +42,12 @@ class Noise(Stage):
         """Return the guarantee without epsilon, or nothing without an accountant."""
         if self.accountant is None:
             return {"privacy": {}}
-        return {"privacy": {"neighbours": NEIGHBOURS[self.accountant.law.relation], "delta": self.accountant.delta}}
+        return {
+            "privacy": {
+                "neighbours": NEIGHBOURS[self.accountant.run_events.relation],
+                "delta": self.accountant.delta,
+            }
+        }
 
 
 class LocalNoise(Noise):
@@ -62,7 +67,7 @@ class CentralNoise(Noise):
     def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
         super().__init__(settings, mask, accountant)
         self.cohort = cohort
-        # A round in which Poisson sampling chose no client is a round: drawing again would change the law.
+        # A round in which Poisson sampling chose no client is a round: drawing again would change the privacy events.
         self.keeps_empty_rounds = settings.sampler == "bernoulli" and settings.available is None
         self._sums: FixedPointAggregate | None = None
 
@@ -164,9 +169,16 @@ def _accountant(settings: Any, num_clients: int) -> Accountant | None:
         ) from error
     share = settings.share_of(num_clients)
     draws = sampling.make(settings.sampler, num_clients, share)
-    participations = Participations(lambda t: sampling.draw(draws, t, num_clients, settings.seed))
+    participations = ParticipationCounter(lambda t: sampling.draw(draws, t, num_clients, settings.seed))
     return Accountant(
-        law(privacy.noise, settings.sampler, share, num_clients, privacy.noise_multiplier, participations.most),
+        privacy_events(
+            privacy.noise,
+            settings.sampler,
+            share,
+            num_clients,
+            privacy.noise_multiplier,
+            participations.max_participations,
+        ),
         delta,
     )
 

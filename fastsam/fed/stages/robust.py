@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from fastsam.fed.aggregation import Rule
+from fastsam.fed.aggregation import RobustAggregator
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
@@ -18,7 +18,7 @@ class Robust(Stage):
     """Keep the rows of the round's clients, and let a rule make the means of them. `algorithm` is a name for
     messages."""
 
-    def __init__(self, rule: Rule, algorithm: str) -> None:
+    def __init__(self, rule: RobustAggregator, algorithm: str) -> None:
         self.rule, self.algorithm = rule, algorithm
         self.aggregate: RobustAggregate | None = None
 
@@ -57,7 +57,7 @@ class RobustAggregate:
     Sums, scalars and the number of clients are over all clients that were not excluded.
     """
 
-    def __init__(self, sums: FixedPointAggregate, rule: Rule) -> None:
+    def __init__(self, sums: FixedPointAggregate, rule: RobustAggregator) -> None:
         self.rule, self._sums = rule, sums
         self._rows: dict[int, tuple[int, Tensor, dict[str, Tensor]]] = {}  # by client: weight, delta, uploads
         self._means: dict[str, Tensor] = {}

@@ -159,45 +159,45 @@ class LocalUpdate:
         return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
 
 
-def _constants_of(step: LocalUpdate) -> Constants:
+def _constants_of(update: LocalUpdate) -> Constants:
     """Return the constants of a LocalUpdate.
 
     Raises:
         ValueError: for numbers that are not finite or out of range, and for fields that do not go together.
     """
-    numbers = [getattr(step, name) for name in NUMBERS]
-    names = tuple([name for name in OBJECTS if getattr(step, name) is not None])
+    numbers = [getattr(update, name) for name in NUMBERS]
+    names = tuple([name for name in OBJECTS if getattr(update, name) is not None])
     key = (*numbers, *map(type, numbers), names)  # with the types, because True equals 1
     try:
         constants = _constants.get(key)
     except TypeError:  # a value without a hash, which the checks name
         constants = None
     if constants is None:
-        constants = _make_constants(step, names)
+        constants = _make_constants(update, names)
         if len(_constants) == _MOST:
             _constants.clear()
         _constants[key] = constants
     return constants
 
 
-def _make_constants(step: LocalUpdate, names: Sequence[str]) -> Constants:
-    _check(step, names)
-    mix = GradCoefficients(step.perturbed_weight, step.clean_weight, step.surrogate_gap)
+def _make_constants(update: LocalUpdate, names: Sequence[str]) -> Constants:
+    _check(update, names)
+    mix = GradCoefficients(update.perturbed_weight, update.clean_weight, update.surrogate_gap)
     variant = _variant(
-        step.direction,
+        update.direction,
         "gradient_offset" in names,
-        bool(step.proximal_coefficient),
+        bool(update.proximal_coefficient),
         mix.needs_g1,
-        bool(step.surrogate_gap),
-        step.lr_end_factor != 1 or step.rho_end_factor != 1,
-        step.drift_weight,
-        step.uses_last_gradient,
-        step.anchor_weight,
+        bool(update.surrogate_gap),
+        update.lr_end_factor != 1 or update.rho_end_factor != 1,
+        update.drift_weight,
+        update.uses_last_gradient,
+        update.anchor_weight,
         "pilot" in names,
         "rho_scale" in names,
     )
     vectors = tuple(name for name in VECTORS if name in names)
-    return Constants(mix, variant, vectors, step.full_gradient or "pilot" in names)
+    return Constants(mix, variant, vectors, update.full_gradient or "pilot" in names)
 
 
 _variant = lru_cache(maxsize=256)(StepVariant)

@@ -48,8 +48,10 @@ def check_model(model: nn.Module) -> torch.dtype:
 
 
 def copy_model(model: nn.Module, shared_tensors: Iterable[Tensor] = ()) -> nn.Module:
-    """A deep copy, which has the tensors `shared` in common with it. Raises ValueError for a model that has none, with
-    the reason."""
+    """Return a deep copy that shares `shared_tensors` with the model.
+
+    Raises ValueError, with the reason, for a model that cannot be copied.
+    """
     try:
         return copy.deepcopy(model, {id(t): t for t in shared_tensors})
     except Exception as error:

@@ -47,7 +47,7 @@ class Ranks:
         """True on rank 0, which evaluates, writes and logs."""
         return self.rank == 0
 
-    def deal(self, active: Sequence[int], work: Mapping[int, int], homes: Mapping[int, int]) -> dict[int, int]:
+    def assign(self, active: Sequence[int], work: Mapping[int, int], homes: Mapping[int, int]) -> dict[int, int]:
         """Return the rank of each client of a round. The longest work is assigned first, to the rank with the least
         work, and among equals to the client's home."""
         loads, assignment = [0] * self.size, {}
@@ -64,7 +64,7 @@ class Ranks:
         homes: Mapping[int, int],
         adopt: Callable[[Tensor], Tensor],
     ) -> dict[int, State]:
-        """The states that this rank holds when every client of `dealt` is where it was dealt to; collective.
+        """Return the states of this rank after every client of `assignment` moved to its rank; collective.
 
         adopt: makes a tensor of a state where this rank keeps states out of one on the CPU.
         """
@@ -99,7 +99,7 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return the value of rank 0; collective. Raises RankError if a rank has died."""
         if self.size == 1:
             return value

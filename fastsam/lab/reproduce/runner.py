@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fastsam.fed.data import FederatedData
-from fastsam.fed.loop.options import FREE
+from fastsam.fed.loop.options import RESUMABLE
 from fastsam.lab import compare, experiment
 from fastsam.lab.compare import Plan
 from fastsam.lab.config import ConfigSource, parse_flags, resolve
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Keys that affect only the place and the method of a computation. They do not count as deviations from a paper.
-TECHNICAL = FREE - {"rounds", "max_excluded", "on_client_error"}
+TECHNICAL = RESUMABLE - {"rounds", "max_excluded", "on_client_error"}
 TECHNICAL |= {"name", "data_dir", "download", "device", "backend", "eval_every", "seed"}
 
 _MOST_PLACES = 4  # places that a change names before it counts the others

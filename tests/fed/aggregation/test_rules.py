@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.aggregation import names, registry, rule_of
-from fastsam.fed.aggregation.base import Rule
+from fastsam.fed.aggregation.base import RobustAggregator
 
 N, P = 9, 31
 
@@ -17,7 +17,7 @@ def rows(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[
     return list(torch.randn(n, P, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype))
 
 
-def made(text: str) -> Rule:
+def made(text: str) -> RobustAggregator:
     rule = rule_of(text)
     assert rule is not None
     return rule

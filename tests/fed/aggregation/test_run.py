@@ -8,7 +8,7 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.fed.aggregation import names
-from fastsam.fed.loop.round import Cohort
+from fastsam.fed.loop.cohort import Cohort
 from tests.helpers import fed_cases as cases
 from tests.helpers import fed_runs, oracle
 from tests.helpers.fed_runs import FIRST, digest

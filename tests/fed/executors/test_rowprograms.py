@@ -161,7 +161,7 @@ def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkey
     taken, train_ = [], RowPass.train
 
     def count(self: RowPass, blocks: Any, rows: Any) -> None:
-        taken.append(blocks[0].alike_steps[0])
+        taken.append(blocks[0].equal_shape_steps[0])
         train_(self, blocks, rows)
 
     monkeypatch.setattr(RowPass, "train", count)

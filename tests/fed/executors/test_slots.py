@@ -9,8 +9,8 @@ import torch
 
 from fastsam import fed
 from fastsam.fed.clients import sampling
-from fastsam.fed.loop import round as rounds
-from fastsam.fed.loop.round import Cohort
+from fastsam.fed.loop import cohort
+from fastsam.fed.loop.cohort import Cohort
 from fastsam.fed.stages.clip import shorten_
 from fastsam.fed.step.local_update import ClientResults
 from tests.helpers import oracle
@@ -128,10 +128,10 @@ def test_everything_that_a_row_leaves_behind_is_looked_at(name):
     good, bad = torch.ones(3, 4), torch.ones(3, 4)
     bad[1, 1], bad[2, 3] = float("nan"), float("inf")
     results = ClientResults([5, 6, 7], good, [1] * 3, [1] * 3, torch.zeros(3), [1] * 3, gradient=good, dual=good)
-    assert rounds._problems(results, []) == {}
+    assert cohort._nonfinite_fields(results, []) == {}
     broken = replace(results, **{name: bad})
-    assert rounds._problems(broken, []) == {1: f"its {name} is not finite", 2: f"its {name} is not finite"}
-    assert rounds._problems(broken, [bad]) == {}  # it is checked when it is added
+    assert cohort._nonfinite_fields(broken, []) == {1: f"its {name} is not finite", 2: f"its {name} is not finite"}
+    assert cohort._nonfinite_fields(broken, [bad]) == {}  # it is checked when it is added
 
 
 # --- the largest displacement ---

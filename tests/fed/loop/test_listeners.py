@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.loop.round import FAR, outliers
+from fastsam.fed.loop.cohort import FAR, outliers
 from tests.helpers import oracle
 from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import records, start

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from fastsam.fed.loop.requirements import only_deltas
-from fastsam.fed.privacy.accountant import Accountant, law
+from fastsam.fed.privacy.accountant import Accountant, privacy_events
 from tests.helpers import privacy_checks as checks
 from tests.helpers.places import ROOT
 
@@ -91,7 +91,7 @@ def test_the_page_has_these_protocols() -> None:
 def test_the_figure_of_a_protocol(protocol: str) -> None:
     options = dict(re.findall(r'(\w+)="?([\w.]+)"?', protocol))
     share, sampler, noise = float(options["participation"]), options.get("sampler", "bernoulli"), options.get("noise")
-    ours = Accountant(law(noise or "central", sampler, share, 100, 1.0), 1e-5).epsilon(100)
+    ours = Accountant(privacy_events(noise or "central", sampler, share, 100, 1.0), 1e-5).epsilon(100)
     assert ours == pytest.approx(checks.package(*EVENTS[protocol]), rel=1e-12)
     assert f"{ours:.3f}" == f"{figures()[protocol]:.3f}"
 

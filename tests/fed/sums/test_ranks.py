@@ -148,17 +148,17 @@ def test_a_killed_run_resumed_on_other_ranks_has_the_same_bits(tmp_path: Path, a
 def test_clients_are_dealt_longest_first_and_stay_at_home_where_it_costs_nothing() -> None:
     ranks = Ranks(0, 2)
     work = {0: 10, 1: 9, 2: 8, 3: 7, 4: 1}
-    dealt = ranks.deal(list(work), work, {})
+    dealt = ranks.assign(list(work), work, {})
     assert dealt == {0: 0, 1: 1, 2: 1, 3: 0, 4: 0}
-    assert ranks.deal([0, 1], {0: 5, 1: 5}, {0: 1, 1: 0}) == {0: 1, 1: 0}
-    assert Ranks().deal([3, 1], {3: 1, 1: 2}, {}) == {1: 0, 3: 0}
+    assert ranks.assign([0, 1], {0: 5, 1: 5}, {0: 1, 1: 0}) == {0: 1, 1: 0}
+    assert Ranks().assign([3, 1], {3: 1, 1: 2}, {}) == {1: 0, 3: 0}
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 5)), max_size=30))
 def test_every_client_is_dealt_to_whoever_has_least(size: int, clients: list[tuple[int, int | None]]) -> None:
     work = {i: steps for i, (steps, _) in enumerate(clients)}
     homes = {i: home % size for i, (_, home) in enumerate(clients) if home is not None}
-    dealt = Ranks(0, size).deal(list(work), work, homes)
+    dealt = Ranks(0, size).assign(list(work), work, homes)
     loads = [0] * size
     for i in sorted(work, key=lambda i: (-work[i], i)):
         least = [rank for rank in range(size) if loads[rank] == min(loads)]

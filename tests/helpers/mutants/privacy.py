@@ -25,11 +25,12 @@ stages.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped
 stages.clip shorten_: norm <= limit => norm <= 2 * limit @ clipped
 stages.clip shorten_: most / norm => most / norm ** 2 @ clipped
 # epsilon
-privacy.accountant law: dp.PoissonSampledDpEvent(participation, every) => dp.GaussianDpEvent(z) @ poisson
-privacy.accountant law: dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2)) =>
+privacy.accountant privacy_events: dp.PoissonSampledDpEvent(participation, every) => dp.GaussianDpEvent(z) @ poisson
+privacy.accountant privacy_events: dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2)) =>
     dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z)) @ without_replacement
-privacy.accountant law: (dp.GaussianDpEvent(z / 2), most(rounds)) => (dp.GaussianDpEvent(z), most(rounds)) @ unsampled
-privacy.accountant law: -(-rounds // epoch) => rounds // epoch @ unsampled
+privacy.accountant privacy_events: (dp.GaussianDpEvent(z / 2), max_participations(rounds)) =>
+    (dp.GaussianDpEvent(z), max_participations(rounds)) @ unsampled
+privacy.accountant privacy_events: -(-rounds // epoch) => rounds // epoch @ unsampled
 privacy.accountant Accountant._epsilons: self._small => -1 @ every_round
 privacy.accountant Accountant.__init__: dp.rdp.compute_epsilon([order], [_AT], delta)[0] - _AT =>
     dp.rdp.compute_epsilon([order], [_AT], delta)[0] @ every_round

@@ -8,8 +8,8 @@ MUTANTS = mutants(r"""
 algorithms.base Algorithm.step_server: {**server, 'w': apply_update(server['w'], round.server_lr *
     aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], aggregate.mean('delta'))} @ fedavg
 algorithms.base apply_update: w.double() + update => w.double() - update @ fedavg
-loop.round Cohort.__init__: sizes[i] if by_samples else 1 => 1 @ fedavg momentum
-loop.round Cohort.__init__: sizes[i] if by_samples else 1 => sizes[i] @ fedavg
+loop.cohort Cohort.__init__: sizes[i] if by_samples else 1 => 1 @ fedavg momentum
+loop.cohort Cohort.__init__: sizes[i] if by_samples else 1 => sizes[i] @ fedavg
 # FedAdam, FedAdagrad, FedYogi
 algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadagrad-momentum
@@ -308,7 +308,7 @@ algorithms.fedlesam LocalEstimate.estimate_step: client.get('w_old_i') if self.r
 executors.row_state RowSlice.start_shifted: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
 executors.row_state RowSlice.start_shifted: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
 executors.row_state RowSlice.start_shifted: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
-executors.client_trainer ClientTrainer.results: self.row_slice.field('begin') if step.direction is Direction.CONSTANT
+executors.client_trainer ClientTrainer.results: self.row_slice.field('begin') if update.direction is Direction.CONSTANT
     else self.start =>
     self.start
     @ fedlesam
@@ -337,8 +337,8 @@ fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fe
 fastsam_kernels.reference update_: torch.where(is_decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum
 executors.row_state RowSlice._select: [self.momentum, *map(self.field, variant.memory)] => [] @ fedavg momentum
-executors.row_state RowState.numbers: perturbation(step.direction, step.rho, step.eta, NU) =>
-    perturbation(step.direction, step.rho, step.eta, 0.0) @ fedsam
+executors.row_state RowState.numbers: perturbation(update.direction, update.rho, update.eta, NU) =>
+    perturbation(update.direction, update.rho, update.eta, 0.0) @ fedsam
 """)
 
 # Algorithms whose clients have local models, with the cases of tests/fed/algorithms/test_personal.py.
@@ -377,6 +377,6 @@ algorithms.apfl APFL.train_client: v.w - w => w - v.w @ apfl
 algorithms.apfl APFL.train_client: w.lerp(v.w, alpha.to(w.dtype)) => v.w @ apfl
 algorithms.apfl APFL.train_client: (alpha - eta_alpha * client.dot(gradients, v.w - w)).clamp(0, 1) =>
     alpha - eta_alpha * client.dot(gradients, v.w - w) @ apfl-extreme
-executors.client_trainer ClientTrainer.begin_again: (replace(self.task, step=step, snapshots=frozenset()), start) =>
-    (replace(self.task, step=step, snapshots=frozenset()), self.start) @ ditto
+executors.client_trainer ClientTrainer.begin_again: (replace(self.task, update=update, snapshots=frozenset()), start) =>
+    (replace(self.task, update=update, snapshots=frozenset()), self.start) @ ditto
 """)

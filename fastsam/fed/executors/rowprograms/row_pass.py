@@ -72,7 +72,7 @@ class RowPass:
             blocks: the clients. Several blocks come from one store, and their batches have one size.
             row_slice: their rows, with the variant set.
         """
-        counts, batch = [block.alike_steps[0] for block in blocks], blocks[0].alike_steps[1]
+        counts, batch = [block.equal_shape_steps[0] for block in blocks], blocks[0].equal_shape_steps[1]
         (x, y, places), steps = _spans(blocks, counts)
         two_passes = row_slice.variant.two_passes
         self.program.steps_(

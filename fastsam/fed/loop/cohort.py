@@ -15,10 +15,10 @@ from torch import Tensor
 from fastsam.fed.aggregation import MEAN
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.all_clients import Clients
-from fastsam.fed.executors import ClientError, Ends, Executor, Task
+from fastsam.fed.executors import ClientError, ClientOutcome, Executor, Task
 from fastsam.fed.executors.task import ClientLoop
 from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
-from fastsam.fed.loop.contract import Constants, Contract, not_finite
+from fastsam.fed.loop.contract import ClientUpdate, Contract, not_finite
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.base import ClientUploads, Stage
@@ -45,7 +45,7 @@ class Cohort:
         run: the run (`fastsam.fed.loop.loop.Loop`).
         visible: the round as the algorithm may see it.
         client_ids: the clients of all ranks.
-        mine: the clients of this rank.
+        local_ids: the clients of this rank.
     """
 
     contract: Contract
@@ -82,7 +82,7 @@ class Cohort:
         self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
         self.steps = self.backward_passes = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
-        self._first: tuple[State, Constants] | None = None
+        self._first: tuple[State, ClientUpdate] | None = None
         for stage in self.stages:
             stage.begin_round(self.sums)
 
@@ -105,10 +105,10 @@ class Cohort:
             clients = order[at : at + together]
             if together == 1 and settings.shuffle and at % _ORDERS_AT_ONCE == 0 and data.has_all_sizes:
                 orders = setup.draw_orders(index, order[at : at + _ORDERS_AT_ONCE])
-            for i, (step, row) in zip(clients, self._steps(clients), strict=True):
+            for i, (update, row) in zip(clients, self._updates(clients), strict=True):
                 snapshots = self._snapshots(i) if self.stages else _NOTHING
                 loop = self._loop(i) if self.contract.has_loop else None
-                yield Task(i, setup, index, lr, step, row, snapshots, orders.pop(i, None), loop)
+                yield Task(i, setup, index, lr, update, row, snapshots, orders.pop(i, None), loop)
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""
@@ -116,7 +116,7 @@ class Cohort:
         run = partial(self.contract.train_client, server, state, self.visible)
         return ClientLoop(run, [*server.values(), *state.values()])
 
-    def _steps(self, clients: Sequence[int]) -> list[Constants]:
+    def _updates(self, clients: Sequence[int]) -> list[ClientUpdate]:
         """Return for each client its LocalUpdate and the index of its row in it.
 
         Clients that take part for the first time share one state, and therefore one LocalUpdate.
@@ -127,21 +127,21 @@ class Cohort:
         if len(old_states) < len(clients) and self._first is None:
             new = [i for i in clients if i not in old_states]
             state = self.contract.init_client(server, self.visible, new)
-            self._first = state, self._constants([state], new[:1])[0]
+            self._first = state, self._local_updates([state], new[:1])[0]
         if self._first is not None and self._first[0]:
             self._open |= {i: self._first[0] for i in clients if i not in old_states}
         if self._first is not None and not old_states:
             return [self._first[1]] * len(clients)
-        constants: dict[int, Constants] = {}
+        updates: dict[int, ClientUpdate] = {}
         ids, states = list(old_states), list(old_states.values())
         for places in group_by_shape(states):
             group = [ids[place] for place in places]
-            constants |= dict(zip(group, self._constants([states[place] for place in places], group), strict=True))
+            updates |= dict(zip(group, self._local_updates([states[place] for place in places], group), strict=True))
         first = None if self._first is None else self._first[1]
-        return [step for i in clients if (step := constants.get(i, first)) is not None]
+        return [update for i in clients if (update := updates.get(i, first)) is not None]
 
-    def _constants(self, states: Sequence[State], clients: Sequence[int]) -> list[Constants]:
-        """Return the constants of clients whose states are alike."""
+    def _local_updates(self, states: Sequence[State], clients: Sequence[int]) -> list[ClientUpdate]:
+        """Return the local updates of clients whose states have equal shapes."""
         return self.contract.local_updates(self.before.server, rows(states), len(states), self.visible, clients)
 
     def _snapshots(self, client: int) -> frozenset[int]:
@@ -149,7 +149,7 @@ class Cohort:
         num_steps = self.settings.steps_of(self.data.sizes[client])
         return frozenset(k for stage in self.stages for k in stage.snapshots(self.round, num_steps))
 
-    def finish(self, results: Ends) -> None:
+    def finish(self, results: ClientOutcome) -> None:
         """Add the results of some clients to the sums and store their new states, or exclude them."""
         if isinstance(results, ClientError):
             for client in results.client_ids:
@@ -187,7 +187,7 @@ class Cohort:
         server_ids = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in server_ids}
         vectors = [*uploads.mean.values(), *uploads.sum.values()]
-        problems = not_finite(new, client, len(states)) | _problems(results, vectors)
+        problems = not_finite(new, client, len(states)) | _nonfinite_fields(results, vectors)
         # The cause before its symptoms: states and deltas follow from a loss.
         problems |= {i: "the loss is not finite" for i, x in enumerate(scalars["loss"]) if not math.isfinite(x)}
         problems = self.sums.add_rows(weights, uploads.mean, uploads.sum, uploads.scalars, problems)
@@ -274,16 +274,16 @@ class Cohort:
         return [{"client": i, "reason": reason} for i, reason in sorted(self.exclusions.items())]
 
 
-def _problems(results: ClientResults, vectors: Sequence[Tensor]) -> Problems:
-    """Return why a client must be left out, by its row. Vectors in `summed` are checked by summing."""
+def _nonfinite_fields(results: ClientResults, vectors: Sequence[Tensor]) -> Problems:
+    """Return why a client must be left out, by its row. The vectors `vectors` are checked by summing."""
     problems: Problems = {}
     looked_at = {id(x) for x in vectors}
     for name in ("delta", "gradient", "dual"):
         x = getattr(results, name)
         if x is None or id(x) in looked_at or all(v.isfinite() for v in torch.aminmax(x)):
             continue
-        rows = [i for i, good in enumerate(x.isfinite().all(dim=1).tolist()) if not good]
-        problems = dict.fromkeys(rows, f"its {name} is not finite") | problems
+        bad_rows = [i for i, good in enumerate(x.isfinite().all(dim=1).tolist()) if not good]
+        problems = dict.fromkeys(bad_rows, f"its {name} is not finite") | problems
     return problems
 
 
