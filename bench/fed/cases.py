@@ -49,9 +49,10 @@ def speed(options: Options) -> Iterator[Case]:
     """Yield the races of all contenders with one thread, and of our executor with all processors."""
     for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
         load = Workload(model, algorithm)
-        entries = [Entry("bare loop", "bare:tensors", load), Entry("bare loop, flat", "bare:flat", load)]
+        bare = partial(Entry, workload=load, ours=False)
+        entries = [bare("bare loop", "bare:tensors"), bare("bare loop, flat", "bare:flat")]
         if model == "cnn":
-            entries += [Entry("bare loop, channels_last", "bare:channels_last", load)]
+            entries += [bare("bare loop, channels_last", "bare:channels_last")]
         for executor in ("sequential", "vmap", "auto"):
             longer = LONGER if model == "mlp" and executor != "sequential" else 1
             entries += [Entry(f"fastsam, {executor}", f"ours:{executor}", load, longer=longer)]

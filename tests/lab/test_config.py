@@ -63,7 +63,7 @@ class Own:
     share: float | None = option(None, "of all; none: no limit", above=0, at_most=1)
     kind: str = option("round", "of what", choices=("round", "square"))
     exact: bool = option(True, "or about")
-    parts: dict[str, int] = option({}, "by name", free=True)
+    parts: dict[str, int] = option({}, "by name", resumable=True)
     kept: int = 5
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Own:
 def test_a_row_is_all_that_an_option_needs() -> None:
     assert list(table(Own)) == ["size", "share", "kind", "exact", "parts"]
     assert [row.default_text for row in table(Own).values()] == ["3", "none", "round", "true", "empty"]
-    assert table(Own)["kind"].meaning == "of what (round, square)" and table(Own)["parts"].free
+    assert table(Own)["kind"].meaning == "of what (round, square)" and table(Own)["parts"].resumable
     made = Own(size=np.int64(4), share=np.float32(0.5))
     assert (type(made.size), type(made.share), made.parts) == (int, float, {}) and Own().parts is not made.parts
     for values, words in [
