@@ -132,13 +132,13 @@ def visible_rows(case: Record) -> Sequence[Row]:
 
 def heading(case: Record) -> str:
     """Return the title of a case with its facts."""
-    about = [f"{case['tensors']} tensors, {case['parameters']:,} parameters"] if "tensors" in case else []
-    about += [f"{case['train']} training samples, {case['steps']} steps"] if "train" in case else []
-    about += [f"{case['rounds']} rounds"] if "rounds" in case else []
-    about += [f"copy at {case['copy']['median'] / 1e9:.1f} GB/s"] if "copy" in case else []
-    about += [f"{case['busy']:.2f} processors busy"] if "busy" in case else []
+    facts = [f"{case['tensors']} tensors, {case['parameters']:,} parameters"] if "tensors" in case else []
+    facts += [f"{case['train']} training samples, {case['steps']} steps"] if "train" in case else []
+    facts += [f"{case['rounds']} rounds"] if "rounds" in case else []
+    facts += [f"copy at {case['copy']['median'] / 1e9:.1f} GB/s"] if "copy" in case else []
+    facts += [f"{case['busy']:.2f} processors busy"] if "busy" in case else []
     title = f"{case['op']}, {case['layout']}, {case['title']}" if case["part"] == "ops" else case["title"]
-    return f"{title}{': ' * bool(about)}{'; '.join(about)}"
+    return f"{title}{': ' * bool(facts)}{'; '.join(facts)}"
 
 
 def case_text(case: Record) -> str:
@@ -186,8 +186,8 @@ def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
             if set(cells) != {"-"}:
                 rows.append([op, str(bytes_), name, *cells])
     table = Table("", ["op", "bytes", "backend", *sizes.values()], rows, alignment="lrl" + "r" * len(sizes))
-    about = f"{'with the time per call, ' * times}median (one thread, or replayed on a GPU)"
-    return f"Fraction of the floor on {layout} tensors, {about}:\n\n{table.markdown()}"
+    facts = f"{'with the time per call, ' * times}median (one thread, or replayed on a GPU)"
+    return f"Fraction of the floor on {layout} tensors, {facts}:\n\n{table.markdown()}"
 
 
 def _accuracy(record: Record) -> Iterator[str]:
@@ -271,8 +271,8 @@ def pages() -> dict[Path, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=about, allow_abbrev=False)
+    facts = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=facts, allow_abbrev=False)
     parser.add_argument("results", type=Path, nargs="*", help="results files of any benchmark")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the plots there")
     parser.add_argument("--publish", action="store_true", help="store the records in bench/results and write the pages")

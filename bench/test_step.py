@@ -34,9 +34,9 @@ def test_step(size: Size, contender: Contender, threads: int, benchmark: Any) ->
         def step() -> None:
             global hidden
             for phase in steppers[contender.name].phases():
-                since = time.perf_counter()
+                start = time.perf_counter()
                 steppers[contender.name].set_grads(gradients, next(passes))
-                hidden += time.perf_counter() - since
+                hidden += time.perf_counter() - start
                 phase()
 
         benchmark.extra_info |= size.facts | {"threads": threads}

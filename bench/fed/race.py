@@ -94,9 +94,9 @@ def _training_problem(entry: Entry, unit: Entry, ends: dict[str, Any]) -> str:
     if ends[unit.label] is None:
         return f"the unit {unit.label!r} failed"
     a, b = entry.workload, unit.workload
-    alike = (a.model, a.clients, a.cohort, a.epochs) == (b.model, b.clients, b.cohort, b.epochs)
+    is_comparable = (a.model, a.clients, a.cohort, a.epochs) == (b.model, b.clients, b.cohort, b.epochs)
     loss = ends[entry.label]["loss"]
-    limit = LOSS_RATIO * ends[unit.label]["loss"] + 0.05 if alike and not a.options else math.log(CLASSES)
+    limit = LOSS_RATIO * ends[unit.label]["loss"] + 0.05 if is_comparable and not a.options else math.log(CLASSES)
     return "" if loss <= limit else f"it did not train: loss {loss:.3g}, at most {limit:.3g} was expected"
 
 

@@ -37,11 +37,11 @@ def measure(load: Workload, rounds: int) -> dict[str, float]:
         @functools.wraps(work)
         def wrapper(*args: Any, **keywords: Any) -> Any:
             nonlocal spent
-            since = time.perf_counter()
+            start = time.perf_counter()
             try:
                 return work(*args, **keywords)
             finally:
-                spent += time.perf_counter() - since
+                spent += time.perf_counter() - start
 
         return wrapper
 

@@ -169,12 +169,12 @@ class GradCombiner:
             sumsq.new_zeros(1, 2),
             lambda b, part, grads, total: b.kernels.inner_(total, grads, b.g1_views(part), part.table, True),
         )
-        along = inner[0, 0] / (inner[0, 1] + torch.finfo(torch.float64).tiny)
-        fine = (or_nonfinite(found_inf, sumsq) == 0) & along.isfinite()
+        projection = inner[0, 0] / (inner[0, 1] + torch.finfo(torch.float64).tiny)
+        fine = (or_nonfinite(found_inf, sumsq) == 0) & projection.isfinite()
         calls_after = []
         for bucket, selection, grads in calls:
             g1, state = bucket.arena.field(G1, bucket.dtype), bucket.arena.field(VARIANT_STATE, bucket.dtype)
-            g1.mul_(-along)
+            g1.mul_(-projection)
             if grads:
                 torch._foreach_add_(bucket.g1_views(selection), list(grads))
             torch.where(fine, g1, state, out=g1)

@@ -112,7 +112,7 @@ class HParamTensor:
         device: torch.device,
         coefficients: GradCoefficients | None,
         max_grad_norm: float | None,
-        against: bool,
+        is_reversed: bool,
     ) -> None:
         """
         Args:
@@ -121,9 +121,9 @@ class HParamTensor:
             device: device of the tensor.
             coefficients: coefficients of the gradients, None if an update reads only the last gradient.
             max_grad_norm: largest norm of the combined gradient, or None.
-            against: the perturbation goes against its vector, for any objective.
+            is_reversed: the perturbation goes against its vector, for any objective.
         """
-        self.rule, self.coefficients, self._against = rule, coefficients, against
+        self.rule, self.coefficients, self._is_reversed = rule, coefficients, is_reversed
         self.max_grad_norm = max_grad_norm
         self._host = torch.zeros(1, max(len(groups), 1), NUM_HPARAMS, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
@@ -214,7 +214,7 @@ class HParamTensor:
     def _goes_against(self, group: Group) -> bool:
         """Return True if the perturbation goes against its vector: if the objective is maximised, the worst point
         nearby is the lowest."""
-        return self._against or bool(group.get("maximize"))
+        return self._is_reversed or bool(group.get("maximize"))
 
     def _sign(self, group: Group) -> float:
         """Return the sign of both gradients in a fused update. A base optimizer's own step maximises by itself."""

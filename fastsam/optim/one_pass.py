@@ -90,7 +90,7 @@ class OnePass(Engine):
         self._last_perturbation, self._versions = moves, self._versions_now()
 
     def _is_perturbed(self, moves: Sequence[BucketGrads]) -> bool:
-        return all(b.perturbed_slots(part, along, self._sum, self._seed) == part.slots for b, part, along in moves)
+        return all(b.perturbed_slots(part, vectors, self._sum, self._seed) == part.slots for b, part, vectors in moves)
 
     def _versions_now(self) -> list[int]:
         return [version for bucket in self.buckets for version in bucket.backup.versions()]
@@ -258,9 +258,9 @@ def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
     """Return the parts of the bucket's vector for these parameters."""
     if torch.compiler.is_compiling():  # to which views from outside would be additional inputs
         return part.views(vector)
-    if part.along is None:
-        part.along = part.views(vector)
-    return part.along
+    if part.direction_views is None:
+        part.direction_views = part.views(vector)
+    return part.direction_views
 
 
 def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: Tensor | None) -> partial[Any]:

@@ -184,8 +184,8 @@ class ParamTracker:
         self._release(params)
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
-        against = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
-        scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, against)
+        is_reversed = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
+        scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, is_reversed)
         weights = {**self._carried_weights, **self.copy_weights()}
         uninitialized_params = self._without_buffers(params, weights)
         is_fused = rule is not None

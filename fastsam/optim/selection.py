@@ -39,7 +39,9 @@ class Selection:
         # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
         self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
         self.direct_calls: dict[Any, Any] = {}  # direct calls of the kernels, by target of the backup
-        self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
+        self.direction_views: list[Tensor] | None = (
+            None  # views of the vector that a variant of one pass perturbs along
+        )
         self.swap: StorageSwap | None = None  # None: the parameters stay in their memory
         if can_swap and slots and worth_swapping(self._tensors):
             self.swap = StorageSwap(params, slots, aliases)

@@ -108,9 +108,9 @@ def all_reduced(calls: Iterable[Any], like: Tensor, add: Callable[[Any, Any, Any
 
 def _add_up(totals: Sequence[Tensor], axis: ShardGroup) -> None:
     """Add up all totals in one all-reduce."""
-    together = torch.stack(list(totals)).to(axis.device)
-    torch.distributed.all_reduce(together, group=axis.group)
-    for total, value in zip(totals, together.to(totals[0].device), strict=True):
+    stacked_totals = torch.stack(list(totals)).to(axis.device)
+    torch.distributed.all_reduce(stacked_totals, group=axis.group)
+    for total, value in zip(totals, stacked_totals.to(totals[0].device), strict=True):
         total.copy_(value)
 
 

@@ -55,9 +55,9 @@ def trimmed_mean(rows: Sequence[Tensor], k: int) -> Tensor:
     """Return the mean of each element without its k largest and k smallest values, float64."""
     flat = [row.reshape(-1) for row in rows]
     out = torch.empty(len(flat[0]), dtype=torch.float64, device=flat[0].device)
-    for at in range(0, len(out), _BLOCK):
-        block = torch.stack([row[at : at + _BLOCK] for row in flat]).sort(dim=0).values
-        out[at : at + _BLOCK] = block[k : len(rows) - k].double().mean(0)
+    for start in range(0, len(out), _BLOCK):
+        block = torch.stack([row[start : start + _BLOCK] for row in flat]).sort(dim=0).values
+        out[start : start + _BLOCK] = block[k : len(rows) - k].double().mean(0)
     return out.view(rows[0].shape)
 
 

@@ -41,8 +41,8 @@ class AdaptiveServer(Algorithm):
         delta = aggregate.mean("delta")
         m = self.beta1 * server["m"].double() + (1 - self.beta1) * delta
         V = self.second_moment(server["V"].double(), delta**2)
-        by, size = self.correct_bias(m, V, round)
-        w = apply_update(server["w"], round.server_lr * by / (size.sqrt() + self.tau))
+        step, size = self.correct_bias(m, V, round)
+        w = apply_update(server["w"], round.server_lr * step / (size.sqrt() + self.tau))
         return {"w": w, "m": m.to(w.dtype), "V": V.to(w.dtype)}
 
 

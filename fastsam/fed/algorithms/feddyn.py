@@ -53,10 +53,10 @@ class DynamicRegularizer(Algorithm):
         return new_state, Upload(upload.mean, {**upload.sum, "dh": results.delta})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        after = super().step_server(server, aggregate, round)
+        new_state = super().step_server(server, aggregate, round)
         # Divided by all N clients, not by the active ones: H stays the mean of all h_i.
         H = apply_update(server["H"], aggregate.sum("dh") / round.num_clients)
-        return {**after, "H": H, "w": apply_update(server["w"], aggregate.mean("delta") + H.double())}
+        return {**new_state, "H": H, "w": apply_update(server["w"], aggregate.mean("delta") + H.double())}
 
     def phi_of(self, round: Round) -> float:
         """The proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""

@@ -66,9 +66,9 @@ class FedGF(Algorithm):
         return client, Upload(mean={"delta": results.delta, "length": length})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        after = super().step_server(server, aggregate, round)
-        D = server["w"].double() - after["w"].double()
+        new_state = super().step_server(server, aggregate, round)
+        D = server["w"].double() - new_state["w"].double()
         d = D / (torch.linalg.vector_norm(D) + NU)
         distances = server["apart"].clone()
         distances[round.index % self.window] = (aggregate.mean("length") > self.threshold).double()
-        return {**after, "d": d.to(server["d"].dtype), "apart": distances}
+        return {**new_state, "d": d.to(server["d"].dtype), "apart": distances}

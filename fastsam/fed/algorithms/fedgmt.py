@@ -68,6 +68,6 @@ class FedGMT(DynamicRegularizer):
         return self.gamma * divergence(outputs, teacher_outputs, self.tau)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        after = super().step_server(server, aggregate, round)
-        e = self.alpha * server["e"].double() + (1 - self.alpha) * after["w"].double()
-        return {**after, "e": e.to(server["e"].dtype)}
+        new_state = super().step_server(server, aggregate, round)
+        e = self.alpha * server["e"].double() + (1 - self.alpha) * new_state["w"].double()
+        return {**new_state, "e": e.to(server["e"].dtype)}

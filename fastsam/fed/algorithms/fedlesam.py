@@ -63,8 +63,8 @@ class LocalEstimate(Algorithm):
         return ({**state, "w_old_i": server["w"]} if self.reference == "client" else state), upload
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        after = super().step_server(server, aggregate, round)
-        return {**after, "w_old": server["w"]} if self.reference == "last_round" else after
+        new_state = super().step_server(server, aggregate, round)
+        return {**new_state, "w_old": server["w"]} if self.reference == "last_round" else new_state
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,6 @@ class FedSCAM(Algorithm):
         return client, Upload(mean={"delta": results.delta}, weight=weight)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        after = super().step_server(server, aggregate, round)
-        u = after["w"].double() - server["w"].double()
-        return {**after, "u": u.to(server["u"].dtype)}
+        new_state = super().step_server(server, aggregate, round)
+        u = new_state["w"].double() - server["w"].double()
+        return {**new_state, "u": u.to(server["u"].dtype)}

@@ -114,15 +114,15 @@ class FedSMOO(DynamicRegularizer):
         return {**state, "mu_i": results.dual}, Upload(mean, total)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        after = (
+        new_state = (
             super().step_server(server, aggregate, round)
             if self.dyn
             else Algorithm.step_server(self, server, aggregate, round)
         )
         if self.s_rule == "mu_all":
             mu = server["mu"].double() + aggregate.sum("dmu") / round.num_clients
-            after, r = {**after, "mu": mu.to(server["mu"].dtype)}, -mu
+            new_state, r = {**new_state, "mu": mu.to(server["mu"].dtype)}, -mu
         else:
             r = aggregate.mean("r")
         s = value_at("rho", self.rho, round) * r / (torch.linalg.vector_norm(r) + NU)
-        return {**after, "s": s.to(server["s"].dtype)}
+        return {**new_state, "s": s.to(server["s"].dtype)}

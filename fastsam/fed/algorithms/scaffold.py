@@ -60,5 +60,5 @@ class SCAFFOLD(Algorithm):
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         # Divided by all N clients, not by the active ones: c stays the mean of all c_i.
-        after = super().step_server(server, aggregate, round)
-        return {**after, "c": apply_update(server["c"], aggregate.sum("dc") / round.num_clients)}
+        new_state = super().step_server(server, aggregate, round)
+        return {**new_state, "c": apply_update(server["c"], aggregate.sum("dc") / round.num_clients)}

@@ -30,7 +30,7 @@ class Best(Callback):
 
     def _begin(self) -> None:
         self.value: float | None = None
-        self.round = self.since = 0  # since: values that came after the best one
+        self.round = self.rounds_since_best = 0  # evaluations after the best one
 
     def take(self, record: Record) -> bool:
         """Return True if the record's value is the best so far. Raises ValueError if the record lacks the key."""
@@ -44,9 +44,9 @@ class Best(Callback):
         gain = 0.0 if self.value is None else (value - self.value) * (1 if self.mode == "max" else -1)
         better = not math.isnan(value) and (self.value is None or gain > self.min_delta)
         if better:
-            self.value, self.round, self.since = value, record["round"], 0
+            self.value, self.round, self.rounds_since_best = value, record["round"], 0
         else:
-            self.since += 1
+            self.rounds_since_best += 1
         return better
 
     def on_end(self, run: RunView, result: Result | None) -> None:
@@ -82,9 +82,9 @@ class EarlyStopping(Best):
         self._judge()
 
     def _judge(self) -> None:
-        if self.since >= self.patience:
+        if self.rounds_since_best >= self.patience:
             best = "no number" if self.value is None else f"{self.value:.6g} of round {self.round}"
-            raise Stop(f"{self.metric} has not improved on {best} in {self.since} evaluations")
+            raise Stop(f"{self.metric} has not improved on {best} in {self.rounds_since_best} evaluations")
 
 
 class SaveBest(Best):
@@ -115,8 +115,8 @@ class SaveBest(Best):
     def on_round(self, run: RunView, record: Record) -> None:
         """Writes the model where it is the best so far."""
         if self.take(record):
-            about: dict[str, Any] = {"round": self.round, "metric": self.metric, "value": self.value}
-            write_bytes(self.path, stored_model(run.model(), {key: str(value) for key, value in about.items()}))
+            facts: dict[str, Any] = {"round": self.round, "metric": self.metric, "value": self.value}
+            write_bytes(self.path, stored_model(run.model(), {key: str(value) for key, value in facts.items()}))
 
 
 def _mode(metric: str, mode: str | None) -> str:

@@ -68,7 +68,7 @@ class Clients(Sequence[ClientDataset]):
         parts = [y.flatten() for y in labels]
         return torch.cat(parts), [len(y) for y in parts]
 
-    def prefetch(self, clients: Sequence[int], together: int) -> None:
+    def prefetch(self, clients: Sequence[int], num_clients: int) -> None:
         """Announce the clients that will train, in this order, `together` at once."""
 
     @abstractmethod

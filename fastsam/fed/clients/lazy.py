@@ -110,10 +110,10 @@ class LazyClientData(Clients):
     def has_all_sizes(self) -> bool:
         return len(self._sizes) == len(self)
 
-    def prefetch(self, clients: Sequence[int], together: int) -> None:
+    def prefetch(self, clients: Sequence[int], num_clients: int) -> None:
         if self._prefetcher is not None:
             self._prefetcher.prefetch(
-                clients, together if self.lazy.num_prefetched is None else self.lazy.num_prefetched
+                clients, num_clients if self.lazy.num_prefetched is None else self.lazy.num_prefetched
             )
 
     def about_ignored(self, client: int) -> str:
@@ -163,7 +163,7 @@ class LazyClientData(Clients):
     def _load(self, client: int, is_first: bool) -> Any:
         """Return the value of `load`. is_first: find out whether it draws random numbers."""
         with seed_generators(seeds.derive("load", client)) if is_first or self.draws else nullcontext():
-            before = generators() if is_first else b""
+            generator_states = generators() if is_first else b""
             began = time.perf_counter()
             try:
                 data = self.lazy.load(client)
@@ -171,5 +171,5 @@ class LazyClientData(Clients):
                 raise ValueError(f"client {client}: load({client}) failed: {type(error).__name__}: {error}") from error
             if is_first:
                 self._seconds = time.perf_counter() - began
-                self.draws = self.draws or generators() != before
+                self.draws = self.draws or generators() != generator_states
         return data

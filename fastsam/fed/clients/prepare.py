@@ -59,24 +59,24 @@ def prepare(
     sources = [clients[i] for i in range(len(clients))]
     test = getattr(clients, "test", None) if test is None else test
     priors = getattr(clients, "priors", None)
-    about: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "classes": getattr(clients, "classes", None),
         "priors": None if priors is None else np.asarray(priors),
         "augment": getattr(clients, "augment", None),
         "test_sizes": test_sizes,
     }
-    common_store = None if takes_batches or collate is not None else _together(sources, dtype, device)
+    common_store = None if takes_batches or collate is not None else _pack(sources, dtype, device)
     if common_store is not None and (test is None or _is_pair(test)):
         test_samples = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
-        return Population(PairClients(StoredPairs(common_store), common_store), device, test_samples, **about)
+        return Population(PairClients(StoredPairs(common_store), common_store), device, test_samples, **facts)
     client_samples, test_data = _read(sources, test, collate, dtype, device)
     if not takes_batches and not any(isinstance(one, ClientDataset) for one in (*client_samples, test_data)):
         if common_store is None:
             pairs, store = pack_pairs(cast(list[Pair], client_samples))
         else:
             pairs, store = StoredPairs(common_store), common_store
-        return Population(PairClients(pairs, store), device, test_data and PairSamples(cast(Pair, test_data)), **about)
-    if about["augment"] is not None:
+        return Population(PairClients(pairs, store), device, test_data and PairSamples(cast(Pair, test_data)), **facts)
+    if facts["augment"] is not None:
         raise ValueError(
             "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the "
             "samples are read, or in the model"
@@ -84,7 +84,7 @@ def prepare(
     samples = [as_samples(one) for one in client_samples]
     for i, one in enumerate(samples):
         check_kind(one, f"client {i}", samples[0].kinds if i else None, takes_batches)
-    return Population(InMemoryClients(samples), device, _test_samples(test_data, takes_batches), **about)
+    return Population(InMemoryClients(samples), device, _test_samples(test_data, takes_batches), **facts)
 
 
 def _test_samples(test_data: Pair | ClientDataset | None, takes_batches: bool) -> ClientDataset | None:
@@ -120,7 +120,7 @@ def _read(
     return samples[: len(clients)], samples[-1] if test is not None else None
 
 
-def _together(pairs: Sequence[Any], dtype: torch.dtype, device: torch.device) -> PackedSamples | None:
+def _pack(pairs: Sequence[Any], dtype: torch.dtype, device: torch.device) -> PackedSamples | None:
     """Return the clients in a store, checked all at once (a second for 100,000 clients).
 
     Returns None if something is wrong or if the clients differ. Then the clients are checked one by one, which finds

@@ -138,9 +138,9 @@ def read(
     with seed_generators(0) if draws is not False else nullcontext():
         has_draws, size = _look(data.data, label) if draws is None else (draws, 0)
         if collate_fn is None and not has_draws and size <= per_sample:
-            before = generators() if draws is None else b""
+            generator_states = generators() if draws is None else b""
             items = _items(data.data, range(len(data)), label)
-            has_draws = draws is None and generators() != before
+            has_draws = draws is None and generators() != generator_states
             tree = None if has_draws else _stack(items, label, dtype, device)
             if tree is not None:
                 return tree
@@ -184,9 +184,9 @@ def _items(data: Any, places: Sequence[int], label: str) -> list[Any]:
 
 def _look(data: Any, label: str) -> tuple[bool, int]:
     """Return whether reading a sample draws from seedable generators, and the size of a sample in bytes."""
-    before = generators()
+    generator_states = generators()
     (first,) = _items(data, [0], label)
-    draws = generators() != before
+    draws = generators() != generator_states
     if not draws and not _are_equal(first, _items(data, [0], label)[0]):
         raise ValueError(
             f"{label}: sample 0 is another one when it is read again, and the numbers are not from torch's, numpy's or "
@@ -224,7 +224,7 @@ def _stack(items: list[Any], label: str, dtype: torch.dtype, device: torch.devic
 
 def _collate_draws(samples: DatasetSamples) -> bool:
     """Return True if making a batch draws random numbers, as collates of language models do that mask words."""
-    before = generators()
+    generator_states = generators()
     try:
         samples.take(torch.arange(min(len(samples), 2)), 0)
     except ValueError:
@@ -233,4 +233,4 @@ def _collate_draws(samples: DatasetSamples) -> bool:
         raise ValueError(
             f"{samples.label}: the collate failed on its first samples: {type(error).__name__}: {error}"
         ) from error
-    return generators() != before
+    return generators() != generator_states

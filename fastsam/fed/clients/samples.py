@@ -106,9 +106,9 @@ class ClientDataset(ABC):
 
     def batches(self, size: int) -> Iterator[tuple[Any, int]]:
         """All samples in their order, and how many each batch has."""
-        for at in range(0, len(self), size):
-            places = torch.arange(at, min(at + size, len(self)))
-            yield self.take(places, at), len(places)
+        for start in range(0, len(self), size):
+            places = torch.arange(start, min(start + size, len(self)))
+            yield self.take(places, start), len(places)
 
     @cached_property
     def kinds(self) -> dict[str, str]:

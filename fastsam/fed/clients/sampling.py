@@ -82,8 +82,8 @@ class Shuffled:
 
     def __call__(self, round: int, generator: torch.Generator) -> list[int]:
         """generator: the same in all rounds of an epoch."""
-        at = round % self.epoch * self.size
-        return torch.randperm(self.clients, generator=generator)[at : at + self.size].tolist()
+        offset = round % self.epoch * self.size
+        return torch.randperm(self.clients, generator=generator)[offset : offset + self.size].tolist()
 
     @property
     def epoch(self) -> int:

@@ -114,11 +114,11 @@ def digest(model: nn.Module) -> str:
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """Return the first key, dotted in nested tables, in which two identities differ, with both values, or None."""
     for key in [*new, *(k for k in old if k not in new)]:
-        before, now = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(now, dict):
-            inner = difference(before, now)
+        old_value, new_value = old.get(key), new.get(key)
+        if isinstance(old_value, dict) and isinstance(new_value, dict):
+            inner = difference(old_value, new_value)
             if inner is not None:
                 return f"{key}.{inner[0]}", *inner[1:]
-        elif before != now:
-            return key, before, now
+        elif old_value != new_value:
+            return key, old_value, new_value
     return None

@@ -50,9 +50,9 @@ class FlipCrop:
         draws = torch.rand(4, n, 1, generator=generator, device=generator.device).to(x.device)
         crops = draws[1] < self.crop
         offsets = (draws[2:] * (2 * pad + 1)).long().clamp_(max=2 * pad)  # float32 may round a draw up to 2 * pad + 1
-        down, right = torch.where(crops, offsets, pad)
-        rows = down + torch.arange(height, device=x.device)
-        columns = right + torch.arange(width, device=x.device)
+        row_shift, column_shift = torch.where(crops, offsets, pad)
+        rows = row_shift + torch.arange(height, device=x.device)
+        columns = column_shift + torch.arange(width, device=x.device)
         columns = torch.where(draws[0] < self.flip, width + 2 * pad - 1 - columns, columns)
         places = rows[:, :, None] * (width + 2 * pad) + columns[:, None, :]
         planes = F.pad(x, (pad,) * 4).reshape(n, -1, (height + 2 * pad) * (width + 2 * pad))

@@ -232,11 +232,11 @@ def own(
         raise ValueError(f"indices holds the lists of {len(lists)} clients, and clients is {clients}")
     parts = [_positions(part, labels.size, i) for i, part in enumerate(lists)]
     all_indices = np.sort(np.concatenate(parts))
-    twice = all_indices[1:][all_indices[1:] == all_indices[:-1]]
-    if twice.size and not duplicates:
+    repeated_indices = all_indices[1:][all_indices[1:] == all_indices[:-1]]
+    if repeated_indices.size and not duplicates:
         raise ValueError(
-            f"indices name sample {twice[0]} more than once ({twice.size} such entries); say duplicates=True if that "
-            f"is meant"
+            f"indices name sample {repeated_indices[0]} more than once ({repeated_indices.size} such entries); say "
+            f"duplicates=True if that is meant"
         )
     return Partition(parts, frequencies(labels, parts, classes))
 

@@ -53,17 +53,17 @@ def choose(name: str, setup: Setup) -> Choice:
 
 def rule(setup: Setup) -> tuple[str, str]:
     """The executor's name, and why."""
-    against = _not_stacked(setup)
-    if against is None:
+    reason = _not_stacked(setup)
+    if reason is None:
         return "vmap", "a dense model of this size: stacked clients share the cost of every call"
     if setup.device.type == "cuda" and streams.why_not(setup) is None:
         capture_problem = _not_captured(setup)
         if capture_problem is None:
-            return "graph", f"one captured graph for a step of several clients, because {against}"
-        return "streams", f"one stream per client, because {against}; and steps are not captured: {capture_problem}"
+            return "graph", f"one captured graph for a step of several clients, because {reason}"
+        return "streams", f"one stream per client, because {reason}; and steps are not captured: {capture_problem}"
     if setup.device.type == "cpu" and threads.why_not(setup) is None and (setup.options.slots or threads.cpus()) > 1:
-        return "threads", f"one client per CPU, because {against}"
-    return "sequential", f"clients one after the other, because {against}"
+        return "threads", f"one client per CPU, because {reason}"
+    return "sequential", f"clients one after the other, because {reason}"
 
 
 def _not_stacked(setup: Setup) -> str | None:
@@ -79,20 +79,20 @@ def _not_stacked(setup: Setup) -> str | None:
         return "clients train one at a time: there is nothing to stack"
     if _has_hooks(setup.model):
         return "the model has hooks: stacked clients would call them only while a pass is recorded"
-    against = stacked.why_not(setup)
-    if against is None and setup.layout.numel > widest and not stacked.has_row_program(setup):
+    reason = stacked.why_not(setup)
+    if reason is None and setup.layout.numel > widest and not stacked.has_row_program(setup):
         return f"the model has more than {widest} parameters and no row program: stacked rows leave the cache"
-    return against
+    return reason
 
 
 def _not_captured(setup: Setup) -> str | None:
     """Why a captured step is impossible, or would hide something; None when it serves."""
     if _has_hooks(setup.model):
         return "the model has hooks, which would be called at the capture alone"
-    against = graph.Graph.why_not(setup)
-    if against is None and (changes := graph.changes_python(setup)) is not None:
+    reason = graph.Graph.why_not(setup)
+    if reason is None and (changes := graph.changes_python(setup)) is not None:
         return f"a pass changes Python's state ({changes}), which a capture would freeze"
-    return against
+    return reason
 
 
 def _has_hooks(model: nn.Module) -> bool:

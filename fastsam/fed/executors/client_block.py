@@ -74,10 +74,10 @@ class ClientBlock:
     def equal_shape_steps(self) -> tuple[int, int]:
         """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
         each."""
-        at = self.k % self.epoch
+        index = self.k % self.epoch
         num_full = self.epoch - (self.sizes[-1] != self.sizes[0])
-        is_single = at >= num_full or self.variant.has_schedule
-        return 1 if is_single else min(num_full - at, self.steps - self.k), self.sizes[at]
+        is_single = index >= num_full or self.variant.has_schedule
+        return 1 if is_single else min(num_full - index, self.steps - self.k), self.sizes[index]
 
     @property
     def is_finished(self) -> bool:

@@ -48,12 +48,12 @@ class Cuda:
     @contextmanager
     def no_wait(self) -> Iterator[None]:
         """Work inside raises RuntimeError where the host would wait for the device: where it looks at a value."""
-        before = torch.cuda.get_sync_debug_mode()
+        old_value = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode(old_value)
 
     def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         """Return a graph of `work`, which begins and ends on `stream`. Nothing of it is executed now.
@@ -64,7 +64,7 @@ class Cuda:
                 numbers may stay in the failed capture, so the run ends.
         """
         graph, errors = torch.cuda.CUDAGraph(), list[Exception]()
-        before = self.current()
+        old_value = self.current()
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 try:
@@ -73,7 +73,7 @@ class Cuda:
                     errors.append(error)
                     raise
         except Exception as error:
-            torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its stream set
+            torch.cuda.set_stream(old_value)  # a capture that cannot be ended leaves its stream set
             reason = errors[0] if errors else error
             if isinstance(reason, ClientError):
                 raise reason from reason.__cause__

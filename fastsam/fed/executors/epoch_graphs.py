@@ -79,12 +79,12 @@ class EpochGraphs:
         sizes, ends = block.sizes, block.k + block.epoch == block.steps
 
         def work() -> None:
-            at = 0
+            offset = 0
             for number, size in enumerate(sizes):
-                indices = places[:, at : at + size]
+                indices = places[:, offset : offset + size]
                 own_x, own_y = (part.index_select(0, indices.flatten()).unflatten(0, indices.shape) for part in (x, y))
                 step(own_x, own_y, ends and number + 1 == len(sizes))
-                at += size
+                offset += size
 
         return CapturedEpoch(self.cuda.capture(work, self.stream), places, (x, y, functions))
 

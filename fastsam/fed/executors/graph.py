@@ -157,9 +157,9 @@ class Graph(Streams):
 
     @staticmethod
     def why_not(setup: Setup) -> str | None:
-        against = refusal(setup)
-        if against is not None:
-            return against
+        reason = refusal(setup)
+        if reason is not None:
+            return reason
         if setup.options.on_client_error == "exclude":
             return (
                 "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; "
@@ -286,9 +286,9 @@ def changes_python(setup: Setup) -> str | None:
     def state() -> dict[str, object]:
         return {name: value for name, value in python_state(replica.module).items() if name not in buffers}
 
-    before = state()
+    old_state = state()
     run()
-    return difference(before, state())
+    return difference(old_state, state())
 
 
 def _trial(setup: Setup) -> tuple[Replica, Callable[[], object]] | None:

@@ -43,22 +43,22 @@ class RandomOpRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        before = self._state()
+        old_state = self._state()
         result = func(*args, **(kwargs or {}))
-        after = self._state()
-        if not torch.equal(before, after):
-            self._hidden |= not torch.equal(before, self._last)
+        new_state = self._state()
+        if not torch.equal(old_state, new_state):
+            self._hidden |= not torch.equal(old_state, self._last)
             self._calls.add(func)
-            self._last = after
+            self._last = new_state
         return result
 
     def random_ops(self) -> RandomOps | None:
         """At the end of the pass, backward and all. None: nothing drew. Empty: something else than these calls drew
         too."""
-        now = self._state()
-        if torch.equal(now, self._begin):
+        current_state = self._state()
+        if torch.equal(current_state, self._begin):
             return None
-        return frozenset() if self._hidden or not torch.equal(now, self._last) else frozenset(self._calls)
+        return frozenset() if self._hidden or not torch.equal(current_state, self._last) else frozenset(self._calls)
 
 
 class GeneratorOverride(TorchFunctionMode):
@@ -153,8 +153,8 @@ class NoRandomness(PassRandomness):
     def check(self, client: int) -> None:
         """Raise ClientError if something has drawn since the start of the round."""
         with default_generator:
-            alike = all(map(torch.equal, self._states(), self._begin))
-        if not alike:
+            is_unchanged = all(map(torch.equal, self._states(), self._begin))
+        if not is_unchanged:
             raise ClientError(f"when client {client} was done: {self.REASON}. Use executor='sequential'")
 
 

@@ -114,7 +114,7 @@ def comparable(value: object) -> object:
     return (id(value), len(value)) if hasattr(value, "__len__") else id(value)
 
 
-def difference(before: dict[str, object], after: dict[str, object]) -> str | None:
+def difference(old_state: dict[str, object], new_state: dict[str, object]) -> str | None:
     """Return a description of the first difference, or None."""
-    names = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    names = sorted(k for k in old_state.keys() | new_state.keys() if old_state.get(k) != new_state.get(k))
     return ", ".join(names[:3]) if names else None

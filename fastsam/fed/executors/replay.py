@@ -158,7 +158,7 @@ class Replays:
 
     def _make_recording(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Recording | None:
         """Return the simplified recording of a pass, or None if it cannot be recorded. The log has the reason."""
-        before = python_state(self.module)
+        old_state = python_state(self.module)
         try:
             recording = Recording(self.plain, weights, x, y)
             graph_passes.simplify(recording.module, recording.inputs)
@@ -166,7 +166,7 @@ class Replays:
             kind = "" if isinstance(error, CannotRecordError) else f"{type(error).__name__}: "
             self._log(f"{kind}{str(error).strip().partition(chr(10))[0]}")
             return None
-        change = difference(before, python_state(self.module))
+        change = difference(old_state, python_state(self.module))
         if change is None:
             return recording
         self.reason = f"the model's forward pass changes {change}"
@@ -194,8 +194,8 @@ class Replays:
         """Return True if the function returns the recorded results."""
         losses, *grads = recording.outputs
         with torch.no_grad():
-            again, *replayed_grads = function(*recording.inputs)
-        is_equal = agree(losses, grads, again, replayed_grads)
+            replayed_losses, *replayed_grads = function(*recording.inputs)
+        is_equal = agree(losses, grads, replayed_losses, replayed_grads)
         if not is_equal:
             self._log("the replay of a pass gives other losses or gradients")
         return is_equal
@@ -230,8 +230,8 @@ def agree(
     """Return True if losses `[rows]` and gradients agree to rounding, or overflow, which shows nothing. tolerance:
     largest relative error of the norm of all gradients."""
     norm = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt() if grads else torch.zeros(())
-    off = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, other_grads, strict=True)] or [norm])
+    squares = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, other_grads, strict=True)] or [norm])
     if not bool(norm.isfinite() & losses.isfinite().all()):
         return True
     differs = ((losses - other_losses).abs() > _LOSS[losses.dtype] * losses.abs().clamp_min(1e-3)).any()
-    return not bool(differs) and bool(off.sum().sqrt() <= tolerance * norm)
+    return not bool(differs) and bool(squares.sum().sqrt() <= tolerance * norm)

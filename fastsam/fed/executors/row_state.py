@@ -248,8 +248,8 @@ class RowSlice:
     def _times(self, d: Sequence[Tensor], first: Gradients, factors: Tensor) -> list[Tensor]:
         """A direction by parameter, like the first gradients, times a row of factors; in the field "direction"."""
         views = self._like(first, self.field("direction"))
-        for out, part, by in zip(views, d, self._like(first, factors), strict=True):
-            torch.mul(part, by, out=out)
+        for out, part, factor in zip(views, d, self._like(first, factors), strict=True):
+            torch.mul(part, factor, out=out)
         return views
 
     def _like(self, grads: Gradients, field: Tensor) -> list[Tensor]:

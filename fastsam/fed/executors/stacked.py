@@ -197,9 +197,9 @@ def why_not(setup: Setup) -> str | None:
             "training changes buffers of the model (BatchNorm?) in place; use GroupNorm, or an executor that trains "
             "one client a row"
         )
-    against = refusal(setup)
-    if against is not None:
-        return against
+    reason = refusal(setup)
+    if reason is not None:
+        return reason
     if setup.example is None:
         return "there is no example batch to try the model with"
     try:

@@ -213,13 +213,13 @@ class Vmap(Executor):
         if not isinstance(row_pass, RowPass) or not all(map(row_pass.serves, blocks)):
             return False
         joins = row_pass.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None
-        for together in [blocks] if joins else [[block] for block in blocks]:
+        for group in [blocks] if joins else [[block] for block in blocks]:
             try:
-                row_slice = self.rows.gather(together)
-                row_pass.train(together, row_slice)
-                self.rows.put_back(together, row_slice)
+                row_slice = self.rows.gather(group)
+                row_pass.train(group, row_slice)
+                self.rows.put_back(group, row_slice)
             except Exception as error:
-                raise client_error(together, error) from error
+                raise client_error(group, error) from error
         return True
 
     def _step(self, blocks: list[ClientBlock]) -> None:

@@ -75,8 +75,8 @@ class CheckedContract(Contract):
             self._new_clients = 0
             single = rows([{name: x[0] for name, x in client.items()}])
             two = {name: x.expand(2, *x.shape[1:]) for name, x in single.items()}
-            together = self._copy.local_update(server, two, round)
-            check_rows(self._copy, "local_update", together, [(server, single, round)], 2)
+            joint_result = self._copy.local_update(server, two, round)
+            check_rows(self._copy, "local_update", joint_result, [(server, single, round)], 2)
         return updates
 
     def train_client(
@@ -111,12 +111,12 @@ class CheckedContract(Contract):
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """Return the server's state. Raises ValueError if it is not a dict with "w", or if a state was written into."""
         self._begin_round(server, round)
-        after = check_server(super().step_server(server, aggregate, round), server["w"], "step_server")
+        new_state = check_server(super().step_server(server, aggregate, round), server["w"], "step_server")
         if round.index == 0:
-            check_padding({"w": after["w"]}, round.layout, "the state that step_server returns")
+            check_padding({"w": new_state["w"]}, round.layout, "the state that step_server returns")
             self._warn_changed()
         _check_guards(self._guards)
-        return after
+        return new_state
 
     def _begin_round(self, server: State, round: Round) -> None:
         """Begin to guard the server's state, at the first call of a round."""
@@ -130,8 +130,8 @@ class CheckedContract(Contract):
 
     def _warn_changed(self) -> None:
         """Log a warning for attributes of the algorithm that the first round has changed."""
-        before, after = self._attributes, _attributes(self.algorithm)
-        names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        old, new = self._attributes, _attributes(self.algorithm)
+        names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         if names:
             log.warning(
                 "the first round changed attributes of %s (%s): a resumed run, other executors and other ranks do not "
@@ -279,7 +279,7 @@ def _attributes(algorithm: object) -> dict[str, object]:
     return {name: comparable(value) for name, value in vars(getattr(algorithm, "inner", algorithm)).items()}
 
 
-def check_rows(algorithm: Any, method: str, together: Any, single_calls: Sequence[Sequence[Any]], n: int) -> None:
+def check_rows(algorithm: Any, method: str, joint_result: Any, single_calls: Sequence[Sequence[Any]], n: int) -> None:
     """Raise AlgorithmError if a method gives n clients `together` other numbers, beyond rounding, than each client
     separately.
 
@@ -288,7 +288,9 @@ def check_rows(algorithm: Any, method: str, together: Any, single_calls: Sequenc
     with torch.random.fork_rng([]):
         for place, arguments in enumerate(single_calls):
             row_result = getattr(algorithm, method)(*arguments)
-            if any(_differs(a, b) for a, b in zip(_parts(together, place, n), _parts(row_result, 0, 1), strict=False)):
+            if any(
+                _differs(a, b) for a, b in zip(_parts(joint_result, place, n), _parts(row_result, 0, 1), strict=False)
+            ):
                 raise AlgorithmError(
                     f"{type(algorithm).__name__}.{method} returns different numbers for {n} clients together and for "
                     "each by itself, so that results would depend on the executor. Each row must come from its own "
@@ -324,5 +326,5 @@ def _differs(a: Tensor | float, b: Tensor | float) -> bool:
         return False
     a, b = a.flatten(), b.flatten()
     finite = a.isfinite() & b.isfinite()
-    off = torch.where(finite, a - b, 0).double().norm()
-    return bool(off > torch.finfo(a.dtype).eps ** 0.5 * torch.where(finite, a, 0).double().norm())
+    difference = torch.where(finite, a - b, 0).double().norm()
+    return bool(difference > torch.finfo(a.dtype).eps ** 0.5 * torch.where(finite, a, 0).double().norm())

@@ -96,17 +96,17 @@ class HostStateStorage(ClientStateStorage):
         self.stream = self.cuda.stream()
         self._entries: dict[int, PrefetchedState] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
-        self._again: set[int] = set()  # clients of this cohort and the next
-        self._down: WeakTensorMap[Tensor] = WeakTensorMap()  # device tensor -> host copy
-        self._up: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # host tensor -> device copy
+        self._repeated_clients: set[int] = set()  # clients of this cohort and the next
+        self._host_copies: WeakTensorMap[Tensor] = WeakTensorMap()  # device tensor -> host copy
+        self._device_copies: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # host tensor -> device copy
         self._has_new_states = False
 
     def begin(self, states: States, order: Sequence[int], next_cohort: Iterable[int]) -> None:
-        now, next_cohort = set(order), list(next_cohort)
-        self._entries = {i: f for i, f in self._entries.items() if i in now and states.get(i) is f.source}
-        client_ids = [*(i for i in order if i not in self._entries), *(i for i in next_cohort if i not in now)]
+        cohort_ids, next_cohort = set(order), list(next_cohort)
+        self._entries = {i: f for i, f in self._entries.items() if i in cohort_ids and states.get(i) is f.source}
+        client_ids = [*(i for i in order if i not in self._entries), *(i for i in next_cohort if i not in cohort_ids)]
         self._queue = {i: states[i] for i in client_ids if i in states}
-        self._again = now.intersection(next_cohort)
+        self._repeated_clients = cohort_ids.intersection(next_cohort)
         self._fetch_ahead()
 
     def get(self, client: int, state: State) -> State:
@@ -125,7 +125,7 @@ class HostStateStorage(ClientStateStorage):
         with self.cuda.on(self.stream):
             copies = {name: self._to_host(t) for name, t in state.items()}
         self._has_new_states = True
-        if client in self._again:
+        if client in self._repeated_clients:
             self._queue[client] = copies
         self._fetch_ahead()
         return copies
@@ -152,22 +152,22 @@ class HostStateStorage(ClientStateStorage):
     def _to_device(self, tensor: Tensor) -> Tensor:
         if not self.pool.holds(tensor):
             return tensor  # the algorithm keeps it on the CPU
-        reference = self._up.get(tensor)
+        reference = self._device_copies.get(tensor)
         copy = None if reference is None else reference()
         if copy is None:
             copy = torch.empty_like(tensor, device=self.device).copy_(tensor, non_blocking=True)
-            self._up.set(tensor, weakref.ref(copy))
-            self._down.set(copy, tensor)
+            self._device_copies.set(tensor, weakref.ref(copy))
+            self._host_copies.set(copy, tensor)
         return copy
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not self._is_on_host(tensor):
             return tensor
-        host_copy = self._down.get(tensor)
+        host_copy = self._host_copies.get(tensor)
         if host_copy is None:
             host_copy = self.pool.row(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
             self.cuda.lend([tensor], self.stream)
-            self._down.set(tensor, host_copy)
+            self._host_copies.set(tensor, host_copy)
         return host_copy
 
     def _is_on_host(self, tensor: Tensor) -> bool:

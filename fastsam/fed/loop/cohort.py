@@ -57,7 +57,7 @@ class Cohort:
     def __init__(
         self,
         run: Any,
-        before: RunState,
+        old_state: RunState,
         round: Round,
         visible: Round,
         client_ids: Sequence[int],
@@ -65,7 +65,7 @@ class Cohort:
     ) -> None:
         self.contract, self.settings, self.data = run.contract, run.settings, run.population.clients
         self.stages, self.states = run.stages, run.states
-        self.before, self.round, self.visible = before, round, visible
+        self.old_state, self.round, self.visible = old_state, round, visible
         self.client_ids, self.local_ids = client_ids, local_ids
         sizes = self.data.sizes
         # Weights are fixed when the clients are sampled. Otherwise the sums would depend on the order in which clients
@@ -77,7 +77,7 @@ class Cohort:
             self.weights = {i: run.weights[i] for i in client_ids}
         self.ranks: Ranks = run.ranks
         self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()))
-        self.clients, self.homes = dict(before.clients), before.homes
+        self.clients, self.homes = dict(old_state.clients), old_state.homes
         self.exclusions: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
         self.steps = self.backward_passes = 0
@@ -88,23 +88,23 @@ class Cohort:
 
     def tasks(self, executor: Executor, next_cohort: Sequence[int] = ()) -> Iterator[Task]:
         """Yield one task per client of this rank, on request. Clients in `next_cohort` are likely in the next round."""
-        settings, data, together = self.settings, self.data, executor.slots if executor.stacks else 1
+        settings, data, block_size = self.settings, self.data, executor.slots if executor.stacks else 1
         setup, index, lr = executor.setup, self.round.index, self.round.lr
         order = self.local_ids
         if executor.longest_first and data.has_all_sizes:
             order, next_cohort = (
                 sorted(client_ids, key=data.sizes.__getitem__, reverse=True) for client_ids in (order, next_cohort)
             )
-        self.states.begin(self.before.clients, order, next_cohort)
+        self.states.begin(self.old_state.clients, order, next_cohort)
         if data.prefetches:
-            now = set(order)  # a client in both cohorts is loaded again after its data were released
-            next_ids = [i for i in next_cohort if i not in now] if self.ranks.size == 1 else []
+            cohort_ids = set(order)  # a client in both cohorts is loaded again after its data were released
+            next_ids = [i for i in next_cohort if i not in cohort_ids] if self.ranks.size == 1 else []
             data.prefetch([*order, *next_ids], executor.slots)
         orders: dict[int, list[Tensor]] = {}
-        for at in range(0, len(order), together):
-            clients = order[at : at + together]
-            if together == 1 and settings.shuffle and at % _ORDERS_AT_ONCE == 0 and data.has_all_sizes:
-                orders = setup.draw_orders(index, order[at : at + _ORDERS_AT_ONCE])
+        for start in range(0, len(order), block_size):
+            clients = order[start : start + block_size]
+            if block_size == 1 and settings.shuffle and start % _ORDERS_AT_ONCE == 0 and data.has_all_sizes:
+                orders = setup.draw_orders(index, order[start : start + _ORDERS_AT_ONCE])
             for i, (update, row) in zip(clients, self._updates(clients), strict=True):
                 snapshots = self._snapshots(i) if self.stages else _NOTHING
                 loop = self._loop(i) if self.contract.has_loop else None
@@ -112,7 +112,7 @@ class Cohort:
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""
-        server, state = self.before.server, self._open.get(client, {})
+        server, state = self.old_state.server, self._open.get(client, {})
         run = partial(self.contract.train_client, server, state, self.visible)
         return ClientLoop(run, [*server.values(), *state.values()])
 
@@ -121,8 +121,8 @@ class Cohort:
 
         Clients that take part for the first time share one state, and therefore one LocalUpdate.
         """
-        before, server = self.before.clients, self.before.server
-        old_states = {i: self.states.get(i, before[i]) for i in clients if i in before}
+        all_states, server = self.old_state.clients, self.old_state.server
+        old_states = {i: self.states.get(i, all_states[i]) for i in clients if i in all_states}
         self._open |= old_states
         if len(old_states) < len(clients) and self._first is None:
             new = [i for i in clients if i not in old_states]
@@ -142,7 +142,7 @@ class Cohort:
 
     def _local_updates(self, states: Sequence[State], clients: Sequence[int]) -> list[ClientUpdate]:
         """Return the local updates of clients whose states have equal shapes."""
-        return self.contract.local_updates(self.before.server, rows(states), len(states), self.visible, clients)
+        return self.contract.local_updates(self.old_state.server, rows(states), len(states), self.visible, clients)
 
     def _snapshots(self, client: int) -> frozenset[int]:
         """Return the local steps of a client before which its row is copied for the stages."""
@@ -171,7 +171,7 @@ class Cohort:
 
     def _close(self, states: Sequence[State], results: ClientResults) -> None:
         """Add the results of clients with states of one shape to the sums, and store their new states."""
-        server, client = self.before.server, rows(states)
+        server, client = self.old_state.server, rows(states)
         state, upload = self.contract.finish_clients(server, states, client, results, self.visible)
         own_weights = None
         if self.contract.sends_weights or upload.weight is not None:
@@ -221,7 +221,7 @@ class Cohort:
         """Add up what all ranks have; collective. Raises RankError if a rank has died."""
         if self.ranks.size == 1:
             return
-        self.sums.add_ranks(self.ranks, self.before.server["w"])
+        self.sums.add_ranks(self.ranks, self.old_state.server["w"])
         stateful = self.clients.keys() & set(self.local_ids)
         parts = self.ranks.gather((stateful, self.norms, self.exclusions, self.steps, self.backward_passes))
         stateful_ids, norms, exclusions, steps, backward_passes = zip(*parts, strict=True)
@@ -304,8 +304,8 @@ def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, 
     """
     if len(norms) < _FEWEST:
         return {}
-    usual, often = median(norms.values()), median(steps[i] for i in norms)
-    far = {i: norm for i, norm in norms.items() if norm > FAR * usual * max(1.0, steps[i] / often)}
+    usual, usual_steps = median(norms.values()), median(steps[i] for i in norms)
+    far = {i: norm for i, norm in norms.items() if norm > FAR * usual * max(1.0, steps[i] / usual_steps)}
     return {i: norm / usual for i, norm in sorted(far.items())} if usual > 0 else {}
 
 
@@ -313,7 +313,7 @@ def warn(rows: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]]
     """Log a line for each of a round's outliers that no earlier record in `history` has."""
     for one in rows:
         client, factor = one["client"], one["factor"]
-        if any(client == before["client"] for record in history for before in record.get("outliers", ())):
+        if any(client == outlier["client"] for record in history for outlier in record.get("outliers", ())):
             continue
         help = (
             "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' "

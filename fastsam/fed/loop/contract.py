@@ -116,13 +116,13 @@ def check_initial_state(state: State, method: str) -> State:
     return state
 
 
-def check_finite(server: State, before: State, round: int, server_lr: float) -> None:
+def check_finite(server: State, old_state: State, round: int, server_lr: float) -> None:
     """Raise RuntimeError if a server's state is not finite although the old state was.
 
     Infinity may stay if the state began with it (the lowest loss so far, for example).
     """
     for name, x in server.items():
-        old = before.get(name)
+        old = old_state.get(name)
         if x is not old and not _is_finite(x) and (name == "w" or old is None or _is_finite(old)):
             subject = "the global model" if name == "w" else f"{name!r} of the server's state"
             raise RuntimeError(
@@ -138,14 +138,14 @@ def _is_finite(x: Tensor) -> bool:
     return cmath.isfinite(x.sum().item()) or bool(x.isfinite().all())
 
 
-def not_finite(states: State, before: State, n: int) -> Problems:
+def not_finite(states: State, old_state: State, n: int) -> Problems:
     """Return the clients whose new state is not finite although the old state was, with the name of the tensor.
 
     Tensors of the server or of the old states are not checked again.
     """
     problems: Problems = {}
     for name, x in states.items():
-        old = before.get(name)
+        old = old_state.get(name)
         if x is old or _is_finite(x):
             continue
         bad = ~_finite_rows(x, n)

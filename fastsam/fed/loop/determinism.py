@@ -43,7 +43,7 @@ def _deterministic_cuda() -> Iterator[None]:
     # cuBLAS reads it when torch first uses it; torch refuses without it
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    old_mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def _deterministic_cuda() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(old_mode[0], warn_only=old_mode[1])
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark
 

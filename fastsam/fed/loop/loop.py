@@ -122,13 +122,13 @@ class Loop:
         cohort.check()
         server, buffers = self._server_step(state, cohort.sums, round, visible)
         seconds_training = time.perf_counter() - began
-        after = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
+        new_state = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
         if self.ranks.first:
-            record = self._record(cohort, after, seconds_training)
+            record = self._record(cohort, new_state, seconds_training)
             warn(record["outliers"], state.history, self.settings.aggregation_name)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         self.states.commit()
-        return after
+        return new_state
 
     def _rounds_of(self, t: int, cohort_size: int) -> tuple[Round, Round]:
         """Return round t, and the same as the algorithm may see it."""
@@ -188,13 +188,13 @@ class Loop:
             state.history.append(record | {"seconds": time.perf_counter() - began})
         return replace(state, round=round.index + 1)
 
-    def _record(self, cohort: Cohort, after: RunState, seconds_training: float) -> dict[str, Any]:
+    def _record(self, cohort: Cohort, new_state: RunState, seconds_training: float) -> dict[str, Any]:
         """Return a round's record without its seconds. `seconds_training` has no evaluation and measures."""
         round = cohort.round
         record: dict[str, Any] = {"round": round.index + 1, "lr": round.lr, **cohort.record()}
         if not isinstance(self.settings.server_lr, float):
             record["server_lr"] = round.server_lr
-        record |= self._evaluate(after, round.index + 1) | self._traffic(round.cohort_size)
+        record |= self._evaluate(new_state, round.index + 1) | self._traffic(round.cohort_size)
         last = {
             "backprops": cohort.backward_passes,
             "excluded": cohort.excluded_list(),
@@ -203,7 +203,7 @@ class Loop:
         } | self._of_stages(round)
         for stage in self.stages:
             reserved_keys = {*record, *last, "seconds"}
-            record |= stage.measure(cohort.before.server, after.server, after.buffers, round, reserved_keys)
+            record |= stage.measure(cohort.old_state.server, new_state.server, new_state.buffers, round, reserved_keys)
         return record | last
 
     def _of_stages(self, round: Round) -> dict[str, Any]:
@@ -243,6 +243,6 @@ class Loop:
     def _traffic(self, cohort_size: int) -> dict[str, float]:
         """Return the megabytes (1e6 bytes) that all clients of a round receive and send."""
         extra, nbytes = [stage.traffic(self.view) for stage in self.stages], self.view.nbytes
-        down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in extra)
-        up = self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in extra)
-        return {"megabytes_down": cohort_size * down / 1e6, "megabytes_up": cohort_size * up / 1e6}
+        bytes_down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in extra)
+        bytes_up = self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in extra)
+        return {"megabytes_down": cohort_size * bytes_down / 1e6, "megabytes_up": cohort_size * bytes_up / 1e6}

@@ -132,13 +132,15 @@ class PersonalizedAlgorithm:
         new_state = {STATE_KEY: client[STATE_KEY] + results.delta[:, self.places]}
         if self.initial_buffers and results.buffers is not None:
             rows = zip(zip(*(client[name] for name in self.initial_buffers), strict=True), results.buffers, strict=True)
-            after = zip(*(move_buffers(start, by) for start, by in rows), strict=True)
-            new_state |= {name: torch.stack(column) for name, column in zip(self.initial_buffers, after, strict=True)}
-        shared_fields: dict[str, Any] = {name: self._without(getattr(results, name)) for name in _MASKED}
+            new_buffers = zip(*(move_buffers(start, shift) for start, shift in rows), strict=True)
+            new_state |= {
+                name: torch.stack(column) for name, column in zip(self.initial_buffers, new_buffers, strict=True)
+            }
+        shared_fields: dict[str, Any] = {name: self._zero_own(getattr(results, name)) for name in _MASKED}
         state, upload = self.inner.finish_client(server, self._inner(client), replace(results, **shared_fields), round)
         return {**state, **new_state}, upload
 
-    def _without(self, x: Tensor | None) -> Tensor | None:
+    def _zero_own(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x.masked_fill(self.mask, 0)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:

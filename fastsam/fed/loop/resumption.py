@@ -70,12 +70,14 @@ def behaviours_of(model: nn.Module, settings: Settings, collate: object) -> dict
     return {name: behaviour(value) for name, value in functions.items() if callable(value)}
 
 
-def _warn_behaviours(path: Path, now: dict[str, Any]) -> None:
+def _warn_behaviours(path: Path, current: dict[str, Any]) -> None:
     """Log a warning for a model or a function that is another one, under the same name, than when the run began."""
     try:
         environment = json.loads(read_bytes(path / "environment.json"))
-        before = environment["behaviour"] if environment["python"] == platform.python_version() else now
-        differences = [difference({name: before[name]}, {name: now[name]}) for name in now if name in before]
+        recorded = environment["behaviour"] if environment["python"] == platform.python_version() else current
+        differences = [
+            difference({name: recorded[name]}, {name: current[name]}) for name in current if name in recorded
+        ]
     except (OSError, ValueError, KeyError, TypeError):  # written by an older version or another program
         return
     for values in filter(None, differences):
@@ -86,11 +88,11 @@ def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], sett
     """Raise RunDirectoryError if a learning rate that is a function gives other values than in the completed rounds."""
     for record in history:
         t = record["round"] - 1
-        for name, now in (("lr", settings.lr_of(t)), ("server_lr", settings.server_lr_of(t))):
-            if record.get(name, now) != now:
+        for name, value in (("lr", settings.lr_of(t)), ("server_lr", settings.server_lr_of(t))):
+            if record.get(name, value) != value:
                 raise RunDirectoryError(
                     f"the run in {run_dir} cannot be resumed with another {name}: in round {t + 1} it was "
-                    f"{record[name]!r}, now it is {now!r}"
+                    f"{record[name]!r}, now it is {value!r}"
                 )
 
 

@@ -55,7 +55,7 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
     client = population.largest_client()
     batch = _first(population.clients[client], f"client {client}", batch_size)
     train_copy, eval_copy = (copy_model(model).to(population.device) for _ in range(2))
-    failure = f"a trial step on client {client} ({_about(batch, of_batch)}) failed"
+    failure = f"a trial step on client {client} ({_describe(batch, of_batch)}) failed"
     with restore_random_state(population.device):
         if population.augment is not None:
             _check_augment(population.augment, batch[0])
@@ -102,13 +102,13 @@ def _try_others(trial: nn.Module, population: Population, client: int, loss: Bat
         if len(kinds) < _KINDS and _kind(pair) not in kinds:
             kinds.add(_kind(pair))
             with explain(
-                f"the model and the loss work on client {client}, but not on client {i} ({_about(pair, loss)})"
+                f"the model and the loss work on client {client}, but not on client {i} ({_describe(pair, loss)})"
             ):
                 loss(trial, [part[:1] for part in pair])
     if population.test is not None:
         first = _first(population.test, "the test set", batch_size)
         with explain(
-            f"the model and the loss work on the clients' data, but not on the test set ({_about(first, loss)})"
+            f"the model and the loss work on the clients' data, but not on the test set ({_describe(first, loss)})"
         ):
             loss.evaluate(trial, first, loss.predicts)
 
@@ -123,7 +123,7 @@ def _kind(pair: Sequence[Tensor]) -> tuple[object, ...]:
     return tuple((part.dtype, part.shape[1:]) for part in pair)
 
 
-def _about(batch: Any, loss: BatchLoss) -> str:
+def _describe(batch: Any, loss: BatchLoss) -> str:
     """Return names, dtypes and shapes of the parts of a batch, for messages."""
     names, parts = {"0": "x", "1": "y"} if isinstance(loss, PairLoss) else {}, []
     for path, leaf in leaves(batch):

@@ -15,13 +15,13 @@ from fastsam.fed.loop.trial_pass import restore_random_state
 from fastsam.fed.rundir.checkpoint import RunState
 
 
-def try_algorithm(contract: Contract, setup: Setup, before: RunState, round: Round) -> tuple[LocalUpdate, bool]:
+def try_algorithm(contract: Contract, setup: Setup, old_state: RunState, round: Round) -> tuple[LocalUpdate, bool]:
     """Call the algorithm for a first client, so that its errors come before anything is written.
 
     Return the client's constants, and whether the algorithm has a loop with phases, or with further models. Raises
     ValueError if a method returns a wrong value, or if the model, the loss or the loop fails.
     """
-    server = before.server
+    server = old_state.server
     state = contract.init_client(server)
     update, row = contract.local_updates(server, rows([state]), 1, round)[0]
     if getattr(contract.algorithm, "own_models", False):
@@ -30,7 +30,7 @@ def try_algorithm(contract: Contract, setup: Setup, before: RunState, round: Rou
     check_padding(vectors, round.layout, "the LocalUpdate of local_update")
     if not contract.has_loop:
         return update, False
-    return update, _try_loop(contract, setup, before, state, (update, row), round)
+    return update, _try_loop(contract, setup, old_state, state, (update, row), round)
 
 
 def _check_own_model(vector: object, w: Tensor) -> None:
@@ -47,7 +47,7 @@ def _check_own_model(vector: object, w: Tensor) -> None:
 
 
 def _try_loop(
-    contract: Contract, setup: Setup, before: RunState, state: State, constants: ClientUpdate, round: Round
+    contract: Contract, setup: Setup, old_state: RunState, state: State, constants: ClientUpdate, round: Round
 ) -> bool:
     """Run the loop of the client with most samples on a copy of the model, with one batch in each of its passes over
     the data. Return True if the loop has phases, or further models."""
@@ -56,9 +56,9 @@ def _try_loop(
         trainer = ClientTrainer(setup)
         try:
             task = Task(client, setup, round.index, round.lr, *constants)
-            trainer.open(task, before.server["w"], before.buffers)
+            trainer.open(task, old_state.server["w"], old_state.buffers)
             handle = Client(trainer, limit=1)
-            handle.results(contract.train_client(before.server, state, round, handle, is_trial=True))
+            handle.results(contract.train_client(old_state.server, state, round, handle, is_trial=True))
         except ClientError as error:
             cause = error.__cause__ or error
             kind = "" if type(cause) is ValueError else f"{type(cause).__name__}: "

@@ -49,7 +49,7 @@ def look(
     _check_hooks(model)
     device = trainable(trial)[0].device
     buffers = dict(trial.named_buffers())
-    before = {name: b.detach().clone() for name, b in buffers.items()}
+    old_buffers = {name: b.detach().clone() for name, b in buffers.items()}
     frozen, versions = _frozen_versions(trial), [t._version for t in batch if not t.is_inference()]
     copies, state = [t.clone() for t in batch], _python_state(trial)
     with restore_random_state(device):
@@ -69,11 +69,11 @@ def look(
             "a training pass writes into its batch, so that the data themselves would change. Return new tensors: "
             "torch.relu(x) in place of x.relu_(), inplace=False"
         )
-    changed_buffers = tuple(name for name, b in trial.named_buffers() if not _are_equal(b, before.get(name)))
+    changed_buffers = tuple(name for name, b in trial.named_buffers() if not _are_equal(b, old_buffers.get(name)))
     _check_written(trial, frozen, buffers, changed_buffers)
     with torch.no_grad():
         for name, b in buffers.items():
-            b.copy_(before[name])
+            b.copy_(old_buffers[name])
     with restore_random_state(device), explain(f"{failure} when it was repeated"):
         second_value = compute()
     _check_repeated(value, second_value, difference(state, _python_state(trial)))
@@ -182,9 +182,9 @@ def _check_written(
                 "for all clients; make it a buffer (register_buffer), for which buffers='average', 'keep' or 'local' "
                 "says what becomes of it"
             )
-    now = dict(trial.named_buffers())
+    current_buffers = dict(trial.named_buffers())
     for name in names:
-        if name in buffers and now[name] is not buffers[name]:
+        if name in buffers and current_buffers[name] is not buffers[name]:
             raise ValueError(
                 f"a training pass replaces the buffer {name!r} by another tensor, and clients' buffers are read from "
                 f"the registered one. Write into it: self.{name}.copy_(new)"
@@ -196,8 +196,8 @@ def _check_repeated(first: Tensor, second: Tensor, cause: str | None) -> None:
     names the Python state that differs after its repetition."""
     generators = [name for name in _GENERATORS if name in (cause or "")]
     a, b = first.item(), second.item()
-    alike = math.isclose(a, b, rel_tol=_ROUNDING.get(first.dtype, 1e-5)) or (math.isnan(a) and math.isnan(b))
-    if alike and not generators:
+    is_equal = math.isclose(a, b, rel_tol=_ROUNDING.get(first.dtype, 1e-5)) or (math.isnan(a) and math.isnan(b))
+    if is_equal and not generators:
         return
     raise ValueError(
         f"a training pass, repeated from the same weights, batch and seed, gives the loss {b:.9g} after {a:.9g}, and "

@@ -37,8 +37,8 @@ def hessian_norm(
     v, norm = random_unit(objective.replica, seed), 0.0
     for _ in range(iterations):
         image = objective.hessian_times(w, v)
-        before, norm = norm, float(image.norm())
-        if norm == 0 or abs(norm - before) <= tolerance * norm:
+        old_norm, norm = norm, float(image.norm())
+        if norm == 0 or abs(norm - old_norm) <= tolerance * norm:
             break
         v = image / norm
     return norm
@@ -57,9 +57,9 @@ def sigma_global(clients: Sequence[Objective], w: Tensor) -> float:
     return _root_mean([float((g - mean).square().sum()) for g in gradients])
 
 
-def estimation_bias(before: Tensor, w: Tensor, gradient: Tensor) -> float:
-    """`||unit(w^{t-1} - w^t) - unit(grad F(w^t))||` in 0..2 (FedLESAM paper, Theorem 2). before: w^{t-1}."""
-    return float((unit(before.double() - w.double()) - unit(gradient)).norm())
+def estimation_bias(old_w: Tensor, w: Tensor, gradient: Tensor) -> float:
+    """`||unit(w^{t-1} - w^t) - unit(grad F(w^t))||` in 0..2 (FedLESAM paper, Theorem 2). old_w: w^{t-1}."""
+    return float((unit(old_w.double() - w.double()) - unit(gradient)).norm())
 
 
 def dual_gap(perturbations: Sequence[Tensor], s: Tensor) -> float:

@@ -80,10 +80,10 @@ class RoundMeasures:
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
         """Return the first, the middle and the last local step if a measure along the path is taken in this round."""
-        along = ALONG_THE_PATH & set(self.names)
-        return tuple(sorted(set(kept_steps(steps)))) if along and self._is_measured(round) else ()
+        path_measures = ALONG_THE_PATH & set(self.names)
+        return tuple(sorted(set(kept_steps(steps)))) if path_measures and self._is_measured(round) else ()
 
-    def clients(self, before: State, results: ClientResults, context: Round) -> dict[str, list[float]]:
+    def clients(self, old_state: State, results: ClientResults, context: Round) -> dict[str, list[float]]:
         """Return the squared norms of the deltas, and keep the results that later methods need."""
         if not self._is_measured(context.index):
             return {}
@@ -128,7 +128,9 @@ class RoundMeasures:
                 total.add_limbs(*limbs)
         self._round = context.index
 
-    def round(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float | None]:
+    def round(
+        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
+    ) -> dict[str, float | None]:
         """Return the keys of `NAMES` for the named measures, None for a measure without a value in this round."""
         record: dict[str, float | None] = {key: None for name in self.names for key in NAMES[name]}
         if not self._is_measured(context.index):
@@ -136,7 +138,7 @@ class RoundMeasures:
         # A client that was excluded for its upload would count here. Measures of the clients then have no value.
         is_complete = self._results.clients == aggregate.num_clients
         for name in self.names if is_complete else [n for n in self.names if n not in _OF_CLIENTS]:
-            record |= getattr(self, f"_{name}")(before, after, aggregate, context)
+            record |= getattr(self, f"_{name}")(old_state, new_state, aggregate, context)
         self._results = _RoundResults()
         return record
 
@@ -145,28 +147,32 @@ class RoundMeasures:
 
     # --- one measure each ---
 
-    def _train(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        record = {"train_set_loss": self.sample_mean.value(after["w"])}
+    def _train(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+        record = {"train_set_loss": self.sample_mean.value(new_state["w"])}
         return record | (
-            {"train_set_accuracy": accuracy(self.replica, self.pairs, after["w"])} if self.classifies else {}
+            {"train_set_accuracy": accuracy(self.replica, self.pairs, new_state["w"])} if self.classifies else {}
         )
 
-    def _sharpness(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        return {"sharpness": sharpness.one_step(self.sample_mean, after["w"], self.options.rho)}
+    def _sharpness(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+        return {"sharpness": sharpness.one_step(self.sample_mean, new_state["w"], self.options.rho)}
 
-    def _sharpness_ascent(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+    def _sharpness_ascent(
+        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
+    ) -> dict[str, float]:
         return {
-            "sharpness_ascent": sharpness.ascent(self.sample_mean, after["w"], self.options.rho, self.options.steps)
+            "sharpness_ascent": sharpness.ascent(self.sample_mean, new_state["w"], self.options.rho, self.options.steps)
         }
 
-    def _consistency(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+    def _consistency(
+        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
+    ) -> dict[str, float]:
         assert self._results.total is not None  # a round without a client has raised before
-        change = after["w"].double() - before["w"].double()
+        change = new_state["w"].double() - old_state["w"].double()
         squares = aggregate.scalar("squared displacement")
         return {"consistency": drift.consistency(squares, self._results.total.value(), change, aggregate.num_clients)}
 
     def _perturbation_drift(
-        self, before: State, after: State, aggregate: Aggregate, context: Round
+        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
     ) -> dict[str, float]:
         weights, perturbations = self._rows()
         if not perturbations:
@@ -174,29 +180,29 @@ class RoundMeasures:
         gradient = self.fair.gradient
         return {
             "perturbation_drift": drift.perturbation_drift(
-                weights, perturbations, before["w"], gradient, context.server_lr
+                weights, perturbations, old_state["w"], gradient, context.server_lr
             )
         }
 
-    def _drifts(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+    def _drifts(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         weights, perturbations = self._rows()
-        record = {"e_w": drift.weight_drift(weights, before["w"])} if weights else {}
+        record = {"e_w": drift.weight_drift(weights, old_state["w"])} if weights else {}
         return record | ({"e_delta": drift.perturbation_spread(perturbations)} if perturbations else {})
 
-    def _smoothness(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        w, paths = before["w"], []
+    def _smoothness(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+        w, paths = old_state["w"], []
         for client, end in sorted(self._results.results.items()):
             objective = Objective.sample_mean(self.replica, self.loss, [self.pairs[client]])
             path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.delta]
             paths.append(diagnostics.path_smoothness(objective, path))
         return {
-            "smoothness_global": diagnostics.path_smoothness(self.sample_mean, [w, after["w"]]),
+            "smoothness_global": diagnostics.path_smoothness(self.sample_mean, [w, new_state["w"]]),
             "smoothness_clients": max(paths, default=0.0),
-            "hessian_norm": diagnostics.hessian_norm(self.sample_mean, after["w"], self.options.iterations),
+            "hessian_norm": diagnostics.hessian_norm(self.sample_mean, new_state["w"], self.options.iterations),
         }
 
-    def _variances(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        w, local, clients = after["w"], [], []
+    def _variances(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+        w, local, clients = new_state["w"], [], []
         for x, y in self.pairs:
             parts = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
             batches = [Objective.sample_mean(self.replica, self.loss, [part]) for part in parts]
@@ -205,12 +211,14 @@ class RoundMeasures:
         mean_square = sum(s**2 for s in local) / len(local)
         return {"sigma_l": mean_square**0.5, "sigma_g": diagnostics.sigma_global(clients, w)}
 
-    def _estimation_bias(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        gradient = self.fair.gradient(after["w"])
-        return {"estimation_bias": diagnostics.estimation_bias(before["w"], after["w"], gradient)}
+    def _estimation_bias(
+        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
+    ) -> dict[str, float]:
+        gradient = self.fair.gradient(new_state["w"])
+        return {"estimation_bias": diagnostics.estimation_bias(old_state["w"], new_state["w"], gradient)}
 
-    def _margin(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        w, margin = after["w"], self.options.margin
+    def _margin(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+        w, margin = new_state["w"], self.options.margin
         neighbour = w.double() + self.options.rho * unit(self.fair.gradient(w))
         return {
             "margin_risk": diagnostics.margin_risk(self.replica, self.pairs, w, margin),
@@ -218,9 +226,9 @@ class RoundMeasures:
             "spectral_complexity": diagnostics.spectral_complexity(self.replica.layout, w),
         }
 
-    def _dual_gap(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+    def _dual_gap(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
         last = [end.eps for _, end in sorted(self._results.results.items()) if end.eps is not None]
-        return {"dual_gap": diagnostics.dual_gap(last, before["s"])} if last and "s" in before else {}
+        return {"dual_gap": diagnostics.dual_gap(last, old_state["s"])} if last and "s" in old_state else {}
 
     def _rows(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """Return weights and perturbations by client at the first, middle and last step; none without snapshots."""

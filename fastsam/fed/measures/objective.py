@@ -64,14 +64,14 @@ class Objective:
     def hessian_times(self, w: Tensor, v: Tensor) -> Tensor:
         """The Hessian at w times `v` (`[row_size]`), float64 `[row_size]`, by differentiating `<gradient, v>`."""
         self._load(w)
-        along = self.replica.layout.views(v.to(self.replica.row.dtype))
+        direction = self.replica.layout.views(v.to(self.replica.row.dtype))
         total = torch.zeros_like(self.replica.row, dtype=torch.float64)
         for x, y, weight in self.batches:
             value = self.loss(self.replica.module(x), y)
             grads = torch.autograd.grad(
                 value, self.replica.parameters, create_graph=True, materialize_grads=True, allow_unused=True
             )
-            slope = sum((g * u).sum() for g, u in zip(grads, along, strict=True))
+            slope = sum((g * u).sum() for g, u in zip(grads, direction, strict=True))
             if not isinstance(slope, Tensor) or not slope.requires_grad:
                 continue  # the loss is linear in the weights: no curvature
             second = torch.autograd.grad(slope, self.replica.parameters, materialize_grads=True, allow_unused=True)

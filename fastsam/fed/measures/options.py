@@ -92,11 +92,15 @@ class Measures(Protocol):
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
         """Return the local steps (from 0, of `steps`) before which a row is kept (`ClientResults.snapshots`)."""
 
-    def clients(self, before: State, results: ClientResults, context: Round) -> Mapping[str, Sequence[float] | Tensor]:
+    def clients(
+        self, old_state: State, results: ClientResults, context: Round
+    ) -> Mapping[str, Sequence[float] | Tensor]:
         """Numbers of n clients, n under each name; their sums over all clients are `aggregate.scalar(name)` in `round`.
 
         A number that is not finite excludes its client.
         """
 
-    def round(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float | None]:
+    def round(
+        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
+    ) -> dict[str, float | None]:
         """Return numbers for the round's record, from the server's states and the aggregate."""

@@ -40,16 +40,18 @@ class OwnMeasures:
 
     def __init__(self, measures: Measures) -> None:
         self.measures = measures
-        self._before: tuple[State, State] | None = (
+        self._old_state: tuple[State, State] | None = (
             None  # the last one converted: `clients` is called often with one state
         )
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
         return self.measures.snapshots(round, steps)
 
-    def clients(self, before: State, results: ClientResults, context: Round) -> Mapping[str, Sequence[float] | Tensor]:
+    def clients(
+        self, old_state: State, results: ClientResults, context: Round
+    ) -> Mapping[str, Sequence[float] | Tensor]:
         return self.measures.clients(
-            self._state(before, context.layout), _plain_results(results, context.layout), _plain_context(context)
+            self._state(old_state, context.layout), _plain_results(results, context.layout), _plain_context(context)
         )
 
     def join(self, ranks: Ranks, context: Round) -> None:
@@ -58,17 +60,19 @@ class OwnMeasures:
         if join is not None:
             join(ranks, _plain_context(context))
 
-    def round(self, before: State, after: State, aggregate: Aggregate, context: Round) -> dict[str, float | None]:
-        layout, old = context.layout, self._state(before, context.layout)
-        self._before = None
+    def round(
+        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
+    ) -> dict[str, float | None]:
+        layout, old = context.layout, self._state(old_state, context.layout)
+        self._old_state = None
         return self.measures.round(
-            old, _state(after, layout), PlainAggregate(aggregate, layout), _plain_context(context)
+            old, _state(new_state, layout), PlainAggregate(aggregate, layout), _plain_context(context)
         )
 
     def _state(self, state: State, layout: ParameterLayout) -> State:
-        if self._before is None or self._before[0] is not state:
-            self._before = state, _state(state, layout)
-        return self._before[1]
+        if self._old_state is None or self._old_state[0] is not state:
+            self._old_state = state, _state(state, layout)
+        return self._old_state[1]
 
 
 def _plain_context(context: Round) -> Round:
@@ -90,7 +94,7 @@ def _plain_results(results: ClientResults, layout: ParameterLayout) -> ClientRes
     snapshots = None
     if results.snapshots is not None:
         snapshots = [
-            {k: Snapshot(layout.vector(s.w), to_vector(s.eps)) for k, s in of.items()} for of in results.snapshots
+            {k: Snapshot(layout.vector(s.w), to_vector(s.eps)) for k, s in kept.items()} for kept in results.snapshots
         ]
     delta, dual, eps, gradient = (
         layout.vector(results.delta),

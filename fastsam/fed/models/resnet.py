@@ -44,8 +44,8 @@ class ResNet18GN(nn.Module):
         self.norm1 = nn.GroupNorm(groups, first)
         blocks = []
         for stage, width in enumerate(widths):
-            before = widths[max(0, stage - 1)]
-            blocks += [Block(before, width, 1 if stage == 0 else 2, groups), Block(width, width, 1, groups)]
+            in_channels = widths[max(0, stage - 1)]
+            blocks += [Block(in_channels, width, 1 if stage == 0 else 2, groups), Block(width, width, 1, groups)]
         self.blocks = nn.Sequential(*blocks)
         self.out = nn.Linear(widths[-1], classes)
         for module in self.modules():
@@ -61,16 +61,16 @@ class Block(nn.Module):
     """Two 3x3 convolutions with norms around a skip connection, which is a 1x1 convolution with norm where the shape
     changes."""
 
-    def __init__(self, before: int, width: int, stride: int, groups: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int, groups: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False)
         self.norm1 = nn.GroupNorm(groups, width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.norm2 = nn.GroupNorm(groups, width)
         self.skip: nn.Module = nn.Identity()
-        if stride != 1 or before != width:
+        if stride != 1 or in_channels != width:
             self.skip = nn.Sequential(
-                nn.Conv2d(before, width, 1, stride=stride, bias=False), nn.GroupNorm(groups, width)
+                nn.Conv2d(in_channels, width, 1, stride=stride, bias=False), nn.GroupNorm(groups, width)
             )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -128,16 +128,17 @@ def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return current_config
 
 
-def check_identity(directory: Path, stored_identity: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_identity(directory: Path, stored_identity: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raise RunDirectoryError if the run in `directory` has a different identity. The message names the key."""
     stored_identity = with_current_names(stored_identity)
-    new_keys = {key: value for key, value in _SINCE.items() if key in now and key not in stored_identity}
-    differences = difference({**stored_identity, **new_keys}, now)
+    new_keys = {key: value for key, value in _SINCE.items() if key in identity and key not in stored_identity}
+    differences = difference({**stored_identity, **new_keys}, identity)
     if differences is not None:
-        key, before, after = differences
+        key, stored_value, new_value = differences
         raise RunDirectoryError(
-            f"the run in {directory} cannot be resumed with another {key}: it was started with {_short(before)}, now "
-            f"it is {_short(after)}{_MEANING.get(key, '')}. Resume it as it was started, or choose another run_dir"
+            f"the run in {directory} cannot be resumed with another {key}: it was started with "
+            f"{_short(stored_value)}, now it is {_short(new_value)}{_MEANING.get(key, '')}. "
+            "Resume it as it was started, or choose another run_dir"
         )
 
 

@@ -133,11 +133,11 @@ def to_target(history: History, target: float | None) -> dict[str, Any]:
     evaluations = [r for r in history if r["test_accuracy"] is not None]
     rounds = [r["round"] for r in evaluations if target is not None and r["test_accuracy"] >= target]
     first = min(rounds, default=None)
-    until = [] if first is None else [r for r in history if r["round"] <= first]
+    first_records = [] if first is None else [r for r in history if r["round"] <= first]
     return {
         "rounds_to_target": first,
-        "seconds_to_target": sum(r["seconds_training"] for r in until) if until else None,
-        "megabytes_to_target": sum(map(_bytes_of, until)) if until else None,
+        "seconds_to_target": sum(r["seconds_training"] for r in first_records) if first_records else None,
+        "megabytes_to_target": sum(map(_bytes_of, first_records)) if first_records else None,
     }
 
 

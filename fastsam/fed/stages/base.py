@@ -87,7 +87,7 @@ class Stage:
         return {}
 
     def measure(
-        self, before: State, after: State, buffers: list[Tensor], round: Round, reserved_names: Iterable[str]
+        self, old_state: State, new_state: State, buffers: list[Tensor], round: Round, reserved_names: Iterable[str]
     ) -> dict[str, Any]:
         """Return measurements for the round's record, from the server's states; `reserved_names` are taken."""
         return {}

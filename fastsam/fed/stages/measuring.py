@@ -43,14 +43,14 @@ class Measuring(Stage):
         return aggregate
 
     def measure(
-        self, before: State, after: State, buffers: list[Tensor], round: Round, reserved_names: Iterable[str]
+        self, old_state: State, new_state: State, buffers: list[Tensor], round: Round, reserved_names: Iterable[str]
     ) -> dict[str, Any]:
         """Return the measures' numbers of the round; none of a round without clients."""
         aggregate, self._aggregate = self._aggregate, None
         if aggregate is None:
             return {}
         round = replace(round, layout=round.layout.with_buffers(buffers))
-        return numbers(self.measures.round(before, after, aggregate, round), "round()", set(reserved_names))
+        return numbers(self.measures.round(old_state, new_state, aggregate, round), "round()", set(reserved_names))
 
 
 def numbers(values: Any, method: str, reserved_names: Container[str]) -> dict[str, float | None]:

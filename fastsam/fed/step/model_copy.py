@@ -125,16 +125,16 @@ def buffer_displacement(ends: Sequence[Tensor], starts: Sequence[Tensor]) -> Ten
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def move_buffers(starts: Sequence[Tensor], by: Tensor) -> list[Tensor]:
+def move_buffers(starts: Sequence[Tensor], shift: Tensor) -> list[Tensor]:
     """The buffers moved by the flat float64 `by`; integer buffers (BatchNorm's num_batches_tracked) by the nearest
     whole numbers."""
-    result, at = [], 0
+    result, offset = [], 0
     for start in starts:
         if start.dtype == torch.bool or start.is_complex():
             result.append(start)
             continue
-        step = by[at : at + start.numel()].reshape(start.shape)
-        at += start.numel()
+        step = shift[offset : offset + start.numel()].reshape(start.shape)
+        offset += start.numel()
         result.append(
             (start.double() + step).to(start.dtype)
             if start.is_floating_point()

@@ -69,13 +69,13 @@ class Ranks:
         adopt: makes a tensor of a state where this rank keeps states out of one on the CPU.
         """
         result = dict(states)
-        for i, to in sorted(assignment.items()):
-            home = homes.get(i, to)
-            if home == to:
+        for i, target in sorted(assignment.items()):
+            home = homes.get(i, target)
+            if home == target:
                 continue
             if self.rank == home:
-                self._send(result.pop(i), to)
-            elif self.rank == to:
+                self._send(result.pop(i), target)
+            elif self.rank == target:
                 result[i] = {name: adopt(t) for name, t in self._receive(home).items()}
         return result
 
@@ -119,10 +119,10 @@ class Ranks:
         for t, part in zip(tensors, buffer.split([t.numel() for t in tensors]), strict=True):
             t.copy_(part.view_as(t))
 
-    def _send(self, state: State, to: int) -> None:
+    def _send(self, state: State, target: int) -> None:
         with _rank_errors():
             # Copies, because for a view the whole storage would be sent.
-            dist.send_object_list([{name: t.detach().to("cpu", copy=True) for name, t in state.items()}], dst=to)
+            dist.send_object_list([{name: t.detach().to("cpu", copy=True) for name, t in state.items()}], dst=target)
 
     def _receive(self, source: int) -> State:
         values: list[Any] = [None]

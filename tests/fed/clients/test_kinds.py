@@ -194,7 +194,7 @@ def clients(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 def one_by_one(pairs: list[tuple[Tensor, Tensor]], monkeypatch: MonkeyPatch) -> Population:
     with monkeypatch.context() as patch:
-        patch.setattr(preparing, "_together", lambda *arguments: None)
+        patch.setattr(preparing, "_pack", lambda *arguments: None)
         return prepare(pairs, None, torch.float32, CPU)
 
 
@@ -228,7 +228,7 @@ def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: Monkey
     data = [(x, y) for x, y in oracle.ragged_clients(torch.float32, [3] * 40)]
     options = {"rounds": 2, "participation": 0.3, "test": data[0]}
     ours = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
-    monkeypatch.setattr(preparing, "_together", lambda *arguments: None)
+    monkeypatch.setattr(preparing, "_pack", lambda *arguments: None)
     theirs = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
     assert [r["client_accuracy_mean"] for r in ours.history] == [r["client_accuracy_mean"] for r in theirs.history]
     assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True))

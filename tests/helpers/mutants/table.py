@@ -66,10 +66,11 @@ algorithms.scaffold SCAFFOLD.finish_client: results.delta / results.column((-rou
     scaffold
 algorithms.scaffold SCAFFOLD.finish_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
     scaffold
-algorithms.scaffold SCAFFOLD.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
-    round.num_clients)} => {**after, 'c': apply_update(server['c'], aggregate.sum('dc') / round.cohort_size)} @ scaffold
-algorithms.scaffold SCAFFOLD.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
-    round.num_clients)} => {**after, 'c': apply_update(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
+algorithms.scaffold SCAFFOLD.step_server: {**new_state, 'c': apply_update(server['c'], aggregate.sum('dc') /
+    round.num_clients)} => {**new_state, 'c': apply_update(server['c'], aggregate.sum('dc') / round.cohort_size)} @
+    scaffold
+algorithms.scaffold SCAFFOLD.step_server: {**new_state, 'c': apply_update(server['c'], aggregate.sum('dc') /
+    round.num_clients)} => {**new_state, 'c': apply_update(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
 algorithms.fedgamma FedGAMMA.local_update: self.correction(server, client) => None @ fedgamma
 algorithms.fedgamma FedGAMMA.local_update: rho=rho => rho=0.0 @ fedgamma
 algorithms.fedlesam FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
@@ -107,15 +108,18 @@ algorithms.feddyn DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i
     'h_i': results.delta} @ fedlesam-d
 algorithms.feddyn DynamicRegularizer.step_server: round.num_clients => round.cohort_size @ feddyn
 algorithms.feddyn DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
-algorithms.feddyn DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
-    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta'))}
+algorithms.feddyn DynamicRegularizer.step_server: {**new_state, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**new_state, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta'))}
     @ feddyn
 # the old H
-algorithms.feddyn DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
-    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') +
+algorithms.feddyn DynamicRegularizer.step_server: {**new_state, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**new_state, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') +
     server['H'].double())} @ feddyn
-algorithms.feddyn DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
-    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') -
+algorithms.feddyn DynamicRegularizer.step_server: {**new_state, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**new_state, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') -
     H.double())} @ fedsmoo
 algorithms.feddyn DynamicRegularizer.phi_of: decay_rate('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
     self.phi @ feddyn-decay
@@ -164,7 +168,7 @@ algorithms.fedgloss FedGloSS.step_server: -delta / (torch.linalg.vector_norm(del
 algorithms.fedgmt FedGMT.local_update: client['h_i'] => -client['h_i'] @ fedgmt
 algorithms.fedgmt FedGMT.distillation: self.gamma => 1.0 @ fedgmt
 algorithms.fedgmt FedGMT.train_client: server['e'] => server['w'] @ fedgmt
-algorithms.fedgmt FedGMT.step_server: after['w'] => server['w'] @ fedgmt
+algorithms.fedgmt FedGMT.step_server: new_state['w'] => server['w'] @ fedgmt
 algorithms.fedgmt FedGMT.distillation: divergence(outputs, teacher_outputs, self.tau) =>
     divergence(teacher_outputs, outputs, self.tau) @ fedgmt
 algorithms.fedntd FedNTD.not_true_distillation: classes == y.unsqueeze(1) => None @ fedntd
@@ -243,7 +247,7 @@ algorithms.fedscam FedSCAM._orthogonal: (1 - self.kappa * c).clamp(min=0) => 1 -
 algorithms.fedscam FedSCAM.finish_client: (1 + self.beta * c).clamp(min=0) => (1 + self.beta * c).abs() @ fedscam-turned
 algorithms.fedscam FedSCAM.finish_client: 1 + self.beta * c => 1 - self.beta * c @ fedscam
 algorithms.fedscam FedSCAM.finish_client: self.gamma => 0 @ fedscam
-algorithms.fedscam FedSCAM.step_server: after['w'].double() => 2 * after['w'].double() @ fedscam
+algorithms.fedscam FedSCAM.step_server: new_state['w'].double() => 2 * new_state['w'].double() @ fedscam
 executors.task Task.first: min(batches, len(self.batch_sizes())) => batches @ fedscam
 executors.task Task.first: islice(self.batches(), batches) => self.batches() @ fedscam
 executors.gradient_passes Passes.mean_gradient: norms.add_(gradients.norms(1), alpha=share) =>
@@ -258,7 +262,7 @@ algorithms.fedsmoo FedSMOO.finish_client: self.alpha * results.dual - results.ep
     results.eps @
     fedsmoo-alone
 algorithms.fedsmoo FedSMOO.finish_client: self.s_rule == 'mu_active' => False @ fedsmoo-mu-active
-algorithms.fedsmoo FedSMOO.step_server: ({**after, 'mu': mu.to(server['mu'].dtype)}, -mu) => ({**after, 'mu':
+algorithms.fedsmoo FedSMOO.step_server: ({**new_state, 'mu': mu.to(server['mu'].dtype)}, -mu) => ({**new_state, 'mu':
     mu.to(server['mu'].dtype)}, mu) @ fedsmoo-mu-all
 algorithms.fedsmoo FedSMOO.finish_client: results.dual - client['mu_i'] => results.dual @ fedsmoo-mu-all
 algorithms.fedsmoo FedSMOO.local_update: server['s'] => 0 * server['s'] @ fedsmoo
@@ -301,7 +305,8 @@ algorithms.fedlesam LocalEstimate.estimate_step: self.initial_perturbation == 'n
 algorithms.fedlesam LocalEstimate.estimate_step: self.initial_perturbation == 'none' => False @ fedlesam-none
 algorithms.fedlesam LocalEstimate.finish_client: {**state, 'w_old_i': server['w']} => {**state, 'w_old_i': server['w'] +
     results.delta} @ fedlesam
-algorithms.fedlesam LocalEstimate.step_server: {**after, 'w_old': server['w']} => {**after, 'w_old': after['w']} @
+algorithms.fedlesam LocalEstimate.step_server: {**new_state, 'w_old': server['w']} => {**new_state, 'w_old':
+    new_state['w']} @
     fedlesam-last-round
 algorithms.fedlesam LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
     server.get('w_old') => False or server.get('w_old') @ fedlesam
@@ -350,7 +355,7 @@ loop.personal PersonalizedAlgorithm.finish_client: client[STATE_KEY] + results.d
     client[STATE_KEY] - results.delta[:, self.places] @ fedbn
 loop.personal PersonalizedAlgorithm.local_update: start[:, self.places] = local_weights => pass @ fedbn
 loop.personal PersonalizedAlgorithm.finish_client: move_buffers(start, by) => move_buffers(start, 0 * by) @ fedbn
-loop.personal PersonalizedAlgorithm._without: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
+loop.personal PersonalizedAlgorithm._zero_own: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
 algorithms.fedrep FedRep.train_client: i not in head => True @ fedrep
 algorithms.fedrep FedRep.train_client: client.trainable(head) => client.trainable(range(len(layout.names))) @ fedrep
 algorithms.fedrep FedRep.train_client: client.batches(self.head_epochs) => client.batches() @ fedrep

@@ -56,8 +56,8 @@ class MemoryPlan:
         except RuntimeError:
             raise NoFormError("shapes that are not broadcast") from None
         row_stride = 0 if tensor_input is not None and tensor_input.one else place.tensor.stride(0)
-        alike = strides[0] == t.stride(0) and "constant" in root(node).meta and _rows_are_alike(place.tensor)
-        if not (strides[0] == row_stride or alike) or (tensor_input is not None and tensor_input.labels):
+        is_shared = strides[0] == t.stride(0) and "constant" in root(node).meta and _rows_are_alike(place.tensor)
+        if not (strides[0] == row_stride or is_shared) or (tensor_input is not None and tensor_input.labels):
             raise NoFormError("rows that overlap, or labels as numbers")
         return RowOperand(place.base, _offset(place, t), strides[1:])
 
@@ -134,14 +134,14 @@ class Scratch:
 
     def take(self, node: Node) -> int:
         """The first place that is free, in whole cache lines."""
-        length, at = -(-span(node.meta["val"]) // 16) * 16, 0
+        length, offset = -(-span(node.meta["val"]) // 16) * 16, 0
         for begin, end in sorted(self._allocations.values()):
-            if at + length <= begin:
+            if offset + length <= begin:
                 break
-            at = max(at, end)
-        self._allocations[node] = at, at + length
-        self.size = max(self.size, at + length)
-        return at
+            offset = max(offset, end)
+        self._allocations[node] = offset, offset + length
+        self.size = max(self.size, offset + length)
+        return offset
 
     def leave(self, reader: Node) -> None:
         for node in self._ends.get(reader, ()):

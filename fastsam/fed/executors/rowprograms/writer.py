@@ -132,15 +132,15 @@ class Writer:
         read, dims, *keep = arguments(call)
         shape = read.meta["val"].shape
         check_dtype(read.meta["val"])
-        over = {d % len(shape) for d in dims or range(len(shape))}
-        if 0 in over or call.kwargs:
+        reduced_dims = {d % len(shape) for d in dims or range(len(shape))}
+        if 0 in reduced_dims or call.kwargs:
             raise NoFormError("a sum over rows")
         place = self.places.new(call)
-        kept_strides = iter(s for d, s in enumerate(place.strides, 1) if not (any(keep) and d in over))
-        strides = tuple(0 if d in over else next(kept_strides) for d in range(1, len(shape)))
+        kept_strides = iter(s for d, s in enumerate(place.strides, 1) if not (any(keep) and d in reduced_dims))
+        strides = tuple(0 if d in reduced_dims else next(kept_strides) for d in range(1, len(shape)))
         self._add(Code.SUM, shape, replace(place, strides=strides), read)
         if call.target is aten.mean.dim:
-            self._scale_(call, 1.0 / prod(shape[d] for d in over))
+            self._scale_(call, 1.0 / prod(shape[d] for d in reduced_dims))
 
     def _scale_(self, node: Node, number: float) -> None:
         """In place."""
@@ -178,14 +178,14 @@ class Writer:
 
     def _add_label_op(self, code: Code, shape: Sequence[int], out: RowOperand, a: RowOperand, labels: Node) -> None:
         """Sizes of the instruction: outer, classes, inner."""
-        _, classes, down, across = shape
+        _, classes, height, width = shape
         b = self.places.labels(labels)
         b = replace(b, strides=(b.strides[0], 0, b.strides[1]))
 
         def transpose(o: RowOperand) -> RowOperand:
             return replace(o, strides=(o.strides[1], o.strides[0], o.strides[2]))
 
-        self.instructions.append(Instruction(code, (down, classes, across), transpose(out), transpose(a), b))
+        self.instructions.append(Instruction(code, (height, classes, width), transpose(out), transpose(a), b))
 
     def _is_not(self, call: Node) -> None:
         (labels, number), t = arguments(call), call.meta["val"]
