@@ -13,7 +13,8 @@ from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fed_cases import ACTIVE, METHODS, OPTIONS, TOLERANCE, options_of, ours, replayed, theirs, unfused
 from tests.helpers.mutants.apply import Stale, replaced
-from tests.helpers.mutants.table import MUTANTS
+from tests.helpers.mutants.privacy import MUTANTS as PRIVACY
+from tests.helpers.mutants.table import MUTANTS, PERSONAL
 
 # In the normal suite each algorithm meets one of these, and its further options one of them. Fifty steps a round: two
 # algorithms.
@@ -154,6 +155,13 @@ def test_a_wrong_constant_is_noticed(mutant):
 def test_what_was_replaced_is_back():
     for case in ("fedavg", "feddyn", "fedsmoo", "fedgsam", "fedlesam"):
         assert distance(case, "decay") < 1e-12
+
+
+def test_every_mutant_quotes_the_present_code():
+    """The slow tests run most mutants, so that a stale one would go unnoticed."""
+    for mutant in (*MUTANTS, *PERSONAL, *PRIVACY):
+        with replaced(*mutant[:4]):
+            pass
 
 
 def test_every_algorithm_has_mutants():

@@ -83,7 +83,11 @@ def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
     again = store.put(0, {**store.get(0, kept), "b": torch.ones(2)})
     assert again["a"] is kept["a"] and again["b"] is not kept["b"]
     del kept, again
-    beside = (store._down, store._up) if isinstance(store, HostStateStorage) else (store._file, store._copy)
+    beside = (
+        (store._host_copies, store._device_copies)
+        if isinstance(store, HostStateStorage)
+        else (store._file, store._copy)
+    )
     assert [len(one) for one in beside] == [0, 0]  # no entry outlives its tensor
 
 

@@ -20,7 +20,7 @@ algorithms.adaptive AdaptiveServer.step_server: self.beta1 * server['m'].double(
 algorithms.adaptive FedAdam.second_moment: self.beta2 * V => V @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: size.sqrt() + self.tau => (size + self.tau).sqrt() @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: self.tau => 0.01 @ fedadam
-algorithms.adaptive AdaptiveServer.step_server: round.server_lr * by => by @ fedadam
+algorithms.adaptive AdaptiveServer.step_server: round.server_lr * step => step @ fedadam
 algorithms.adaptive AdaptiveServer.init_server: torch.full_like(w0, self.V0) => torch.zeros_like(w0) @ fedadam-start
 algorithms.adaptive FedAdam.correct_bias: self.beta1 ** (round.index + 1) => self.beta1 ** (round.index + 2) @
     fedadam-corrected
@@ -340,7 +340,7 @@ fastsam_kernels.reference update_: torch.where(full, v + h[HParam.PROX_MU] * w, 
 fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PROX_MU]) => 0.0 @ feddyn clip-linear
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(is_decoupled, 0.0, decay) => 0.0 * decay @ fedavg
-fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum
+fastsam_kernels.rules.sgd reference_update: h[DAMPENING] => mu @ fedavg momentum
 executors.row_state RowSlice._select: [self.momentum, *map(self.field, variant.memory)] => [] @ fedavg momentum
 executors.row_state RowState.numbers: perturbation(update.direction, update.rho, update.eta, NU) =>
     perturbation(update.direction, update.rho, update.eta, 0.0) @ fedsam
@@ -354,7 +354,7 @@ loop.personal PersonalizedAlgorithm._with_local_start: buffers or None => None @
 loop.personal PersonalizedAlgorithm.finish_client: client[STATE_KEY] + results.delta[:, self.places] =>
     client[STATE_KEY] - results.delta[:, self.places] @ fedbn
 loop.personal PersonalizedAlgorithm.local_update: start[:, self.places] = local_weights => pass @ fedbn
-loop.personal PersonalizedAlgorithm.finish_client: move_buffers(start, by) => move_buffers(start, 0 * by) @ fedbn
+loop.personal PersonalizedAlgorithm.finish_client: move_buffers(start, shift) => move_buffers(start, 0 * shift) @ fedbn
 loop.personal PersonalizedAlgorithm._zero_own: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
 algorithms.fedrep FedRep.train_client: i not in head => True @ fedrep
 algorithms.fedrep FedRep.train_client: client.trainable(head) => client.trainable(range(len(layout.names))) @ fedrep
