@@ -117,8 +117,8 @@ class Arena:
         self._fields: dict[str, Tensor] = {}
 
     def field(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the field `name`, allocated as zeros at the first call. Raises TypeError if it exists with another
-        dtype."""
+        """Return the field `name`, allocated as zeros at the first call. Raises TypeError if it exists with a
+        different dtype."""
         tensor = self._fields.get(name)
         if tensor is None:
             tensor = self._fields[name] = torch.zeros(self.rows, self.layout.row_size, dtype=dtype, device=self.device)

@@ -67,7 +67,7 @@ class Archive:
             raise ConnectionError(
                 f"{reader.url} could not be downloaded ({error}); fetch it elsewhere and put it at {path}"
             ) from error
-        except Exception as error:  # of torchvision and its readers, for a file that is cut or has other content
+        except Exception as error:  # torchvision and its readers raise many types for a damaged file
             raise ArchiveError(
                 f"{folder} cannot be read as {self.data} ({type(error).__name__}: {error}). Remove it, and put the "
                 f"published file at {path}, or say download=true"

@@ -51,7 +51,7 @@ class Teachers:
         self._models: dict[int, tuple[Replica, Tensor, Sequence[Tensor]]] = {}  # with their weights and buffers
 
     def get(self, index: int, weights: Tensor, buffers: Sequence[Tensor]) -> nn.Module:
-        """Return teacher `index` with these weights `[row_size]` and buffers. Nothing is copied if it has them."""
+        """Return teacher `index` with these weights `[row_size]` and buffers, which are copied if it has others."""
         entry = self._models.get(index)
         if entry is None:
             row = self._row_slice.field(f"teacher {index}")[0]

@@ -132,8 +132,8 @@ def shorten_views(graph: Graph) -> None:
 
 def turn_products(graph: Graph) -> bool:
     """Replace a product of matrices that is only read transposed, with or without a bias, by the product of the
-    transposed matrices, and return True if there was one. The result then has the order in memory in which it is read,
-    and gradients of weights have the order of the weights.
+    transposed matrices, and return True if the graph changed. The result then has the order in memory in which it is
+    read, and gradients of weights have the order of the weights.
     """
     is_changed = False
     for node in reversed(_calls(graph)):  # a sum before its product

@@ -1,4 +1,4 @@
-"""Combinations of options that a run refuses: what an option needs, what the run has, and a remedy.
+"""Combinations of options that a run refuses. Each has the need of an option, the conflicting fact and a remedy.
 
 `check` is called when the options are known, when the algorithm and the clients are known, and after the trial of the
 algorithm. Facts that are not known yet contradict nothing.

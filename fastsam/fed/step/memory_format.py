@@ -19,8 +19,8 @@ _BLOCK = 32 * 2**20 - 2 * 4096  # bytes: the longest that glibc's threshold foll
 
 
 def reorder(model: nn.Module, format: str, device: torch.device, stacked: bool) -> nn.Module:
-    """Return the model to train on `device`: `model` itself, or a copy whose 4-d parameters are stored in another
-    order.
+    """Return the model to train on `device`: `model` itself, or a copy whose 4-d parameters are stored in a
+    different order.
 
     Values and ties stay. Buffers and tensors of other ranks keep their order.
 
