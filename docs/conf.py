@@ -117,7 +117,7 @@ def with_algorithms(text: str) -> str:
 
 _SECTION = re.compile("(Args|Attributes|Returns|Yields|Raises|Note):")
 # "rho, eta: their meaning" and "rho (float): its meaning", as docstrings list arguments
-_NAMED = re.compile(r"((?:\*\*)?[A-Za-z_]\w*(?:, [a-z_]\w*)*)( \([^)]*\))?: (.*)")
+_NAMED = re.compile(r"((?:\*\*)?[A-Za-z_]\w*(?:, (?:\*\*)?[A-Za-z_]\w*)*)( \([^)]*\))?: (.*)")
 
 
 def as_rst(lines: list[str]) -> list[str]:

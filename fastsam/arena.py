@@ -19,7 +19,7 @@ ROW_ALIGNMENT = 256  # bytes: cuBLASLt picks algorithms by pointer alignment, so
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True when the elements fill one block of memory without gaps or overlaps, in whatever order of dimensions."""
+    """Return True if the elements fill one block of memory without gaps or overlaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     dense_stride = 1

@@ -54,9 +54,11 @@ class Krum(RobustAggregator):
 class MultiKrum(Krum):
     """The mean of the m displacements with the least scores of Krum.
 
-    m = n - f - 2: the paper leaves m open; up to there El Mhamdi, Guerraoui and Rouault ("The Hidden Vulnerability of
-    Distributed Learning in Byzantium", ICML 2018) show that it keeps Krum's guarantee. share, memory and time as of
-    `Krum`.
+    m = n - f - 2. The paper leaves m open. El Mhamdi, Guerraoui and Rouault ("The Hidden Vulnerability of Distributed
+    Learning in Byzantium", ICML 2018) show that Krum's guarantee holds up to this m. Memory and time are as in `Krum`.
+
+    Args:
+        share: see `Krum`.
     """
 
     name: ClassVar[str] = "multi_krum"
@@ -66,7 +68,7 @@ class MultiKrum(Krum):
 
 
 def squares(rows: Sequence[Tensor]) -> Tensor:
-    """The squared distances of all pairs, float64 `[n, n]` on the CPU."""
+    """Return the squared distances of all pairs, float64 `[n, n]` on the CPU."""
     out = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for i, row in enumerate(rows):
         for j in range(i):

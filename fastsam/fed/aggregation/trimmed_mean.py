@@ -15,13 +15,16 @@ from fastsam.fed.common.checks import number
 
 @dataclass(frozen=True)
 class TrimmedMean(RobustAggregator):
-    """In every element by itself the mean without its k largest and its k smallest values.
+    """The mean of each element without its k largest and its k smallest values.
 
         Delta_j = 1/(n - 2k) * sum of (Delta_i)_j over the i that are left,    k = ceil(share * n)
 
-    share: beta of the paper, of the clients that may send anything; at most 1/2. The paper takes share*n to be whole;
-    we round up, and leave one value or two where more would be cut. share = 0 is the mean. One client counts like
-    another, so there are no weights. Memory: the rows of the round. Time: a sort of n numbers per element.
+    The paper takes share*n to be whole. Here it is rounded up, and one value or two are left where more would be cut.
+    share = 0 is the mean. All clients count alike, so there are no weights. Memory: the rows of the round. Time: a sort
+    of n numbers per element.
+
+    Args:
+        share: beta of the paper, the share of the clients that may send arbitrary values, at most 1/2.
     """
 
     name: ClassVar[str] = "trimmed_mean"

@@ -53,9 +53,13 @@ class FedAdagrad(AdaptiveServer):
         m <- beta1*m + (1 - beta1)*D,    V <- V + D^2,    D = mean_i (w_i - w^t)
         w^{t+1} = w^t + server_lr * m/(sqrt(V) + tau)
 
-    beta1 = 0, as in the paper's experiments, is Adagrad without momentum. The run's server_lr is the paper's eta. The
-    paper's experiments use 0.1 or less, and the run's default is 1. V0: every element of the first V; the paper also
-    allows tau^2. Per round and client 1 P down and 1 P up; state: w, m, V. One backward pass a step.
+    The run's server_lr is the paper's eta. The paper's experiments use 0.1 or less, and the run's default is 1. Per
+    round and client 1 P down and 1 P up; state: w, m, V. One backward pass a step.
+
+    Args:
+        beta1: factor of the momentum; 0, as in the paper's experiments, is Adagrad without momentum.
+        tau: added to the root of V.
+        V0: every element of the first V; the paper also allows tau^2.
     """
 
     beta1: float = hparam(0.0, number, at_least=0, at_most=1)
@@ -70,8 +74,13 @@ class FedAdagrad(AdaptiveServer):
 class FedAdam(AdaptiveServer):
     """FedAdagrad with Adam on the server: `V <- beta2*V + (1 - beta2)*D^2`.
 
-    bias_correction: m and V divided by `1 - beta^{t+1}`, as Adam has it and the paper has not. With V0 = 0 the first
-    step is about `server_lr*(1 - beta1)/sqrt(1 - beta2)` in every element that moves.
+    Args:
+        beta1: factor of m.
+        beta2: factor of V.
+        tau: added to the root of V.
+        bias_correction: divide m and V by `1 - beta^{t+1}`, as Adam does and the paper does not. With V0 = 0 the
+            first step is about `server_lr*(1 - beta1)/sqrt(1 - beta2)` in every element that moves.
+        V0: every element of the first V.
     """
 
     beta1: float = hparam(0.9, number, at_least=0, at_most=1)

@@ -158,11 +158,11 @@ class Algorithm:
         return ()
 
     def init_server(self, w0: Tensor) -> State:
-        """The server's state before the first round; "w" is the global model."""
+        """Return the server's state before the first round; "w" is the global model."""
         return {"w": w0}
 
     def init_client(self, server: State) -> State:
-        """The state of one client when it takes part for the first time."""
+        """Return the state of one client when it takes part for the first time."""
         return {}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
@@ -196,7 +196,7 @@ class Algorithm:
         return client, Upload(mean={"delta": results.delta})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        """The server's state after the round: `w <- w + server_lr * mean(delta)`."""
+        """Return the server's state after the round: `w <- w + server_lr * mean(delta)`."""
         return {**server, "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta"))}
 
     def own_model(self, server: State, client: State) -> Tensor:
@@ -217,7 +217,7 @@ def has_loop(algorithm: object) -> bool:
 
 
 def no_server_lr(algorithm: object, round: Round) -> None:
-    """Raises ValueError for a run with a server's learning rate, for an algorithm whose server's step has none."""
+    """Raise ValueError for a run with a server's learning rate, for an algorithm whose server's step has none."""
     if round.server_lr != 1:
         raise ValueError(
             f"the server's step of {type(algorithm).__name__} has no learning rate: leave server_lr at 1, got "

@@ -18,8 +18,11 @@ COUNTS = ("steps", "epochs")  # values of momentum_K
 class ServerDirection(Algorithm):
     """The server keeps `D^{t+1} = -mean_i (w_i - w^t)/(lr_t*K_i)`, D^0 = 0: the last round's mean gradient.
 
-    momentum_K: K_i counts a client's true local "steps", or its local "epochs" (D is then several times larger).
     Per round and client 2 P down (w, D) and 1 P up: the server makes both means of the one vector.
+
+    Args:
+        momentum_K: K_i counts a client's true local "steps", or its local "epochs" (D is then several times
+            larger).
     """
 
     download_vectors: ClassVar[float] = 2
@@ -47,10 +50,13 @@ class FedCM(ServerDirection):
         w <- w - lr * (alpha*g + (1 - alpha)*D^t + weight_decay*w)
         D^{t+1} = -mean_i (w_i - w^t)/(lr_t*K_i),  D^0 = 0;  the server's step is FedAvg's
 
-    alpha = 1 is FedAvg; in round 0 a step is alpha times FedAvg's. The paper writes the server's step as
-    `w - server_lr*D`, which is the plain mean only if `lr*K = 1`. We use the plain mean, as the simulators do.
-    momentum_K: K_i counts local "steps" or local "epochs".
-    Per round and client 2 P down (w, D) and 1 P up; state: w, D. One backward pass a step.
+    In round 0 a step is alpha times FedAvg's. The paper writes the server's step as `w - server_lr*D`, which is the
+    plain mean only if `lr*K = 1`. We use the plain mean, as the simulators do. Per round and client 2 P down (w, D) and
+    1 P up; state: w, D. One backward pass a step.
+
+    Args:
+        alpha: weight of the client's gradient; 1 is FedAvg.
+        momentum_K: K_i counts local "steps" or local "epochs".
     """
 
     alpha: float = hparam(0.1, number, at_least=0, at_most=1)

@@ -25,12 +25,15 @@ from fastsam.fed.common.checks import decay_rate, number
 
 
 class DynamicRegularizer(Algorithm):
-    """A client keeps h_i, the sum of its displacements, the server H, the mean of all h_i. Steps add
-    `phi*(h_i + w - w^t)`.
+    """Common parts of FedDyn and its relatives. A client keeps h_i, the sum of its displacements, and the server H, the
+    mean of all h_i. Steps add `phi*(h_i + w - w^t)`.
 
     In the paper's terms `lambda_i = -phi*h_i`. The server's step is `w^{t+1} = w^t + mean_i(w_i - w^t) + H` with the
-    new H: it has no learning rate, so a run's server_lr must be 1. phi_decay: factor on phi after each round.
-    Per round and client 1 P down and 1 P up.
+    new H: it has no learning rate, so a run's server_lr must be 1. Per round and client 1 P down and 1 P up.
+
+    Args:
+        phi: weight of the proximal term.
+        phi_decay: factor on phi after each round.
     """
 
     server_vectors: ClassVar[float] = 2
@@ -59,13 +62,13 @@ class DynamicRegularizer(Algorithm):
         return {**new_state, "H": H, "w": apply_update(server["w"], aggregate.mean("delta") + H.double())}
 
     def phi_of(self, round: Round) -> float:
-        """The proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""
+        """Return the proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""
         no_server_lr(self, round)
         return decay_rate("phi", self.phi, "phi_decay", self.phi_decay, round.index)
 
 
 def attraction(phi: float, server: State, client: State) -> Tensor:
-    """`phi*(h_i - w^t)`, the constant half of `phi*(h_i + w - w^t)`."""
+    """Return `phi*(h_i - w^t)`, the constant half of `phi*(h_i + w - w^t)`."""
     return phi * (client["h_i"] - server["w"])
 
 
@@ -77,10 +80,14 @@ class FedDyn(DynamicRegularizer):
         h_i <- h_i + (w_i - w^t),    H <- H + 1/N * sum_i (w_i - w^t)
         w^{t+1} = w^t + mean_i (w_i - w^t) + H                          with the new H
 
-    phi is the paper's alpha. N counts all clients, so that H is always the mean of all h_i. The server has no learning
-    rate: a run's server_lr must be 1. phi -> 0 is not FedAvg, because H stays. phi_decay is a factor on phi after each
-    round. (Fan et al. 2024 write that they decay phi; their code decays lr, as the run's lr_decay does.) Per round and
-    client 1 P down and 1 P up; state: w, H, and h_i on every client. One backward pass a step.
+    N counts all clients, so that H is always the mean of all h_i. The server has no learning rate: a run's server_lr
+    must be 1. phi -> 0 is not FedAvg, because H stays. Per round and client 1 P down and 1 P up; state: w, H, and h_i
+    on every client. One backward pass a step.
+
+    Args:
+        phi: weight of the proximal term, the paper's alpha.
+        phi_decay: factor on phi after each round. (Fan et al. 2024 write that they decay phi; their code decays lr,
+            as the run's lr_decay does.)
     """
 
     phi: float = hparam(0.1, number, at_least=0)

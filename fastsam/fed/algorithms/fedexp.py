@@ -31,11 +31,14 @@ class FedExP(Algorithm):
         eta = max(1, mean_i ||Delta_i||^2 / (2*(||mean_i Delta_i||^2 + eps)))
         x^{t+1} = x^t + eta * mean_i Delta_i,    Delta_i = x_i - x^t;    w^{t+1} = (x^{t+1} + x^t)/2
 
-    Clients train from the iterate x. The run's model is the mean w of the last two iterates, because x oscillates
-    about the minimum (average=False: w = x). eps is in the paper's grid 1e-3 to 1e-1. The authors' code multiplies eps
-    by the number of active clients, and does not average after the first round. The server computes its step length,
-    so a run's server_lr must be 1. Per round and client 1 P down and 1 P and a number up; state: w, x. One
-    back-propagation a step.
+    Clients train from the iterate x. The authors' code multiplies eps by the number of active clients, and does not
+    average after the first round. The server computes its step length, so a run's server_lr must be 1. Per round and
+    client 1 P down and 1 P and a number up; state: w, x. One backward pass a step.
+
+    Args:
+        eps: added to the squared norm of the mean, in the paper's grid 1e-3 to 1e-1.
+        average: the run's model is the mean of the last two iterates, because x oscillates about the minimum; False
+            for w = x.
     """
 
     server_vectors: ClassVar[float] = 2

@@ -18,9 +18,11 @@ class FedGAMMA(SCAFFOLD):
         w <- w - lr * (g2 + c - c_i + weight_decay*w),    g2 as in FedSAM
         c_i and c as in SCAFFOLD
 
-    The perturbation follows the uncorrected batch gradient, with the norm over the whole model. rho = 0 is SCAFFOLD.
-    rho: a number or a schedule.
-    Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. Two backward passes a step.
+    The perturbation follows the uncorrected batch gradient, with the norm over the whole model. Per round and client 2
+    P down and 2 P up; state: w, c, and c_i on every client. Two backward passes a step.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule; 0 is SCAFFOLD.
     """
 
     working_vectors: ClassVar[float] = 2

@@ -27,17 +27,22 @@ from fastsam.fed.step.local_update import NU
 
 @dataclass(frozen=True)
 class FedGF(Algorithm):
-    """FedSAM with gradients at a point between the client's perturbed weights and the perturbed global model. The
-    point is nearer to the global model if clients move far.
+    """FedSAM with gradients at a point between the client's perturbed weights and the perturbed global model. The point
+    is nearer to the global model if clients move far.
 
         p^t = w^t + rho_g * D/||D||,   D = w^{t-1} - w^t;                    no p in round 0
         w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t
         c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
 
-    The server's step is FedAvg's. In the first rounds c is a share of the completed rounds. The authors' code has no
-    defaults for its T_D and W. A threshold of 1 and 10 rounds are our choice, and the threshold depends on the model. c
-    = 0 is FedSAM. rho and rho_g are numbers or schedules. Per round and client 2 P down (w, p) and 1 P up, and a
-    number; state: w, d = D/||D||, and `window` numbers. Two backward passes a step.
+    The server's step is FedAvg's. In the first rounds c is a share of the completed rounds. c = 0 is FedSAM. Per round
+    and client 2 P down (w, p) and 1 P up, and a number; state: w, d = D/||D||, and `window` numbers. Two backward
+    passes a step.
+
+    Args:
+        rho: radius of the clients' perturbation, a number or a schedule.
+        rho_g: radius of the global perturbation, a number or a schedule.
+        threshold: T_D, which depends on the model. The authors' code has no default; 1 is our choice.
+        window: W, number of rounds. The authors' code has no default; 10 is our choice.
     """
 
     download_vectors: ClassVar[float] = 2

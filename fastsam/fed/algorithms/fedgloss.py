@@ -26,13 +26,18 @@ class FedGloSS(DynamicRegularizer):
         Delta_i = w_i - z^t;   h_i <- h_i + Delta_i,   H <- H + 1/N * sum_i Delta_i
         w^{t+1} = w^t + mean_i Delta_i + H                                 with the new H
 
-    -D is the pseudo-gradient that a server descends by. phi is the paper's 1/beta, h_i = -beta*sigma_i, H =
-    -beta*sigma. rho_local = 0 is the paper's version with SGD on the clients, one backward pass a step. rho and
-    rho_local: numbers or schedules; the authors raise both from 0.001 over the first rounds,
-    `"linear(0.001, 0.15, 2000)"`. The server has no learning rate: a run's server_lr must be 1. The authors' code
-    divides the change of sigma by the number of active clients once more, and its schedule of the server's rho is one
-    increment above the clients' schedule. Per round and client 1 P down (z^t) and 1 P up; state: w, H, d = -D/||D||,
-    and h_i on every client. Two backward passes a step.
+    -D is the pseudo-gradient that a server descends by. h_i = -beta*sigma_i, H = -beta*sigma. The server has no
+    learning rate: a run's server_lr must be 1. The authors' code divides the change of sigma by the number of active
+    clients once more, and its schedule of the server's rho is one increment above the clients' schedule. Per round and
+    client 1 P down (z^t) and 1 P up; state: w, H, d = -D/||D||, and h_i on every client. Two backward passes a step.
+
+    Args:
+        rho: radius on the server, a number or a schedule. The authors raise both radii from 0.001 over the first
+            rounds, `"linear(0.001, 0.15, 2000)"`.
+        rho_local: radius on the clients, a number or a schedule. 0 is the paper's version with SGD on the clients,
+            one backward pass a step.
+        phi: weight of the proximal term, the paper's 1/beta.
+        phi_decay: factor on phi after each round.
     """
 
     server_vectors: ClassVar[float] = 3

@@ -18,13 +18,17 @@ class FedGSAM(Algorithm):
 
         g2 as in FedSAM;   g1 = (part along g2) + g1_perp
         w <- w - lr * (g2 - alpha*g1_perp + weight_decay*w)
-
-    alpha = 0 is FedSAM. rho: a number or a schedule. rho_min: where given, rho falls with the learning rate,
-
-        rho_t = rho_min + (rho - rho_min) * (lr_t - lr_min)/(lr_0 - lr_min),    lr_0 that of the first round
+        rho_t = rho_min + (rho - rho_min) * (lr_t - lr_min)/(lr_0 - lr_min)        if rho_min is given
 
     GSAM's settings: alpha 0.01, rho 0.04 to 0.02 for ResNets, alpha 0.6, rho 0.6 to 0.1 for ViT-B/32; our default alpha
     lies between. Per round and client 1 P down and 1 P up; state: w. Two backward passes a step.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule.
+        alpha: weight of g1_perp; 0 is FedSAM.
+        rho_min: radius at the learning rate lr_min, so that rho falls with the learning rate; None for rho as it
+            is.
+        lr_min: learning rate at which the radius is rho_min.
     """
 
     working_vectors: ClassVar[float] = 2
@@ -43,8 +47,7 @@ class FedGSAM(Algorithm):
             raise ValueError(f"lr_min belongs to rho_min (rho as a function of lr), got only lr_min={self.lr_min!r}")
 
     def radius(self, round: Round) -> float:
-        """rho_t. Raises ValueError for an lr_min that is not below the first learning rate, and where rho_t is
-        negative."""
+        """Return rho_t. Raises ValueError if lr_min is not below the first learning rate, or if rho_t is negative."""
         rho = value_at("rho", self.rho, round)
         if self.rho_min is None:
             return rho

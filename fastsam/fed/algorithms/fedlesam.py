@@ -49,7 +49,7 @@ class LocalEstimate(Algorithm):
         return super().client_vectors + (self.reference == "client")
 
     def estimate_step(self, server: State, client: State, round: Round, **constants: Any) -> LocalUpdate:
-        """The local step with this perturbation and the other constants given."""
+        """Return the local update with this perturbation and the other constants."""
         old = client.get("w_old_i") if self.reference == "client" else server.get("w_old")
         rho = value_at("rho", self.rho, round)
         if old is None and self.initial_perturbation == "none":
@@ -104,12 +104,15 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
         w <- w - lr * (g + phi*(h_i + w - w^t) + weight_decay*w),  g the batch gradient at w + eps, eps as in FedLESAM
         h_i, H and w^{t+1}: as in FedDyn;  w_old_i <- w^t
 
-    rho = 0 is FedDyn. phi is the paper's 1/beta, and phi_decay a factor on it after each round. FedDyn and the
-    paper's code have these equations. The paper's listing has the opposite sign of the dual, leaves it out of
-    the server's step, and divides by the active clients.
-    rho, initial_perturbation, reference: see FedLESAM. The run's server_lr must be 1, as in FedDyn.
-    Per round and client 1 P down and 1 P up; state: w, H, and h_i, w_old_i on every client. One backward pass a
-    step.
+    FedDyn and the paper's code have these equations. The paper's listing has the opposite sign of the dual, leaves it
+    out of the server's step, and divides by the active clients. The run's server_lr must be 1, as in FedDyn. Per round
+    and client 1 P down and 1 P up; state: w, H, and h_i, w_old_i on every client. One backward pass a step.
+
+    Args:
+        rho: see `FedLESAM`; 0 is FedDyn.
+        phi: weight of the proximal term, the paper's 1/beta.
+        initial_perturbation, reference: see `FedLESAM`.
+        phi_decay: factor on phi after each round.
     """
 
     rho: Scheduled = hparam(0.1, check_scheduled)
@@ -132,11 +135,14 @@ class FedLESAM_S(LocalEstimate, SCAFFOLD):  # type: ignore[override]
         w <- w - lr * (g + control_scale*(c - c_i) + weight_decay*w),  g the batch gradient at w + eps
         eps as in FedLESAM;  c_i, c as in SCAFFOLD;  w_old_i <- w^t
 
-    rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over
-    the active clients in place of the sum of their changes over N. Its code and SCAFFOLD have the equations above.
-    control_scale is 1 in the paper and 0.1 in its code. rho, initial_perturbation, reference: see FedLESAM.
-    Per round and client 2 P down and 2 P up; state: w, c, and c_i, w_old_i on every client. One backward pass a
-    step.
+    The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over the active clients in place
+    of the sum of their changes over N. Its code and SCAFFOLD have the equations above. Per round and client 2 P down
+    and 2 P up; state: w, c, and c_i, w_old_i on every client. One backward pass a step.
+
+    Args:
+        rho: see `FedLESAM`; 0 is SCAFFOLD.
+        initial_perturbation, reference: see `FedLESAM`.
+        control_scale: weight of the control variates, 1 in the paper and 0.1 in its code.
     """
 
     rho: Scheduled = hparam(0.1, check_scheduled)

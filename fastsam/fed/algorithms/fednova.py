@@ -31,8 +31,8 @@ class FedNova(Algorithm):
 
 
 def weight_of_gradients(steps: int, momentum: float) -> float:
-    """|a|: the sum over local steps of the weights that their gradients have in the displacement, in units of the
-    learning rate."""
+    """Return |a|: the sum over local steps of the weights that their gradients have in the displacement, in units of
+    the learning rate."""
     if not momentum:
         return float(steps)
     step = total = 0.0

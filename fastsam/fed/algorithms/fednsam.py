@@ -31,12 +31,16 @@ class FedNSAM(Algorithm):
         w <- w - lr * (g2 + weight_decay*w),   g2 at w + rho*g1/||g1||;      Delta_i = w_i - z^t
         m^{t+1} = gamma*m^t + mean_i Delta_i,   w^{t+1} = w^t + server_lr * m^{t+1},   m^0 = 0
 
-    so that, with server_lr = 1, w^{t+1} is the mean of the clients' models. The defaults of gamma and rho are from the
-    authors' code. Their abstract uses the momentum as the direction of the perturbation too, and their code the local
-    gradient. perturb is "gradient", as in the code, or "momentum", along -m^t, which is known before the gradient: one
-    back-propagation a step, and no perturbation in round 0. The code's momentum is (1 + gamma) times the last mean
-    delta, without earlier ones. Per round and client 1 P down (z^t; with "momentum" m^t too) and 1 P up;
-    state: w, m. Two backward passes a step.
+    so that, with server_lr = 1, w^{t+1} is the mean of the clients' models. The authors' code has the momentum (1 +
+    gamma) times the last mean delta, without earlier ones. Per round and client 1 P down (z^t; with "momentum" m^t too)
+    and 1 P up; state: w, m. Two backward passes a step.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule. The default is from the authors' code.
+        gamma: factor of the server's momentum. The default is from the authors' code.
+        perturb: direction of the perturbation: "gradient", the local gradient, as in the authors' code, or
+            "momentum", along -m^t, as in their abstract. The latter is known before the gradient: one backward pass
+            a step, and no perturbation in round 0.
     """
 
     server_vectors: ClassVar[float] = 2

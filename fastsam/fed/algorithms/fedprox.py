@@ -16,8 +16,10 @@ class FedProx(Algorithm):
 
         w <- w - lr * (g + phi*(w - w^t) + weight_decay*w);    the server's step is FedAvg's
 
-    phi is the paper's mu; phi = 0 is FedAvg.
     Per round and client 1 P down and 1 P up; state: w. One backward pass a step.
+
+    Args:
+        phi: weight of the proximal term, the paper's mu; 0 is FedAvg.
     """
 
     working_vectors: ClassVar[float] = 1

@@ -20,11 +20,15 @@ class FedSAM(Algorithm):
         eps = rho * g1/||g1||,  g1 the batch gradient at w, the norm over the whole model
         w <- w - lr * (g2 + weight_decay*w),  g2 the gradient of the same batch at w + eps
 
-    rho: a number, or a schedule (see `fastsam.fed.algorithms.schedule`); the paper's theorems want c/sqrt(rounds).
-    adaptive: ASAM, `eps = rho * T^2*g1/||T*g1||` with `T = |w| + eta`, element by element.
     The paper's eq. 3 multiplies by a further sign(g1) and its server uses the displacement one round late; its eq. 4
     and Algorithm 3, which we follow, do neither. Per round and client 1 P down and 1 P up; state: w. Two backward
     passes a step.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule (see `fastsam.fed.algorithms.schedule`). The paper's
+            theorems need c/sqrt(rounds).
+        adaptive: ASAM, `eps = rho * T^2*g1/||T*g1||` with `T = |w| + eta`, element by element.
+        eta: eta of ASAM.
     """
 
     working_vectors: ClassVar[float] = 1
@@ -51,13 +55,15 @@ class MoFedSAM(ServerDirection):
         v = beta*g2 + (1 - beta)*D^t,  g2 as in FedSAM;  w <- w - lr * (v + weight_decay*w)
         D^{t+1} = -mean_i (w_i - w^t)/(lr_t*K_i),  D^0 = 0;  the server's step is FedAvg's
 
-    beta = 1 is FedSAM; in round 0 a step is beta times FedSAM's. The paper writes the server's step as
-    `w - server_lr*D`, which is the plain mean only if `lr*K = 1`. We use the plain mean, as the authors' and the
-    simulators' code does. rho is a number or a schedule.
+    In round 0 a step is beta times FedSAM's. The paper writes the server's step as `w - server_lr*D`, which is the
+    plain mean only if `lr*K = 1`. We use the plain mean, as the authors' and the simulators' code does. Per round and
+    client 2 P down (w, D) and 1 P up; state: w, D. Two backward passes a step.
 
-    momentum_K: K_i counts a client's true local "steps", or its local "epochs": with the paper's 10 epochs and lr 0.1
-    the latter makes its literal formula the plain mean, and D several times larger.
-    Per round and client 2 P down (w, D) and 1 P up; state: w, D. Two backward passes a step.
+    Args:
+        rho: radius of the perturbation, a number or a schedule.
+        beta: weight of the client's gradient; 1 is FedSAM.
+        momentum_K: K_i counts a client's true local "steps", or its local "epochs". With the paper's 10 epochs and
+            lr 0.1 the latter makes its literal formula the plain mean, and D several times larger.
     """
 
     working_vectors: ClassVar[float] = 2

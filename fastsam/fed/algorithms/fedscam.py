@@ -37,11 +37,19 @@ class FedSCAM(Algorithm):
         w^{t+1} = w^t + server_lr * sum_i S_i*Delta_i / sum_i S_i,    S_i = n_i * max(0, 1 + beta*c_i) / (1 + gamma*h_i)
 
     g_b are the gradients of the first `pilots` batches at w^t. n_i is the run's weight of the client; the paper's are
-    samples, weighting="samples". c_i = 0 in round 0. alpha = beta = gamma = 0 is FedSAM. rho: the largest radius, a
-    number or a schedule. Our choice, for want of the paper's words: the sign in c_i, evaluation mode for the g_b, and
-    that they are of the batches with which local training begins. The paper's optional clusters and projections of the
-    directions are left out. Per round and client 2 P down (w, w^t - w^{t-1}) and 1 P up, and a number; state: w, u =
-    w^t - w^{t-1}. Two backward passes a step, and one more for each pilot.
+    samples, weighting="samples". c_i = 0 in round 0. alpha = beta = gamma = 0 is FedSAM. The paper does not say the
+    sign in c_i, the mode of the model, and the batches of the g_b. Here they are as above, evaluation mode, and the
+    batches with which local training begins. The paper's optional clusters and projections of the directions are left
+    out. Per round and client 2 P down (w, w^t - w^{t-1}) and 1 P up, and a number; state: w, u = w^t - w^{t-1}. Two
+    backward passes a step, and one more for each pilot.
+
+    Args:
+        rho: largest radius, a number or a schedule.
+        alpha: strength of h_i in the radius.
+        gamma: strength of h_i in the weight.
+        beta: strength of c_i in the weight.
+        kappa: strength of c_i in h_i.
+        pilots: number of batches whose gradients are taken at w^t.
     """
 
     download_vectors: ClassVar[float] = 2

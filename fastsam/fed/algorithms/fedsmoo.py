@@ -36,13 +36,18 @@ class FedSMOO(DynamicRegularizer):
         w <- w - lr * (g2 + phi*(h_i + w - w^t) + weight_decay*w),   g2 at w + eps
         s <- rho * r/||r||,   r = mean_i (alpha*mu_i - eps_i),   eps_i the eps of the last step
 
-    and h_i, H and w^{t+1} as in FedDyn. All vectors start at zero, so the first step is a SAM step; rho = 0 is FedDyn.
-    alpha: penalty of the perturbation's sub-problem. phi: 1/beta of the paper. rho: a number or a schedule.
-    s_rule: r as above ("paper"), `mean_i mu_i` ("mu_active", the authors' simulator), or minus the mean of the mu_i of
-    all clients ("mu_all", their first code; 1 P more on the server).
-    dyn: False drops the FedDyn half (h_i, H and the proximal term; phi and phi_decay are then not used) for ablations.
-    Per round and client 2 P down (w, s) and 2 P up (displacement, r_i); state: w, s, H, and h_i, mu_i on every client.
-    Two backward passes a step.
+    and h_i, H and w^{t+1} as in FedDyn. All vectors start at zero, so the first step is a SAM step. Per round and
+    client 2 P down (w, s) and 2 P up (displacement, r_i); state: w, s, H, and h_i, mu_i on every client. Two backward
+    passes a step.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule; 0 is FedDyn.
+        alpha: penalty of the perturbation's sub-problem.
+        phi: weight of the proximal term, 1/beta of the paper.
+        s_rule: r as above ("paper"), `mean_i mu_i` ("mu_active", the authors' simulator), or minus the mean of the
+            mu_i of all clients ("mu_all", their first code; 1 P more on the server).
+        dyn: False leaves out the FedDyn half (h_i, H, the proximal term, phi and phi_decay) for ablations.
+        phi_decay: factor on phi after each round.
     """
 
     download_vectors: ClassVar[float] = 2

@@ -23,8 +23,13 @@ class FedSpeed(Algorithm):
         h_i <- h_i + (w_i - w^t);    the client sends (w_i - w^t) + h_i,  the server's step is FedAvg's
 
     FedDyn's server has the mean of h_i over all clients, this server over the active clients (the authors' later
-    simulator uses all). That simulator uses alpha = 1, which gives plain SAM gradients. rho is a number or a schedule.
-    Per round and client 1 P down and 1 P up; state: w, and h_i on every client. Two backward passes a step.
+    simulator uses all). Per round and client 1 P down and 1 P up; state: w, and h_i on every client. Two backward
+    passes a step.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule.
+        alpha: weight of g2; 1, as in the authors' later simulator, gives plain SAM gradients.
+        phi: weight of the proximal term.
     """
 
     client_vectors: ClassVar[float] = 1

@@ -30,9 +30,12 @@ class FedSWA(Algorithm):
         lr_k = lr * (1 - (1 - rho)*k/K),   k = 0 .. K-1
         w <- w - lr_k * (g + weight_decay*w);      w^{t+1} = w^t + alpha * server_lr * mean_i (w_i - w^t)
 
-    rho: the rate at the end of a round over that at its beginning; 0, the authors' code, lets it fall to nothing. rho =
-    alpha = 1 is FedAvg. That code doubles the rate, and takes alpha = 1 unless told otherwise.
-    Per round and client 1 P down and 1 P up; state: w. One backward pass a step.
+    rho = alpha = 1 is FedAvg. The authors' code doubles the rate, and its default is alpha = 1. Per round and client 1
+    P down and 1 P up; state: w. One backward pass a step.
+
+    Args:
+        rho: rate at the end of a round over the rate at its beginning; 0 in the authors' code.
+        alpha: factor on the mean delta.
     """
 
     rho: float = hparam(0.1, number, at_least=0)

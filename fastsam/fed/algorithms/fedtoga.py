@@ -22,11 +22,16 @@ class FedTOGA(DynamicRegularizer):
         w <- w - lr * (g2 + phi*(h_i + w - w^t) + beta*D + weight_decay*w),   g2 at w + eps
         D <- -mean_i (w_i - w^t);    h_i, H and w^{t+1} as in FedDyn
 
-    D is signed like a gradient. The paper's perturbation is linked to the global update, kappa*D; the code seen has
-    kappa*(h_i - w^t) there. beta is the weight of the correction that the code calls lamb1. phi: its lamb. rho: a
-    number or a schedule. kappa = beta = 0 is FedDyn with SAM gradients but for `last`. The server has no learning rate:
-    a run's server_lr must be 1. Per round and client 2 P down (w, D) and 1 P up; state: w, H, D, and h_i on every
-    client. Two backward passes a step.
+    D is signed like a gradient. kappa = beta = 0 is FedDyn with SAM gradients but for `last`. The server has no
+    learning rate: a run's server_lr must be 1. Per round and client 2 P down (w, D) and 1 P up; state: w, H, D, and h_i
+    on every client. Two backward passes a step.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule.
+        kappa: weight of D in the direction, as the paper has it; the code seen has kappa*(h_i - w^t) there.
+        phi: weight of the proximal term, `lamb` of the code.
+        beta: weight of the correction, `lamb1` of the code.
+        phi_decay: factor on phi after each round.
     """
 
     download_vectors: ClassVar[float] = 2

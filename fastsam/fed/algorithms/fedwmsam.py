@@ -31,9 +31,14 @@ class FedWMSAM(SCAFFOLD):
 
     The cosine is with the D that was sent. D is signed like a gradient: the global model moves along -D. So both parts
     of d_k, k*D_i and the way back to w^t, lead uphill, as a perturbation of SAM must. The authors' code subtracts d_k,
-    and shifts each tensor by one number of it; we follow the paper. alpha: the first one; rho: a number or a schedule.
-    With alpha_rate = 0 and rho = 0 it is FedCM with control variates. Per round and client 3 P down (w, D, c) and 2 P
-    up, and a number; state: w, D, c, and c_i on every client. One backward pass a step.
+    and shifts each tensor by one number of it; we follow the paper. With alpha_rate = 0 and rho = 0 it is FedCM with
+    control variates. Per round and client 3 P down (w, D, c) and 2 P up, and a number; state: w, D, c, and c_i on every
+    client. One backward pass a step.
+
+    Args:
+        rho: radius of the perturbation, a number or a schedule.
+        alpha: the first alpha.
+        alpha_rate: rate at which alpha moves.
     """
 
     download_vectors: ClassVar[float] = 3

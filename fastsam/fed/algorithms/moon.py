@@ -107,7 +107,7 @@ class _Features:
         self.tensor: object = None
 
     def record(self, module: nn.Module, inputs: tuple[Any, ...], output: object = None) -> None:
-        """Hook of the module; `output` is None before its forward pass."""
+        """Store the representation, as a hook of the module; `output` is None before its forward pass."""
         self.tensor = inputs[0] if output is None else output
 
     def take(self) -> Tensor:

@@ -47,7 +47,7 @@ class SCAFFOLD(Algorithm):
         return {**super().init_client(server), "c_i": torch.zeros_like(server["c"])}
 
     def correction(self, server: State, client: State) -> Tensor:
-        """`c - c_i`, to be added to the gradient."""
+        """Return `c - c_i`, to be added to the gradient."""
         return server["c"] - client["c_i"]
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:

@@ -48,7 +48,7 @@ def _cosine(start: float, end: float, n: float, round: float) -> float:
 
 
 def _progress(n: float, round: float) -> float:
-    """0 in round 1, 1 from round n on."""
+    """Return the progress of a schedule over n rounds: 0 in round 1, 1 from round n on."""
     if n < 2:
         raise ValueError(f"a schedule over n rounds needs n >= 2, got {n:g}")
     return min(round - 1, n - 1) / (n - 1)
@@ -69,7 +69,7 @@ _EXAMPLES = "0.05, '0.5/sqrt(round)', '0.1*lr', 'linear(0.1, 0.01, 100)', 'cosin
 
 
 def check_scheduled(name: str, value: Scheduled) -> None:
-    """Raises ValueError unless `value` is a number >= 0, a formula (see the module), or callable."""
+    """Raise ValueError unless `value` is a number >= 0, a formula (see the module), or callable."""
     if isinstance(value, str):
         tree = _parse(name, value)
         if not any(isinstance(node, ast.Name) and node.id in (*_NAMES, *_OF_THE_ROUND) for node in ast.walk(tree)):
@@ -83,7 +83,7 @@ def check_scheduled(name: str, value: Scheduled) -> None:
 
 
 def value_at(name: str, value: Scheduled, round: Round) -> float:
-    """The value in that round. Raises ValueError when it is not a finite number >= 0."""
+    """Return the value in a round. Raises ValueError if it is not a finite number >= 0."""
     if isinstance(value, str):
         result: object = formula(name, value, round.index, {"lr": round.lr, "first_lr": round.first_lr})
     else:
@@ -92,7 +92,8 @@ def value_at(name: str, value: Scheduled, round: Round) -> float:
 
 
 def formula(name: str, text: str, index: int, variables: Mapping[str, float]) -> float:
-    """Return the value of a formula in round `index` (from 0). variables: values of names besides `round`.
+    """Return the value of a formula in round `index` (from 0). The names besides `round` have their values in
+    `variables`.
 
     Raises:
         ValueError: it is not a formula, has an unknown name, or has no value.

@@ -16,8 +16,8 @@ METHODS = ("on_start", "on_evaluation", "on_round", "on_end")
 
 
 class Stop(Exception):
-    """Raised by a callback's `on_start`, `on_evaluation` or `on_round` to end the run with a `Result`, as if all rounds
-    were done.
+    """Raised by a callback's `on_start`, `on_evaluation` or `on_round` to end the run with a `Result`, as after the
+    last round.
 
     The other callbacks still get the round. The text is `stopped` in the summary.
     """
@@ -29,7 +29,7 @@ class CallbackError(RuntimeError):
 
 
 class RunView:
-    """A callback's view of a run. All of it are copies: writing into it changes no weight and no record.
+    """A callback's view of a run. It has only copies, so writing into it changes no weight and no record.
 
     Attributes:
         config: the options of the run, as JSON.
@@ -68,7 +68,7 @@ class RunView:
         return self._export(self._state)
 
     def advance(self, state: RunState) -> None:
-        """The run has come to this state."""
+        """Move the view to this state of the run."""
         self._state = state
 
 
@@ -80,16 +80,16 @@ class Callback:
     """
 
     def on_start(self, run: RunView) -> None:
-        """Called before the first round of this call. In a resumed run `run.history` has the earlier rounds, so
+        """Do something before the first round of this call. In a resumed run `run.history` has the earlier rounds, so
         counters can start from them."""
 
     def on_evaluation(self, run: RunView, record: Record) -> None:
-        """After a round in which the global model was evaluated, before its `on_round`. record: the round's, as in
-        metrics.jsonl."""
+        """Do something after a round in which the global model was evaluated, before its `on_round`. `record` is the
+        round's record, as in metrics.jsonl."""
 
     def on_round(self, run: RunView, record: Record) -> None:
-        """After every round, when its record has been written."""
+        """Do something after every round, when its record has been written."""
 
     def on_end(self, run: RunView, result: Result | None) -> None:
-        """When the run directory is complete. Called after an error too (Ctrl-C, say): then `result` is None, and
-        `run.error` says what it was."""
+        """Do something when the run directory is complete. It is called after an error too (Ctrl-C, say); then `result`
+        is None and `run.error` is the error."""

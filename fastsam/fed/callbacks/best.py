@@ -19,7 +19,13 @@ _DOWN, _UP = ("loss", "error", "perplexity"), ("accuracy", "f1", "auc")
 
 
 class Best(Callback):
-    """The best value of a metric so far. value: None before the first one; round: when it came."""
+    """The best value of a metric so far.
+
+    Attributes:
+        value: best value, None before the first one.
+        round: round of the best value.
+        rounds_since_best: number of evaluations after it.
+    """
 
     def __init__(self, metric: str, mode: str | None, min_delta: float = 0.0) -> None:
         if not isinstance(metric, str) or not metric:
@@ -50,17 +56,19 @@ class Best(Callback):
         return better
 
     def on_end(self, run: RunView, result: Result | None) -> None:
-        """Says when there was nothing to follow."""
+        """Log a warning if the metric had no value in any round."""
         if result is not None and run.round and self.value is None:
             log.warning("%s: %r had no value in any round", type(self).__name__, self.metric)
 
 
 class EarlyStopping(Best):
-    """Stops a run when `metric` has not improved in `patience` evaluations.
+    """Stops a run when `metric` has not improved in `patience` evaluations. A resumed run counts its earlier rounds.
 
-    metric: a key of a round's record; rounds without a value do not count. mode: "min" or "max", by default what the
-    name says (losses fall, accuracies rise). min_delta: an improvement must be larger. A resumed run counts its earlier
-    rounds.
+    Args:
+        metric: key of a round's record; rounds without a value do not count.
+        patience: number of evaluations without an improvement.
+        mode: "min" or "max", by default by the name (losses fall, accuracies rise).
+        min_delta: least size of an improvement.
     """
 
     def __init__(
@@ -70,14 +78,14 @@ class EarlyStopping(Best):
         self.patience = integer("patience", patience, at_least=1)
 
     def on_start(self, run: RunView) -> None:
-        """Counts what there is; raises Stop where that is enough."""
+        """Count the rounds so far. Raises Stop if they are enough."""
         self._begin()
         for record in run.history:
             self.take(record)
         self._judge()
 
     def on_round(self, run: RunView, record: Record) -> None:
-        """Raises Stop when there was no improvement for too long."""
+        """Raise Stop if there was no improvement for too long."""
         self.take(record)
         self._judge()
 
@@ -113,7 +121,7 @@ class SaveBest(Best):
             self.take(record)
 
     def on_round(self, run: RunView, record: Record) -> None:
-        """Writes the model where it is the best so far."""
+        """Write the model if it is the best so far."""
         if self.take(record):
             facts: dict[str, Any] = {"round": self.round, "metric": self.metric, "value": self.value}
             write_bytes(self.path, stored_model(run.model(), {key: str(value) for key, value in facts.items()}))

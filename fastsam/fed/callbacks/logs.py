@@ -39,12 +39,12 @@ class CSV(Callback):
         self._columns: list[str] = []
 
     def on_start(self, run: RunView) -> None:
-        """Begins the file."""
+        """Begin the file."""
         make_directory(self.path.parent, "choose another path")
         self._write(run.history)
 
     def on_round(self, run: RunView, record: Record) -> None:
-        """Adds a line; a key that no earlier record had makes a new column."""
+        """Add a line. A key that no earlier record had makes a new column."""
         if record.keys() <= {*self._columns}:
             with open(self.path, "a", newline="") as file:
                 file.write(self._lines([record]))
@@ -64,8 +64,11 @@ class CSV(Callback):
 
 
 class TensorBoard(Callback):
-    """The numbers of every round as TensorBoard's scalars, by round. directory: where its event files go. Needs
-    `tensorboard`."""
+    """The numbers of every round as TensorBoard's scalars, by round. Needs `tensorboard`.
+
+    Args:
+        directory: directory of the event files.
+    """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -73,17 +76,17 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def on_start(self, run: RunView) -> None:
-        """Opens the writer; in a resumed run what was written of later rounds has no meaning any more."""
+        """Open the writer. In a resumed run, TensorBoard drops the later rounds that were written before."""
         self._writer = self._library.SummaryWriter(self.directory, purge_step=run.round + 1 if run.round else None)
 
     def on_round(self, run: RunView, record: Record) -> None:
-        """Writes a round."""
+        """Write the numbers of a round."""
         for key, value in numbers(record).items():
             if key != "round":
                 self._writer.add_scalar(key, value, record["round"])
 
     def on_end(self, run: RunView, result: Result | None) -> None:
-        """Closes the writer."""
+        """Close the writer."""
         self._writer.close()
 
 
@@ -102,15 +105,15 @@ class WandB(Callback):
         self._run: Any = None
 
     def on_start(self, run: RunView) -> None:
-        """Begins a run there."""
+        """Begin a run in Weights & Biases."""
         self._run = self._library.init(**{"config": run.config, **self.options})
 
     def on_round(self, run: RunView, record: Record) -> None:
-        """Logs a round, with its number as the step."""
+        """Log a round, with its number as the step."""
         self._run.log(numbers(record), step=record["round"])
 
     def on_end(self, run: RunView, result: Result | None) -> None:
-        """The summary, and the end of the run there, which has failed where this one has."""
+        """Write the summary and end the run there. It has failed there if this run has."""
         if result is not None:
             self._run.summary.update(result.summary())
         self._run.finish(exit_code=0 if run.error is None else 1)
@@ -139,16 +142,16 @@ class MLflow(Callback):
             self._library.log_params({key: str(value)[:_LONGEST] for key, value in run.config.items()})
 
     def on_round(self, run: RunView, record: Record) -> None:
-        """Logs a round, with its number as the step."""
+        """Log a round, with its number as the step."""
         self._library.log_metrics(numbers(record), step=record["round"])
 
     def on_end(self, run: RunView, result: Result | None) -> None:
-        """The end of the run there, which has failed where this one has."""
+        """End the run in MLflow. It has failed there if this run has."""
         self._library.end_run("FINISHED" if run.error is None else "FAILED")
 
 
 def _import_package(module: str, package: str) -> Any:
-    """The module. Raises ImportError that says how to get it."""
+    """Import a module of a package. Raises ImportError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 class RunProgress:
     """Shows one run; call it with each round's metrics record. A context manager.
 
-    On a terminal one line that moves; elsewhere (a file, CI) a line for the first and the last round and for each
-    `every` rounds, so that logs stay short. every: default a tenth of the rounds; `rounds`: only the last line.
+    On a terminal one line moves. Elsewhere (a file, CI) there is a line for the first and the last round and for every
+    `every` rounds, so that logs stay short.
+
+    Args:
+        console: rich's console.
+        label: name of the run.
+        rounds: number of rounds.
+        every: rounds between lines, by default a tenth of the rounds; `rounds` for only the last line.
     """
 
     def __init__(self, console: Console, label: str, rounds: int, every: int | None = None) -> None:
@@ -97,12 +103,12 @@ class Countdown:
         return f"{self._number}/{self.runs}{f', {duration(seconds_left)} left' if self._num_trained else ''} "
 
     def add_trained(self) -> None:
-        """The run is over, and was trained."""
+        """Count a run that was trained, when it is over."""
         self._num_trained, self._seconds = self._num_trained + 1, self._seconds + self.clock() - self._began
 
 
 def duration(seconds: float) -> str:
-    """In the unit that suits it, e.g. "12 min"."""
+    """Return a duration in the unit that suits it, such as "12 min"."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"

@@ -69,7 +69,7 @@ class Clients(Sequence[ClientDataset]):
         return torch.cat(parts), [len(y) for y in parts]
 
     def prefetch(self, clients: Sequence[int], num_clients: int) -> None:
-        """Announce the clients that will train, in this order, `together` at once."""
+        """Announce the clients that will train, in this order, `num_clients` at once."""
 
     @abstractmethod
     def hash(self, digest: blake2b) -> None:
@@ -138,8 +138,17 @@ def hash_pair(digest: blake2b, pair: Sequence[Tensor]) -> None:
 
 
 def check_kind(samples: ClientDataset, label: str, first: Mapping[str, str] | None, any_batch: bool) -> None:
-    """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from client 0's
-    samples, whose `kinds` are `first`. `any_batch`: the loss takes any batch."""
+    """Check that the loss can read the samples of a client, and that they are like the samples of client 0.
+
+    Args:
+        samples: the client's samples.
+        label: name for messages.
+        first: `kinds` of client 0's samples, or None.
+        any_batch: the loss takes any batch, not only pairs.
+
+    Raises:
+        ValueError: the samples are not pairs (x, y), or their structure differs from client 0's samples.
+    """
     if not any_batch:
         try:
             split_pair(samples.take(torch.zeros(1, dtype=torch.int64), 0))

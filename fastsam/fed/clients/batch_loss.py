@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def call(model: nn.Module, x: Any) -> Any:
-    """`model(x)` of a tensor, `model(*x)` of a tuple or list, `model(**x)` of a dict."""
+    """Return `model(x)` of a tensor, `model(*x)` of a tuple or list, `model(**x)` of a dict."""
     if isinstance(x, Mapping):
         return model(**x)
     return model(*x) if isinstance(x, (tuple, list)) else model(x)

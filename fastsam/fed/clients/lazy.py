@@ -83,7 +83,7 @@ class LazyClientData(Clients):
     def __init__(
         self, lazy: LazyClients, takes_batches: bool, collate: Collate | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Loads client 0. Raises ValueError, naming the client, for data that cannot be read."""
+        """Load client 0. Raises ValueError, naming the client, for data that cannot be read."""
         self.lazy, self.whole, self.collate, self.dtype, self.device = lazy, takes_batches, collate, dtype, device
         self.has_sizes = lazy.sizes is not None
         self._sizes = dict(enumerate(lazy.sizes or ()))
@@ -142,7 +142,7 @@ class LazyClientData(Clients):
         return self._load_samples(client) if self.device.type == "cpu" else (self._load(client, False),)
 
     def _load_samples(self, client: int, result: tuple[Any] | None = None) -> ClientDataset:
-        """Return the samples of a client. result: a tuple with the value that `load` returned before, or None."""
+        """Return the samples of a client. `result` is a tuple with the value that `load` returned before, or None."""
         label, is_first = f"client {client}", self._reads_draw is None
         data = self._load(client, is_first) if result is None else result[0]
         content = read(
@@ -161,7 +161,7 @@ class LazyClientData(Clients):
         return samples
 
     def _load(self, client: int, is_first: bool) -> Any:
-        """Return the value of `load`. is_first: find out whether it draws random numbers."""
+        """Return the value of `load`. With `is_first`, find out whether it draws random numbers."""
         with seed_generators(seeds.derive("load", client)) if is_first or self.draws else nullcontext():
             generator_states = generators() if is_first else b""
             began = time.perf_counter()

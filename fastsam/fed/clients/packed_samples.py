@@ -25,7 +25,7 @@ class PackedSamples:
     sizes: Sequence[int]
 
     def labels(self) -> Tensor:
-        """y of all clients, `[samples, ...]`, without the zeros between them."""
+        """Return y of all clients, `[samples, ...]`, without the zeros between them."""
         return self.y if len(self.y) == sum(self.sizes) else self.y[_places(self.sizes, self.offsets).to(self.y.device)]
 
 
@@ -51,10 +51,10 @@ class StoredPairs(Sequence[Pair]):
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | None]:
-    """The pairs as views of one store, each at a multiple of the alignment.
+    """Return the pairs as views of one store, each at a multiple of the alignment, and the store.
 
-    As they were, without a store, when samples of different clients differ in shape or dtype, or are too many for a
-    second copy.
+    Without a store the pairs are returned as they were: if samples of different clients differ in shape or dtype, or if
+    they are too many for a second copy.
     """
     if len({(x.shape[1:], x.dtype, y.shape[1:], y.dtype) for x, y in pairs}) > 1:
         return list(pairs), None

@@ -88,10 +88,10 @@ class Population:
 
 
 def check_labels(population: Population, classes: int, ignore_index: int = IGNORED) -> None:
-    """Raises ValueError for a label outside 0..classes-1 other than `ignore_index`, and for a client of nothing
-    but ignored labels.
+    """Raise ValueError for a label outside 0..classes-1 other than `ignore_index`, and for a client that has only
+    ignored labels.
 
-    The test set must have none of them where a sample has one label: accuracies are of all its samples.
+    If a sample has one label, the test set must have no ignored labels, because accuracies are of all its samples.
     """
     every = population.clients.labels_together()
     good = every is not None and bool(((every[0] >= 0) & (every[0] < classes) & (every[0] != ignore_index)).all())

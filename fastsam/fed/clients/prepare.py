@@ -33,11 +33,16 @@ def prepare(
     int64.
 
     Args:
+        clients: the clients, in any form that `fed.run` takes.
+        test: the test set, in one of the forms of a client, or None.
+        dtype: dtype of the model.
+        device: device of the run.
         takes_batches: the loss takes batches, also of pairs.
+        collate: function of a list of samples that makes a batch, or None.
 
     Raises:
-        ValueError: no clients, data that a client may not be, x and y of different lengths, a client without samples,
-            or NaN or infinity in x.
+        ValueError: no clients, data that a client may not be, x and y of different lengths, a client without
+            samples, or NaN or infinity in x.
     """
     test_sizes: list[int] | None = None
     if isinstance(test, ClientTestSets):

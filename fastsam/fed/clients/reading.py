@@ -55,7 +55,15 @@ class SampleSource:
 
 def source(data: Any, label: str, has_collate: bool = False) -> Any:
     """Return a `SampleSource` of a data set, a list of samples or a loader. Columns are returned as they are.
-    `has_collate`: a `collate` takes samples. Raises ValueError, with the name `label`, for anything else."""
+
+    Args:
+        data: data of a client or of the test set.
+        label: name for messages.
+        has_collate: a `collate` of the run takes samples.
+
+    Raises:
+        ValueError: it has another form than `FORMS`.
+    """
     if isinstance(data, DataLoader):
         return _of_loader(data, label, has_collate)
     if isinstance(data, (IterableDataset, Iterator)):
@@ -90,7 +98,7 @@ def _columns(tensors: list[Tensor]) -> Any:
 
 
 def _of_loader(loader: DataLoader[Any], label: str, has_collate: bool) -> Any:
-    """The loader's data set, the part that its sampler takes, and its collate."""
+    """Return a loader's data set, the part that its sampler takes, and its collate."""
     data, sampler = loader.dataset, loader.sampler
     is_sequential = type(sampler) is SequentialSampler
     if type(sampler) is RandomSampler and not sampler.replacement:
@@ -123,7 +131,11 @@ def read(
     """Return a `source` as a pair of tensors or as samples.
 
     Args:
+        data: result of `source`.
+        label: name for messages.
         collate: function of the run; it wins over a loader's.
+        dtype: dtype of the model.
+        device: device of the run.
         per_sample: largest number of bytes of a sample that is kept in memory.
         draws: reading draws random numbers. None: find out, by a look at generators that other threads might use.
 

@@ -22,7 +22,8 @@ Collate = Callable[[list[Any]], Any]  # samples -> batch
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree (dicts, lists, tuples, named ones too) with `function` of each leaf; other mappings become dicts."""
+    """Return the tree (dicts, lists, tuples, named ones too) with `function` of each leaf. Other mappings become
+    dicts."""
     if isinstance(tree, Mapping):
         return {key: map_tree(function, part) for key, part in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -34,7 +35,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves, each with its path: `input_ids`, `0.mask`."""
+    """Yield the leaves, each with its path: `input_ids`, `0.mask`."""
     if isinstance(tree, Mapping):
         parts: Any = tree.items()
     elif isinstance(tree, (tuple, list)):
@@ -77,7 +78,7 @@ def seed_generators(seed: int) -> Iterator[None]:
 
 
 def generators() -> bytes:
-    """The states of these generators, to see whether something drew."""
+    """Return the states of these generators, to see whether something drew."""
     of_numpy: Any = np.random.get_state()
     return (
         torch.get_rng_state().numpy().tobytes()
@@ -87,8 +88,11 @@ def generators() -> bytes:
 
 
 class ClientDataset(ABC):
-    """`len(samples)` samples, taken in batches. draws: reading them draws random numbers, so a batch is read under a
-    seed."""
+    """The samples of a client, `len(samples)` of them, taken in batches.
+
+    Attributes:
+        draws: reading the samples draws random numbers, so a batch is read under a seed.
+    """
 
     draws = False
 
@@ -97,7 +101,7 @@ class ClientDataset(ABC):
 
     @abstractmethod
     def take(self, places: Tensor, seed: int) -> Any:
-        """Return the batch of the samples at `places`, int64 `[n]` on the CPU. seed: for random reading."""
+        """Return the batch of the samples at `places`, int64 `[n]` on the CPU. `seed` is the seed of random reading."""
 
     @property
     def labels(self) -> Tensor | None:
@@ -105,7 +109,7 @@ class ClientDataset(ABC):
         return None
 
     def batches(self, size: int) -> Iterator[tuple[Any, int]]:
-        """All samples in their order, and how many each batch has."""
+        """Yield batches of all samples in their order, and the number of samples in each."""
         for start in range(0, len(self), size):
             places = torch.arange(start, min(start + size, len(self)))
             yield self.take(places, start), len(places)
@@ -119,11 +123,11 @@ class ClientDataset(ABC):
         }
 
     def digest(self) -> bytes:
-        """A hash by which they are known again: here of their number and of the first one."""
+        """Return a hash by which the samples are recognized: of their number and of the first one."""
         return hash_tree(len(self), self.take(torch.zeros(1, dtype=torch.int64), 0))
 
     def note_on_labels(self) -> str:
-        """A note about the labels, for a loss that is not finite."""
+        """Return a note about the labels, for a loss that is not finite."""
         return ""
 
 
@@ -183,7 +187,7 @@ class PairSamples(TensorSamples):
 
 
 def as_samples(samples: Pair | ClientDataset) -> ClientDataset:
-    """Return samples, of a pair too."""
+    """Return samples as they are, and a pair as samples."""
     return samples if isinstance(samples, ClientDataset) else TensorSamples(list(samples), len(samples[1]))
 
 
@@ -211,6 +215,6 @@ class DatasetSamples(ClientDataset):
 
 
 def fetch(data: Any, places: Sequence[int]) -> list[Any]:
-    """The samples at some places, in one call where the data set has one for that."""
+    """Return the samples at some places, in one call if the data set has a method for that."""
     many = getattr(data, "__getitems__", None)
     return list(many(places)) if many else [data[i] for i in places]

@@ -81,7 +81,7 @@ class Shuffled:
     size: int
 
     def __call__(self, round: int, generator: torch.Generator) -> list[int]:
-        """generator: the same in all rounds of an epoch."""
+        """Return the clients of a round. `generator` must be the same in all rounds of an epoch."""
         offset = round % self.epoch * self.size
         return torch.randperm(self.clients, generator=generator)[offset : offset + self.size].tolist()
 
@@ -92,7 +92,7 @@ class Shuffled:
 
 
 def fixed_size(participation: float, clients: int) -> int:
-    """Clients in a round of "fixed" and "shuffled"."""
+    """Return the number of clients in a round of "fixed" and "shuffled"."""
     return max(1, int(participation * clients + 0.5))
 
 
@@ -180,11 +180,8 @@ def present(available: Available, round: int, clients: int) -> list[int]:
 def draw_present(
     sampler: str, share_of: Callable[[int], float], available: Available, round: int, clients: int, seed: int
 ) -> list[int]:
-    """Draw from the clients that can take part in the round, as `draw` does from all. Return an empty list if no
-    client can.
-
-    share_of: function of a number of clients that returns the share that takes part.
-    """
+    """Draw from the clients that can take part in the round, as `draw` does from all. Return an empty list if no client
+    can. `share_of` returns the share that takes part, from a number of clients."""
     ids = present(available, round, clients)
     if not ids:
         return []
@@ -222,10 +219,12 @@ def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
 
 
 def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
-    """The weights of all clients where the user names them; None for one of `WEIGHTINGS`.
+    """Return the weights of all clients if the user gives them, None for one of `WEIGHTINGS`.
 
-    Raises ValueError unless they are whole numbers from 1 to `MOST`. Whole numbers, because sums over clients are
-    exact.
+    They are whole numbers, because sums over clients are exact.
+
+    Raises:
+        ValueError: they are not whole numbers from 1 to `MOST`.
     """
     if isinstance(weighting, str):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def errors_with_path(path: Path) -> Iterator[None]:
-    """An OSError inside, of a full disk for one, names the file."""
+    """Add the file's name to an OSError inside, such as the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -65,7 +65,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a regular file. Raises OSError as `open_regular` does."""
+    """Return the contents of a regular file. Raises OSError as `open_regular` does."""
     with open(open_regular(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
@@ -89,5 +89,5 @@ def make_directory(path: Path, advice: str = "choose another run directory") -> 
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replaces a JSON file in one step."""
+    """Replace a JSON file in one step."""
     write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())

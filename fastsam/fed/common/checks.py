@@ -15,7 +15,7 @@ from fastsam.optim.base_optimizer import FOREIGN_NAMES
 def number(
     name: str, value: Any, *, above: float | None = None, at_least: float | None = None, at_most: float | None = None
 ) -> float:
-    """`value` as a float. Raises ValueError unless it is a finite real number within the bounds."""
+    """Return `value` as a float. Raises ValueError unless it is a finite real number within the bounds."""
     # Nearly every call: algorithms check the numbers of every client's step.
     if type(value) is float and math.isfinite(value) and at_most is None:  # noqa: SIM102
         if (above is None or value > above) and (at_least is None or value >= at_least):
@@ -38,7 +38,7 @@ def number(
 
 
 def decay_rate(name: str, value: float, factor_name: str, factor: float, index: int) -> float:
-    """`value * factor**index`. Raises ValueError when that is beyond all floats."""
+    """Return `value * factor**index`. Raises ValueError if that is beyond all floats."""
     try:
         result = value * factor**index
     except OverflowError:
@@ -67,7 +67,7 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
 
 
 def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """`value`. Raises ValueError unless it is one of `choices`."""
+    """Return `value`. Raises ValueError unless it is one of `choices`."""
     if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
         hint = nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else ""
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")

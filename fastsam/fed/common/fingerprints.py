@@ -35,7 +35,7 @@ def describe(value: Any) -> Any:
 
 
 def hyperparameters(algorithm: Any) -> dict[str, Any]:
-    """The public attributes of an algorithm (or another object) for reports."""
+    """Return the public attributes of an algorithm (or another object) for reports."""
     return {
         name: describe(value)
         for name, value in sorted(getattr(algorithm, "__dict__", {}).items())
@@ -104,7 +104,7 @@ def structure(model: nn.Module) -> list[Any]:
 
 
 def digest(model: nn.Module) -> str:
-    """A hash of the bytes of a model's parameters and buffers."""
+    """Return a hash of the bytes of a model's parameters and buffers."""
     hasher = blake2b(digest_size=16)
     for tensor in (*model.parameters(), *model.buffers()):
         hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -21,11 +21,17 @@ def is_import_path(name: str) -> bool:
 
 
 def import_object(path: str, label: str) -> Any:
-    """The object at "package.module:attribute" or "path/to/file.py:attribute".
+    """Return the object at "package.module:attribute" or "path/to/file.py:attribute".
 
     Modules are also looked up in the current directory. An error inside the imported code reaches the caller as it is.
-    Raises ValueError (a wrong form, no such file, module or attribute, and code that is neither the user's own nor
-    trusted, see `trust`; `label` is named in it).
+
+    Args:
+        path: the import path.
+        label: name for messages.
+
+    Raises:
+        ValueError: the form is wrong, there is no such file, module or attribute, or the code is neither the user's
+            own nor trusted (see `trust`).
     """
     location, _, attribute = path.rpartition(":")
     if not location or not attribute:

@@ -79,22 +79,22 @@ def option(default: Any, help: str, **limits: Any) -> Any:
     Args:
         default: default value.
         help: meaning, for people.
-        **limits: `choices`; the bounds `above`, `at_least` and `at_most` of a number; `free`, if a resumed run may have
-            a different value; `formula`, a check of strings and functions that may replace a number.
+        **limits: `choices`; the bounds `above`, `at_least` and `at_most` of a number; `resumable`, if a resumed run
+            may have a different value; `formula`, a check of strings and functions that may replace a number.
     """
     default_options = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
     return field(**default_options, metadata={"help": help, **limits})
 
 
 def kinds(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type, without their parameters."""
+    """Return the types of a union, or the one type, without their parameters."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return tuple(typing.get_origin(k) or k for k in (typing.get_args(annotation) if union else (annotation,)))
 
 
 @functools.cache
 def table(cls: type) -> dict[str, Option]:
-    """The options of a dataclass, by name, in the order of its fields."""
+    """Return the options of a dataclass, by name, in the order of its fields."""
     hints = typing.get_type_hints(cls)
     rows = [f for f in fields(cls) if "help" in f.metadata]
     defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in rows}
@@ -102,7 +102,7 @@ def table(cls: type) -> dict[str, Option]:
 
 
 def check(options: object) -> None:
-    """Puts what `Option.check` returns in place of each option, in a frozen dataclass too. Raises ValueError."""
+    """Replace each option by the value that `Option.check` returns, in a frozen dataclass too. Raises ValueError."""
     cls: Any = type(options)
     for name, row in table(cls).items():
         object.__setattr__(options, name, row.check(getattr(options, name)))

@@ -18,7 +18,7 @@ _WEYL = np.arange(_MOST, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB6
 
 
 def derive(*parts: int | str) -> int:
-    """A number of 63 bits that depends on all parts and on nothing else; the same on every machine."""
+    """Return a number of 63 bits that depends on all parts and on nothing else. It is the same on every machine."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -30,7 +30,7 @@ def generator(*parts: int | str) -> torch.Generator:
 
 
 def permutation(n: int, *parts: int | str) -> Tensor:
-    """A random order of `range(n)`, int64 `[n]` on the CPU."""
+    """Return a random order of `range(n)`, int64 `[n]` on the CPU."""
     return permutations([0], [n], *parts)[0]
 
 

@@ -34,7 +34,8 @@ class TrustError(ValueError):
 
 @contextmanager
 def trust_names(*names: str) -> Iterator[None]:
-    """Import paths may name these too, inside: top-level packages ("torchvision"), files or folders ("/shared/lab.py").
+    """Trust these names of import paths inside: top-level packages ("torchvision"), files or folders
+    ("/shared/lab.py").
 
     Raises TrustError for a module of the standard library.
     """
@@ -51,7 +52,7 @@ def trust_names(*names: str) -> Iterator[None]:
 
 
 def check_file(path: Path, label: str) -> None:
-    """Raises TrustError for a file that is neither the user's own nor named."""
+    """Raise TrustError for a file that is neither the user's own nor named."""
     real = path.resolve()
     if _is_standard(real):
         raise TrustError(f"{label}: {path} belongs to the standard library, and a config may not use it")
@@ -158,7 +159,7 @@ def _is_standard(place: Path) -> bool:
 
 
 def _is_own(place: Path) -> bool:
-    """Not installed, and below the current folder or the user's own by the file system's word."""
+    """Return True if a file is not installed, and is below the current folder or is the user's by the file system."""
     if _is_standard(place) or any(part in _INSTALLED for part in place.parts):
         return False
     folder = Path.cwd().resolve()

@@ -37,7 +37,7 @@ class Partition:
 
 
 def check_clients(clients: int, samples: int) -> None:
-    """Raises ValueError unless every one of `clients` can get a sample."""
+    """Raise ValueError unless each of `clients` clients can get a sample."""
     if integer("clients", clients, at_least=1) > samples:
         raise ValueError(
             f"{clients} clients cannot share {samples} training samples: each needs one; take at most {samples} clients"
@@ -45,7 +45,8 @@ def check_clients(clients: int, samples: int) -> None:
 
 
 def split_generator(seed: int) -> np.random.RandomState:
-    """numpy's legacy generator, from which the splits draw. Raises ValueError for a seed that it does not take."""
+    """Return numpy's legacy generator, from which the splits draw. Raises ValueError for a seed that it does not
+    take."""
     number = integer("the split's seed", seed)
     if not 0 <= number < 2**32:
         raise ValueError(f"the split's seed must be an integer in 0..{2**32 - 1}, got {seed!r}")
@@ -53,7 +54,7 @@ def split_generator(seed: int) -> np.random.RandomState:
 
 
 def check_shares(shares: np.ndarray, alpha: float) -> None:
-    """Raises ValueError unless every row of a Dirichlet distribution adds up to one: extreme values of alpha fail."""
+    """Raise ValueError unless every row of a Dirichlet distribution adds up to one: extreme values of alpha fail."""
     if np.isnan(shares).any():
         raise ValueError(f"alpha={alpha!r} is too small: the class priors underflow to 0/0; take 0.01 or more")
     if not np.allclose(shares.sum(-1), 1):
@@ -61,7 +62,7 @@ def check_shares(shares: np.ndarray, alpha: float) -> None:
 
 
 def equal_sizes(samples: int, clients: int) -> np.ndarray:
-    """``floor(samples / clients)`` for everyone; the remainder goes to client 0 (as in the simulators)."""
+    """Return ``floor(samples / clients)`` for each client. The remainder goes to client 0 (as in the simulators)."""
     sizes = np.full(clients, samples // clients, dtype=np.int64)
     sizes[0] += samples - sizes.sum()
     return sizes
@@ -210,5 +211,5 @@ def _check_draw(labels: np.ndarray, priors: np.ndarray, sizes: np.ndarray, exhau
 
 
 def frequencies(labels: np.ndarray, parts: Sequence[np.ndarray], classes: int) -> np.ndarray:
-    """`[clients, classes]`: each client's class frequencies."""
+    """Return each client's class frequencies, `[clients, classes]`."""
     return np.stack([np.bincount(labels[part], minlength=classes) / len(part) for part in parts])

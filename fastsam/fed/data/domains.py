@@ -39,11 +39,16 @@ def by_domain(
         domains: x [n, *shape] and y [n] int64 of each domain, by its name.
         held_out: the domain that is the test set and is not trained on. None: the test set is a stratified
             `test_fraction` of every domain.
+        clients_per_domain: number of clients of each domain.
         seed: random seed of the split of each domain.
+        test_fraction: share of the test samples, without a held-out domain.
+        classes: number of classes; default: one more than the largest label.
+        name: name for reports.
         **more: fields of `FederatedData`.
 
     Raises:
-        ValueError: a domain does not exist, no domain is left for training, or a domain has fewer samples than clients.
+        ValueError: a domain does not exist, no domain is left for training, or a domain has fewer samples than
+            clients.
     """
     num_clients = integer("clients_per_domain", clients_per_domain, at_least=1)
     training = _training(domains, held_out, name)
@@ -68,7 +73,7 @@ def by_domain(
 
 
 def _training(domains: Mapping[str, Pair], held_out: str | None, name: str) -> dict[str, Pair]:
-    """The domains that are not held out."""
+    """Return the domains that are not held out."""
     if held_out is not None and held_out not in domains:
         raise ValueError(
             f"held_out: {name} has no domain {held_out!r}; its domains are {', '.join(map(repr, domains))}"
@@ -91,12 +96,14 @@ def digits_domains(
     domains.
 
     No image is in two domains. Each domain has the class frequencies of the whole. x [n, 1, 8, 8] float32 has mean 0
-    and standard deviation 1 before the transform. See `by_domain` for the other arguments.
+    and standard deviation 1 before the transform.
 
     Args:
-        domains: transforms, also their names: "rot30" (degrees counter-clockwise about the centre, bilinear; multiples
-            of 90 are exact), "noise0.5" (Gaussian, in standard deviations of the pixels, fixed by the name), or
-            several, "rot30+noise0.5".
+        domains: transforms, also their names: "rot30" (degrees counter-clockwise about the centre, bilinear;
+            multiples of 90 are exact), "noise0.5" (Gaussian, in standard deviations of the pixels, fixed by the
+            name), or several, "rot30+noise0.5".
+        held_out, clients_per_domain, seed, test_fraction: see `by_domain`.
+        augment: a name of `fastsam.fed.data.augment.AUGMENTS`; "auto" means no augmentation.
 
     Raises:
         ValueError: a transform is unknown, or a domain is named twice.

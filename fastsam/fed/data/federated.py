@@ -78,7 +78,7 @@ class FederatedData:
         return tuple(self.test[0].shape[1:])
 
     def class_counts(self) -> np.ndarray:
-        """[clients, classes] int64: how many samples of each class every client holds."""
+        """Return how many samples of each class every client holds, int64 [clients, classes]."""
         return np.stack([np.bincount(y.cpu().numpy(), minlength=self.classes) for _, y in self.clients])
 
 
@@ -109,11 +109,17 @@ def _check_pair(pair: Any, classes: int, label: str) -> None:
 
 
 def as_tensors(x: Any, y: Any, classes: int | None = None, label: str = "data") -> tuple[Tensor, Tensor]:
-    """Arrays or tensors as the pair that `FederatedData` holds.
+    """Return arrays or tensors as the pair that `FederatedData` holds.
 
-    x: [n, ...]. Bytes (uint8: pixels) become float32 in 0..1, other integers (token numbers) int64; floating-point
-    numbers keep their type (a run casts them to its model's). y: [n] integers of any type, or [n, 1].
-    Raises ValueError for lengths that differ, bad labels, NaN and infinity.
+    Args:
+        x: [n, ...]. Bytes (uint8: pixels) become float32 in 0..1, other integers (token numbers) int64.
+            Floating-point numbers keep their type (a run casts them to its model's).
+        y: [n] integers of any type, or [n, 1].
+        classes: number of classes; default: one more than the largest label.
+        label: name for messages.
+
+    Raises:
+        ValueError: lengths differ, labels are not class numbers, or x holds NaN or infinity.
     """
     # a copy: torch warns about read-only arrays
     x = x if isinstance(x, Tensor) else torch.from_numpy(np.array(x, order="C"))
@@ -145,12 +151,19 @@ def split_data(
     augment: Augment | None = None,
     **options: Any,
 ) -> FederatedData:
-    """Pooled training data dealt out to `clients` clients.
+    """Deal pooled training data out to clients.
 
-    x: [n, ...]; y: [n] int64. test: the common test set. split: a name of `fastsam.fed.data.partition.SPLITS`;
-    `options` are that split's own (`alpha`, `exhausted` for "dirichlet"; `balanced` for "iid"; ...). clients may be
-    None for the split "own", which knows them. classes: default, one more than the largest label in training and test
-    set. augment: for the `FederatedData`.
+    Args:
+        x: training inputs, [n, ...].
+        y: training labels, [n] int64.
+        test: the common test set.
+        clients: number of clients; may be None for the split "own", which knows it.
+        split: a name of `fastsam.fed.data.partition.SPLITS`.
+        seed: random seed of the split.
+        classes: number of classes; default: one more than the largest label in training and test set.
+        name: name for reports.
+        augment: see `FederatedData`.
+        **options: options of this split (`alpha`, `exhausted` for "dirichlet"; `balanced` for "iid"; ...).
     """
     if classes is None:
         classes = 1 + max(int(y.max()), int(test[1].max()))

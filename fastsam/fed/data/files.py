@@ -19,12 +19,20 @@ from fastsam.fed.data.federated import FederatedData, as_tensors, split_data, st
 def from_npz(
     path: str | Path, *, test_fraction: float = 0.2, classes: int | None = None, **split: Any
 ) -> FederatedData:
-    """One pooled ``.npz`` file, dealt out to clients.
+    """Deal one pooled ``.npz`` file out to clients.
 
-    Arrays: ``x_train, y_train`` and, if there is a test set, ``x_test, y_test`` (the names of Keras' files); or ``x,
-    y``. Without a test set a stratified `test_fraction` becomes one. `as_tensors` says how types are read. split: see
-    `split_data`.
-    Raises ValueError for a missing array or bad contents, FileNotFoundError.
+    Its arrays are ``x_train, y_train`` and, if there is a test set, ``x_test, y_test`` (the names of Keras' files), or
+    ``x, y``. `as_tensors` says how types are read.
+
+    Args:
+        path: path of the file.
+        test_fraction: share of the samples that becomes a stratified test set, if the file has none.
+        classes: number of classes; default: one more than the largest label.
+        **split: arguments of `split_data`.
+
+    Raises:
+        ValueError: an array is missing, or has bad contents.
+        FileNotFoundError: the file does not exist.
     """
     arrays = _read(path)
     train = _array(arrays, path, "x_train", "x"), _array(arrays, path, "y_train", "y")
@@ -39,11 +47,13 @@ def from_npz(
 
 
 def from_client_files(pattern: str, test_path: str | Path, classes: int | None = None) -> FederatedData:
-    """One ``.npz`` file per client (arrays ``x, y``), in the order of their sorted names; `pattern` as for the shell:
-    ``clients/*.npz``.
+    """Return the clients of one ``.npz`` file each (arrays ``x, y``), in the order of their sorted names.
 
-    test_path: the ``.npz`` file of the common test set (``x, y`` or ``x_test, y_test``); left out of the clients when
-    the pattern matches it.
+    Args:
+        pattern: pattern of the files' names, as for the shell: ``clients/*.npz``.
+        test_path: the ``.npz`` file of the common test set (``x, y`` or ``x_test, y_test``). It is not a client if
+            the pattern matches it.
+        classes: number of classes; default: one more than the largest label.
     """
     test_arrays = _read(test_path)
     test = as_tensors(

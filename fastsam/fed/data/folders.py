@@ -73,15 +73,24 @@ def officehome(
     size: int = 224,
     folder_set: FolderSet = OFFICEHOME,
 ) -> FederatedData:
-    """OfficeHome (Venkateswara et al., 2017): 15,588 images, 65 classes, domains Art, Clipart, Product and Real World.
+    """Return OfficeHome (Venkateswara et al., 2017): 15,588 images, 65 classes, domains Art, Clipart, Product and Real
+    World.
 
-    data_dir: the folder with the domains, or its parent, as the published zip file unpacks. x are bytes, uint8 [n, 3,
-    size, size]: the shorter side resized to ``size * 256 / 224``, the centre cropped; `FederatedData.pixels` has
-    ImageNet's mean and standard deviation. The first call reads the images and writes ``.fastsam-<size>`` next to the
-    domains. Later calls map it into memory.
-    augment: "auto" means no augmentation. Otherwise as `by_domain`.
-    Raises ImportError without torchvision; FileNotFoundError for a missing folder or domain; ValueError for another
-    number of classes, and an image that cannot be read.
+    x are bytes, uint8 [n, 3, size, size]: the shorter side resized to ``size * 256 / 224``, the centre cropped.
+    `FederatedData.pixels` has ImageNet's mean and standard deviation. The first call reads the images and writes
+    ``.fastsam-<size>`` next to the domains. Later calls map it into memory.
+
+    Args:
+        data_dir: folder with the domains, or its parent, as the published zip file unpacks.
+        held_out, clients_per_domain, seed, test_fraction: see `by_domain`.
+        augment: a name of `fastsam.fed.data.augment.AUGMENTS`; "auto" means no augmentation.
+        size: height and width of the images.
+        folder_set: the published data set.
+
+    Raises:
+        ImportError: torchvision is missing.
+        FileNotFoundError: a folder or domain is missing.
+        ValueError: the number of classes is different, or an image cannot be read.
     """
     root = _root(folder_set, Path(data_dir))
     pairs, classes = read_domains(root, folder_set.domains, size)
@@ -113,7 +122,8 @@ def domainnet(
     size: int = 224,
     folder_set: FolderSet = DOMAINNET,
 ) -> FederatedData:
-    """DomainNet (Peng et al., 2019): 586,575 images, 345 classes, 6 domains, 88 GB; otherwise as `officehome`."""
+    """Return DomainNet (Peng et al., 2019): 586,575 images, 345 classes, 6 domains, 88 GB; otherwise as
+    `officehome`."""
     return officehome(data_dir, held_out, clients_per_domain, seed, test_fraction, augment, size, folder_set)
 
 
@@ -129,7 +139,7 @@ def _root(folder_set: FolderSet, data_dir: Path) -> Path:
 
 
 def _find_domain(root: Path, domain: str) -> Path | None:
-    """The domain's folder; case, blanks and underscores do not count ("Real World", "real_world")."""
+    """Return the domain's folder. Case, blanks and underscores do not count ("Real World", "real_world")."""
     plain = re.sub(r"[\W_]", "", domain).lower()
     return next(
         (p for p in sorted(root.iterdir()) if p.is_dir() and re.sub(r"[\W_]", "", p.name).lower() == plain), None
@@ -177,7 +187,8 @@ def _samples(domain: Path) -> list[tuple[str, Path]]:
 
 
 def _pixels(files: list[Path], size: int, cache: Path) -> np.ndarray:
-    """uint8 [n, 3, size, size] of the files, from `cache` when it was made of the same ones (names, sizes, times)."""
+    """Return the images, uint8 [n, 3, size, size], from `cache` if it was made of the same files (names, sizes,
+    times)."""
     file_facts = [
         (p.relative_to(cache.parent.parent).as_posix(), p.stat().st_size, p.stat().st_mtime_ns) for p in files
     ]
@@ -202,7 +213,8 @@ def _pixels(files: list[Path], size: int, cache: Path) -> np.ndarray:
 
 
 def _image(path: Path, size: int) -> Any:
-    """The shorter side resized to ``size * 256 / 224`` (bilinear), the centre of size x size, [3, size, size] uint8."""
+    """Read an image, resize its shorter side to ``size * 256 / 224`` (bilinear), and return the centre, [3, size, size]
+    uint8."""
     folder = vision("torchvision.datasets.folder", _PURPOSE)
     transforms = vision("torchvision.transforms.functional", _PURPOSE)
     try:

@@ -38,9 +38,10 @@ def digits(
     client 0 has the remainder too (65 in all).
 
     Args:
+        clients, split, seed, **options: see `split_data`.
         alpha: concentration, for the splits that take one.
+        test_fraction: share of the images in the test set.
         augment: a name of `fastsam.fed.data.augment.AUGMENTS`; "auto" means no augmentation.
-        **options: further options of the split.
 
     Raises:
         ValueError: there are more clients than training images, or the split cannot be made.
@@ -91,6 +92,6 @@ def _read() -> tuple[np.ndarray, Tensor]:
 
 
 def _standardise(pixels: np.ndarray, train: Any) -> Tensor:
-    """Mean 0 and standard deviation 1 over the rows `train`."""
+    """Scale the pixels to mean 0 and standard deviation 1 over the rows `train`."""
     mean, std = pixels[train].mean(), pixels[train].std()
     return torch.from_numpy(((pixels - mean) / std).astype(np.float32).reshape(-1, 1, 8, 8))

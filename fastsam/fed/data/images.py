@@ -33,14 +33,16 @@ def cifar10(
     url: str | None = None,
     **options: Any,
 ) -> FederatedData:
-    """CIFAR-10 (Krizhevsky, 2009): 50,000 training and 10,000 test images; x [n, 3, 32, 32] float32 ``(x / 255 - mean)
-    / std``.
+    """Return CIFAR-10 (Krizhevsky, 2009): 50,000 training and 10,000 test images; x [n, 3, 32, 32] float32 ``(x / 255 -
+    mean) / std``.
 
     Args:
-        data_dir: folder with `cifar-10-python.tar.gz`, which `download` puts there.
+        data_dir: folder with `cifar-10-python.tar.gz`.
         clients, split, seed, **options: see `split_data`.
         alpha: concentration, for the splits that take one.
+        download: fetch the archive if it is missing or wrong.
         augment: "auto" is the simulators' `FlipCrop`.
+        mean, std: mean and standard deviation of each channel, in 0..1.
         url: address of a mirror.
 
     Raises:
@@ -69,7 +71,7 @@ def cifar100(
     url: str | None = None,
     **options: Any,
 ) -> FederatedData:
-    """CIFAR-100 with its 100 fine classes, from `cifar-100-python.tar.gz`; otherwise as `cifar10`.
+    """Return CIFAR-100 with its 100 fine classes, from `cifar-100-python.tar.gz`; otherwise as `cifar10`.
 
     The simulators' IID split of it gives each client the same number of samples of each class: ``split="iid",
     balanced=True``.
@@ -93,18 +95,17 @@ def emnist(
     url: str | None = None,
     **options: Any,
 ) -> FederatedData:
-    """EMNIST ByClass (Cohen et al., 2017): 62 classes of characters; x [n, 1, 28, 28] float32.
+    """Return EMNIST ByClass (Cohen et al., 2017): 62 classes of characters; x [n, 1, 28, 28] float32.
 
     Pixels are divided by 255 and scaled to mean 0 and standard deviation 1 over the training part. The stored images
     are transposed and are turned upright.
 
     Args:
-        data_dir: folder with `EMNIST/raw/gzip.zip`, which `download` puts there.
+        data_dir: folder with `EMNIST/raw/gzip.zip`.
+        clients, split, alpha, seed, download, url, **options: see `cifar10`, also for the errors.
+        augment: "auto" means no augmentation.
         fraction: share of the 697,932 training and of the 116,323 test images, drawn without replacement by a fixed
             generator. 0.1, the FedSAM paper's subset, gives 69,793 and 11,632 images.
-        augment: "auto" means no augmentation.
-
-    See `cifar10` for the other arguments and errors.
     """
     fraction = number("fraction", fraction, above=0, at_most=1)
     parts = zip(archives.EMNIST.read(data_dir, download, url), ("training", "test"), strict=True)
@@ -115,7 +116,7 @@ def emnist(
 
 
 def _cifar_part(part: Any) -> tuple[np.ndarray, np.ndarray]:
-    """x uint8 [n, 3, 32, 32] and y int64 [n] in the order of the files; torchvision has the channels last."""
+    """Return x uint8 [n, 3, 32, 32] and y int64 [n] in the order of the files; torchvision has the channels last."""
     return _check_part(part, part.data.transpose(0, 3, 1, 2), np.asarray(part.targets), (3, 32, 32))
 
 
@@ -149,7 +150,8 @@ def _statistics(x: np.ndarray) -> tuple[tuple[float], tuple[float]]:
 
 
 def _standardise(part: tuple[np.ndarray, np.ndarray], mean: Any, std: Any) -> tuple[Tensor, Tensor]:
-    """uint8 [n, C, H, W] as float32 ``(x / 255 - mean) / std`` with one mean and std per channel; the labels."""
+    """Return uint8 [n, C, H, W] as float32 ``(x / 255 - mean) / std``, with one mean and std per channel, and the
+    labels."""
     x, y = part
     images = torch.from_numpy(np.ascontiguousarray(x)).to(torch.float32).div_(255)
     channels = [torch.tensor(values, dtype=torch.float32).reshape(1, -1, 1, 1) for values in (mean, std)]
@@ -166,7 +168,7 @@ def _split_over_clients(
     alpha: float,
     **options: Any,
 ) -> FederatedData:
-    """Return training and test pair as clients. usual: meaning of "auto" for this data set."""
+    """Return the training and the test pair as clients. `usual` is the meaning of "auto" for this data set."""
     (x, y), test = pair
     for part_name, (_, labels) in (("training", (x, y)), ("test", test)):
         if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= classes:

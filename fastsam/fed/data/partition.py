@@ -32,16 +32,22 @@ from fastsam.fed.data.dealing import (
 def dirichlet(
     labels: Any, clients: int, alpha: float, seed: int = 20, exhausted: str = "reset", classes: int | None = None
 ) -> Partition:
-    """Label ratios per client from a symmetric Dirichlet distribution; equal client sizes.
+    """Draw each client's class shares from a symmetric Dirichlet distribution; all clients have one size.
 
-    Not the per-class split of other libraries, which makes unequal sizes: here each client draws its own class prior
-    ``p_i ~ Dir(alpha * 1)`` and then its samples from it (FL-Simulator's procedure: permute the training set, draw
-    the priors, then `draw`).
+    It is not the per-class split of other libraries, which makes unequal sizes. Each client draws its own class prior
+    ``p_i ~ Dir(alpha * 1)`` and then its samples from it (FL-Simulator's procedure: permute the training set, draw the
+    priors, then `draw`).
 
-    labels: [samples] integers. alpha: concentration, > 0; small is heterogeneous. seed: random seed of the legacy
-    ``RandomState``; the papers use 20.
-    exhausted: see `draw`. classes: number of classes, default ``max(labels) + 1``.
-    Raises ValueError for more clients than samples, alpha not > 0, or bad labels.
+    Args:
+        labels: [samples] integers.
+        clients: number of clients.
+        alpha: concentration, > 0; small is heterogeneous.
+        seed: random seed of the legacy ``RandomState``; the papers use 20.
+        exhausted: see `draw`.
+        classes: number of classes, default ``max(labels) + 1``.
+
+    Raises:
+        ValueError: there are more clients than samples, alpha is not > 0, or labels are not class numbers.
     """
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)
@@ -116,7 +122,7 @@ def _check_own_classes(labels: np.ndarray, split: Partition, exhausted: str) -> 
 def iid(labels: Any, clients: int, seed: int = 20, balanced: bool = False, classes: int | None = None) -> Partition:
     """Shuffle and cut into consecutive blocks of equal size (the remainder goes to client 0, the first block).
 
-    Every client's prior is the class distribution of the whole training set. `balanced`: every client gets the same
+    Every client's prior is the class distribution of the whole training set. With `balanced` every client gets the same
     number of samples of each class (the simulators' CIFAR-100 case).
 
     Raises:
@@ -212,10 +218,12 @@ def own(
     Samples that no client names are left out. `priors` are the clients' class frequencies.
 
     Args:
+        labels: [samples] integers.
         clients: expected number of lists, or None for any number.
         seed: has no effect, because nothing is drawn.
         indices: a list of integer lists, or a JSON file with one.
         duplicates: a sample may be named more than once.
+        classes: number of classes, default ``max(labels) + 1``.
 
     Raises:
         ValueError: it is not a list, a list is empty, an index is not an integer or outside the training set, or a

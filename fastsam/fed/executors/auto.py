@@ -35,7 +35,7 @@ class Choice:
     reason: str
 
     def record(self) -> dict[str, Any]:
-        """For the run directory."""
+        """Return the choice for the run directory."""
         executor = self.executor
         return {"name": self.name, "slots": executor.slots, "reason": self.reason, "numbers": executor.numbers}
 
@@ -52,7 +52,7 @@ def choose(name: str, setup: Setup) -> Choice:
 
 
 def rule(setup: Setup) -> tuple[str, str]:
-    """The executor's name, and why."""
+    """Return the executor's name, and why."""
     reason = _not_stacked(setup)
     if reason is None:
         return "vmap", "a dense model of this size: stacked clients share the cost of every call"
@@ -67,7 +67,7 @@ def rule(setup: Setup) -> tuple[str, str]:
 
 
 def _not_stacked(setup: Setup) -> str | None:
-    """Why stacked clients would be slower, or are impossible; None when they are the fastest."""
+    """Return the reason why stacked clients would be slower, or are impossible, or None if they are the fastest."""
     if any(isinstance(m, _UNSTACKED) for m in setup.model.modules()) or any(
         len(s.shape) > 2 for s in setup.layout.segments
     ):
@@ -86,7 +86,7 @@ def _not_stacked(setup: Setup) -> str | None:
 
 
 def _not_captured(setup: Setup) -> str | None:
-    """Why a captured step is impossible, or would hide something; None when it serves."""
+    """Return the reason why a captured step is impossible, or would hide something, or None."""
     if _has_hooks(setup.model):
         return "the model has hooks, which would be called at the capture alone"
     reason = graph.Graph.why_not(setup)

@@ -25,7 +25,7 @@ class ClientError(RuntimeError):
 
     @classmethod
     def of(cls, clients: Sequence[int], round: int, step: int, error: Exception) -> ClientError:
-        """round: from 0, as in `Task`."""
+        """Return the error of clients in round `round`, which counts from 0, as in `Task`."""
         client_names = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
         message = str(error)
         if len(clients) == 1:
@@ -86,11 +86,14 @@ class Executor(ABC):
 
     @abstractmethod
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
-        """Trains every task from the weights `start` (flat `[row_size]`) and the model's `buffers`; the ends come in
+        """Train every task from the weights `start` (flat `[row_size]`) and the model's `buffers`. The results come in
         any order, in groups of one or more clients.
 
-        `tasks` is consumed as rows become free. Raises ClientError when the model or the loss raises; where the setup
-        excludes such clients, the error comes in place of their ends.
+        `tasks` is consumed as rows become free. If the setup excludes clients with errors, the error comes in place of
+        their results.
+
+        Raises:
+            ClientError: the model or the loss raised.
         """
 
 

@@ -32,8 +32,8 @@ class BatchGatherer:
     """The batches of clients that begin together and have the same number of samples and batch size, without
     augmentation.
 
-    Samples and order equal `Task.batches`. Some batches at a time are gathered for all rows. The rows
-    of a batch are contiguous in memory.
+    Samples and order equal `Task.batches`. Some batches at a time are gathered for all rows. The rows of a batch are
+    contiguous in memory.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -54,7 +54,7 @@ class BatchGatherer:
         return self._block[1][number % BLOCK]
 
     def sample_indices(self, k: int, count: int) -> SampleIndices:
-        """The samples of batches k to k + count - 1, which are of one epoch."""
+        """Return the samples of batches k to k + count - 1, which are of one epoch."""
         orders = self.orders(k, count)
         store = self.setup.population.clients.store
         if store is None:
@@ -89,13 +89,13 @@ class BatchGatherer:
         return self._orders[1]
 
     def _batches(self, orders: Tensor) -> list[Batch]:
-        """The batches of a block."""
+        """Return the batches of a block."""
         if self.setup.population.clients.store is None:
             return list(zip(*(part.split(self.size, 1) for part in self._gather(orders)), strict=True))
         return self._side_by_side(orders)
 
     def _side_by_side(self, orders: Tensor) -> list[Batch]:
-        """The batches of a block, each contiguous."""
+        """Return the batches of a block, each contiguous."""
         num_samples, batches = orders.shape[1] - orders.shape[1] % self.size, list[Batch]()
         if num_samples:
             x, y = self._gather(orders[:, :num_samples].unflatten(1, (-1, self.size)).transpose(0, 1))
@@ -105,8 +105,8 @@ class BatchGatherer:
         return batches
 
     def _gather(self, orders: Tensor) -> Batch:
-        """The samples of each row at `orders`, `[rows, samples]`; in a store, where this is one gather, also
-        `[batches, rows, samples]`."""
+        """Return the samples of each row at `orders`, `[rows, samples]`. In a store, where this is one gather, `orders`
+        may also be `[batches, rows, samples]`."""
         tasks, store = self.tasks, self.setup.population.clients.store
         indices = to_device(orders.contiguous(), tasks[0].y.device)
         if store is not None:
@@ -120,7 +120,7 @@ class BatchGatherer:
 
 
 def gather_keys(tasks: Sequence[Task]) -> Sequence[object]:
-    """For each of some tasks of one round a key; neighbours of one key can share a `BatchGatherer`."""
+    """Return a key for each of some tasks of one round. Neighbours with equal keys can share a `BatchGatherer`."""
     population = tasks[0].setup.population
     if population.augment is not None:  # one batch by itself
         return range(len(tasks))

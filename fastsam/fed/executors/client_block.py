@@ -1,5 +1,4 @@
-"""Clients in slots of stacked rows: where they are in their round, where their batches come from, what they leave
-behind."""
+"""Clients in slots of stacked rows: their position in the round, their batches and their results."""
 
 from __future__ import annotations
 
@@ -27,19 +26,22 @@ class ClientBlock:
     """Clients of one key (see `gather_keys`) in neighbouring slots, which begin, step and end together.
 
     Attributes:
+        tasks: tasks of the clients.
         slot, end: the first slot, and the slot after the last.
+        variant: variant of their steps.
         sizes: number of samples of each batch of an epoch.
         shapes: properties that blocks must share to step together: for a whole batch, and for the last batch of an
             epoch.
-        steps, seen: number of local steps of a client, and of the samples in all its batches.
+        steps: number of local steps of a client.
+        num_samples: number of samples in all batches of a client.
         gatherer: batches of stored samples. A client with augmented samples has a separate block.
         batches: the batches of such a client.
+        snapshots: copied rows of each client.
         k: number of steps taken.
         extra_backward_passes: number of backward passes before the first step.
-        snapshots: copied rows of each client.
         norms: running means of the norms of a pilot's gradients, float64 `[clients]`.
         error: error for which its clients are excluded.
-        drawn: index and batch of the next step, if batches are the client's own.
+        cached_batch: index and batch of the next step, if batches are the client's own.
     """
 
     tasks: Sequence[Task]
@@ -86,7 +88,7 @@ class ClientBlock:
 
     @property
     def shape(self) -> object:
-        """Crews whose next step is alike in this take it together."""
+        """Property that blocks must share to take their next step together."""
         return self.shapes[(self.k + 1) % self.epoch == 0]
 
     def batch(self) -> Batch:
@@ -104,8 +106,8 @@ class ClientBlock:
             raise client_error([self], error) from error
 
     def at_start(self, pilot: Pilot | None) -> Iterator[WeightedBatch]:
-        """Every client's batches for its gradient at the start, `[clients, batch, ...]`: all samples, or a pilot's.
-        Raises ClientError."""
+        """Yield every client's batches for its gradient at the start, `[clients, batch, ...]`: all samples, or a
+        pilot's. Raises ClientError."""
         full = [task.full_batches() if pilot is None else task.first(pilot.batches) for task in self.tasks]
         try:
             for batches in zip(*full, strict=True):
@@ -118,8 +120,14 @@ class ClientBlock:
 def block_of(
     tasks: Sequence[Task], slot: int, variant: StepVariant, shapes: dict[tuple[object, ...], int]
 ) -> ClientBlock:
-    """Tasks of one key (see `gather_keys`), from this slot on. shapes: a number for each shape of a step that was seen
-    so far; new ones are added."""
+    """Return a block of tasks of one key (see `gather_keys`).
+
+    Args:
+        tasks: tasks of the clients.
+        slot: the first slot.
+        variant: variant of their steps.
+        shapes: a number for each shape of a step so far; new ones are added.
+    """
     first, sizes, every = tasks[0], tasks[0].epoch_sizes(), tasks[0].batch_sizes()
     keys = [(variant, size, first.x.shape[1:], first.y.shape[1:]) for size in (sizes[0], sizes[-1])]
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
@@ -160,8 +168,8 @@ def next_batch(blocks: Sequence[ClientBlock]) -> Batch:
 
 
 def rows_to_keep(blocks: Sequence[ClientBlock]) -> list[tuple[int, dict[int, Snapshot], int]]:
-    """The rows, counted over all blocks, that are to be kept as they are before the next step; where to; and the number
-    of the step."""
+    """Return the rows that are copied before the next step, counted over all blocks, each with the dict for its
+    snapshot and the number of the step."""
     clients = [(block.k, *pair) for block in blocks for pair in zip(block.tasks, block.snapshots, strict=True)]
     return [(row, snapshots, k) for row, (k, task, snapshots) in enumerate(clients) if k in task.snapshots]
 
@@ -192,6 +200,6 @@ def row_ends(
 
 
 def client_error(blocks: Sequence[ClientBlock], error: Exception) -> ClientError:
-    """The error of a step that several clients took together."""
+    """Return the error of a step that several clients took together."""
     tasks = tasks_of(blocks)
     return ClientError.of([task.client for task in tasks], tasks[0].round, blocks[0].k, error)

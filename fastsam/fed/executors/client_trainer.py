@@ -210,7 +210,7 @@ class ClientTrainer:
             self.sizes = to_device(torch.tensor(self.batch_sizes, dtype=torch.float64), self.z.device)
 
     def _first_gradient(self) -> None:
-        """The gradient at the start, over all samples or a pilot's batches."""
+        """Compute the gradient at the start, over all samples or a pilot's batches."""
         task, pilot = self.task, self.task.update.pilot
         self.gradient = torch.zeros_like(self.z)
         if pilot is None:

@@ -28,26 +28,26 @@ class Cuda:
         self.device = device
 
     def stream(self) -> torch.cuda.Stream:
-        """A new stream."""
+        """Return a new stream."""
         return torch.cuda.Stream(self.device)
 
     def current(self) -> torch.cuda.Stream:
-        """The stream on which the caller works: its tensors are ready there."""
+        """Return the stream on which the caller works: its tensors are ready there."""
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        """Work inside goes to `stream`."""
+        """Return a context whose work goes to `stream`."""
         return torch.cuda.stream(stream)
 
     def lend(self, tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
-        """`stream` uses these tensors of another stream: their memory is not given away before it is done with them."""
+        """Keep the memory of tensors of another stream allocated until `stream` has used them."""
         for tensor in tensors:
             if tensor is not None:
                 tensor.record_stream(stream)
 
     @contextmanager
     def no_wait(self) -> Iterator[None]:
-        """Work inside raises RuntimeError where the host would wait for the device: where it looks at a value."""
+        """Raise RuntimeError inside where the host would wait for the device, because it reads a value."""
         old_value = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -91,7 +91,7 @@ def vectors(task: Task) -> tuple[Tensor | None, ...]:
 
 
 def tensors(results: ClientResults) -> list[Tensor]:
-    """The tensors of a ClientResults."""
+    """Return the tensors of a ClientResults."""
     result = [getattr(results, f.name) for f in fields(results)] + list(results.extra.values())
     result += [t for snapshot in results.snapshots or () for s in snapshot.values() for t in (s.w, s.eps)]
     return [t for t in result if isinstance(t, Tensor) and t.device.type != "cpu"]

@@ -22,7 +22,13 @@ Step = Callable[[Tensor, Tensor, bool], None]  # function of x, y, and whether i
 
 
 class CapturedEpoch(NamedTuple):
-    """A captured epoch. places: int64 `[rows, samples]`, the indices of its samples. held: objects that it reads."""
+    """A captured epoch.
+
+    Attributes:
+        graph: the graph.
+        places: int64 `[rows, samples]`, the indices of its samples.
+        references: objects that it reads, which must stay alive.
+    """
 
     graph: torch.cuda.CUDAGraph
     places: Tensor
@@ -41,8 +47,8 @@ class EpochGraphs:
         self._graphs, self._num_eager = dict[Hashable, CapturedEpoch](), dict[Hashable, int]()
 
     def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
-        """The block's next epoch, in the rows of `row_slice`, whose variant is set; False where its steps have to be
-        taken one by one."""
+        """Run the block's next epoch in the rows of `row_slice`, whose variant is set. Return False if its steps must
+        be taken one by one."""
         if block.k % block.epoch or block.gatherer is None or block.tasks[0].setup.population.clients.store is None:
             return False
         if any(task.snapshots for task in block.tasks) or block.k + block.epoch > block.steps:

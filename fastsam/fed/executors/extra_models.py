@@ -32,7 +32,7 @@ class SecondModel:
         self.w = self._row_slice.z[0]
 
     def begin(self, start: Tensor, lr: Tensor) -> None:
-        """Begin a client's round at the weights `start`, `[row_size]`, without momentum. lr: a scalar."""
+        """Begin a client's round at the weights `start`, `[row_size]`, without momentum. `lr` is a scalar tensor."""
         self._numbers[HParam.LR] = lr
         self._row_slice.begin(start)
 

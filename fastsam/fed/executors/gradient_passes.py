@@ -17,8 +17,8 @@ Objective = Callable[[Tensor], Tensor]  # function of a model's outputs that ret
 
 
 def check_scalar(loss: object) -> Tensor:
-    """The loss. Raises ValueError unless it is a scalar tensor: one of shape [1] would have a gradient too, and spoil
-    the sums of losses."""
+    """Return the loss. Raises ValueError unless it is a scalar tensor. A loss of shape [1] would have a gradient too,
+    and spoil the sums of losses."""
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss
     description = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -54,8 +54,8 @@ class Passes:
         self._all_slots = tuple(range(len(replica.parameters)))
 
     def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
-        """The loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch `x` that
-        has both."""
+        """Return the loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch
+        `x` that has both."""
         loss = self.loss_of(x, y)
         loss.backward()
         return loss.detach(), self._gradients()
@@ -68,8 +68,8 @@ class Passes:
     def run_objective(
         self, x: Any, y: Any, penalty: Objective | None = None, objective: Objective | None = None
     ) -> tuple[Tensor, Gradients]:
-        """As `run`, with the gradient of another function of the outputs: of the loss plus a penalty, or of an
-        objective in its place. Raises ValueError if samples come in batches that only the loss can read."""
+        """Run a pass as `run`, with the gradient of another function of the outputs: of the loss plus a penalty, or of
+        an objective in its place. Raises ValueError if samples come in batches that only the loss can read."""
         self.check_pairs()
         outputs = self.replica.module(x)
         loss = check_scalar(self.loss(outputs, y))

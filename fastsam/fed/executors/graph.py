@@ -62,7 +62,8 @@ class CapturableTrainer(ClientTrainer):
         }
 
     def _make_room(self, dtype: torch.dtype) -> None:
-        """A buffer for the losses of this client, and of any that has no more samples than the largest of the run."""
+        """Allocate a buffer for the losses of this client, and of all later clients (the largest of the run
+        decides)."""
         task = self.task
         steps = task.local_steps or task.epochs * -(-max(self.longest, len(task.y)) // task.setup.options.batch_size)
         self.has_new_buffer = self.loss_buffer is not None
@@ -86,7 +87,7 @@ class CapturableTrainer(ClientTrainer):
         return super().close()
 
     def static(self, batch: Batch) -> Batch:
-        """The inputs that stay, of the shape of `batch`."""
+        """Return the fixed inputs of the shape of `batch`."""
         key = shape_of(batch)
         if key not in self.inputs:
             self.inputs[key] = (_like(batch[0]), _like(batch[1]))
@@ -109,7 +110,7 @@ def fills(t: Tensor) -> bool:
 
 
 def _like(t: Tensor) -> Tensor:
-    """Memory that is laid out as `t`, and as far from a multiple of the alignment."""
+    """Return memory that is laid out as `t`, and as far from a multiple of the alignment."""
     size, alignment = t.element_size(), _ALIGNMENT[t.device.type]
     extent = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     raw = torch.empty(extent + 2 * alignment // size, dtype=t.dtype, device=t.device)
@@ -233,7 +234,7 @@ class Graph(Streams):
         super().leave()
 
     def _replay(self, key: Hashable, work: Callable[[], None], stream: torch.cuda.Stream) -> None:
-        """The work of a step on `stream`, from its graph when there is one or it is time for one."""
+        """Do the work of a step on `stream`, from its graph if there is one or if it is time for one."""
         graph = self.graphs.find(key)
         if graph is None and self.graphs.should_capture(key):
             graph = self.graphs.graphs[key] = self.graphs.capture(work, stream)
@@ -243,7 +244,7 @@ class Graph(Streams):
             graph.replay()
 
     def _step_lanes(self, ready: Sequence[tuple[Lane, Batch]]) -> None:
-        """A step of every row on its own stream, between a fork from the joint stream and a join to it."""
+        """Take a step of every row on its own stream, between a fork from the joint stream and a join to it."""
         for lane, batch in ready:
             row = lane.row
             assert isinstance(row, CapturableTrainer)
@@ -254,14 +255,14 @@ class Graph(Streams):
 
     @staticmethod
     def _copy(pairs: Sequence[tuple[ClientTrainer, Batch]]) -> None:
-        """The batches into the rows' inputs, all of one dtype in one launch."""
+        """Copy the batches into the rows' inputs, all of one dtype in one launch."""
         for part in (0, 1):
             inputs = [row.static(batch)[part] for row, batch in pairs if isinstance(row, CapturableTrainer)]
             torch._foreach_copy_(inputs, [batch[part] for _, batch in pairs])
 
 
 def looks_at_values(setup: Setup, cuda: Cuda) -> str | None:
-    """Why a step cannot be captured; None when it can, or where there is no example batch to try."""
+    """Return the reason why a step cannot be captured, or None. Without an example batch to try the result is None."""
     trial = _trial(setup)
     if trial is None:
         return None

@@ -58,7 +58,7 @@ _METHODS: dict[Any, str] = {
 
 @torch.no_grad()
 def propagate_values(module: GraphModule, inputs: Sequence[Tensor]) -> None:
-    """Runs the graph once, keeping what every node is."""
+    """Run the graph once, and keep the value of every node."""
     values = iter(inputs)
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -71,7 +71,7 @@ def propagate_values(module: GraphModule, inputs: Sequence[Tensor]) -> None:
 
 
 def simplify(module: GraphModule, inputs: Sequence[Tensor]) -> None:
-    """The passes that keep the graph one of torch's own operations. It stays evaluated, at `inputs`."""
+    """Apply the passes that keep the graph one of torch's own operations. It stays evaluated, at `inputs`."""
     fold_constants(module.graph)
     shorten_views(module.graph)
     for change in (turn_products, fuse_biases):  # other strides
@@ -204,7 +204,7 @@ def bind_functions(graph: Graph) -> None:
 
 
 def copy_with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A copy of `t` with these strides."""
+    """Return a copy of `t` with these strides."""
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
@@ -224,7 +224,7 @@ def memory(node: Node) -> int:
 
 
 def call(graph: Graph, op: Any, *args: Any) -> Node:
-    """A new node, evaluated."""
+    """Return a new node, evaluated."""
     node = graph.call_function(op, args)
     with torch.no_grad():
         node.meta["val"] = op(*map_arg(args, lambda n: n.meta["val"]))

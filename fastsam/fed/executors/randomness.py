@@ -53,8 +53,8 @@ class RandomOpRecorder(TorchFunctionMode):
         return result
 
     def random_ops(self) -> RandomOps | None:
-        """At the end of the pass, backward and all. None: nothing drew. Empty: something else than these calls drew
-        too."""
+        """Return the functions that drew in the pass, at its end, with the backward half. None: nothing drew. Empty:
+        something else than these calls drew too."""
         current_state = self._state()
         if torch.equal(current_state, self._begin):
             return None
@@ -105,7 +105,7 @@ class PassRandomness:
 
     @contextmanager
     def preserve_states(self) -> Iterator[None]:
-        """Gives the user's generator states back at the end."""
+        """Restore the user's generator states at the end."""
         states = self._states()
         try:
             yield
@@ -124,7 +124,7 @@ class PassRandomness:
             generator.manual_seed(seed)
 
     def has_drawn(self) -> bool:
-        """At the end of a client: True, once, when it is the first that drew."""
+        """Return True once, at the end of the first client that drew."""
         if self.draws or all(map(torch.equal, self._states(), self._begin)):
             return False
         self.draws = True
@@ -148,7 +148,7 @@ class NoRandomness(PassRandomness):
         self._begin = self._states()
 
     def begin(self, seed: int) -> None:
-        """Nothing to seed."""
+        """Begin a client without a seed."""
 
     def check(self, client: int) -> None:
         """Raise ClientError if something has drawn since the start of the round."""

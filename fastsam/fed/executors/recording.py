@@ -1,6 +1,5 @@
 """A recording of one pass of stacked clients as a graph of torch's operations, by `make_fx` below autograd and vmap,
-and a
-check of the Python state that it may have changed."""
+and a check of the Python state that it may have changed."""
 
 from __future__ import annotations
 
@@ -31,11 +30,12 @@ class Recording:
         module: its functional, evaluated graph (see `graph_passes`), from weights, x and y to losses and existing
             gradients.
         slots: indices of the parameters with gradients.
-        inputs: inputs of the recording; outputs: its results.
+        inputs: inputs of the recording.
+        outputs: its results.
 
     Raises:
-        CannotRecordError: it cannot be recorded. Errors of `make_fx`, for a pass that reads values, are raised as they
-            are.
+        CannotRecordError: it cannot be recorded. Errors of `make_fx`, for a pass that reads values, are raised as
+            they are.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ def _writes(node: Node) -> bool:
 
 
 def python_state(module: nn.Module) -> dict[str, object]:
-    """Python's side of a model, as far as it can be compared: numbers, words, lengths, which tensors; and the random
-    generators."""
+    """Return Python's side of a model, as far as it can be compared (numbers, words, lengths, which tensors), and the
+    random generators."""
     state: dict[str, object] = {
         f"{name}.{key}".lstrip("."): comparable(value)
         for name, inner in module.named_modules()

@@ -1,6 +1,5 @@
 """Passes of stacked clients without the model's Python: recorded once per shape as a graph of torch's operations, and
-run
-from the graph.
+run from the graph.
 
 `make_fx` records below autograd and vmap, so the part of torch above an operation (most of a small model's pass)
 happens once. The graph is run as it is or as a row program, which is recorded on two rows and serves any number of
@@ -42,7 +41,13 @@ _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
 
 @dataclass
 class Pass:
-    """The way to run passes of one shape. function: None for the plain way. uses: number of compared passes."""
+    """The way to run passes of one shape.
+
+    Attributes:
+        function: the replayed pass, or None for the plain way.
+        slots: indices of the parameters that have a gradient.
+        uses: number of compared passes.
+    """
 
     function: Function | None = None
     slots: tuple[int, ...] = ()
@@ -80,8 +85,7 @@ class Replays:
 
     def run(self, weights: list[Tensor], x: Tensor, y: Tensor) -> PassResult | None:
         """Run a pass at `weights` (`[rows, *shape]`, leaves of autograd) on x and y, `[rows, batch, ...]`. Return None
-        if
-        the plain pass has to run. Gradients are stored in the layout's order, in separate memory."""
+        if the plain pass has to run. Gradients are stored in the layout's order, in separate memory."""
         x, y = x.contiguous(), y.contiguous()
         replay = None if self.reason is not None else self._pass_of(weights, x, y)
         if replay is None or replay.function is None:
@@ -121,8 +125,7 @@ class Replays:
 
     def _pass_of(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Pass | None:
         """Return the pass over any number of rows, or the pass over this number of rows. It is recorded if it is the
-        first
-        of its shape."""
+        first of its shape."""
         rowwise = self._key(x.shape[1:], y.shape[1:], x, y)
         key = (*rowwise, len(x))
         if self.make_row_pass is not None:
@@ -137,7 +140,7 @@ class Replays:
         return replay
 
     def _two_rows(self, weights: list[Tensor], x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-        """The first ones, or the only one twice."""
+        """Return the first two rows, or the only row twice."""
         indices = [0, min(1, len(x) - 1)]
         views = self.layout.views(x.new_zeros(ROWS, self.layout.row_size, dtype=weights[0].dtype))
         for view, weight in zip(views, weights, strict=True):
@@ -145,7 +148,7 @@ class Replays:
         return views, x[indices], y[indices]
 
     def _record(self, key: Key, weights: list[Tensor], x: Tensor, y: Tensor, rowwise: bool = False) -> Pass:
-        """Record a pass and keep it under `key`. rowwise: as a row program."""
+        """Record a pass and keep it under `key`, as a row program if `rowwise` is True."""
         replay, recording = Pass(), self._make_recording(weights, x, y)
         if recording is not None:
             function = self._function(recording, rowwise)
@@ -227,8 +230,8 @@ def agree(
     other_grads: Sequence[Tensor],
     tolerance: float = _GRADIENT,
 ) -> bool:
-    """Return True if losses `[rows]` and gradients agree to rounding, or overflow, which shows nothing. tolerance:
-    largest relative error of the norm of all gradients."""
+    """Return True if losses `[rows]` and gradients agree to rounding, or overflow, which shows nothing. `tolerance` is
+    the largest relative error of the norm of all gradients."""
     norm = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt() if grads else torch.zeros(())
     squares = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, other_grads, strict=True)] or [norm])
     if not bool(norm.isfinite() & losses.isfinite().all()):

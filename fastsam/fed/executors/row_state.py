@@ -26,8 +26,13 @@ _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not move
 
 
 class RowState:
-    """The state of `rows` rows, each with its own constants of the local update rule. `momentum` and the clipped norm
-    exist if the run has them. losses: sums of the losses of each row."""
+    """The state of `rows` rows, each with its own constants of the local update rule.
+
+    Attributes:
+        hparams: hyperparameters, float64 `[rows, 1, NUM_HPARAMS]`.
+        losses: sums of the losses of each row, float64 `[rows]`.
+        sumsq_v: squared norms of the update directions, float64 `[rows]`, or None if the run does not clip.
+    """
 
     def __init__(self, setup: Setup, rows: int) -> None:
         self.layout, self.options, self.dtype, self.device = setup.layout, setup.options, setup.dtype, setup.device
@@ -44,7 +49,7 @@ class RowState:
         return self.arena.field(name, self.dtype)
 
     def numbers(self, update: LocalUpdate, lr: float) -> tuple[float, ...]:
-        """A row of `hparams`."""
+        """Return a row of `hparams`."""
         values = self._common.copy()
         radius = perturbation(update.direction, update.rho, update.eta, NU)
         for column, value in (*radius, *update.constants.mix.columns()):
@@ -132,14 +137,14 @@ class RowSlice:
     # --- the beginning of a round ---
 
     def begin(self, start: Tensor) -> None:
-        """The weights of the start (`[row_size]`, or `[rows, row_size]`) in every row, and no momentum."""
+        """Write the weights of the start (`[row_size]`, or `[rows, row_size]`) to every row, and clear the momentum."""
         for field in self._starts:
             field.copy_(start)
         for field in self._zeros:
             field.zero_()
 
     def start_shifted(self, e: Tensor) -> None:
-        """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[row_size]`, or `[rows, row_size]`."""
+        """Start at `w^t + p` with `p = rho*e/(||e|| + nu)`, for e `[row_size]` or `[rows, row_size]`."""
         p, begin, rows = self.field("p"), self.field("begin"), e.expand_as(self.z)
         self._perturb_along(
             [begin], self.z, self.field("direction").copy_(rows) if self.variant.has_rho_scale else rows
@@ -153,8 +158,8 @@ class RowSlice:
             self.q = offset.copy_(correction if not self.variant.has_q or self.q is None else correction.add_(self.q))
 
     def set_radius(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
-        """The radii that the pilot makes of the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of the
-        rows."""
+        """Set the radii that the pilot computes from the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of
+        the rows."""
         self.hparams[:, 0, HParam.RHO].copy_(pilot.radii(norms, gradients))
 
     def snapshot(self, row: int) -> Snapshot:
@@ -167,7 +172,7 @@ class RowSlice:
     # --- a step ---
 
     def set_schedule(self, numbers: Sequence[tuple[float, float]]) -> None:
-        """The learning rate and the radius of the next step, for each row; a radius that a pilot found stays."""
+        """Set the learning rate and the radius of the next step, for each row. A radius that a pilot found stays."""
         rates, radii = to_device(torch.tensor(numbers, dtype=torch.float64), self.hparams.device).unbind(1)
         self.hparams[:, 0, HParam.LR].copy_(rates)
         if not self.variant.has_pilot:
@@ -199,14 +204,14 @@ class RowSlice:
             self.z.lerp_(self.vectors["anchor"], self.variant.anchor_weight)
 
     def perturb_along_path(self) -> None:
-        """`z = w + eps` along `k*e + drift*(w - w^t)` in step k, before any gradient; the field "path" is k*e."""
+        """Set `z = w + eps` along `k*e + drift*(w - w^t)` in step k, before any gradient. The field "path" is k*e."""
         assert self.w is not None  # set_variant() allocated it
         path = self.field("path")
         self._perturb_along([self.z], self.w, self._add_drift(path))
         path.add_(self.vectors["direction_vector"])
 
     def _perturb_along(self, z: list[Tensor], w: Tensor, d: Tensor) -> None:
-        """`z = w + eps` along rows that no gradient is in. d: `[rows, row_size]`; written where the radius is
+        """Set `z = w + eps` along rows d, `[rows, row_size]`, without a gradient. `d` is written if the radius is
         scaled."""
         table, scale = self.layout.table, self.vectors["rho_scale"] if self.variant.has_rho_scale else None
         if scale is not None:
@@ -217,7 +222,7 @@ class RowSlice:
         self.kernels.perturb_(z, w, [d], table, self.hparams, self.sumsq, False)
 
     def _add_drift(self, e: Tensor) -> Tensor:
-        """`e + drift*(w - w^t)`, in the field "direction"."""
+        """Return `e + drift*(w - w^t)`, in the field "direction"."""
         d = self.field("direction")
         if not self.variant.drift_weight:
             return d.copy_(e)
@@ -235,7 +240,7 @@ class RowSlice:
         return views
 
     def _by_drift(self, first: Gradients) -> list[Tensor]:
-        """The first gradients times `|w - w^t|`, of each parameter over its norms along the first dimension."""
+        """Return the first gradients times `|w - w^t|`, of each parameter over its norms along the first dimension."""
         assert self.w is not None
         d = torch.sub(self.w, self.field("origin"), out=self.field("direction")).abs_()
         for view in self.layout.views(d):  # [rows, *shape]
@@ -246,15 +251,16 @@ class RowSlice:
         return views
 
     def _times(self, d: Sequence[Tensor], first: Gradients, factors: Tensor) -> list[Tensor]:
-        """A direction by parameter, like the first gradients, times a row of factors; in the field "direction"."""
+        """Return a direction by parameter, like the first gradients, times a row of factors, in the field
+        "direction"."""
         views = self._like(first, self.field("direction"))
         for out, part, factor in zip(views, d, self._like(first, factors), strict=True):
             torch.mul(part, factor, out=out)
         return views
 
     def _like(self, grads: Gradients, field: Tensor) -> list[Tensor]:
-        """Views of a field, one for each of the gradients and shaped like it: a single row's have no dimension for the
-        rows."""
+        """Return views of a field, one for each of the gradients and shaped like it. A single row's views have no
+        dimension for the rows."""
         views = self.layout.views(field)
         return [views[i].view_as(g) for i, g in zip(grads.slots, grads.tensors, strict=True)]
 

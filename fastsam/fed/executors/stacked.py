@@ -81,8 +81,8 @@ class StackedPasses:
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
     def run(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
-        """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of
-        the gradients."""
+        """Run a pass on x and y, `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use
+        is left out of the gradients."""
         result = self.replays.run(row_slice.leaves, x, y)
         if result is None:
             return self.plain(row_slice, x, y)
@@ -97,7 +97,7 @@ class StackedPasses:
         return losses, Gradients(present, slots, self.layout.subtable(slots))
 
     def gradients(self, leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in whatever order of
+        """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
         memory."""
         with mapping():
             with self._with_parameters():
@@ -122,8 +122,7 @@ class StackedPasses:
     @contextmanager
     def _with_parameters(self) -> Iterator[None]:
         """Give the module stacked parameters inside, and its own parameters afterwards. `functional_call` does the
-        same,
-        with a search for them in every step."""
+        same, with a search for them in every step."""
         try:
             yield
         finally:
@@ -141,7 +140,7 @@ def _is_cross_entropy(loss: Loss) -> bool:
 
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
-    """The mean loss of each row, `[rows]`; labels of -100 do not count, as in torch's mean."""
+    """Return the mean loss of each row, `[rows]`. Labels of -100 do not count, as in torch's mean."""
     losses = F.cross_entropy(outputs.transpose(1, 2), y, reduction="none")
     return losses.sum(1) / (y != -100).sum(1)
 
@@ -157,7 +156,7 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, 
 
 
 def _dense(g: Tensor, segment: Segment) -> Tensor:
-    """`g` `[rows, *shape]` with the elements of a row in the parameter's own order: as kernels read them."""
+    """Return `g` `[rows, *shape]` with the elements of a row in the parameter's own order, as kernels read them."""
     strides = (segment.length, *segment.stride)
     return g if g.stride() == strides else copy_with_strides(g, strides)
 
@@ -178,7 +177,7 @@ def slots_of(setup: Setup) -> int:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of a GPU."""
+    """Return the bytes of a GPU."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
@@ -210,7 +209,7 @@ def why_not(setup: Setup) -> str | None:
 
 
 def _trial_rows(setup: Setup) -> tuple[Replica, RowSlice]:
-    """A copy of the model in training mode, and two rows of other weights."""
+    """Return a copy of the model in training mode, and two rows of other weights."""
     replica = Replica.new(setup.model, setup.layout, setup.device)
     replica.module.train()
     row_slice = RowSlice(RowState(setup, 2), slice(0, 2))

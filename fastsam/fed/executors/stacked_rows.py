@@ -69,7 +69,8 @@ class StackedRows:
         row_slice.vectors = {name: row_slice.field(name) for name in blocks[0].variant.vectors}
 
     def gather(self, blocks: Sequence[ClientBlock]) -> RowSlice:
-        """Their rows side by side, ready for a step: where they are, or copies, which `put_back` takes back."""
+        """Return the blocks' rows next to each other, ready for a step: the rows themselves, or copies, which
+        `put_back` copies back."""
         row_slice = self.row_slice(blocks) if neighbours(blocks) else self._copy_rows(blocks)
         has_server_perturbation = blocks[0].tasks[0].update.server_perturbation is not None
         row_slice.s = row_slice.field("server_perturbation") if has_server_perturbation else None
@@ -110,8 +111,8 @@ class StackedRows:
 
 
 def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
-    """A vector of the steps of tasks in their order, all of one kind: `[row_size]` where it is one for all, else
-    `[tasks, row_size]`."""
+    """Return a vector of the local updates of tasks, all of one kind, in their order: `[row_size]` if all share it,
+    else `[tasks, row_size]`."""
     first, last = tasks[0], tasks[-1]
     v: Tensor | None = getattr(first.update, name)
     if v is None or all(task.update is first.update for task in tasks):

@@ -35,7 +35,7 @@ class Lane:
         self.results: ClientResults | None = None  # results of a loop of the algorithm
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Begins a client, when what the caller's stream has queued (its vectors, the start) is done."""
+        """Begin a client after the work that the caller's stream has queued (its vectors, the start)."""
         self.stream.wait_stream(self.cuda.current())
         self.cuda.lend(vectors(task), self.stream)
         self.busy, self.error, self.results = True, None, None
@@ -167,7 +167,7 @@ class Streams(Executor):
         return [lane for lane in busy if not lane.step()]
 
     def _lane(self, slot: int) -> Lane:
-        """Rows are made when they are needed."""
+        """Return a lane, which is made when it is first needed."""
         if slot == len(self.lanes):
             self.lanes.append(Lane(self.make_row(), self.cuda))
         return self.lanes[slot]

@@ -176,7 +176,7 @@ class Task:
         return self.setup.population.clients.pairs[self.client][1]
 
     def vector(self, name: str) -> Tensor | None:
-        """Its own vector of the step, `[row_size]`."""
+        """Return the client's own vector of the local update, `[row_size]`."""
         v: Tensor | None = getattr(self.update, name)
         return v if v is None or v.dim() == 1 else v[self.row]
 
@@ -219,11 +219,11 @@ class Task:
         return self.setup.options.local_epochs if self.given_epochs is None else self.given_epochs
 
     def batch_sizes(self) -> list[int]:
-        """Samples of each of its batches, in order."""
+        """Return the number of samples of each of its batches, in order."""
         return (self.epoch_sizes() * self.epochs)[: self.local_steps]
 
     def epoch_sizes(self) -> list[int]:
-        """Samples of each batch of an epoch."""
+        """Return the number of samples of each batch of an epoch."""
         return self._sizes(self.samples)
 
     def _sizes(self, samples: int) -> list[int]:
@@ -299,8 +299,8 @@ def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, in
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`. From memory that is not pinned the copy would wait for all that the stream has to do
-    before."""
+    """Return a CPU tensor on `device`. It is copied from pinned memory, because otherwise the copy would wait for all
+    that the stream has to do before."""
     if t.device == device:  # `to` takes time even where it does nothing
         return t
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)

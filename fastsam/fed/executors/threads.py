@@ -24,7 +24,7 @@ _QUEUED_PER_SLOT = (
 
 
 def cpus() -> int:
-    """CPUs that this process may use: its share, where torchrun started several on this machine."""
+    """Return the number of CPUs that this process may use: its share, if torchrun started several on this machine."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -87,7 +87,7 @@ class Threads(Executor):
                 yield results
 
     def _row(self, number: int) -> ClientTrainer:
-        """Rows are made when they are needed: a small cohort costs no more than its clients."""
+        """Return a row, which is made when it is first needed: a small cohort costs no more than its clients."""
         if number == len(self.rows):
             calls = self.setup.draws
             self.rows.append(ClientTrainer(self.setup, self.random if calls is None else OwnRandomness(calls)))
@@ -95,7 +95,7 @@ class Threads(Executor):
 
 
 def why_not(setup: Setup) -> str | None:
-    """Why threads cannot train this; None when they can."""
+    """Return the reason why threads cannot train this, or None."""
     if setup.device.type != "cpu":
         return f"it runs on the CPU, the run on {setup.device}"
     if setup.population.clients.draws:

@@ -114,8 +114,8 @@ class Vmap(Executor):
         return result
 
     def _first_gradients(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
-        """Each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, into the field
-        "gradient"; with a pilot the radii that it makes of them."""
+        """Write each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, to the
+        field "gradient". With a pilot set the radii that it computes from them."""
         row_slice = self.rows.row_slice(blocks)
         gradients = row_slice.field("gradient").zero_()
         if pilot is None:
@@ -179,7 +179,7 @@ class Vmap(Executor):
     # --- steps ---
 
     def _tick(self, blocks: list[ClientBlock]) -> None:
-        """One local step of every client, or more where a row program or a graph takes them."""
+        """Take one local step of every client, or more if a row program or a graph takes them."""
         groups: dict[object, list[ClientBlock]] = {}  # blocks whose next batches have one shape
         for block in blocks:
             groups.setdefault(block.shape, []).append(block)
@@ -223,7 +223,7 @@ class Vmap(Executor):
         return True
 
     def _step(self, blocks: list[ClientBlock]) -> None:
-        """One step of clients whose batches have one shape."""
+        """Take one step of clients whose batches have one shape."""
         x, y = next_batch(blocks)
         row_slice, rows = self.rows.gather(blocks), rows_to_keep(blocks)
         for i, snapshots, k in rows:
@@ -242,8 +242,15 @@ class Vmap(Executor):
         ends: bool,
         rows: Sequence[KeptRow] = (),
     ) -> None:
-        """Take a step of the blocks' rows on the device, on x and y `[rows, batch, ...]`. ends: it is the last step of
-        some clients. rows: rows whose perturbation is copied for snapshots."""
+        """Take a step of the blocks' rows on the device.
+
+        Args:
+            blocks: the clients.
+            row_slice: their rows.
+            x, y: batches `[rows, batch, ...]`.
+            ends: it is the last step of some clients.
+            rows: rows whose perturbation is copied for snapshots.
+        """
         if row_slice.variant.uses_path:
             row_slice.perturb_along_path()
             for i, snapshots, k in rows:

@@ -280,10 +280,17 @@ def _attributes(algorithm: object) -> dict[str, object]:
 
 
 def check_rows(algorithm: Any, method: str, joint_result: Any, single_calls: Sequence[Sequence[Any]], n: int) -> None:
-    """Raise AlgorithmError if a method gives n clients `together` other numbers, beyond rounding, than each client
-    separately.
+    """Check that a method gives n clients the same numbers, to rounding, as each client separately.
 
-    `algorithm` is a copy of the algorithm, and `single_calls` has the arguments for single clients.
+    Args:
+        algorithm: copy of the algorithm.
+        method: name of the method.
+        joint_result: its result for all n clients.
+        single_calls: arguments for single clients.
+        n: number of clients.
+
+    Raises:
+        AlgorithmError: the numbers differ.
     """
     with torch.random.fork_rng([]):
         for place, arguments in enumerate(single_calls):
@@ -300,7 +307,7 @@ def check_rows(algorithm: Any, method: str, joint_result: Any, single_calls: Seq
 
 
 def _parts(value: Any, place: int, n: int) -> Iterator[Tensor | float]:
-    """The tensors and numbers in `value` that belong to the client at `place` of n."""
+    """Yield the tensors and numbers in `value` that belong to the client at `place` of n."""
     if isinstance(value, Tensor):
         yield value[place] if value.dim() > 0 and len(value) == n else value
     elif isinstance(value, (int, float)):

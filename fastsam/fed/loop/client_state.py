@@ -50,7 +50,8 @@ class ClientStateStorage:
         """Begin a round, in which the states of clients in `order` will be read. `next_cohort` is likely."""
 
     def get(self, client: int, state: State) -> State:
-        """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
+        """Return the state of `client` for its work, on the device. It is called on the stream on which the work is
+        then queued."""
         return state
 
     def put(self, client: int, state: State) -> State:
@@ -88,7 +89,7 @@ class HostStateStorage(ClientStateStorage):
     prefetches = True
 
     def __init__(self, device: torch.device, reason: str, num_prefetched: int, pool: HostPool | None = None) -> None:
-        """Make the store. pool: a pool of memory other than pinned memory."""
+        """Make the store, with pinned memory unless a `pool` of other memory is given."""
         super().__init__(device, reason)
         self.num_prefetched = num_prefetched
         self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
@@ -193,7 +194,7 @@ class DiskStateStorage(ClientStateStorage):
         return {name: self._read(t) for name, t in state.items()}
 
     def put(self, client: int, state: State) -> State:
-        return {name: self._has_new_states(t) for name, t in state.items()}
+        return {name: self._store(t) for name, t in state.items()}
 
     def adopt(self, tensor: Tensor) -> Tensor:
         return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
@@ -207,7 +208,7 @@ class DiskStateStorage(ClientStateStorage):
             self._file.set(copy, tensor)
         return copy
 
-    def _has_new_states(self, tensor: Tensor) -> Tensor:
+    def _store(self, tensor: Tensor) -> Tensor:
         file_copy = self._file.get(tensor)
         if file_copy is None:
             file_copy = self.adopt(tensor.detach())
@@ -264,17 +265,17 @@ def has_separate_memory(device: torch.device) -> bool:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the device's memory, used or free."""
+    """Return the bytes of the device's memory, used or free."""
     return torch.cuda.get_device_properties(device).total_memory
 
 
 def host_memory() -> int:
-    """Bytes of the host's memory, used or free."""
+    """Return the bytes of the host's memory, used or free."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def group_by_shape(states: Sequence[State]) -> list[list[int]]:
-    """The places of states that can be rows of one: with the same names, shapes and dtypes."""
+    """Return the places of states that can be rows of one: with the same names, shapes and dtypes."""
     if len(states) == 1:
         return [[0]]
     groups: dict[object, list[int]] = {}

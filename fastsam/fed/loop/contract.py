@@ -94,7 +94,7 @@ class Contract:
 
 
 def check_algorithm(algorithm: object) -> None:
-    """Raises ValueError unless `algorithm` has the methods and the traffic of `Algorithm`."""
+    """Raise ValueError unless `algorithm` has the methods and the traffic of `Algorithm`."""
     if isinstance(algorithm, type):
         raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
     absent = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]

@@ -1,5 +1,5 @@
-"""The setting in which the same run gives the same bits: one intra-op thread, deterministic algorithms; the user's
-setting afterwards."""
+"""The setting in which the same run gives the same bits: one intra-op thread, deterministic algorithms. The user's
+setting is restored afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastsam.fed.sums import ranks
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """One intra-op thread (one and two differ in the last bit); on CUDA also deterministic algorithms."""
+    """Use one intra-op thread (one and two differ in the last bit), and on CUDA also deterministic algorithms."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -30,7 +30,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def restore_autograd() -> Iterator[None]:
-    """Autograd is afterwards as it was: Ctrl-C between the lines of `torch.no_grad` leaves it switched off."""
+    """Restore autograd at the end: Ctrl-C between the lines of `torch.no_grad` leaves it switched off."""
     is_enabled = torch.is_grad_enabled()
     try:
         yield

@@ -60,7 +60,7 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
 
 
 def _class_frequencies(population: Population) -> np.ndarray:
-    """`[clients, classes]`: each client's own class frequencies."""
+    """Return each client's own class frequencies, `[clients, classes]`."""
     client_labels, test = population.clients.labels_together(), population.test_labels
     assert client_labels is not None and test is not None
     labels, number = _integers(client_labels[0]), len(client_labels[1])

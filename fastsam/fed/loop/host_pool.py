@@ -35,7 +35,7 @@ class HostPool:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def row(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor of this shape, with anything in it."""
+        """Return a tensor of this shape, with any content."""
         free = self._free.setdefault((shape, dtype), [])
         if not free:
             free += self._slab(shape, dtype).unbind()
@@ -73,7 +73,7 @@ class HostPool:
 
 
 def make_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialised pinned memory. Raises RuntimeError when the system has none to give."""
+    """Return uninitialised pinned memory. Raises RuntimeError if the system has none left."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
 

@@ -39,7 +39,7 @@ class CallbackHandler:
         self._bar = ExitStack()
 
     def names(self) -> list[str]:
-        """The classes of the callbacks, which all ranks must have in common."""
+        """Return the classes of the callbacks, which all ranks must have in common."""
         return [type(one).__name__ for one in self.callbacks]
 
     def start(
@@ -63,7 +63,8 @@ class CallbackHandler:
         self._share()
 
     def round(self, state: RunState, is_evaluated: bool) -> None:
-        """The run has come to `state`, perhaps with an evaluation. Collective if there are callbacks."""
+        """Tell the listeners that the run has come to `state`, perhaps with an evaluation. Collective if there are
+        callbacks."""
         if callable(self.progress) and self._ranks.first:
             self.progress(dict(state.history[-1]))
         if not self.callbacks:
@@ -94,7 +95,8 @@ class CallbackHandler:
         return errors
 
     def _ask(self, callback: Any, method: str, *arguments: Any) -> None:
-        """Calls a method where the callback has it. Raises CallbackError for whatever it raises, Ctrl-C apart."""
+        """Call a method if the callback has it. Raises CallbackError for any error that it raises, except for
+        Ctrl-C."""
         view = self._view
         assert view is not None
         try:
@@ -130,7 +132,7 @@ class CallbackHandler:
 
 
 def _check_callbacks(callbacks: Any) -> Sequence[Any]:
-    """Raises ValueError unless it is a list of objects with a callback's methods."""
+    """Return the callbacks. Raises ValueError unless it is a list of objects with a callback's methods."""
     if callbacks is None:
         return ()
     names = ", ".join(METHODS)

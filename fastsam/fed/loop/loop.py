@@ -230,7 +230,7 @@ class Loop:
         )
 
     def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:
-        """The model of every client, one after the other in the same module."""
+        """Yield the model of every client, one after the other in the same module."""
         for i in range(len(self.population.clients)):
             local = state.clients.get(i)
             self.view.load(personal.row(state.server, local), personal.buffers(state.buffers, local))

@@ -188,13 +188,13 @@ class Settings:
         return self.local_steps or self.local_epochs * (num_full + (last_size > 0))
 
     def lr_of(self, index: int) -> float:
-        """The local learning rate of round `index` (from 0)."""
+        """Return the local learning rate of round `index` (from 0)."""
         if isinstance(self.lr, float):
             return decay_rate("lr", self.lr, "lr_decay", self.lr_decay, index)
         return rate_at("lr", self.lr, index, {}, above=0)
 
     def server_lr_of(self, index: int) -> float:
-        """The server's learning rate of round `index` (from 0)."""
+        """Return the server's learning rate of round `index` (from 0)."""
         if isinstance(self.server_lr, float):
             return self.server_lr
         variables = {"lr": self.lr_of(index), "first_lr": self.lr_of(0)}
@@ -246,7 +246,7 @@ def _optimizer(optimizer: str | Optimizer | None) -> Optimizer | None:
 
 
 def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:
-    """The loss of that name, or `loss` itself: the trial step says what no loss can be."""
+    """Return the loss of that name, or `loss` itself. The trial step refuses what cannot be a loss."""
     if not isinstance(loss, str):
         return loss
     functions = {name: f for name, f in vars(functional).items() if callable(f) and not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""Parameters and buffers that stay with the client: an algorithm around another one, of which the others are sent and
+"""Parameters and buffers that stay with the client: an algorithm around another one. The other parameters are sent and
 averaged.
 
 With the head of a model that is FedPer (Arivazhagan et al. 2019), with its normalisation layers and their buffers FedBN
@@ -85,12 +85,12 @@ class PersonalizedAlgorithm:
         return row
 
     def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
-        """The buffers of a client's model; `common` where they do not stay with the clients."""
+        """Return the buffers of a client's model, `common` if buffers do not stay with the clients."""
         source = self.initial_buffers if state is None else state
         return [source[name].to(b.device) for name, b in self.initial_buffers.items()] or common
 
     def init_server(self, w0: Tensor) -> State:
-        """Return the inner algorithm's."""
+        """Return the inner server's state."""
         self.places = self.places.to(w0.device)
         self.mask = self.mask.to(w0.device)
         return self.inner.init_server(w0)
@@ -100,7 +100,7 @@ class PersonalizedAlgorithm:
         return {**self.inner.init_client(server), STATE_KEY: server["w"][self.places], **self.initial_buffers}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
-        """The inner constants, from where each client begins."""
+        """Return the inner constants, with the start of each client."""
         local_weights = client[STATE_KEY]
         start = server["w"].repeat(len(local_weights), 1)
         start[:, self.places] = local_weights
@@ -144,7 +144,7 @@ class PersonalizedAlgorithm:
         return None if x is None else x.masked_fill(self.mask, 0)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        """Return the inner algorithm's."""
+        """Return the inner server's state after the round."""
         return self.inner.step_server(server, aggregate, round)
 
     def _inner(self, client: State) -> State:

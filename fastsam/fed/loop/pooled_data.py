@@ -21,8 +21,8 @@ from fastsam.fed.common import seeds
 
 
 def pool_data(population: Population, participation: float, seed: int) -> Population:
-    """The population as `round(1/participation)` blocks of all samples (one sample each at least); with one block the
-    order stays.
+    """Return the population as `round(1/participation)` blocks of all samples (one sample each at least). With one
+    block the order stays.
 
     Raises ValueError for samples that come in batches.
     """
@@ -41,5 +41,5 @@ def pool_data(population: Population, participation: float, seed: int) -> Popula
 
 
 def in_turn(blocks: int) -> Callable[[int, torch.Generator], list[int]]:
-    """A sampler: block 0, 1, ..., and again."""
+    """Return a sampler of block 0, 1, ..., and again from 0."""
     return lambda round, generator: [round % blocks]

@@ -44,8 +44,12 @@ class TorchSchedule:
     """A learning rate that a scheduler of `torch.optim.lr_scheduler` sets, one of its steps a round:
     `lr=fed.TorchSchedule(0.1, lambda opt: CosineAnnealingLR(opt, T_max=50, eta_min=0.001))`.
 
-    lr: the rate that the scheduler begins with. make: makes the scheduler for an optimizer. Raises ValueError for a
-    scheduler that needs more than the number of the round (`ReduceLROnPlateau`).
+    Args:
+        lr: rate that the scheduler begins with.
+        make: function of an optimizer that returns the scheduler.
+
+    Raises:
+        ValueError: the scheduler needs more than the number of the round (`ReduceLROnPlateau`).
     """
 
     def __init__(self, lr: float, make: Callable[[torch.optim.Optimizer], Any]) -> None:
@@ -61,7 +65,7 @@ class TorchSchedule:
             )
 
     def __call__(self, round: int) -> float:
-        """The rate in round `round` (from 0)."""
+        """Return the rate in round `round` (from 0)."""
         while len(self._rates) <= round:
             self._rates.append(float(self._optimizer.param_groups[0]["lr"]))
             self._optimizer.step()  # without a gradient nothing happens; torch warns of a scheduler that goes first

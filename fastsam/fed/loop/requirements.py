@@ -23,12 +23,16 @@ Contradiction = tuple[str, str, str, str]  # an option, its need, what the run h
 class Facts:
     """A run, as far as it is known.
 
-    Args:
+    Attributes:
+        settings: the options.
         algorithm: the algorithm of the user, not yet wrapped.
+        ranks: number of processes.
+        num_clients: number of clients.
         cohort_size: the largest likely number of clients in a round.
         changed_buffers: buffers that training changes.
         own_parameters: patterns of parameters that the algorithm keeps with the clients.
-        sized: the numbers of samples of all clients are known.
+        has_all_sizes: the numbers of samples of all clients are known.
+        has_measures: there are measures.
         path_measures: names of the measures that follow a client's local steps.
         update: constants of a first client.
         has_phases: the algorithm's loop is more than one path of steps over the run's batches.
@@ -58,7 +62,7 @@ class Facts:
 
 
 def check(facts: Facts) -> None:
-    """Raises ValueError for the first contradiction in a run."""
+    """Raise ValueError for the first contradiction in a run."""
     for part in (_of_steps, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes):
         for request, needs, lack, remedy in part(facts):
             raise ValueError(f"{request} needs {needs}, but {lack}. {remedy}")
@@ -174,7 +178,7 @@ def _of_compression(facts: Facts) -> Iterator[Contradiction]:
 
 
 def _of_client_models(facts: Facts) -> Iterator[Contradiction]:
-    """Local parameters, buffers and models."""
+    """Yield the contradictions of local parameters, buffers and models."""
     settings, own_models = facts.settings, facts.is_("own_models")
     parts = _local_parts(facts)
     if parts and facts.is_("pools_data"):
@@ -196,7 +200,7 @@ def _of_client_models(facts: Facts) -> Iterator[Contradiction]:
 
 
 def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
-    """Measures, and data whose sizes are not known."""
+    """Yield the contradictions of measures, and of data whose sizes are not known."""
     if facts.path_measures and facts.has_phases:
         lack = f"{facts.name} has phases of its own"
         yield f"measures={list(facts.path_measures)!r}", "one path of local steps", lack, "Leave them out"

@@ -104,7 +104,7 @@ def identity_of(
     population: Population,
     collate: object,
 ) -> dict[str, Any]:
-    """Return the facts that must be the same when the run is resumed. `models`: the user's and the trained one."""
+    """Return the facts that must be the same when the run is resumed. `models` are the user's and the trained one."""
     numbers = loop.choice.executor.numbers
     if numbers != "exact" and loop.ranks.size > 1:  # the ranks decide which clients are stacked together
         numbers += f", {loop.ranks.size} ranks"

@@ -217,7 +217,7 @@ def _client_model(
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
-    """Raises ValueError for a place that would be found useless after the first round, or never."""
+    """Raise ValueError for arguments and a state of torch that would fail only after the first round, or never."""
     if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         raise ValueError(
             "fed.run was called inside torch.autocast, which keeps casts of weights that change. Put the region into "
@@ -232,7 +232,7 @@ def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
 
 
 def _summary(loop: Loop) -> dict[str, Any]:
-    """Return the facts of a finished run. client_megabytes: 1e6 bytes of memory of a local step."""
+    """Return the facts of a finished run. `client_megabytes` is the memory of a local step in units of 1e6 bytes."""
     vectors = 2 + getattr(loop.algorithm, "working_vectors", 0)  # weights, a gradient, and the algorithm's vectors
     return {
         "executor": loop.choice.name,

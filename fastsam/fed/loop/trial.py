@@ -158,7 +158,7 @@ def _check_function(loss: object) -> None:
 def check_smallest(
     model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int, drop_last: bool
 ) -> None:
-    """Raises ValueError for a model with BatchNorm that cannot train on the smallest batch, of one sample, say."""
+    """Raise ValueError for a model with BatchNorm that cannot train on the smallest batch, of one sample, say."""
     sizes = population.clients.known_sizes
     if not sizes or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
@@ -177,7 +177,7 @@ def check_smallest(
 
 
 def check_buffers(trial: Trial, buffers: str | None) -> None:
-    """Raises ValueError when training changes buffers and the run does not say what to do with them."""
+    """Raise ValueError if training changes buffers and the run does not say what to do with them."""
     if buffers is None and trial.changed_buffers:
         names = ", ".join(trial.changed_buffers[:3]) + (", ..." if len(trial.changed_buffers) > 3 else "")
         raise ValueError(

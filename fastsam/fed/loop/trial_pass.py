@@ -36,12 +36,14 @@ def look(
     Args:
         model: the user's model.
         trial: the copy that is tried. Afterwards its buffers have the values after one pass.
+        loss: the loss, whose references are searched for foreign parameters.
         batch: the tensors that the pass reads.
         compute: returns the loss of `trial` on the batch.
         failure: first words of the error if the model or the loss raises.
 
     Returns:
-        The functions of torch that draw random numbers (see `Setup.draws`), and the names of the buffers that change.
+        The functions of torch that draw random numbers (see `Setup.draws`), and the names of the buffers that
+            change.
 
     Raises:
         ValueError: the pass raises, or one of the checks below fails.

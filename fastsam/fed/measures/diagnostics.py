@@ -29,10 +29,10 @@ def path_smoothness(objective: Objective, path: Sequence[Tensor]) -> float:
 def hessian_norm(
     objective: Objective, w: Tensor, iterations: int = 30, tolerance: float = 1e-4, seed: int = 0
 ) -> float:
-    """The spectral norm of the Hessian at w (the largest |eigenvalue|) by power iteration from a random vector; a lower
-    bound of L.
+    """Return the spectral norm of the Hessian at w (the largest |eigenvalue|), by power iteration from a random vector.
+    It is a lower bound of L.
 
-    Ends when the estimate changes by less than `tolerance` (relative), or after `iterations`.
+    The iteration ends when the estimate changes by less than `tolerance` (relative), or after `iterations`.
     """
     v, norm = random_unit(objective.replica, seed), 0.0
     for _ in range(iterations):
@@ -45,32 +45,33 @@ def hessian_norm(
 
 
 def sigma_local(objective: Objective, batches: Sequence[Objective], w: Tensor) -> float:
-    """`sigma_l`: root of the mean of `||unit(g_batch) - unit(g)||^2` (FedSAM paper, Assumption 3)."""
+    """Return `sigma_l`: root of the mean of `||unit(g_batch) - unit(g)||^2` (FedSAM paper, Assumption 3)."""
     full = unit(objective.gradient(w))
     return _root_mean([float((unit(b.gradient(w)) - full).square().sum()) for b in batches])
 
 
 def sigma_global(clients: Sequence[Objective], w: Tensor) -> float:
-    """`sigma_g`: root of the mean of `||grad f_i(w) - grad f(w)||^2`, f the mean of the f_i (Assumption 2)."""
+    """Return `sigma_g`: root of the mean of `||grad f_i(w) - grad f(w)||^2`, f the mean of the f_i (Assumption 2)."""
     gradients = [client.gradient(w) for client in clients]
     mean = torch.stack(gradients).mean(dim=0)
     return _root_mean([float((g - mean).square().sum()) for g in gradients])
 
 
 def estimation_bias(old_w: Tensor, w: Tensor, gradient: Tensor) -> float:
-    """`||unit(w^{t-1} - w^t) - unit(grad F(w^t))||` in 0..2 (FedLESAM paper, Theorem 2). old_w: w^{t-1}."""
+    """Return `||unit(w^{t-1} - w^t) - unit(grad F(w^t))||` in 0..2 (FedLESAM paper, Theorem 2), with w^{t-1} =
+    `old_w`."""
     return float((unit(old_w.double() - w.double()) - unit(gradient)).norm())
 
 
 def dual_gap(perturbations: Sequence[Tensor], s: Tensor) -> float:
-    """FedSMOO's `||mean_i eps_i - s||`: how far the clients' perturbations are from the common one."""
+    """Return FedSMOO's `||mean_i eps_i - s||`: how far the clients' perturbations are from the common one."""
     return float((mean_row(perturbations) - s.double()).norm())
 
 
 @torch.no_grad()
 def margin_risk(replica: Replica, pairs: Sequence[Pair], w: Tensor, margin: float = 0.1, batch: int = 512) -> float:
-    """The mean over clients of the share of samples with `p[y] - max_{j != y} p[j] <= margin` (FedSAM paper, eq. 5,
-    empirical).
+    """Return the mean over clients of the share of samples with `p[y] - max_{j != y} p[j] <= margin` (FedSAM paper, eq.
+    5, empirical).
 
     p are the model's outputs after softmax, as the paper has it, so that margins lie in -1..1; `margin = 0` counts
     errors (and ties).
@@ -90,11 +91,11 @@ def margin_risk(replica: Replica, pairs: Sequence[Pair], w: Tensor, margin: floa
 
 
 def spectral_complexity(layout: Layout, w: Tensor) -> float:
-    """`Q = prod_j ||W_j|| * sum_j ||W_j||_F^2 / ||W_j||` with spectral norms, as Theorem 3.5 of the FedSAM paper prints
-    it.
+    """Return `Q = prod_j ||W_j|| * sum_j ||W_j||_F^2 / ||W_j||` with spectral norms, as Theorem 3.5 of the FedSAM paper
+    prints it.
 
-    (The bound that it goes back to, Neyshabur et al. 2018, squares the spectral norms.) Over the tensors of rank 2 and
-    more, each as a matrix [dimension 0, the rest]; a zero matrix makes it 0.
+    (The bound of Neyshabur et al. 2018, on which it is based, squares the spectral norms.) It is over the tensors of
+    rank 2 and more, each as a matrix [dimension 0, the rest]. A zero matrix makes it 0.
     """
     matrices = [view.flatten(1) for view in layout.views(w.double()) if view.dim() > 1]
     norms = [float(torch.linalg.matrix_norm(m, 2)) for m in matrices]

@@ -17,17 +17,20 @@ Rows = Sequence[Sequence[Tensor]]
 
 
 def consistency(squares: float, total: Tensor, change: Tensor, clients: int) -> float:
-    """`sum_i ||w_i - w^{t+1}||^2 / n_t` (FL-Simulator) from sums: squares = sum ||Delta_i||^2, total = sum Delta_i,
-    moved = w^{t+1} - w^t.
+    """Return `sum_i ||w_i - w^{t+1}||^2 / n_t` (FL-Simulator) from sums. Rounding cannot make it negative.
 
-    Never below 0, where rounding would put it.
+    Args:
+        squares: sum of ||Delta_i||^2.
+        total: sum of Delta_i.
+        change: w^{t+1} - w^t.
+        clients: n_t.
     """
     total, change = total.double(), change.double()
     return max(0.0, (squares - 2 * float(total @ change)) / clients + float(change @ change))
 
 
 def weight_drift(weights: Rows, w: Tensor) -> float:
-    """`E_w = mean over clients and kept steps of ||w_i,k - w^t||^2` (FedSAM paper, Lemma B.2)."""
+    """Return `E_w = mean over clients and kept steps of ||w_i,k - w^t||^2` (FedSAM paper, Lemma B.2)."""
     return _mean([float((v.double() - w.double()).square().sum()) for client in weights for v in client])
 
 
@@ -58,7 +61,7 @@ def perturbation_drift(
 
 
 def mean_row(rows: Sequence[Tensor]) -> Tensor:
-    """The mean, float64. Taken as the first plus a mean difference: exact when all are equal."""
+    """Return the mean, float64. It is the first row plus a mean difference, which is exact if all are equal."""
     first = rows[0].double()
     return first + torch.stack([row.double() - first for row in rows]).mean(dim=0)
 

@@ -57,7 +57,7 @@ class RoundMeasures:
         self, options: NamedMeasures, model: nn.Module, layout: Layout, population: Population, loss: Loss,
         *, batch_size: int, rounds: int, seed: int, classifies: bool,
     ) -> None:  # fmt: skip
-        """Raises ValueError for a measure of classes if labels are not classes."""
+        """Make the measures. Raises ValueError for a measure of classes if labels are not classes."""
         names = options.names
         if "margin" in names and not classifies:
             raise ValueError("the measure 'margin' needs class labels; this task has none")

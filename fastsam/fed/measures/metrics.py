@@ -58,7 +58,8 @@ def _accumulate(metric: Any, outputs: Tensor, labels: Tensor) -> Any:
 
 
 def _call_metric(name: str, metric: Callable[[Tensor, Tensor], Any], outputs: Tensor, labels: Tensor) -> float:
-    """The metric's value. Raises ValueError for a metric that raises, or returns something else than one number."""
+    """Return the metric's value. Raises ValueError for a metric that raises, or returns something else than one
+    number."""
     try:
         value = metric(outputs, labels)
     except Exception as error:

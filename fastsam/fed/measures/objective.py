@@ -29,7 +29,7 @@ class Objective:
 
     @classmethod
     def sample_mean(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
-        """The mean over all samples of all `pairs`."""
+        """Return the mean over all samples of all `pairs`."""
         x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
         parts = zip(x.split(batch), y.split(batch), strict=True)
         return cls(replica, loss, [(a, b, len(b) / len(y)) for a, b in parts])
@@ -47,7 +47,7 @@ class Objective:
 
     @torch.no_grad()
     def value(self, w: Tensor) -> float:
-        """F(w)."""
+        """Return F(w)."""
         self._load(w)
         return sum(weight * float(self.loss(self.replica.module(x), y)) for x, y, weight in self.batches)
 
@@ -62,7 +62,8 @@ class Objective:
         return total
 
     def hessian_times(self, w: Tensor, v: Tensor) -> Tensor:
-        """The Hessian at w times `v` (`[row_size]`), float64 `[row_size]`, by differentiating `<gradient, v>`."""
+        """Return the Hessian at w times `v` (`[row_size]`), float64 `[row_size]`, by differentiating `<gradient,
+        v>`."""
         self._load(w)
         direction = self.replica.layout.views(v.to(self.replica.row.dtype))
         total = torch.zeros_like(self.replica.row, dtype=torch.float64)
@@ -103,14 +104,15 @@ def subset(pairs: Sequence[Pair], samples: int | None, seed: int) -> list[Pair]:
 
 
 def unit(vector: Tensor) -> Tensor:
-    """`vector / ||vector||` in float64; zero for the zero vector."""
+    """Return `vector / ||vector||` in float64, zero for the zero vector."""
     vector = vector.double()
     norm = float(vector.norm())
     return vector / norm if norm > 0 else vector
 
 
 def random_unit(replica: Replica, seed: int) -> Tensor:
-    """A random unit vector, float64 `[row_size]` where the replica is; zero in the padding, like the weights."""
+    """Return a random unit vector, float64 `[row_size]` on the replica's device, zero in the padding, like the
+    weights."""
     direction = torch.zeros(replica.layout.row_size, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     for view in replica.layout.views(direction):

@@ -95,7 +95,8 @@ class Measures(Protocol):
     def clients(
         self, old_state: State, results: ClientResults, context: Round
     ) -> Mapping[str, Sequence[float] | Tensor]:
-        """Numbers of n clients, n under each name; their sums over all clients are `aggregate.scalar(name)` in `round`.
+        """Return numbers of n clients, n under each name. Their sums over all clients are `aggregate.scalar(name)` in
+        `round`.
 
         A number that is not finite excludes its client.
         """

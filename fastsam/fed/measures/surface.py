@@ -32,7 +32,7 @@ def directions(layout: Layout, w: Tensor, seed: int = 0) -> tuple[Tensor, Tensor
 
 
 def _scale(layout: Layout, w: Tensor, direction: Tensor) -> Tensor:
-    """`d_f * ||w_f|| / (||d_f|| + 1e-10)` for every filter f."""
+    """Return `d_f * ||w_f|| / (||d_f|| + 1e-10)` for every filter f."""
     weights = w.detach().double().cpu()
     for d, weight in zip(layout.views(direction), layout.views(weights), strict=True):
         if d.dim() > 1:
@@ -44,8 +44,8 @@ def _scale(layout: Layout, w: Tensor, direction: Tensor) -> Tensor:
 def surface(
     objective: Objective, w: Tensor, pair: tuple[Tensor, Tensor], points: int = POINTS, radius: float = RADIUS
 ) -> Tensor:
-    """`F(w + x*d1 + y*d2)`, float64 `[points, points]` on the CPU: row i has y_i, column j has x_j, both from -radius
-    to radius.
+    """Return `F(w + x*d1 + y*d2)`, float64 `[points, points]` on the CPU: row i has y_i, column j has x_j, both from
+    -radius to radius.
 
     Raises ValueError for fewer than 2 points: a grid has two ends.
     """

@@ -36,6 +36,7 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
         name: name in `MODELS`, or the import path ("package.module:attribute", "file.py:attribute") of a class or
             function that makes a module, or of a module, which is copied.
         in_shape, classes: shape of a sample and number of classes, for functions with parameters of these names.
+        seed: random seed of the weights.
         **options: passed in any case.
 
     Raises:

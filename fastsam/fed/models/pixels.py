@@ -9,10 +9,14 @@ from torch import Tensor, nn
 
 
 class Pixels(nn.Module):
-    """`model` for images of bytes: it gets ``(x / 255 - mean) / std`` in the type of its weights.
+    """A model for images of bytes: `model` gets ``(x / 255 - mean) / std`` in the dtype of its weights.
 
-    x: uint8 [n, C, H, W]; inputs that are floating-point numbers have been normalised and go to `model` as they are.
-    mean, std: one per channel, in 0..1. They are constants, not buffers, so that no run sends or averages them.
+    Its input is uint8 [n, C, H, W]. Floating-point inputs have been normalised and go to `model` as they are.
+
+    Args:
+        model: the model.
+        mean, std: mean and standard deviation of each channel, in 0..1. They are constants, not buffers, so that no
+            run sends or averages them.
     """
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:

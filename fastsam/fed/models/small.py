@@ -46,9 +46,15 @@ class CNN(nn.Module):
     linear layer.
 
     No normalisation layer, hence no buffers. Inputs [n, C, H, W], or [n, H, W] for one channel; H and W of 4 or more
-    (8x8 digits: 13,706 parameters; 28x28: 105,866). kernel: an odd width of the convolutions, padded to keep the size.
-    With channels 32 and 64, kernel 5 and hidden 512 it is McMahan et al.'s (AISTATS 2017): 2,156,490 parameters for
-    CIFAR-10.
+    (8x8 digits: 13,706 parameters; 28x28: 105,866). With channels 32 and 64, kernel 5 and hidden 512 it is McMahan et
+    al.'s (AISTATS 2017): 2,156,490 parameters for CIFAR-10.
+
+    Args:
+        in_shape: shape of a sample.
+        classes: number of outputs.
+        channels: channels of the two convolutions.
+        hidden: size of the hidden layer.
+        kernel: odd width of the convolutions, padded to keep the size.
     """
 
     def __init__(
@@ -99,9 +105,15 @@ class MLP(nn.Module):
 
 class EMNISTCNN(nn.Module):
     """The CNN of Reddi et al. (ICLR 2021, as in fedjax): 3x3 convolutions of 32 and 64 channels without padding, each
-    with ReLU, 2x2 max-pooling, dropout 0.25, a hidden layer of 128, dropout 0.5, a linear layer.
+    with ReLU, 2x2 max-pooling, dropout, a hidden layer, dropout, a linear layer.
 
-    Inputs as for `CNN`, of 6x6 or more (28x28 and 62 classes: 1,206,590 parameters). dropout: the two probabilities.
+    Inputs as for `CNN`, of 6x6 or more (28x28 and 62 classes: 1,206,590 parameters).
+
+    Args:
+        in_shape: shape of a sample.
+        classes: number of outputs.
+        dropout: the two probabilities.
+        hidden: size of the hidden layer.
     """
 
     def __init__(

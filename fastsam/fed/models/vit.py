@@ -12,14 +12,23 @@ from fastsam.fed.common.import_paths import vision
 
 
 def vit_b_32(in_shape: tuple[int, ...], classes: int, weights: str | None = None, **options: Any) -> nn.Module:
-    """The Vision Transformer B/32 (Dosovitskiy et al., 2021) of torchvision: patches of 32, 12 layers, width 768, 12
-    heads, MLP 3072.
+    """Return the Vision Transformer B/32 (Dosovitskiy et al., 2021) of torchvision: patches of 32, 12 layers, width
+    768, 12 heads, MLP 3072.
 
-    88,224,232 parameters for images [3, 224, 224] and 1000 classes. weights: None starts at random; a file with a
-    state dictionary of this model (.pth), or a name that torchvision knows ("IMAGENET1K_V1", downloaded by it). The
-    head is always new, for `classes`. options: torchvision's own, such as dropout.
-    Raises ImportError without torchvision; ValueError for images that are not square with sides divisible by 32, and
-    for weights that do not fit; FileNotFoundError; ConnectionError.
+    It has 88,224,232 parameters for images [3, 224, 224] and 1000 classes. The head is always new.
+
+    Args:
+        in_shape: shape of an image, [3, H, H] with H divisible by 32.
+        classes: number of outputs.
+        weights: None starts at random; a file with a state dictionary of this model (.pth), or a name that
+            torchvision knows ("IMAGENET1K_V1", which it downloads).
+        **options: torchvision's own, such as dropout.
+
+    Raises:
+        ImportError: torchvision is missing.
+        ValueError: the shape is different, or the weights do not fit.
+        FileNotFoundError: there is no such file.
+        ConnectionError: the weights could not be downloaded.
     """
     if len(in_shape) != 3 or in_shape[0] != 3 or in_shape[1] != in_shape[2] or in_shape[1] % 32:
         raise ValueError(

@@ -98,7 +98,7 @@ class Accountant:
         return self._epsilon_by_round[rounds]
 
     def _epsilons(self, several: range) -> list[float]:
-        """For each of some numbers of rounds."""
+        """Return epsilon for each of some numbers of rounds."""
         import dp_accounting as dp
 
         curves = np.zeros((len(several), len(self._orders)))

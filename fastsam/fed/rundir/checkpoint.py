@@ -153,10 +153,11 @@ class RunDirectory:
         return self.path / "checkpoint" / "manifest.json"
 
     def start(self, state: RunState, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-        """Makes a new run's directory with its first checkpoint. Raises ValueError for a config that JSON cannot hold,
-        before that.
+        """Make a new run's directory with its first checkpoint.
 
-        Raises RunDirectoryError when another run has begun there in the meantime.
+        Raises:
+            ValueError: JSON cannot hold the config; nothing was written.
+            RunDirectoryError: another run has begun there in the meantime.
         """
         try:
             json.dumps(config)
@@ -174,7 +175,7 @@ class RunDirectory:
         self.save(state)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Appends a round's line to metrics.jsonl."""
+        """Append a round's line to metrics.jsonl."""
         line = (json.dumps(record) + "\n").encode()
         path, flags = self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         with errors_with_path(path), open(open_regular(path, flags), "ab") as file:
@@ -317,7 +318,7 @@ class RunDirectory:
         return {i: state for i, (state, _) in self._clients.items()}
 
     def rewind(self) -> None:
-        """Cuts metrics.jsonl back to the checkpoint that was loaded: the rounds after it are computed again."""
+        """Cut metrics.jsonl back to the checkpoint that was loaded. The rounds after it are computed again."""
         if self.ranks.first and (self.path / "metrics.jsonl").exists():
             with open(open_regular(self.path / "metrics.jsonl", os.O_WRONLY | os.O_NOFOLLOW), "wb") as file:
                 file.truncate(len(self._metrics))
@@ -344,7 +345,7 @@ def unique_nbytes(states: Iterable[State]) -> int:
 
 
 def stored_model(model: nn.Module, metadata: dict[str, str] | None = None) -> bytes:
-    """A safetensors file of a model's state_dict, tied tensors each on their own."""
+    """Return a safetensors file of a model's state_dict. Tied tensors are stored separately."""
     tensors = {
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in model.state_dict().items()
     }

@@ -13,7 +13,7 @@ from fastsam.extras import DISTRIBUTION, installed_version
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device and backends, for environment.json."""
+    """Return versions, device and backends, for environment.json."""
     return {
         "python": platform.python_version(),
         "packages": {

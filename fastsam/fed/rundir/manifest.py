@@ -49,12 +49,12 @@ class RunDirectoryError(RuntimeError):
 
 
 def digest_of(data: bytes) -> str:
-    """The hash by which a manifest knows a file."""
+    """Return the hash of a file's content in a manifest."""
     return blake2b(data, digest_size=16).hexdigest()
 
 
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest with the checksum of its contents."""
+    """Return the manifest with the checksum of its contents."""
     return {**manifest, "checksum": _checksum(manifest)}
 
 

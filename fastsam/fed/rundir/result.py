@@ -43,14 +43,18 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """Return the run in numbers. Accuracies are in 0..1; None if nothing was measured.
 
-        stopped: reason of a callback to end the run early. accuracy_last10: mean over the last ten evaluated rounds.
+        stopped: reason of a callback to end the run early.
+        accuracy_last10: mean over the last ten evaluated rounds.
         client_*: over the clients, in the last evaluated round; client_worst and client_best are client ids.
-        rounds_to_target: completed rounds when the test accuracy first reached the target; seconds_to_target and
-        megabytes_to_target of these rounds, the seconds without evaluation. seconds_per_round: median with evaluation
-        and measures; seconds_training: median without them. megabytes: 1e6 bytes, both directions, all rounds. privacy:
-        for a run with noise the neighbouring sets (`neighbours`), epsilon at the end, and delta; else None. measures:
-        values of the last measured round. metrics: values of the last evaluated round, over the test set and over
-        clients. state_megabytes: states of server and clients at the end; client_state: place of the clients' states.
+        rounds_to_target: completed rounds when the test accuracy first reached the target.
+        seconds_to_target, megabytes_to_target: sums over these rounds, the seconds without evaluation.
+        seconds_per_round, seconds_training: medians with and without evaluation and measures.
+        megabytes: 1e6 bytes, both directions, all rounds.
+        privacy: with noise the neighbouring sets (`neighbours`), epsilon at the end, and delta; else None.
+        measures: values of the last measured round.
+        metrics: values of the last evaluated round, over the test set and over clients.
+        state_megabytes: states of server and clients at the end.
+        client_state: place of the clients' states.
         client_megabytes: weights, one gradient, and further memory of a local step, as the algorithm declares.
         """
         return summary(self.history, self._facts)
@@ -76,7 +80,7 @@ class Result:
         return self._client_model(client)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The history as a data frame, a row per round, whose number is the index. Needs pandas."""
+        """Return the history as a data frame with a row per round, whose number is the index. Needs pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -94,7 +98,7 @@ class Result:
 
 
 def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary (see `Result.summary`). facts: values that are not in the history."""
+    """Return the summary (see `Result.summary`). `facts` are values that are not in the history."""
     evaluations = [r for r in history if r["test_loss"] is not None]
     accuracies = [r["test_accuracy"] for r in evaluations if r["test_accuracy"] is not None]
     last = evaluations[-1] if evaluations else {}
@@ -150,7 +154,7 @@ def _metric_keys(names: Sequence[str]) -> list[str]:
 
 
 def _last_measures(history: History) -> dict[str, float]:
-    """The last value of each measure that has one."""
+    """Return the last value of each measure that has one."""
     keys = [key for names in NAMES.values() for key in names]
     columns = {key: [r[key] for r in history if r.get(key) is not None] for key in keys}
     return {key: values[-1] for key, values in columns.items() if values}

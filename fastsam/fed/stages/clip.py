@@ -45,7 +45,8 @@ def norms_of(rows: Tensor) -> list[float]:
 def _operands(
     n: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[..., None], Tensor, Tensor]:
-    """The compiled kernel, else the reference's; the table of rows that are one segment; hparams."""
+    """Return the compiled kernel, else the reference's, the table of rows that are one segment, and the
+    hyperparameters."""
     try:
         kernels = ops.bind("native", device, dtype)
     except RuntimeError:  # there is none here

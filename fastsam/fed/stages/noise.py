@@ -115,11 +115,11 @@ class PrivateAggregate:
         return self._sums.share(DELTA, self._cohort).addcmul_(self._normals, self._mask, value=std)
 
     def sum(self, name: str) -> Tensor:
-        """Raises ValueError."""
+        """Raise ValueError."""
         self._refuse(f"sum({name!r})")
 
     def scalar(self, name: str) -> float:
-        """Raises ValueError."""
+        """Raise ValueError."""
         self._refuse(f"scalar({name!r})")
 
     def _refuse(self, call: str) -> NoReturn:

@@ -27,7 +27,7 @@ class Robust(Stage):
         self.aggregate = RobustAggregate(sums, self.rule)
 
     def process_uploads(self, uploads: ClientUploads, round: Round) -> None:
-        """Raises ValueError if there are plain sums, which a rule cannot replace."""
+        """Raise ValueError if there are plain sums, which a rule cannot replace."""
         if uploads.sum:
             raise ValueError(
                 f"aggregation={self.rule.name!r} needs a server that reads only means, but finish_client of "

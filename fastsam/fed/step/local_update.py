@@ -155,7 +155,7 @@ class LocalUpdate:
         return 1 - (1 - self.lr_end_factor) * k / steps
 
     def radius(self, k: int, steps: int) -> float:
-        """The radius of step k of `steps`."""
+        """Return the radius of step k of `steps`."""
         return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
 
 
@@ -315,8 +315,8 @@ class ClientResults:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def column(self, numbers: Iterable[float]) -> Tensor:
-        """One number for each client as `[n, 1]`, in the dtype of the weights: it multiplies or divides the client's
-        row."""
+        """Return one number for each client as `[n, 1]`, in the dtype of the weights. It multiplies or divides the
+        clients' rows."""
         rows = self.delta
         return torch.tensor(list(numbers), dtype=torch.float64).to(rows.device, rows.dtype)[:, None]
 

@@ -92,7 +92,7 @@ def overrun_risk(model: nn.Module, device: torch.device) -> str:
 
 
 def rule(model: nn.Module, device: torch.device, stacked: bool) -> tuple[str, str]:
-    """The format that serves, and why. It never looks at a clock; docs/executors_measured.md has the times."""
+    """Return the best format, and why. The rule never looks at a clock; docs/executors_measured.md has the times."""
     weights = [p for p in model.parameters() if p.dim() == 4]
     if device.type != "cpu":
         return PRESERVE, "measured on CPUs alone"

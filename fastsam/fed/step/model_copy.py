@@ -14,12 +14,13 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained, each once (tied ones too), in the order of `model.parameters()`."""
+    """Return the trained parameters, each once (tied ones too), in the order of `model.parameters()`."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def check_model(model: nn.Module) -> torch.dtype:
-    """The one dtype of a model that can be trained here. Raises ValueError for any other model, and says why."""
+    """Return the one dtype of a model that can be trained here. Raises ValueError, with the reason, for any other
+    model."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
@@ -86,7 +87,7 @@ class Replica:
 
     @torch.no_grad()
     def load(self, weights: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies the weights (`[row_size]`) and the buffers in."""
+        """Copy the weights (`[row_size]`) and the buffers in."""
         self.row.copy_(weights)
         for buffer, new in zip(self.buffers, buffers, strict=True):
             buffer.copy_(new)
@@ -119,15 +120,14 @@ def _with_mean(buffers: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def buffer_displacement(ends: Sequence[Tensor], starts: Sequence[Tensor]) -> Tensor:
     """Return the changes of the buffers, flat float64. As changes and not values, a buffer that does not change keeps
-    its
-    bits."""
+    its bits."""
     parts = [(e.double() - s.double()).flatten() for e, s in zip(_with_mean(ends), _with_mean(starts), strict=True)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 def move_buffers(starts: Sequence[Tensor], shift: Tensor) -> list[Tensor]:
-    """The buffers moved by the flat float64 `by`; integer buffers (BatchNorm's num_batches_tracked) by the nearest
-    whole numbers."""
+    """Return the buffers moved by the flat float64 `shift`, integer buffers (BatchNorm's num_batches_tracked) by the
+    nearest whole numbers."""
     result, offset = [], 0
     for start in starts:
         if start.dtype == torch.bool or start.is_complex():

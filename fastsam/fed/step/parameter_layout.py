@@ -40,12 +40,13 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> ParameterLayout:
-        """The rows of `layout`, made of `model` or of a copy in another memory format."""
+        """Return the layout of rows with the arena layout `layout`, which was made of `model` or of a copy in another
+        memory format."""
         names = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         return cls(names, layout.segments, layout.row_size, layout.numel, model)
 
     def with_buffers(self, buffers: Sequence[Tensor]) -> ParameterLayout:
-        """The same, for a global model with these buffers."""
+        """Return the same layout for a global model with these buffers."""
         return replace(self, buffers=buffers)
 
     @property
@@ -100,8 +101,7 @@ class ParameterLayout:
 
     def vector(self, row: Tensor) -> Tensor:
         """Return rows as new vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector`. Raises
-        ValueError
-        if the last dimension is not `row_size`."""
+        ValueError if the last dimension is not `row_size`."""
         lead = row.dim() - 1
         return torch.cat([view.flatten(lead) for view in self.unflatten(row).values()], dim=-1)
 

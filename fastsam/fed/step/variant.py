@@ -24,8 +24,8 @@ class StepVariant:
     """The part of a LocalUpdate that decides which kernels are called.
 
     Rows of one variant share their calls. Numbers are in `hparams`, row by row, except the numbers that torch's own
-    operations are given, which are here. Variants are made once for all equal constants (`LocalUpdate.constants`), so
-    their properties are computed once.
+    operations take, which are here. Variants are made once for all equal constants (`LocalUpdate.constants`), so their
+    properties are computed once.
 
     Args:
         direction: direction of the perturbation.
@@ -33,7 +33,7 @@ class StepVariant:
         has_phi: there is a proximal term.
         keeps_first: the update reads the first gradient too.
         surrogate: the weight of g2 is computed on the device (GSAM).
-        paced: the learning rate or the radius is different in every step.
+        has_schedule: the learning rate or the radius is different in every step.
         drift_weight: weight of `w - w^t` in the direction.
         uses_last_gradient: the gradient of the step before is in the direction.
         anchor_weight: share by which the perturbed point is pulled towards the anchor.

@@ -47,14 +47,15 @@ class FixedPointSum:
         self._kernels = _kernels(like.device)
 
     def problem(self, x: Tensor, factor: float) -> str | None:
-        """Why `factor * x` cannot be added; None when it can."""
+        """Return the reason why `factor * x` cannot be added, or None."""
         if x.numel() == 0:
             return None
         low, high = (v.item() for v in torch.aminmax(x.detach()))
         return self.problem_of_size(high if math.isnan(high) else max(-low, high), factor)
 
     def problem_of_size(self, largest: float, factor: float) -> str | None:
-        """Why `factor` times a vector whose largest element has this size cannot be added; None when it can."""
+        """Return the reason why `factor` times a vector whose largest element has this size cannot be added, or
+        None."""
         if not math.isfinite(largest):
             return "is not finite"
         if largest * factor <= self.limit:
@@ -77,16 +78,16 @@ class FixedPointSum:
         self._kernels.accumulate_(self.high, self.low, x.contiguous(), factor, largest_=largest)
 
     def carry(self) -> None:
-        """Moves what is over in the low limb to the high one; the number they stand for stays."""
+        """Move the excess of the low limb to the high one. The number that they represent stays."""
         self.high.add_(self.low >> LOW_BITS)
         self.low.bitwise_and_((1 << LOW_BITS) - 1)
 
     def limbs(self) -> tuple[Tensor, Tensor]:
-        """The sum as it is: int64, high and low."""
+        """Return the sum as it is: int64, high and low."""
         return self.high, self.low
 
     def add_limbs(self, high: Tensor, low: Tensor) -> None:
-        """Adds another sum. Together they may have `terms` terms."""
+        """Add another sum. Together they may have `terms` terms."""
         self.high.add_(high)
         self.low.add_(low)
         self.carry()
@@ -103,9 +104,14 @@ def _kernels(device: torch.device) -> Kernels:
 
 @dataclass(slots=True)
 class Term:
-    """Vectors of some clients, `[n, ...]`, that enter one sum with a factor. scale: value of a unit of weight, or None
-    for
-    a plain sum."""
+    """Vectors of some clients that enter one sum with a factor.
+
+    Attributes:
+        sum: the sum.
+        name: name of the upload.
+        rows: the vectors, `[n, ...]`.
+        scale: value of a unit of weight, or None for a plain sum.
+    """
 
     sum: FixedPointSum
     name: str
@@ -150,8 +156,12 @@ def _problems(numbers: Mapping[str, Sequence[float]], limit: float) -> Problems:
 class FixedPointAggregate:
     """The sums of one round: vectors of the clients' uploads, weighted or plain, and their numbers, such as losses.
 
-    terms: how many clients may be added. The weights are whole numbers, fixed when the clients are sampled; `heaviest`
-    is the largest. They enter as exact multiples of a power of two that is at most 1.
+    The weights are whole numbers, fixed when the clients are sampled. They enter as exact multiples of a power of two
+    that is at most 1.
+
+    Args:
+        terms: largest number of clients that are added.
+        heaviest: largest weight.
     """
 
     def __init__(self, terms: int, heaviest: int) -> None:
@@ -199,7 +209,7 @@ class FixedPointAggregate:
         return problems
 
     def add_ranks(self, ranks: Ranks, like: Tensor) -> None:
-        """Add the sums of all other ranks; collective. like: a tensor on the device.
+        """Add the sums of all other ranks; collective. `like` is a tensor on the device.
 
         Raises:
             ValueError: two ranks hold vectors of one name and different shapes.
@@ -218,7 +228,7 @@ class FixedPointAggregate:
             vector.carry()
 
     def _sum(self, kind: str, name: str, rows: Tensor) -> FixedPointSum:
-        """The sum of vectors like the rows of `rows`."""
+        """Return the sum of vectors like the rows of `rows`."""
         fixed_sum = self._vectors.get((kind, name))
         if fixed_sum is None:
             fixed_sum = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms)
@@ -235,8 +245,8 @@ class FixedPointAggregate:
         return self._get("mean", name).value(self.weight * self._unit)
 
     def share(self, name: str, divisor: float) -> Tensor:
-        """The weighted sum of an upload over a number, where `mean` has the weight that was added, float64. Raises
-        KeyError as `mean` does."""
+        """Return the weighted sum of an upload over a number, in place of the added weight as in `mean`, float64.
+        Raises KeyError as `mean` does."""
         return self._get("mean", name).value(divisor * self._unit)
 
     def sum(self, name: str) -> Tensor:
@@ -252,6 +262,5 @@ class FixedPointAggregate:
 
     def scalar(self, name: str) -> float:
         """Return the sum of a number over the added clients, rounded once, or 0 if no client sent it. Each number is
-        taken
-        to 2^-110."""
+        rounded to 2^-110."""
         return self._numbers.get(name, 0) / (1 << _UNIT_BITS)

@@ -64,10 +64,8 @@ class Ranks:
         homes: Mapping[int, int],
         adopt: Callable[[Tensor], Tensor],
     ) -> dict[int, State]:
-        """Return the states of this rank after every client of `assignment` moved to its rank; collective.
-
-        adopt: makes a tensor of a state where this rank keeps states out of one on the CPU.
-        """
+        """Return the states of this rank after every client of `assignment` moved to its rank; collective. `adopt`
+        returns a tensor in this rank's storage from one on the CPU."""
         result = dict(states)
         for i, target in sorted(assignment.items()):
             home = homes.get(i, target)
@@ -80,7 +78,7 @@ class Ranks:
         return result
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Raises RankError when the ranks were not called with the same `facts`; collective."""
+        """Raise RankError if the ranks were not called with the same `facts`; collective."""
         first, *other_facts = self.gather(dict(facts))
         for rank, rank_facts in enumerate(other_facts, 1):
             different = [key for key in {**first, **rank_facts} if first.get(key) != rank_facts.get(key)]
@@ -109,8 +107,8 @@ class Ranks:
         return values[0]
 
     def add_(self, tensors: Sequence[Tensor]) -> None:
-        """Every tensor (int64, the same shapes on all ranks) becomes its sum over the ranks: one all-reduce of one
-        buffer."""
+        """Replace every tensor (int64, the same shapes on all ranks) by its sum over the ranks, with one all-reduce of
+        one buffer."""
         if self.size == 1 or not tensors:
             return
         buffer = torch.cat([t.flatten() for t in tensors])
@@ -150,7 +148,7 @@ def join_ranks() -> Iterator[Ranks]:
 
 
 def launched_processes() -> int:
-    """Processes that the launcher started, as it says in WORLD_SIZE; 1 without one."""
+    """Return the number of processes that the launcher started, from WORLD_SIZE; 1 without a launcher."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdigit() or int(text) < 1:
         raise RankError(f"WORLD_SIZE must be the number of processes, got {text!r}; start them with torchrun")
@@ -158,7 +156,7 @@ def launched_processes() -> int:
 
 
 def local_device() -> torch.device:
-    """The GPU of this process on its machine, by the launcher's LOCAL_RANK."""
+    """Return the GPU of this process on its machine, by the launcher's LOCAL_RANK."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
@@ -168,7 +166,7 @@ def in_group() -> bool:
 
 
 def _start() -> None:
-    """The process group of a launcher. CPU tensors (and Python objects) go over gloo, CUDA tensors over NCCL."""
+    """Join the process group of a launcher. CPU tensors (and Python objects) go over gloo, CUDA tensors over NCCL."""
     absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:
         raise RankError(

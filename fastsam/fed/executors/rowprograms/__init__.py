@@ -18,8 +18,7 @@ from fastsam.fed.executors.rowprograms.row_pass import RowPass, row_pass
 
 def maker(setup: Setup) -> Callable[[GraphModule, Sequence[int]], RowPass | None] | None:
     """Return a function that makes a row program of a recorded pass and the parameters of its gradients (see
-    `row_pass`),
-    or None if there are no row programs."""
+    `row_pass`), or None if there are no row programs."""
     if not ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend):
         return None
     return partial(row_pass, setup.layout, setup.device)

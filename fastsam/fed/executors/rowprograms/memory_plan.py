@@ -62,7 +62,7 @@ class MemoryPlan:
         return RowOperand(place.base, _offset(place, t), strides[1:])
 
     def labels(self, node: Node) -> RowOperand:
-        """Class numbers as they were given, int64 `[rows, ...]`."""
+        """Return class numbers as they are, int64 `[rows, ...]`. Raises NoFormError for labels that are computed."""
         place, t = self._place(node), node.meta["val"]
         tensor_input = self._input(place)
         if tensor_input is None or not tensor_input.labels or tensor_input.one or t.stride(0) != place.tensor.stride(0):
@@ -80,7 +80,7 @@ class MemoryPlan:
         return RowOperand(place.base, place.offset, t.stride()[1:])
 
     def goes_out(self, node: Node, offset: int, length: int, strides: tuple[int, ...]) -> bool:
-        """Has an output made where it belongs in the result; False where it must be copied there."""
+        """Let an output be computed at its place in the result. Return False if it must be copied there."""
         base, t = root(node), node.meta["val"]
         if (
             base.op != "call_function"
@@ -108,7 +108,7 @@ class MemoryPlan:
         return self._places[base]
 
     def _add(self, node: Node, rows: int) -> None:
-        """One of the tensors that no operation makes. rows: 1 where its first dimension is the rows, else 0."""
+        """Add a tensor that no operation makes. `rows` is 1 if its first dimension is the rows, else 0."""
         t = node.meta["val"]
         labels = t.dtype == torch.int64
         if not labels:
@@ -133,7 +133,7 @@ class Scratch:
             self._ends.setdefault(reader, []).append(node)
 
     def take(self, node: Node) -> int:
-        """The first place that is free, in whole cache lines."""
+        """Allocate the first free place, in whole cache lines, and return its offset."""
         length, offset = -(-span(node.meta["val"]) // 16) * 16, 0
         for begin, end in sorted(self._allocations.values()):
             if offset + length <= begin:
@@ -160,7 +160,7 @@ def _rows_are_alike(t: Tensor) -> bool:
 
 
 def span(t: Tensor) -> int:
-    """Elements from a row's first to its last, and one."""
+    """Return the number of elements from a row's first to its last, both counted."""
     return 1 + sum((size - 1) * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
 
 

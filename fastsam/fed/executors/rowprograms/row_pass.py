@@ -61,8 +61,7 @@ class RowPass:
     @property
     def side_by_side(self) -> bool:
         """True if one call for blocks with different numbers of steps is faster. On CUDA each row has a thread block,
-        and
-        no row can raise."""
+        and no row can raise."""
         return self.program.device.type == "cuda"
 
     def train(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
@@ -88,8 +87,7 @@ class RowPass:
 
 def _spans(blocks: Sequence[ClientBlock], counts: Sequence[int]) -> tuple[SampleIndices, Tensor | None]:
     """Return the samples of each block's next `counts` batches, padded to the largest count, and the number of batches
-    of
-    each row. None means that all rows have the same number."""
+    of each row. None means that all rows have the same number."""
     feeds = [block.gatherer for block in blocks if block.gatherer is not None]
     if len(blocks) == 1:
         return feeds[0].sample_indices(blocks[0].k, counts[0]), None

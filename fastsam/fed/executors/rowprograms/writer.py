@@ -110,7 +110,7 @@ class Writer:
             self._elementwise(call, code, a, b)
 
     def _copy(self, call: Node) -> None:
-        """In the order of the elements, whatever the shape of the result."""
+        """Write a copy in the order of the elements, whatever the shape of the result."""
         read, t = arguments(call)[0], call.meta["val"]
         shape, place = read.meta["val"].shape, self.places.new(call)
         if t.shape != shape:
@@ -143,7 +143,7 @@ class Writer:
             self._scale_(call, 1.0 / prod(shape[d] for d in reduced_dims))
 
     def _scale_(self, node: Node, number: float) -> None:
-        """In place."""
+        """Write a multiplication in place."""
         shape = node.meta["val"].shape
         place = self.places.read(node, shape)
         self._add(Code.SCALE, shape, place, place, number=number)
@@ -159,8 +159,8 @@ class Writer:
         self.instructions.append(instruction.by_classes(dim - 1))
 
     def _nll(self, call: Node) -> None:
-        """nll_loss2d: losses `[rows, 1, n]` of `[rows, classes, 1, n]` and labels `[rows, 1, n]`; as it is called for
-        stacked clients."""
+        """Write an nll_loss2d: losses `[rows, 1, n]` of `[rows, classes, 1, n]` and labels `[rows, 1, n]`, as it is
+        called for stacked clients."""
         scores, labels, weight, reduction, ignore_index = arguments(call)
         losses = next((user for user in call.users if arguments(user)[1] == 0), None)
         if losses is None or weight is not None or reduction != 0 or ignore_index != IGNORED or call.kwargs:
@@ -177,7 +177,7 @@ class Writer:
         self._add_label_op(Code.NLL_BACKWARD, scores.meta["val"].shape, self.places.new(call), read, labels)
 
     def _add_label_op(self, code: Code, shape: Sequence[int], out: RowOperand, a: RowOperand, labels: Node) -> None:
-        """Sizes of the instruction: outer, classes, inner."""
+        """Write an instruction that reads labels, with the sizes outer, classes, inner."""
         _, classes, height, width = shape
         b = self.places.labels(labels)
         b = replace(b, strides=(b.strides[0], 0, b.strides[1]))
@@ -232,5 +232,5 @@ _WRITERS: dict[Any, Callable[[Writer, Node], None]] = {
 
 
 def _with_classes(o: RowOperand) -> RowOperand:
-    """`[down, across]` as `[classes, down, across]`."""
+    """Return the operand `[down, across]` as `[classes, down, across]`."""
     return replace(o, strides=(0, *o.strides))
