@@ -108,7 +108,7 @@ ALGORITHMS = "<!-- algorithms: here the site shows every class -->"
 
 
 def with_algorithms(text: str) -> str:
-    """The reference with every built-in algorithm, which is there by being defined, in the place marked for them."""
+    """Return the reference with every built-in algorithm, at the place that is marked for them."""
     from fastsam.fed import algorithms
 
     classes = "\n\n".join(f".. autoclass:: fastsam.fed.{made.__name__}" for made in algorithms.registry.values())
@@ -121,8 +121,8 @@ _NAMED = re.compile(r"((?:\*\*)?[A-Za-z_]\w*(?:, (?:\*\*)?[A-Za-z_]\w*)*)( \([^)
 
 
 def as_rst(lines: list[str]) -> list[str]:
-    """A docstring as reStructuredText. It is prose with `code`, named values, definitions and indented equations, whose
-    signs RST would read as markup."""
+    """Return a docstring as reStructuredText. It is prose with `code`, named values, definitions and indented
+    equations, whose signs RST would read as markup."""
     made: list[str] = []
     outside: int | None = None  # the indentation of the text before an equation, which is indented more
     literal = False
@@ -156,7 +156,7 @@ def _paragraphs(lines: list[str]) -> Iterator[list[str]]:
 
 
 def _items(paragraph: list[str], base: int) -> Iterator[str]:
-    """Named values as a list."""
+    """Yield the lines of named values as a list."""
     for line in paragraph:
         named = _NAMED.fullmatch(line.strip()) if _indent(line) == base else None
         text = f"- ``{named[1]}``{named[2] or ''}: {_escaped(named[3])}" if named else f"  {_escaped(line.strip())}"
@@ -177,7 +177,7 @@ def _indent(line: str) -> int:
 
 
 def _escaped(text: str) -> str:
-    """The text with its code marked as RST's, and with no other markup."""
+    """Return the text with its code marked as RST's, and with no other markup."""
     parts = re.split(r"(`+[^`]+`+)", text)
     code = [f"``{part.strip('`')}``" for part in parts[1::2]]
     prose = [re.sub(r"[*|\\`]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
@@ -197,7 +197,7 @@ def setup(app: Any) -> None:
     def process_signature(
         _: Any, what: str, name: str, it: Any, options: Any, signature: str | None, result: str | None
     ) -> tuple[str | None, str | None]:
-        """The hyper-parameters of an algorithm, whose `__new__` takes whatever `__init__` does."""
+        """Return the hyper-parameters of an algorithm, whose `__new__` has the parameters of `__init__`."""
         if what == "class" and signature is not None and signature.startswith("(*arguments"):
             from sphinx.util.inspect import signature as of
             from sphinx.util.inspect import stringify_signature

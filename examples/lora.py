@@ -34,14 +34,14 @@ class LoRA(nn.Module):
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    """The model with every `nn.Linear` in it frozen, an adapter beside each."""
+    """Freeze every `nn.Linear` of the model, put an adapter next to each, and return the model."""
     for name, part in model.named_children():
         setattr(model, name, LoRA(part) if isinstance(part, nn.Linear) else adapted(part))
     return model
 
 
 def pretrained(x: Tensor, y: Tensor, steps: int) -> nn.Module:
-    """A model that has learnt upright digits."""
+    """Return a model that has learnt upright digits."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -57,7 +57,7 @@ def on_its_side(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def train(rounds: int = 30, steps: int = 60) -> tuple[fed.Result, int]:
-    """The federated run, and how many parameters the model has in all."""
+    """Return the federated run, and the number of all parameters of the model."""
     data = fed.digits(clients=10, alpha=0.5)
     x, y = (torch.cat([client[i] for client in data]) for i in (0, 1))
     model = adapted(pretrained(x, y, steps))

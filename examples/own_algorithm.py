@@ -24,8 +24,12 @@ from fastsam.fed import Aggregate, Algorithm, Direction, LocalUpdate, Round, Sta
 
 @dataclass(frozen=True)
 class FedAvgM(Algorithm):
-    """beta: share of the last direction that is kept, in [0, 1); 0 is FedAvg. rho: radius of the perturbation; 0 is
-    none."""
+    """Federated averaging with momentum on the server.
+
+    Args:
+        beta: share of the last direction that is kept, in [0, 1); 0 is FedAvg.
+        rho: radius of the perturbation; 0 for no perturbation.
+    """
 
     server_vectors: ClassVar[float] = 2  # w and m, for reports
 

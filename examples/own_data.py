@@ -19,8 +19,8 @@ Samples = tuple[np.ndarray, np.ndarray]
 
 
 def clinics(count: int = 8) -> tuple[list[Samples], Samples]:
-    """The clients' samples and the test set: every fifth tumour is for testing, the others go to the clinics by their
-    size."""
+    """Return the clients' samples and the test set. Every fifth tumour is for testing, the others go to the clinics by
+    their size."""
     x, y = load_breast_cancer(return_X_y=True)
     test = np.arange(len(y)) % 5 == 0
     x = (x - x[~test].mean(axis=0)) / x[~test].std(axis=0)
@@ -29,7 +29,7 @@ def clinics(count: int = 8) -> tuple[list[Samples], Samples]:
 
 
 def network(width: int = 16) -> nn.Module:
-    """A module of one's own; a config names it as model = "examples/own_data.py:network"."""
+    """Return a module. A config names this function as model = "examples/own_data.py:network"."""
     return nn.Sequential(nn.Linear(30, width), nn.ReLU(), nn.Linear(width, 2))
 
 

@@ -34,7 +34,7 @@ def write(texts: int, topics: list[int], seed: int) -> list[Sample]:
 
 
 def pad(samples: list[Sample]) -> dict[str, Tensor]:
-    """A batch: tokens [n, longest], filled up with `PADDING`, and topics [n]."""
+    """Return a batch: tokens [n, longest], filled up with `PADDING`, and topics [n]."""
     tokens = nn.utils.rnn.pad_sequence([s["tokens"] for s in samples], batch_first=True, padding_value=PADDING)
     return {"tokens": tokens, "topic": torch.stack([s["topic"] for s in samples])}
 
@@ -51,7 +51,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, TOPICS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: [n, length] int64. Returns [n, TOPICS]."""
+        """Return the logits [n, TOPICS] of tokens [n, length] int64."""
         padding = tokens == PADDING
         places = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.encoder(self.words(tokens) + self.places(places), src_key_padding_mask=padding)
@@ -69,7 +69,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def train(rounds: int = 30, texts: int = 48) -> fed.Result:
-    """The federated run. texts: of each client."""
+    """Return the federated run of six clients with `texts` texts each."""
     torch.manual_seed(0)
     clients = [write(texts, [i % TOPICS, (i + 1) % TOPICS], seed=i) for i in range(6)]
     return fed.run(

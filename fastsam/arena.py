@@ -60,7 +60,8 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], groups: Sequence[int] | None = None) -> Layout:
-        """The layout of `tensors` (dense, in any order of dimensions); `groups[i]` is the parameter group of tensor i.
+        """Return the layout of `tensors` (dense, in any order of dimensions). `groups[i]` is the parameter group of
+        tensor i.
 
         Raises ValueError for a tensor that is not dense (it has gaps or overlaps).
         """
@@ -96,14 +97,15 @@ class Layout:
         return subtable
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """One view per segment of `row` (`[row_size]` or `[rows, row_size]`), shaped and strided like the tensor it
-        stands for."""
+        """Return one view per segment of `row` (`[row_size]` or `[rows, row_size]`), with the shape and strides of its
+        tensor."""
         lead, lead_stride = tuple(row.shape[:-1]), tuple(row.stride()[:-1])
         start = row.storage_offset()
         return [row.as_strided(lead + tuple(s.shape), lead_stride + s.stride, start + s.offset) for s in self.segments]
 
     def gather(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Copies `tensors` (one per segment) into the row `out` (`[row_size]`), converting the dtype; returns `out`."""
+        """Copy `tensors` (one per segment) into the row `out` (`[row_size]`), converting the dtype, and return
+        `out`."""
         for view, tensor in zip(self.views(out), tensors, strict=True):
             view.copy_(tensor)
         return out
@@ -135,11 +137,11 @@ class Arena:
         return name in self._fields
 
     def free(self, name: str) -> None:
-        """Gives a field's memory back. Raises KeyError when there is no such field."""
+        """Free a field's memory. Raises KeyError if there is no such field."""
         del self._fields[name]
 
     def views(self, name: str, row: int = 0) -> list[Tensor]:
-        """The segments of one row of an existing field, shaped like the tensors they stand for."""
+        """Return the segments of one row of an existing field, shaped like their tensors."""
         return self.layout.views(self._fields[name][row])
 
     @property

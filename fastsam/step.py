@@ -103,10 +103,12 @@ class GradCoefficients:
 
 
 def set_gsam_coefficients_(hparams: Tensor, inner: Tensor, sign: Tensor | float = 1.0) -> None:
-    """A surrogate gap's weight of g2, `sign*(1 + alpha*cc)`, without waiting for the device.
+    """Write a surrogate gap's weight of g2, `sign*(1 + alpha*cc)`, without waiting for the device.
 
-    hparams: float64 `[rows, groups, NUM_HPARAMS]`, whose column B is `-sign*alpha`; its column A is written. inner:
-    float64 `[rows, 2]`, `<g1, g2>` and `||g2||^2` of `inner_`. sign: a number, or `[rows or 1, groups]`.
+    Args:
+        hparams: float64 `[rows, groups, NUM_HPARAMS]`, whose column B is `-sign*alpha`; its column A is written.
+        inner: float64 `[rows, 2]`, `<g1, g2>` and `||g2||^2` of `inner_`.
+        sign: a number, or `[rows or 1, groups]`.
     """
     overlap = inner[:, :1] / (inner[:, 1:] + torch.finfo(torch.float64).tiny)
     hparams[:, :, HParam.G2_COEF] = sign - hparams[:, :, HParam.G1_COEF] * overlap
