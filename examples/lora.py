@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2022) in a federation: low-rank adapters beside frozen weights are all that is trained and sent.
+"""LoRA (Hu et al., 2022) in a federation: only low-rank adapters next to frozen weights are trained and sent.
 
     python examples/lora.py
 

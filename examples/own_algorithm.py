@@ -5,9 +5,11 @@ This one is FedAvgM (Hsu, Qi and Brown, "Measuring the Effects of Non-Identical 
 Classification", 2019), momentum on the server, with an optional SAM perturbation on the clients. docs/own_algorithm.md
 explains it line by line.
 
-Run it here:                 python examples/own_algorithm.py
-or like a built-in one:      fastsam run examples/digits.toml --algorithm examples/own_algorithm.py:FedAvgM --beta 0.5
-or beside built-in ones:     fastsam compare examples/digits.toml --algorithms fedavg,examples/own_algorithm.py:FedAvgM
+Run it here, like a built-in one, or next to built-in ones:
+
+    python examples/own_algorithm.py
+    fastsam run examples/digits.toml --algorithm examples/own_algorithm.py:FedAvgM --beta 0.5
+    fastsam compare examples/digits.toml --algorithms fedavg,examples/own_algorithm.py:FedAvgM
 """
 
 from __future__ import annotations

@@ -28,8 +28,14 @@ def check(folder: Path, source: str) -> tuple[int, str]:
         ('"""Of the module."""\n', ":1: begins with 'Of'"),
         ("x = 1  # nobody reads it\n", ":1: has the word 'nobody'"),
         (f'class A:\n    """A class. {LONG}."""\n', ":2: has a sentence of 41 words"),
+        (
+            'def f(x):\n    """Return x.\n\n    Args:\n        y: a number.\n    """\n',
+            ":2: describes 'y', which does not",
+        ),
+        ('class A:\n    """A class.\n\n    Attributes:\n        y: a number.\n    """\n', ":2: describes 'y', which"),
+        ('def f(x):\n    """Return x. x: a number."""\n', ":2: describes 'x' in a sentence"),
     ],
-    ids=["question word", "preposition", "banned", "long"],
+    ids=["question word", "preposition", "banned", "long", "no parameter", "no attribute", "in a sentence"],
 )
 def test_what_is_found(tmp_path: Path, source: str, words: str) -> None:
     code, output = check(tmp_path, source)
@@ -37,5 +43,9 @@ def test_what_is_found(tmp_path: Path, source: str, words: str) -> None:
 
 
 def test_plain_sentences_and_formulas_pass(tmp_path: Path) -> None:
-    source = f'def f():\n    """Return x.\n\n        {LONG} nobody\n\n    Raises:\n        ValueError: no.\n    """\n'
-    assert check(tmp_path, source) == (0, "")
+    formula = f"        {LONG} nobody\n\n"
+    sections = (
+        "    Args:\n        x, y (float): two numbers,\n            or more.\n        **z: others.\n\n    Raises:\n"
+    )
+    docstring = f'    """Return x.\n\n{formula}{sections}        ValueError: no.\n    """\n'
+    assert check(tmp_path, f"def f(x, y, **z):\n{docstring}") == (0, "")

@@ -1,8 +1,9 @@
 """Check of docstrings and comments on changed lines: python tools/check_prose.py [--since REV] [FILE ...].
 
 A docstring must not begin with a question word or a preposition, a sentence has at most 40 words, and some words are
-banned because readers took them for something else (CONTRIBUTING.md has the rules). Without files it checks the lines
-of Python files that differ from REV, by default the last commit.
+banned because readers took them for something else (CONTRIBUTING.md has the rules). Parameters are described in a
+section `Args` or `Attributes`, by names that exist. Without files it checks the lines of Python files that differ from
+REV, by default the last commit.
 """
 
 from __future__ import annotations
@@ -20,26 +21,61 @@ from pathlib import Path
 FIRST = {"What", "Whether", "Where", "Which", "Who", "Whom", "Whose", "How", "Those", "Of", "As"}
 BANNED = re.compile(r"\b(nobody|somebody|whoever|everybody|behind|beside|told|lent)\b")
 MOST_WORDS = 40
+SECTION = re.compile(r"^(?:Args|Attributes):\n((?:(?: {4}.*)?(?:\n|$))+)", re.M)  # with its indented lines
+ENTRY = re.compile(r"^ {4}(\**\w+(?:, \**\w+)*)(?: \([^)]*\))?: ", re.M)  # the names that one line describes
+
+Described = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def texts(source: str) -> Iterator[tuple[int, int, str, bool]]:
-    """Yield first line, last line, text and kind (True for a docstring) of every docstring and comment."""
+def texts(source: str) -> Iterator[tuple[int, int, str, Described | None]]:
+    """Yield first line, last line, text and owner (None for a comment) of every docstring and comment."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, Described):
             text = ast.get_docstring(node)
             if text:
                 statement = node.body[0]
-                yield statement.lineno, statement.end_lineno or statement.lineno, text, True
+                yield statement.lineno, statement.end_lineno or statement.lineno, text, node
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], token.start[0], token.string.lstrip("#: "), False
+            yield token.start[0], token.start[0], token.string.lstrip("#: "), None
 
 
-def problems(text: str, is_docstring: bool) -> Iterator[str]:
-    """Yield what is wrong with a text."""
+def parameters(node: ast.AST) -> set[str]:
+    """Return the names of a function's parameters."""
+    arguments = [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.arguments)]
+    return {inner.arg for one in arguments for inner in ast.walk(one) if isinstance(inner, ast.arg)}
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Return the names of a class's fields, attributes, methods, and parameters of methods."""
+    names = set[str]()
+    for inner in ast.walk(node):
+        names |= parameters(inner)
+        names |= {getattr(inner, key) for key in ("id", "attr", "name") if isinstance(getattr(inner, key, None), str)}
+    return names
+
+
+def problems_of_names(text: str, node: Described) -> Iterator[str]:
+    """Yield the names in `Args` and `Attributes` that do not exist, and parameters that are described elsewhere."""
+    names = attributes(node) if isinstance(node, ast.ClassDef) else parameters(node)
+    inherits = isinstance(node, ast.ClassDef) and bool(node.bases)
+    sections = "\n".join(SECTION.findall(text))
+    described = {name.lstrip("*") for entry in ENTRY.findall(sections) for name in entry.split(", ")}
+    if not inherits:
+        yield from (f"describes {name!r}, which does not exist" for name in sorted(described - names))
+    prose = " ".join(SECTION.sub("", text).split())
+    for name in sorted(parameters(node) - described):
+        if re.search(rf"(?:^|[.;] ){re.escape(name)}: ", prose):
+            yield f"describes {name!r} in a sentence; use a section Args, or `{name}` in a whole sentence"
+
+
+def problems(text: str, node: Described | None) -> Iterator[str]:
+    """Yield what is wrong with a text. `node` is the owner of a docstring, None for a comment."""
     words = text.split()
-    if is_docstring and words and words[0].rstrip(",:") in FIRST:
-        yield f"begins with {words[0]!r}; begin with a verb (functions) or a noun (classes, modules)"
+    if node is not None:
+        if words and words[0].rstrip(",:") in FIRST:
+            yield f"begins with {words[0]!r}; begin with a verb (functions) or a noun (classes, modules)"
+        yield from problems_of_names(text, node)
     prose = "\n".join(line for line in text.split("\n") if not line.startswith("    "))  # formulas and examples aside
     for word in BANNED.findall(prose):
         yield f"has the word {word!r}"
@@ -75,9 +111,9 @@ def main() -> int:
         lines_by_file |= changed_lines(args.since)
     num_problems = 0
     for file, rows in sorted(lines_by_file.items()):
-        for first, last, text, is_docstring in texts(Path(file).read_text()):
+        for first, last, text, node in texts(Path(file).read_text()):
             if rows is None or rows.intersection(range(first, last + 1)):
-                for problem in problems(text, is_docstring):
+                for problem in problems(text, node):
                     print(f"{file}:{first}: {problem}")
                     num_problems += 1
     return 1 if num_problems else 0

@@ -1,10 +1,24 @@
 """Federated learning on the kernels of fastsam: one call, `run`, any model, any clients, algorithms of one file each.
 
-from fastsam import fed
+    from fastsam import fed
 
-data = fed.digits(clients=50, alpha=0.3)
-result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50)
-result.model, result.history, result.summary()
+    data = fed.digits(clients=50, alpha=0.3)
+    result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50)
+    result.model, result.history, result.summary()
+
+Where to read on:
+
+    plain.py                     FedAvg and FedSAM in fifty lines of plain torch
+    loop/run.py                  `run`: checks, a trial, the rounds, the result
+    loop/loop.py                 one round, with the order of its calls
+    loop/cohort.py               the clients of a round: tasks, results, exclusion, sums
+    algorithms/base.py           the methods of an algorithm
+    step/local_update.py         the local update rule, its constants and its results
+    executors/client_trainer.py  the local steps of one client; the other files of `executors/` schedule several
+    stages/order.py              what a run does between the clients' work and the server's step
+    sums/fixed_point.py          sums that do not depend on the order of the clients
+    loop/evaluate.py             loss, accuracy and metrics of the global model
+    rundir/checkpoint.py         the run directory and its checkpoints
 """
 
 from __future__ import annotations

@@ -166,9 +166,11 @@ class Algorithm:
         return {}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
-        """Return the constants of the local update rule for n clients in this round, whose states are `client`: one
-        LocalUpdate for all, with vectors `[n, row_size]`, or `[row_size]` if they are the same; or n of them with
-        vectors `[row_size]` if their numbers (rho, ...) differ."""
+        """Return the constants of the local update rule for n clients in this round, whose states are `client`.
+
+        It is one LocalUpdate for all clients, with vectors `[n, row_size]`, or `[row_size]` if they are the same. If
+        numbers (rho, ...) differ between clients, it is a list of n LocalUpdates with vectors `[row_size]`.
+        """
         return LocalUpdate()
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor] | None:

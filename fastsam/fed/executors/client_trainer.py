@@ -41,13 +41,13 @@ class ClientTrainer:
 
     Perturbing writes `z = w + eps`, updating writes the new `w` into both: no pass only restores, no `eps` is stored,
     and nothing is rounded twice. Without such a perturbation `z` is the only buffer. A constant perturbation p is a
-    shift of the whole round: the row starts at `w^t + p`, takes ordinary steps there, and p is taken out of the terms
-    that are meant at `w` (ALGORITHMS: the constant half is folded into q where clipping allows, else passed as
-    `shift`). Gradients are read where autograd left them; a parameter without a gradient in a pass is left out of the
-    calls that use it. Nothing in a step waits for the device.
+    shift of the whole round: the row starts at `w^t + p` and takes ordinary steps there. p is taken out of the terms
+    that belong to `w`: it is folded into q where clipping allows, else passed as `shift`. Gradients are read where
+    autograd left them; a parameter without a gradient in a pass is left out of the calls that use it. Nothing in a step
+    waits for the device.
 
-    Use: `open(task, ...)`, `next_step` for each of `batches` in the context `client_errors`, then `close()`. A loop
-    of the algorithm uses a row through `fastsam.fed.executors.client.Client`.
+    Use: `open(task, ...)`, `next_step` for each of `batches` in the context `client_errors`, then `close()`. A loop of
+    the algorithm uses a row through `fastsam.fed.executors.client.Client`.
     """
 
     task: Task

@@ -65,7 +65,8 @@ class CapturableTrainer(ClientTrainer):
         """Allocate a buffer for the losses of this client, and of all later clients (the largest of the run
         decides)."""
         task = self.task
-        steps = task.local_steps or task.epochs * -(-max(self.longest, len(task.y)) // task.setup.options.batch_size)
+        options = task.setup.options
+        steps = options.local_steps or task.epochs * -(-max(self.longest, len(task.y)) // options.batch_size)
         self.has_new_buffer = self.loss_buffer is not None
         self.loss_buffer = torch.zeros(steps, dtype=dtype, device=self.z.device)
         self.places = torch.arange(steps, device=self.z.device)

@@ -140,7 +140,6 @@ class Task:
         loop: the algorithm's own loop, or None for the run's epochs of local steps.
         dataset: its samples if they come in batches, from `open` on.
         epochs_done: number of epochs that the client has begun in this round.
-        given_epochs: number of epochs in place of the run's local work, or None.
     """
 
     client: int
@@ -154,12 +153,13 @@ class Task:
     loop: ClientLoop | None = None
     dataset: ClientDataset | None = None
     epochs_done: int = 0
-    given_epochs: int | None = None
 
     def next_task(self, epochs_done: int, epochs: int | None = None) -> Task:
         """Return the task of further epochs after `epochs_done`. `epochs` is their number, None for the run's work."""
-        orders = self.orders if epochs is None and not epochs_done else None
-        return replace(self, orders=orders, epochs_done=epochs_done, given_epochs=epochs)
+        if epochs is None:
+            return replace(self, orders=None if epochs_done else self.orders, epochs_done=epochs_done)
+        options = replace(self.setup.options, local_epochs=epochs, local_steps=None)
+        return replace(self, setup=replace(self.setup, options=options), orders=None, epochs_done=epochs_done)
 
     def open(self) -> None:
         """Load the client's samples if they come in batches."""
@@ -206,21 +206,14 @@ class Task:
         return self.setup.population.clients.sizes[self.client]
 
     @property
-    def local_steps(self) -> int | None:
-        """The number of steps that takes the place of epochs, or None."""
-        return self.setup.options.local_steps if self.given_epochs is None else None
-
-    @property
     def epochs(self) -> int:
         """The number of epochs that it begins."""
-        steps = self.local_steps
-        if steps is not None:
-            return -(-steps // len(self.epoch_sizes()))
-        return self.setup.options.local_epochs if self.given_epochs is None else self.given_epochs
+        steps = self.setup.options.local_steps
+        return self.setup.options.local_epochs if steps is None else -(-steps // len(self.epoch_sizes()))
 
     def batch_sizes(self) -> list[int]:
         """Return the number of samples of each of its batches, in order."""
-        return (self.epoch_sizes() * self.epochs)[: self.local_steps]
+        return (self.epoch_sizes() * self.epochs)[: self.setup.options.local_steps]
 
     def epoch_sizes(self) -> list[int]:
         """Return the number of samples of each batch of an epoch."""
@@ -234,7 +227,7 @@ class Task:
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Return all its batches, in order: (x, y), or (batch, None) where samples come in batches."""
         batches = self._batches() if self.dataset is None else self._own_batches(self.dataset)
-        return batches if self.local_steps is None else islice(batches, self.local_steps)
+        return islice(batches, self.setup.options.local_steps)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         augment = self.setup.population.augment

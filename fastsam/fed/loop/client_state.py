@@ -219,9 +219,9 @@ class DiskStateStorage(ClientStateStorage):
 def make(location: str, device: torch.device, nbytes: float, num_prefetched: int) -> ClientStateStorage:
     """Return the store for `location` (one of `CHOICES`). The bits of a run do not depend on it.
 
-    "auto" is a rule on the size of all clients' states (`nbytes`) and not on free memory: the device, if they take at
-    most `SHARE` of its memory; the host, if they take at most `HOST_SHARE` of its memory; else files. On the CPU device
-    and host are the same.
+    "auto" is a rule on the size of all clients' states (`nbytes`) and not on free memory. States are on the device if
+    they take at most `SHARE` of its memory, on the host if they take at most `HOST_SHARE` of its memory, else in files.
+    On the CPU device and host are the same.
     """
     reason = "it was asked for"
     if location == "auto":

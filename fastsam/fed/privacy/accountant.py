@@ -31,9 +31,13 @@ NEIGHBOURS = {
 
 @dataclass(frozen=True)
 class PrivacyEvents:
-    """The events of a run, for the accountant: `events` returns the events of a number of rounds. `relation` is the
-    name in `dp_accounting.NeighboringRelation` of the relation between two sets of clients that cannot be told
-    apart."""
+    """The events of a run, for the accountant.
+
+    Attributes:
+        relation: name in `dp_accounting.NeighboringRelation` of the relation between two indistinguishable sets of
+            clients.
+        events: function that returns the events of a number of rounds.
+    """
 
     relation: str
     events: Callable[[int], Events]
