@@ -15,7 +15,6 @@ states `[n, ...]`. The executor chooses n. The results for a client must depend 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
+from fastsam.fed.common.checks import nearest
 from fastsam.fed.executors.client import Client
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from fastsam.fed.step.parameter_layout import ParameterLayout
@@ -140,10 +140,10 @@ class Algorithm:
         parameters = inspect.signature(cls.__init__).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             for name in options.keys() - parameters.keys():
-                close = difflib.get_close_matches(name, parameters, n=1)
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
                 takes = ", ".join(list(parameters)[1:]) or "none"
-                raise TypeError(f"{cls.__name__} has no option {name!r}{hint}; its options: {takes}")
+                raise TypeError(
+                    f"{cls.__name__} has no option {name!r}{nearest(name, parameters)}; its options: {takes}"
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

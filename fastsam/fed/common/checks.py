@@ -77,6 +77,6 @@ def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 def nearest(word: str, good: Iterable[str]) -> str:
     """Return the end of a message with the word of `good` that is most like `word`, or "" if no word is."""
     words = {name.lower(): name for name in good}
-    meant = FOREIGN_NAMES.get(word.lower())
-    close = [meant] if meant in words else get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    words |= {foreign: words[name] for foreign, name in FOREIGN_NAMES.items() if name in words and foreign not in words}
+    close = get_close_matches(word.lower(), words, n=1, cutoff=0.6)
     return f" (did you mean {words[close[0]]!r}?)" if close else ""

@@ -188,6 +188,7 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
      'local_steps=3 needs .* but the run has local_epochs=2. Name one of the two'),
     # an option that run does not have
     (lambda: start(learning_rate=1), r"run\(\) has no option 'learning_rate' \(did you mean 'lr'\?\)", TypeError),
+    (lambda: start(lerning_rate=1), r"run\(\) has no option 'lerning_rate' \(did you mean 'lr'\?\)", TypeError),
     (lambda: start(rouns=1), r"run\(\) has no option 'rouns' \(did you mean 'rounds'\?\)", TypeError),
     (lambda: start(batchsize=1), r"run\(\) has no option 'batchsize' \(did you mean 'batch_size'\?\)", TypeError),
     # a wrong value of an own algorithm
