@@ -16,7 +16,7 @@ def test_a_changed_tree_differs_only_in_changed_cases(tmp_path: Path, capsys: py
     shutil.copytree(ROOT / "kernels", tree / "kernels")
     (tree / "csrc").symlink_to(ROOT / "csrc")
     path = tree / "fastsam/fed/algorithms/fedavgm.py"
-    path.write_text(path.read_text().replace("checked(0.9,", "checked(0.8,"))
+    path.write_text(path.read_text().replace("hparam(0.9,", "hparam(0.8,"))
     here, there = bits.Worker(ROOT, tmp_path / "here"), bits.Worker(tree, tmp_path / "there")
     assert bits.compare_bits(here, there, "FedAvg") > 0
     named = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FedAvgM ")]

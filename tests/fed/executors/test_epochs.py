@@ -117,7 +117,7 @@ def test_steps_that_a_measure_keeps_are_not_captured() -> None:
 @pytest.mark.usefixtures("captured")
 def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers of samples: two sorts of epoch_graphs, of which one has a graph."""
-    monkeypatch.setattr(epoch_graphs, "KEPT", 1)
+    monkeypatch.setattr(epoch_graphs, "MAX_GRAPHS", 1)
     plain = train(fed.FedAvg(), (6, 6, 3, 3), slots=2)
     assert len(FakeCuda.captured) == 1
     monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: None)
