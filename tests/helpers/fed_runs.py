@@ -21,6 +21,12 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def normed() -> nn.Module:
+    """Return a small model with BatchNorm, whose weights depend on no generator."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
 class Drops(nn.Module):
     """Dropout that no module shows, in batches with a first feature larger than `above`."""
 

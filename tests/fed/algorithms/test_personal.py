@@ -107,26 +107,6 @@ def test_what_stays_is_not_sent():
         assert plain - own == pytest.approx(len(ACTIVE[0]) * stays / 1e6)
 
 
-@pytest.mark.parametrize(
-    ("model", "algorithm", "options", "words"),
-    [
-        (oracle.smooth_model, fed.FedBN(), {}, "FedBN leaves normalisation layers .* the model has none: use FedAvg"),
-        (normalised, fed.FedBN(), {"buffers": "keep"}, "FedBN leaves the model's buffers with the clients, and "
-                                                       "buffers='keep' does not"),
-        (normalised, fed.FedBN(), {"aggregation": "median"},
-            "FedBN, whose parameters stay .* aggregation='median' compares whole models"),
-        (normalised, fed.Centralised_SGD(), {"buffers": "local"},
-            "buffers='local' needs clients, but Centralised_SGD has none"),
-        (normalised, fed.FedSAM(), {"buffers": "local", "measures": ["train"]},
-            "measures use .* buffers='local' changes them"),
-    ],
-    ids=["no layer", "kept", "robust", "centralised", "measures"],
-)  # fmt: skip
-def test_what_cannot_stay(model, algorithm, options, words):
-    with pytest.raises(ValueError, match=words):
-        ran(model(), algorithm, batch_of(OPTIONS, 6), **options)
-
-
 # --- FedRep
 
 
@@ -333,37 +313,6 @@ def test_executors_that_take_no_loops_say_so(name):
     setup = setup_of(loop=name)
     assert words in (Graph.why_not(setup) or "") and words in (stacked.why_not(setup) or "")
     assert same_bits(ran(made(), algorithm, executor="auto").model, ran(made(), algorithm).model)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "words"),
-    [
-        (fed.Ditto(), {"local_parameters": "2"},
-         "Ditto needs .* local_parameters='2'. Leave out local_parameters: the clients have whole models"),
-        (fed.Ditto(), {"model": normalised, "buffers": "average"},
-            "Ditto needs one set of buffers .* buffers='average'"),
-        (fed.Ditto(), {"measures": ["drifts"]}, r"measures=\['drifts'\] needs one path .* Ditto has phases"),
-        (fed.FedRep(head="nose"), {}, "'nose' matches no trainable parameter"),
-        (fed.FedRep(), {"model": lambda: nn.Linear(6, 3).double()}, "are all parameters of the model"),
-        (fed.FedRep(), {"aggregation": "krum"},
-         "FedRep, whose parameters stay .* aggregation='krum' compares whole models"),
-        (lambda: fed.FedRep(head=""), {}, "head must be the name of a module or a parameter"),
-        (lambda: fed.FedRep(head_epochs=0), {}, "head_epochs must be an integer >= 1"),
-        (lambda: fed.Ditto(epochs=0), {}, "epochs must be an integer >= 1"),
-        (lambda: fed.Ditto(lam=-1), {}, "lam must"),
-        (lambda: fed.pFedMe(K=0), {}, "K must be an integer >= 1"),
-        (fed.APFL(), {"model": normalised, "buffers": "average"}, "APFL needs one set of buffers"),
-        (lambda: fed.APFL(alpha=1.5), {}, "alpha must .*<= 1, got 1.5"),
-        (lambda: fed.APFL(eta_alpha=-1), {}, "eta_alpha .None for the local learning rate. must"),
-    ],
-    ids=["local_parameters", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",
-         "no own epochs", "repelled", "no K", "two buffers", "too much", "away"],
-)  # fmt: skip
-def test_what_does_not_fit(algorithm, options, words):
-    with pytest.raises(ValueError, match=words):
-        made = options.get("model", oracle.smooth_model)()
-        given = algorithm() if callable(algorithm) else algorithm
-        ran(made, given, batch_of(OPTIONS, 6), **{k: v for k, v in options.items() if k != "model"})
 
 
 @pytest.mark.parametrize("name", sometimes(["FedRep", "Ditto", "pFedMe", "APFL"], lambda name: name == "FedRep"))

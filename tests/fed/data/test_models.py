@@ -47,8 +47,6 @@ def test_options_reach_the_model() -> None:
         weights(models.build("mlp", (4,), 3, 0, hidden=[2]))
     )
     assert models.build("cnn", (1, 8, 8), 2, 0, channels=[4, 6]).conv2.weight.shape[:2] == (6, 4)
-    with pytest.raises(ValueError, match=r"keyword argument 'width'; it takes \(in_shape, classes, hidden=\(64,\)\)"):
-        models.build("mlp", (4,), 3, 0, width=9)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +129,11 @@ def test_resnets_other_stem_keeps_the_resolution() -> None:
     assert seen == [(2, 64, 16, 16)] and model.conv1.weight.shape == (64, 3, 3, 3)
     small = models.build("resnet18_gn", (1, 8, 8), 10, 0, widths=[8, 8, 16, 16], stem="3x3")
     assert small(torch.randn(3, 1, 8, 8)).shape == (3, 10)
-    with pytest.raises(ValueError, match="stem must be one of '7x7', '3x3', got '5x5'"):
-        models.build("resnet18_gn", (3, 16, 16), 10, 0, stem="5x5")
 
 
 def test_mcmahans_cnn() -> None:
     model = models.build("cnn", (3, 32, 32), 10, 0, channels=[32, 64], hidden=512, kernel=5)
     assert weights(model).numel() == 2_156_490 and model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
-    for kernel in (4, 0):
-        with pytest.raises(ValueError, match="kernel must be"):
-            models.build("cnn", (3, 32, 32), 10, 0, kernel=kernel)
 
 
 OWN = """

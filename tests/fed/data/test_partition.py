@@ -156,17 +156,6 @@ def test_balanced_iid_gives_every_client_the_same_classes() -> None:
     made = partition.iid(labels, 100, balanced=True)
     assert sorted(np.concatenate(made.indices).tolist()) == list(range(50_000))
     assert all((np.bincount(labels[i], minlength=100) == 5).all() for i in made.indices)
-    with pytest.raises(ValueError, match="divisible by 7 clients"):
-        partition.iid(labels, 7, balanced=True)
-
-
-def test_make_knows_the_splits_and_their_options() -> None:
-    labels = np.arange(40) % 4
-    assert len(partition.make("dirichlet", labels, 4, 20, alpha=0.5)) == 4
-    with pytest.raises(ValueError, match="'dirichlet', 'iid', 'pathological', .*'own', got 'shards'"):
-        partition.make("shards", labels, 4, 20)
-    with pytest.raises(ValueError, match="'iid' takes no alpha; its options are balanced"):
-        partition.make("iid", labels, 4, 20, alpha=0.5)
 
 
 # --- Per-client validation against the split that made the clients: the same routine, each client's own prior, equal

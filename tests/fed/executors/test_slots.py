@@ -193,15 +193,6 @@ def test_control_variates_follow_the_shortened_displacement():
     assert float(c.norm()) == pytest.approx(1e-3 / 0.1, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"max_excluded": 1.5}, "max_excluded"), ({"privacy": {"clip": 0.0}}, "clip .* > 0, got 0.0")],
-)
-def test_settings_outside_their_range(options, words):
-    with pytest.raises(ValueError, match=words):
-        train(**options)
-
-
 def test_the_log_names_a_few_and_counts_the_rest(caplog):
     with caplog.at_level(logging.WARNING, logger="fastsam.fed"):
         train(count=5, rounds=1)

@@ -268,28 +268,3 @@ def test_a_round_without_any_good_client_ends_the_run(tmp_path):
     ):
         start(Explodes(), [(X, Y), *bad], sampler=lambda t, g: [[0], [1, 2]][t], rounds=3, run_dir=tmp_path / "run")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"run_dir": 5}, "run_dir must be a path, got 5"),
-        ({"resume": True}, "resume=True continues what is in run_dir; name the directory"),
-        ({"resume": "yes", "run_dir": "new"}, "resume must be one of True, False, got 'yes'"),
-        ({"progress": 5}, "progress must be a function of a round's record, True or False .*, got 5"),
-        (
-            {"loss": "mse_los"},
-            r"loss must be the name .* or a function loss\(model\(x\), y\) .*got 'mse_los' .did you mean 'mse_loss'",
-        ),
-        ({"loss": 5}, r"loss must be a function loss\(model\(x\), y\) .*got 5"),
-        ({"batch_size": 10**20}, "batch_size must be an integer >= 1 that fits 64 bits, got 100000000000000000000"),
-        ({"seed": 2**63}, "seed must be an integer that fits 64 bits"),
-        ({"test": (X[:, :4], Y)}, r"not on the test set \(x torch.float32 \[6, 4\], y .*\): RuntimeError"),
-    ],
-    ids=str,
-)
-def test_what_would_only_be_found_after_a_round_is_told_before(options, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=words):
-        start(**options)
-    assert not list(tmp_path.iterdir())
