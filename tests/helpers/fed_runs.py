@@ -27,6 +27,20 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
 
 
+def fixed_linear() -> nn.Module:
+    """Return a linear model whose weights depend on no generator."""
+    model = nn.Linear(6, 3)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-2, 2, 18).view(3, 6))
+        model.bias.zero_()
+    return model
+
+
+def overflow(x: Tensor) -> Tensor:
+    """Return finite samples whose sums overflow in the first layer."""
+    return x.clamp(-3, 3) * 1e38
+
+
 class Drops(nn.Module):
     """Dropout that no module shows, in batches with a first feature larger than `above`."""
 
@@ -65,3 +79,8 @@ def digest(result: fed.Result) -> str:
 
 def same_bits(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def excluded_clients(result: fed.Result) -> list[list[int]]:
+    """Return the excluded clients of each round."""
+    return [[client["client"] for client in record["excluded"]] for record in result.history]

@@ -18,16 +18,6 @@ from tests.helpers.fed_seam import Reordered, Scaffold
 
 
 @dataclass(frozen=True)
-class FedProx(fed.Algorithm):
-    """The proximal term mu/2 ||w - w^t||^2: its constant half in q, the other in phi."""
-
-    mu: float = 0.1
-
-    def local_update(self, server, client, round):
-        return fed.LocalUpdate(gradient_offset=-self.mu * server["w"], proximal_coefficient=self.mu)
-
-
-@dataclass(frozen=True)
 class Remembering(fed.Algorithm):
     """Keeps on every client the model that it received last: a reference, not a copy."""
 
@@ -147,14 +137,6 @@ def test_a_radius_of_pilots_is_a_number_for_each_client(executor, radius, got):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), Wrong(), rounds=1, executor=executor)
 
 
-@pytest.mark.parametrize("options", ["plain", "clip-active", "clip-linear", "momentum"])
-def test_a_proximal_term(options):
-    model, clients = oracle.smooth_model(), oracle.ragged_clients()
-    ours = replayed(model, clients, FedProx(mu=0.5), OPTIONS[options]).model
-    theirs = oracle.run(model, clients, oracle.FedProx(0.5), OPTIONS[options], ACTIVE)
-    assert oracle.difference(ours, theirs) < 1e-12
-
-
 def test_the_clip_scopes_differ_only_with_a_proximal_term():
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
 
@@ -162,7 +144,7 @@ def test_the_clip_scopes_differ_only_with_a_proximal_term():
         return fed.run(model, clients, algorithm, rounds=2, clip_norm=0.05, clip_scope=scope).model
 
     assert same_bits(final(fed.FedSAM(), "full"), final(fed.FedSAM(), "linear"))
-    assert not same_bits(final(FedProx(0.5), "full"), final(FedProx(0.5), "linear"))
+    assert not same_bits(final(fed.FedProx(phi=0.5), "full"), final(fed.FedProx(phi=0.5), "linear"))
 
 
 @pytest.mark.parametrize("rho", [None, 0.2])
@@ -191,7 +173,7 @@ def test_a_shared_tensor_is_stored_once(tmp_path):
             pytest.param(made(), marks=pytest.mark.slow if i % 2 else [])
             for i, made in enumerate(fed.algorithms.registry.values())
         ),
-        *(Scaffold(), FedProx()),
+        Scaffold(),
     ],
     ids=repr,
 )

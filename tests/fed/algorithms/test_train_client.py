@@ -308,18 +308,6 @@ def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
     assert [(one["client"], "OSError: disk" in one["reason"]) for one in excluded] == [(2, True)]
 
 
-def test_an_error_of_a_client_in_a_loop_excludes_the_client():
-    def loss(outputs, y):
-        if len(y) == 5:
-            raise RuntimeError("five")
-        return F.cross_entropy(outputs, y)
-
-    options = {"loss": loss, "batch_size": 64, "participation": 1.0, "on_client_error": "exclude", "max_excluded": 0.9}
-    clients = oracle.ragged_clients(sizes=(8, 5, 9))
-    result = fed.run(oracle.smooth_model(), clients, fed.FedNTD(), rounds=1, **options)
-    assert [one["client"] for one in result.history[0]["excluded"]] == [1]
-
-
 def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():
     """Memory that another stream still reads must not be freed."""
     q, e, start, w, v = torch.zeros(5, 3).unbind()

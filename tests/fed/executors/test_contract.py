@@ -33,6 +33,7 @@ OPTIONS = {
     "personal head with duals": (cases.ours("fedsmoo"), {"local_parameters": "2.*"}),
     "median": (fed.FedCM(), {"aggregation": "median", "participation": 1.0}),
     "krum": (fed.FedCM(), {"aggregation": "krum", "participation": 1.0}),
+    "compression": (fed.FedAvg(), {"compression": fed.TopK(0.3)}),
     "noise": (fed.FedAvg(), NOISE),
     "noise of clients": (
         fed.FedAvg(),

@@ -31,11 +31,6 @@ every_other_case = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def gpu(monkeypatch: MonkeyPatch) -> None:
-    stand_in(monkeypatch)
-
-
 def files(directory: Path) -> dict[str, str]:
     """The hashes of the tensors on disk, by file."""
     found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in directory.glob("checkpoint/*.safetensors")}

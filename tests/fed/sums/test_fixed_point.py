@@ -207,12 +207,6 @@ def test_averaged_buffers_follow_them():
     assert (own - made(fed.FedAvg())).abs().max() > 1e-4
 
 
-def test_a_weight_that_is_not_finite_excludes_its_client():
-    result = run(weighing(lambda e: [float("nan") if i == 1 else 1.0 for i in e.client_ids]), "sequential",
-                 **SHORT | {"participation": 1.0, "rounds": 1})  # fmt: skip
-    assert [(r["client"], "weight of the client" in r["reason"]) for r in result.history[0]["excluded"]] == [(1, True)]
-
-
 def test_personal_parameters_keep_the_weights():
     own, plain = (run(a, "sequential", local_parameters=["0.*"], **SHORT | o)
                   for a, o in ((Weighed(), {}), (fed.FedAvg(), {"weighting": "samples"})))  # fmt: skip
