@@ -68,7 +68,7 @@ def property_test(*strategies: Any, examples: int = 24) -> Callable[[Callable[..
 
             check()
 
-        test.__doc__ = holds.__doc__
+        test.__name__, test.__doc__ = holds.__name__, holds.__doc__
         return test
 
     return decorate

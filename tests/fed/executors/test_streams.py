@@ -21,8 +21,8 @@ from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fake_cuda import FakeCuda, Watch
-from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
-from tests.helpers.fed_runs import normed
+from tests.helpers.fed_ranks import ALGORITHMS, SIZES
+from tests.helpers.fed_runs import digest, normed
 from tests.helpers.setups import setup_of
 
 EXECUTORS = ("streams", "graph")

@@ -22,7 +22,8 @@ from fastsam.fed.loop.client_state import HostStateStorage
 from fastsam.fed.rundir.manifest import seal
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeStream, Watch
-from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
+from tests.helpers.fed_ranks import ALGORITHMS, SIZES
+from tests.helpers.fed_runs import digest
 from tests.helpers.fed_states import CPU, stand_in, train
 
 CASES = ALGORITHMS | {"fedlesam-s": fed.FedLESAM_S(rho=0.05)}
