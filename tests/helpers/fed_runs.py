@@ -84,3 +84,8 @@ def same_bits(a: nn.Module, b: nn.Module) -> bool:
 def excluded_clients(result: fed.Result) -> list[list[int]]:
     """Return the excluded clients of each round."""
     return [[client["client"] for client in record["excluded"]] for record in result.history]
+
+
+def vector(model: nn.Module) -> Tensor:
+    """Return all parameters of a model as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -14,7 +14,7 @@ from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.executors import cuda
 from fastsam.fed.executors.task import ClientLoop, Task
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, options_of, ours, replayed, theirs
+from tests.helpers.fed_cases import ACTIVE, options_of, replayed
 from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.oracle.loop import add, scaled, unit
@@ -66,13 +66,6 @@ def test_a_penalty_is_part_of_both_gradients_of_a_sam_step():
     model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of("fedntd", "decay")
     final = replayed(model, clients, SharpNTD(beta=0.8), options).model
     assert oracle.difference(final, oracle.run(model, clients, UnfusedSharpNTD(beta=0.8), options, ACTIVE)) < 1e-12
-
-
-@pytest.mark.parametrize("method", ["fedgmt", "fedsol"])
-def test_a_model_with_convolutions(method):
-    model, clients, options = oracle.pooling_model(), oracle.ragged_images(), options_of(method, "momentum")
-    final = replayed(model, clients, ours(method), options).model
-    assert oracle.difference(final, oracle.run(model, clients, theirs(method), options, ACTIVE)) < 1e-12
 
 
 def test_the_teacher_is_in_evaluation_mode_with_the_buffers_of_the_round():

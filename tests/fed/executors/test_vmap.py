@@ -52,7 +52,7 @@ def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **op
 )
 def test_every_algorithm_agrees_with_the_plain_executor(method):
     """Ragged clients in three rows: partial batches, rows that are refilled, rows that are not neighbours."""
-    assert agree(cases.ours(method)) < TOLERANCE[torch.float64]
+    assert agree(cases.ours(method), clip_norm=0.05) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.parametrize(("slots", "method"), [(1, "fedavg"), (7, "fedsmoo"), (64, "fedlesam-d")])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastsam import fed
 from fastsam.fed.stages.compression import largest
 from tests.helpers.fed_refusals import refusals
+from tests.helpers.fed_runs import vector
 
 SHARE, LR, PARAMETERS = 0.3, 0.2, 15
 EXECUTORS = ("sequential", "threads", "vmap")
@@ -32,10 +33,6 @@ def run(share: float | None = SHARE, **options: Any) -> fed.Result:
     algorithm = given.pop("algorithm", fed.FedAvg())
     compression = None if share is None else fed.TopK(share)
     return fed.run(model(), clients(), algorithm, compression=compression, **given)
-
-
-def vector(module: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
 def unfused(rounds: int) -> Tensor:
