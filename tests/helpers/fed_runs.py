@@ -67,13 +67,17 @@ def run(
     return fed.run(model, data, algorithm, executor=executor, slots=slots, **(OPTIONS | options))
 
 
+def untimed(result: fed.Result) -> list[dict[str, Any]]:
+    """Return the records of all rounds without their times."""
+    return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in result.history]
+
+
 def digest(result: fed.Result) -> str:
     """SHA-256 of the weights and of everything recorded but the times."""
     made = hashlib.sha256()
     for p in result.model.parameters():
         made.update(p.detach().numpy().tobytes())
-    for record in result.history:
-        made.update(repr({k: v for k, v in record.items() if not k.startswith("seconds")}).encode())
+    made.update(repr(untimed(result)).encode())
     return made.hexdigest()
 
 

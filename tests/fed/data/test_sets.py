@@ -18,7 +18,6 @@ from fastsam.fed.data import (
     split_data,
     stratified_test,
 )
-from fastsam.fed.data.dealing import draw
 
 
 def pooled(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
@@ -212,31 +211,3 @@ def test_split_data_counts_classes_of_the_test_set_too() -> None:
     x, y = torch.zeros(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
     data = split_data(x, y, (x[:1], torch.tensor([4])), clients=2, split="iid")
     assert data.classes == 5
-
-
-# --- The simulators' dealing from blocks of words: the numbers that numpy's generator gives one by one, and the
-# generator left where they end.
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 50, 64, 65, 1000])
-def test_a_draw_takes_the_numbers_of_the_generator_one_by_one(n: int) -> None:
-    theirs, ours = (np.random.RandomState(7) for _ in range(2))
-    theirs.randint(5), ours.randint(5)  # not from a state's beginning
-    labels, priors = np.arange(5 * n) % 3, np.random.RandomState(1).dirichlet([0.5] * 3, size=n)
-    found = draw(labels, priors, np.full(n, 5), ours)
-    lists = [np.flatnonzero(labels == c).tolist() for c in range(3)]
-    left, slots, expected = [len(one) for one in lists], [5] * n, [[0] * 5 for _ in range(n)]
-    while sum(slots):
-        client = theirs.randint(n)
-        if not slots[client]:
-            continue
-        slots[client] -= 1
-        while True:
-            c = int(np.argmax(theirs.uniform() <= np.cumsum(priors[client])))
-            if left[c]:
-                break
-            left[c] = len(lists[c])
-        left[c] -= 1
-        expected[client][slots[client]] = lists[c][left[c]]
-    assert [part.tolist() for part in found] == expected
-    assert (ours.randint(2**31, size=5) == theirs.randint(2**31, size=5)).all()
