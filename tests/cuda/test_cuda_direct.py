@@ -2,7 +2,6 @@
 and whole steps of `FusedSAM`."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,14 +26,6 @@ pytestmark = [
     pytest.mark.gpu_code,
     pytest.mark.skipif(emulated.why_not() is not None, reason=str(emulated.why_not())),
 ]
-
-
-@pytest.fixture(scope="module")
-def emulation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    """That of test_cuda_emulated.py."""
-    cache = getattr(request.config, "cache", None)
-    folder = Path(cache.mkdir("cuda-emulation")) if cache else tmp_path_factory.mktemp("cuda-emulation")
-    return emulated.loaded(folder / "as-it-is")
 
 
 @pytest.fixture

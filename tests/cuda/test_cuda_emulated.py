@@ -31,18 +31,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kept from run to run where pytest has a cache, so that only what changed is compiled."""
-    cache = getattr(request.config, "cache", None)
-    return Path(cache.mkdir("cuda-emulation")) if cache else tmp_path_factory.mktemp("cuda-emulation")
-
-
-@pytest.fixture(scope="module")
-def emulation(folder: Path) -> Emulation:
-    return emulated.loaded(folder / "as-it-is")
-
-
-@pytest.fixture(scope="module")
 def small(folder: Path) -> Emulation:
     return emulated.loaded(folder / "small", SMALL, "fastsam_emulated_small")
 

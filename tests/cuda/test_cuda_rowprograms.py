@@ -25,18 +25,6 @@ from tests.helpers.places import ROOT
 pytestmark = [pytest.mark.gpu_code, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of test_cuda_emulated.py."""
-    cache = getattr(request.config, "cache", None)
-    return Path(cache.mkdir("cuda-emulation")) if cache else tmp_path_factory.mktemp("cuda-emulation")
-
-
-@pytest.fixture(scope="module")
-def emulation(folder: Path) -> Emulation:
-    return emulated.loaded(folder / "as-it-is")
-
-
 CASES = {
     "mlp": ((64, 32, 10), 16, {}),
     "softmax regression": ((64, 10), 7, {}),

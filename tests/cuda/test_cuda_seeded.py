@@ -159,19 +159,11 @@ def closed(kernels: ModuleType, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return high, low, largest
 
 
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of test_cuda_emulated.py, with the library of the kernels as they are."""
-    cache = getattr(request.config, "cache", None)
-    folder = Path(cache.mkdir("cuda-emulation")) if cache else tmp_path_factory.mktemp("cuda-emulation")
-    emulated.compile_library(folder / "as-it-is")
-    return folder
-
-
 @pytest.mark.parametrize("error", [pytest.param(e, marks=() if e in CHEAP else pytest.mark.slow) for e in ERRORS])
 def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
     """An index off by one, a missing barrier, a wrong sum: put into a copy of the sources, each must u the steps
     red."""
+    emulated.compile_library(folder / "as-it-is")
     changes = ERRORS[error]
     if any(not name.endswith(".cu") for name in changes):
         changes = emulated.ONLY_FLOAT | changes

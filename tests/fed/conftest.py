@@ -4,6 +4,7 @@ import pytest
 
 from fastsam.fed.executors import auto, streams
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fed_states import stand_in
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +23,9 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors for GPUs run on a stand-in for CUDA, in whose streams everything is done at once."""
     monkeypatch.setattr(streams, "Cuda", FakeCuda)
     monkeypatch.setattr(streams, "why_not", lambda setup: None)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client states and executors find a stand-in for a GPU with separate memory."""
+    stand_in(monkeypatch)

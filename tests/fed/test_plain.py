@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastsam import fed
 from fastsam.fed import plain
 from tests.helpers import oracle
+from tests.helpers.fed_runs import vector
 
 OPTIONS: dict[str, Any] = {"rounds": 4, "local_epochs": 2, "batch_size": 5, "lr": 0.1, "seed": 3}
 
@@ -21,10 +22,6 @@ def trained(rho: float, dtype: torch.dtype, executor: str = "sequential") -> tup
     theirs = plain.train(model, clients, rho, cohort=3, **OPTIONS)
     assert oracle.movement(model, theirs) > 0.1
     return vector(ours), vector(theirs)
-
-
-def vector(model: nn.Module) -> Tensor:
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.2], ids=["FedAvg", "FedSAM"])

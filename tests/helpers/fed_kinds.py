@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset, default_collate
 
 from fastsam import fed
+from tests.helpers.fed_runs import vector
 
 
 class Rows(Dataset[Any]):
@@ -75,4 +76,4 @@ def run(clients: Any, **options: Any) -> fed.Result:
 
 
 def weights(result: fed.Result) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in result.model.parameters()])
+    return vector(result.model)

@@ -22,3 +22,9 @@ def run(
     }  # fmt: skip
     model = oracle.smooth_model() if model is None else model
     return fed.run(model, clients, algorithm or fed.FedSAM(rho=0.1), measures=measures, **(settings | options))
+
+
+def measure_of(snapshots: Any = lambda *a: (), clients: Any = lambda *a: {}, round: Any = lambda *a: {}) -> Any:
+    """Return a measure of a user's own with these methods."""
+    methods = {"snapshots": snapshots, "clients": clients, "round": round}
+    return type("Own", (), {name: staticmethod(method) for name, method in methods.items()})()

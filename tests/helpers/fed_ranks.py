@@ -5,7 +5,6 @@ KEYWORDS: rounds, algorithms (comma-separated, of `ALGORITHMS`), executor, slots
 kills itself then).
 """
 
-import hashlib
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ import torch
 
 from fastsam import fed
 from tests.helpers import oracle
+from tests.helpers.fed_runs import digest
 
 ALGORITHMS = {
     "fedsam": fed.FedSAM(rho=0.05),
@@ -26,15 +26,6 @@ ALGORITHMS = {
 }
 SIZES = (7, 16, 1, 23, 12, 9, 4, 30, 5, 11)
 TIMES = ("seconds", "seconds_training")
-
-
-def digest(result: fed.Result) -> str:
-    """SHA-256 of the final weights and of all records, times apart."""
-    made = hashlib.sha256()
-    for p in result.model.parameters():
-        made.update(p.detach().numpy().tobytes())
-    made.update(json.dumps([{k: v for k, v in r.items() if k not in TIMES} for r in result.history]).encode())
-    return made.hexdigest()
 
 
 def train(name: str, directory: Path | None, **options: Any) -> str:

@@ -21,6 +21,26 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def normed() -> nn.Module:
+    """Return a small model with BatchNorm, whose weights depend on no generator."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def fixed_linear() -> nn.Module:
+    """Return a linear model whose weights depend on no generator."""
+    model = nn.Linear(6, 3)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-2, 2, 18).view(3, 6))
+        model.bias.zero_()
+    return model
+
+
+def overflow(x: Tensor) -> Tensor:
+    """Return finite samples whose sums overflow in the first layer."""
+    return x.clamp(-3, 3) * 1e38
+
+
 class Drops(nn.Module):
     """Dropout that no module shows, in batches with a first feature larger than `above`."""
 
@@ -47,15 +67,29 @@ def run(
     return fed.run(model, data, algorithm, executor=executor, slots=slots, **(OPTIONS | options))
 
 
+def untimed(result: fed.Result) -> list[dict[str, Any]]:
+    """Return the records of all rounds without their times."""
+    return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in result.history]
+
+
 def digest(result: fed.Result) -> str:
     """SHA-256 of the weights and of everything recorded but the times."""
     made = hashlib.sha256()
     for p in result.model.parameters():
         made.update(p.detach().numpy().tobytes())
-    for record in result.history:
-        made.update(repr({k: v for k, v in record.items() if not k.startswith("seconds")}).encode())
+    made.update(repr(untimed(result)).encode())
     return made.hexdigest()
 
 
 def same_bits(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def excluded_clients(result: fed.Result) -> list[list[int]]:
+    """Return the excluded clients of each round."""
+    return [[client["client"] for client in record["excluded"]] for record in result.history]
+
+
+def vector(model: nn.Module) -> Tensor:
+    """Return all parameters of a model as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,6 +48,30 @@ def explore(backend: backends.Backend, examples: int = 24) -> Callable[[Any], An
     fewer = {("triton", "cpu"): 5, ("reference", "cpu"): 2}.get((backend.name, backend.device), 1)
     count = max(5, examples // fewer)
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def property_test(*strategies: Any, examples: int = 24) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that makes a test over all backends of a function of a backend and of drawn values.
+
+    Args:
+        strategies: of the values that follow the backend, in their order.
+        examples (int): number of examples on a fast backend, as in `explore`.
+    """
+
+    def decorate(holds: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("backend", BACKENDS)
+        def test(backend: backends.Backend) -> None:
+            @explore(backend, examples)
+            @given(st.tuples(*strategies))
+            def check(values: tuple[Any, ...]) -> None:
+                holds(backend, *values)
+
+            check()
+
+        test.__name__, test.__doc__ = holds.__name__, holds.__doc__
+        return test
+
+    return decorate
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from fastsam.fed.algorithms.base import Upload
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from fastsam.fed.sums.ranks import Ranks, join_ranks
 from tests.helpers import oracle
-from tests.helpers.fed_ranks import SIZES, digest
+from tests.helpers.fed_ranks import SIZES
+from tests.helpers.fed_runs import digest
 from tests.helpers.sums import add_client_
 
 

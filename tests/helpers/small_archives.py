@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import http.server
 import io
+import os
 import pickle
 import tarfile
 import threading
@@ -33,6 +34,13 @@ def torchvision(module: str = "torchvision.datasets") -> Any:
         return vision(module, "this test")
     except ImportError as error:
         pytest.skip(str(error))
+
+
+class Hostile:
+    """A pickle that ends the process that loads it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os._exit, (1,))
 
 
 def md5(content: bytes) -> str:

@@ -12,7 +12,7 @@ from fastsam.arena import Layout
 from fastsam.backends import Backend
 from fastsam_kernels import rules
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
-from tests.helpers.op_cases import BACKENDS, Case, Memory, bits, cases, explore, same_bits
+from tests.helpers.op_cases import BACKENDS, Case, Memory, bits, cases, explore, property_test, same_bits
 
 
 def step(backend: Backend, case: Case) -> dict[str, Tensor]:
@@ -59,36 +59,21 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert not different, f"{different} differ: {[(a[n], b[n]) for n in different[:2]]}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_same_inputs_twice(backend: Backend) -> None:
-    @explore(backend)
-    @given(cases())
-    def holds(case: Case) -> None:
-        assert_same(step(backend, case), step(backend, case))
-
-    holds()
+@property_test(cases())
+def test_same_inputs_twice(backend: Backend, case: Case) -> None:
+    assert_same(step(backend, case), step(backend, case))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_alignment_changes_no_bit(backend: Backend) -> None:
-    @explore(backend)
-    @given(cases(), st.integers(0, 3), st.sampled_from((0, 1, 16)))
-    def holds(case: Case, shift: int, gap: int) -> None:
-        assert_same(step(backend, case), step(backend, replace(case, shift=shift, gap=gap)))
-
-    holds()
+@property_test(cases(), st.integers(0, 3), st.sampled_from((0, 1, 16)))
+def test_alignment_changes_no_bit(backend: Backend, case: Case, shift: int, gap: int) -> None:
+    assert_same(step(backend, case), step(backend, replace(case, shift=shift, gap=gap)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_alone_and_in_a_batch(backend: Backend) -> None:
-    @explore(backend)
-    @given(cases())
-    def holds(case: Case) -> None:
-        batch = step(backend, case)
-        for r in range(case.rows):
-            assert_same({name: values[r : r + 1] for name, values in batch.items()}, step(backend, case.row(r)))
-
-    holds()
+@property_test(cases())
+def test_a_row_alone_and_in_a_batch(backend: Backend, case: Case) -> None:
+    batch = step(backend, case)
+    for r in range(case.rows):
+        assert_same({name: values[r : r + 1] for name, values in batch.items()}, step(backend, case.row(r)))
 
 
 @pytest.mark.parametrize("seeded", [False, True])

@@ -20,6 +20,7 @@ from tests.helpers.op_cases import (
     close,
     explore,
     nan,
+    property_test,
     resynchronised,
     same_bits,
 )
@@ -28,92 +29,76 @@ OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("backup", "g1"
 SCALE = 8.0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_norm(backend: Backend) -> None:
-    @explore(backend)
-    @given(cases(), st.booleans(), st.booleans())
-    def holds(case: Case, adaptive: bool, accumulate: bool) -> None:
-        hparams = case.hparams() if adaptive else case.hparams(ADAPTIVE=0)
-        grads, weights = case.values("grads"), case.values("weights")
-        start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
-        expected = start.clone()
-        seen = [weights.double()] if adaptive else []
-        reference.norm_(expected, [grads.double()], seen, case.table, hparams, accumulate)
+@property_test(cases(), st.booleans(), st.booleans())
+def test_norm(backend: Backend, case: Case, adaptive: bool, accumulate: bool) -> None:
+    hparams = case.hparams() if adaptive else case.hparams(ADAPTIVE=0)
+    grads, weights = case.values("grads"), case.values("weights")
+    start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
+    expected = start.clone()
+    seen = [weights.double()] if adaptive else []
+    reference.norm_(expected, [grads.double()], seen, case.table, hparams, accumulate)
 
-        memory = Memory(case, backend.device)
-        operands = memory.operand("grads", grads), memory.operand("weights", weights) if adaptive else []
-        sumsq = start.to(backend.device)
-        memory.snapshot()
-        backend.load().norm_(sumsq, *operands, case.table, hparams.to(backend.device), accumulate)
-        memory.check()
-        close(sumsq, expected, case.compute)
-
-    holds()
+    memory = Memory(case, backend.device)
+    operands = memory.operand("grads", grads), memory.operand("weights", weights) if adaptive else []
+    sumsq = start.to(backend.device)
+    memory.snapshot()
+    backend.load().norm_(sumsq, *operands, case.table, hparams.to(backend.device), accumulate)
+    memory.check()
+    close(sumsq, expected, case.compute)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_perturb(backend: Backend) -> None:
-    @explore(backend, examples=30)
-    @given(cases(), st.booleans())
-    def holds(case: Case, save: bool) -> None:
-        hparams, sumsq, params, grads = case.hparams(), case.sums(), case.values("params"), case.values("grads")
-        backup = params.to(case.backup_dtype)
-        if case.master:  # some weights were written since the master copy was made: z is no longer its rounding there
-            backup = backup + 1e-6
-            backup = torch.where(case.values("written").double() > 1, backup + 1, backup)
-        elif save:
-            backup = nan(case, case.backup_dtype)
-        w = (resynchronised(backup, params) if case.master else params.double()) if save else backup.double()
-        expected = torch.zeros_like(w)
-        reference.perturb_([expected], w.clone(), [grads.double()], case.table, hparams, sumsq, False)
+@property_test(cases(), st.booleans(), examples=30)
+def test_perturb(backend: Backend, case: Case, save: bool) -> None:
+    hparams, sumsq, params, grads = case.hparams(), case.sums(), case.values("params"), case.values("grads")
+    backup = params.to(case.backup_dtype)
+    if case.master:  # some weights were written since the master copy was made: z is no longer its rounding there
+        backup = backup + 1e-6
+        backup = torch.where(case.values("written").double() > 1, backup + 1, backup)
+    elif save:
+        backup = nan(case, case.backup_dtype)
+    w = (resynchronised(backup, params) if case.master else params.double()) if save else backup.double()
+    expected = torch.zeros_like(w)
+    reference.perturb_([expected], w.clone(), [grads.double()], case.table, hparams, sumsq, False)
 
-        memory = Memory(case, backend.device)
-        params_ = memory.operand("params", params if save else nan(case, case.dtype), written=True)
-        backup_ = memory.field("backup", backup, written=save)
-        grads_ = memory.operand("grads", grads)
-        memory.snapshot()
-        args = case.table, hparams.to(backend.device), sumsq.to(backend.device), save
-        backend.load().perturb_(params_, backup_, grads_, *args)
-        memory.check()
-        mask = case.mask()
-        close(memory.read(params_)[mask], expected[mask])
-        assert torch.equal(memory.read(backup_)[mask].double(), w[mask])
-
-    holds()
+    memory = Memory(case, backend.device)
+    params_ = memory.operand("params", params if save else nan(case, case.dtype), written=True)
+    backup_ = memory.field("backup", backup, written=save)
+    grads_ = memory.operand("grads", grads)
+    memory.snapshot()
+    args = case.table, hparams.to(backend.device), sumsq.to(backend.device), save
+    backend.load().perturb_(params_, backup_, grads_, *args)
+    memory.check()
+    mask = case.mask()
+    close(memory.read(params_)[mask], expected[mask])
+    assert torch.equal(memory.read(backup_)[mask].double(), w[mask])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_perturb_with_stochastic_rounding(backend: Backend) -> None:
+@property_test(cases(), st.booleans(), examples=30)
+def test_perturb_with_stochastic_rounding(backend: Backend, case: Case, save: bool) -> None:
     """The same bits as the reference in the same dtypes. float32 and float64 take no notice: they have the bits that
     they have without seeds (not always the reference's: MKL's root of a float64, which is torch's, is not always the
     nearest)."""
+    hparams, sumsq, params, grads = case.hparams(), case.sums(), case.values("params"), case.values("grads")
+    params[:, ::3] *= 2.0**-14  # subnormal float16 numbers among them
+    backup = params.to(case.backup_dtype, copy=True)
+    if case.master:
+        backup = backup * (1 + 1e-3 * case.values("written").to(case.compute))
+    spec, seeds, at = (
+        (backend.load(), None, backend.device) if case.dtype == case.compute else (reference, case.seeds(), "cpu")
+    )
+    params64, backup64, *rest = (t.to(at, copy=True) for t in (params, backup, grads, hparams, sumsq))
+    spec.perturb_([params64], backup64, rest[:1], case.table, *rest[1:], save, seeds)
 
-    @explore(backend, examples=30)
-    @given(cases(), st.booleans())
-    def holds(case: Case, save: bool) -> None:
-        hparams, sumsq, params, grads = case.hparams(), case.sums(), case.values("params"), case.values("grads")
-        params[:, ::3] *= 2.0**-14  # subnormal float16 numbers among them
-        backup = params.to(case.backup_dtype, copy=True)
-        if case.master:
-            backup = backup * (1 + 1e-3 * case.values("written").to(case.compute))
-        spec, seeds, at = (
-            (backend.load(), None, backend.device) if case.dtype == case.compute else (reference, case.seeds(), "cpu")
-        )
-        params64, backup64, *rest = (t.to(at, copy=True) for t in (params, backup, grads, hparams, sumsq))
-        spec.perturb_([params64], backup64, rest[:1], case.table, *rest[1:], save, seeds)
-
-        memory = Memory(case, backend.device)
-        params_ = memory.operand("params", params if save else nan(case, case.dtype), written=True)
-        backup_, grads_ = memory.field("backup", backup, written=save), memory.operand("grads", grads)
-        memory.snapshot()
-        args = [t.to(backend.device) for t in (hparams, sumsq)]
-        backend.load().perturb_(params_, backup_, grads_, case.table, *args, save, case.seeds().to(backend.device))
-        memory.check()
-        mask = case.mask()
-        assert same_bits(memory.read(params_)[mask], params64.cpu()[mask])
-        assert same_bits(memory.read(backup_)[mask], backup64.cpu()[mask])
-
-    holds()
+    memory = Memory(case, backend.device)
+    params_ = memory.operand("params", params if save else nan(case, case.dtype), written=True)
+    backup_, grads_ = memory.field("backup", backup, written=save), memory.operand("grads", grads)
+    memory.snapshot()
+    args = [t.to(backend.device) for t in (hparams, sumsq)]
+    backend.load().perturb_(params_, backup_, grads_, case.table, *args, save, case.seeds().to(backend.device))
+    memory.check()
+    mask = case.mask()
+    assert same_bits(memory.read(params_)[mask], params64.cpu()[mask])
+    assert same_bits(memory.read(backup_)[mask], backup64.cpu()[mask])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -147,28 +132,23 @@ def test_stochastic_rounding_is_right_on_average(backend: Backend, dtype: torch.
         assert (a * b).mean().abs() < 5 / a.numel() ** 0.5 * (a * b).std()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_restore_is_bitwise(backend: Backend) -> None:
-    @explore(backend)
-    @given(cases())
-    def holds(case: Case) -> None:
-        backup = case.values("backup", torch.float64).to(case.backup_dtype)
-        special = torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(backup)
-        backup[:, ::5] = special[torch.arange(backup[:, ::5].shape[1]) % 4]
-        memory = Memory(case, backend.device)
-        params = memory.operand("params", nan(case, case.dtype), written=True)
-        backup_ = memory.field("backup", backup)
-        memory.snapshot()
-        backend.load().restore_(params, backup_, case.table)
-        memory.check()
-        mask = case.mask()
-        after, expected = memory.read(params)[mask], backup.to(case.dtype)[mask]
-        if case.master:  # rounding a NaN gives a NaN, of whatever payload
-            assert torch.equal(after.isnan(), expected.isnan())
-            after, expected = after.nan_to_num(0.0), expected.nan_to_num(0.0)
-        assert same_bits(after, expected)
-
-    holds()
+@property_test(cases())
+def test_restore_is_bitwise(backend: Backend, case: Case) -> None:
+    backup = case.values("backup", torch.float64).to(case.backup_dtype)
+    special = torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(backup)
+    backup[:, ::5] = special[torch.arange(backup[:, ::5].shape[1]) % 4]
+    memory = Memory(case, backend.device)
+    params = memory.operand("params", nan(case, case.dtype), written=True)
+    backup_ = memory.field("backup", backup)
+    memory.snapshot()
+    backend.load().restore_(params, backup_, case.table)
+    memory.check()
+    mask = case.mask()
+    after, expected = memory.read(params)[mask], backup.to(case.dtype)[mask]
+    if case.master:  # rounding a NaN gives a NaN, of whatever payload
+        assert torch.equal(after.isnan(), expected.isnan())
+        after, expected = after.nan_to_num(0.0), expected.nan_to_num(0.0)
+    assert same_bits(after, expected)
 
 
 class Update:
@@ -224,24 +204,19 @@ class Update:
         assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_update_norm(backend: Backend) -> None:
-    @explore(backend)
-    @given(cases(), OPTIONS)
-    def holds(case: Case, options: dict[str, bool]) -> None:
-        hparams, accumulate = case.hparams(), options["flag"]
-        update = Update(case, options, backend.device)
-        start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
-        expected, sumsq = start.clone(), start.to(backend.device)
-        reference.update_norm_(expected, *update.args64(hparams), **update.options64, accumulate=accumulate)
-        for buffer in update.memory.buffers:
-            buffer.writable.zero_()
-        update.memory.snapshot()
-        backend.load().update_norm_(sumsq, *update.args(hparams), **update.options, accumulate=accumulate)
-        update.memory.check()
-        close(sumsq, expected, case.compute)
-
-    holds()
+@property_test(cases(), OPTIONS)
+def test_update_norm(backend: Backend, case: Case, options: dict[str, bool]) -> None:
+    hparams, accumulate = case.hparams(), options["flag"]
+    update = Update(case, options, backend.device)
+    start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
+    expected, sumsq = start.clone(), start.to(backend.device)
+    reference.update_norm_(expected, *update.args64(hparams), **update.options64, accumulate=accumulate)
+    for buffer in update.memory.buffers:
+        buffer.writable.zero_()
+    update.memory.snapshot()
+    backend.load().update_norm_(sumsq, *update.args(hparams), **update.options, accumulate=accumulate)
+    update.memory.check()
+    close(sumsq, expected, case.compute)
 
 
 @st.composite

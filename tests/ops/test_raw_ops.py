@@ -64,29 +64,29 @@ def misuses(name: str, value: Any) -> list[Misuse]:
     return ([*VECTORS, *HPARAMS] if name == "hparams" else VECTORS) if isinstance(value, Tensor) else []
 
 
+def small_step() -> Step:
+    return Step(shapes=[(33,), (5, 7), ()])
+
+
+def wrong_call(name: str, argument: str, change: Callable[[Any], Any]) -> tuple[Any, Step, list[Any]]:
+    """Return the op, the operands that the call must not write, and the arguments, one of which is changed."""
+    step = small_step()
+    op, args = calls(step)[name]
+    position = [a.name for a in op._schema.arguments].index(argument)
+    return op, step, [change(value) if i == position else value for i, value in enumerate(args)]
+
+
 def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
-    """Yield the error, the op, the operands that the call must not write, and the arguments of a wrong call."""
-    op, args = calls(Step(shapes=[(33,), (5, 7), ()]))[name]
-    for position, argument in enumerate(op._schema.arguments[: len(args)]):
-        for what, change in misuses(argument.name, args[position]):
-            if (name, f"{argument.name} {what}") in HARMLESS:
-                continue
-            step = Step(shapes=[(33,), (5, 7), ()])
-            wrong = list(calls(step)[name][1])
-            wrong[position] = change(wrong[position])
-            yield f"{argument.name} {what}", op, step, wrong
+    """Yield the error and a wrong call for every misuse of every argument of an op."""
+    op, args = calls(small_step())[name]
+    for argument, value in zip(op._schema.arguments, args):
+        for what, change in misuses(argument.name, value):
+            if (name, f"{argument.name} {what}") not in HARMLESS:
+                yield f"{argument.name} {what}", *wrong_call(name, argument.name, change)
     if "hparams" in (a.name for a in op._schema.arguments):
-        step = Step(shapes=[(33,), (5, 7), ()])
-        wrong = list(calls(step)[name][1])
-        position = [a.name for a in op._schema.arguments].index("table")
-        wrong[position] = entry(0, 2, 1)(wrong[position])
-        yield "a group that hparams lacks", op, step, wrong
+        yield "a group that hparams lacks", *wrong_call(name, "table", entry(0, 2, 1))
     if name == "update_":
-        step = Step(shapes=[(33,), (5, 7), ()])
-        wrong = list(calls(step)[name][1])
-        position = [a.name for a in op._schema.arguments].index("table")
-        wrong[position] = entry(1, 3, 0)(wrong[position])
-        yield "two segments that count in one slot", op, step, wrong
+        yield "two segments that count in one slot", *wrong_call(name, "table", entry(1, 3, 0))
 
 
 def everything(step: Step) -> str:
@@ -110,17 +110,13 @@ def test_every_misuse_of_a_raw_op_is_an_error(name: str) -> None:
 @pytest.mark.parametrize("name", native._OPS)
 def test_a_tensor_without_memory_beside_real_ones_is_an_error(name: str) -> None:
     """Such a call is the meta device's, which computes nothing: it is taken only where nothing could be computed."""
-    op, args = calls(Step(shapes=[(33,), (5, 7), ()]))[name]
+    op, args = calls(small_step())[name]
     table = [a.name == "table" for a in op._schema.arguments]
 
     def meta(value: Any) -> Any:
-        return (
-            [t.to("meta") for t in value]
-            if isinstance(value, list)
-            else value.to("meta")
-            if isinstance(value, Tensor)
-            else value
-        )
+        if isinstance(value, list):
+            return [t.to("meta") for t in value]
+        return value.to("meta") if isinstance(value, Tensor) else value
 
     tried = 0
     for i, value in enumerate(args):
@@ -143,12 +139,9 @@ def test_a_state_too_small_overwrites_no_neighbour() -> None:
 
 
 def test_steps_too_few_for_the_slots_are_an_error() -> None:
-    op, args = calls(Step(shapes=[(33,), (5, 7), ()]))["update_"]
-    names = [a.name for a in op._schema.arguments]
-    wrong = list(args)
-    wrong[names.index("steps")] = torch.zeros(1, 2)
+    op, _, args = wrong_call("update_", "steps", lambda steps: torch.zeros(1, 2))
     with pytest.raises(RuntimeError, match=r"at least 3 slots"):
-        op(*wrong)
+        op(*args)
 
 
 @pytest.mark.parametrize("name", ["perturb_", "update_"])

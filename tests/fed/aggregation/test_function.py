@@ -10,8 +10,6 @@ from fastsam import fed
 from tests.helpers import fed_runs
 from tests.helpers.fed_runs import same_bits
 
-DELTAS: dict[str, Any] = {"executor": "sequential", "participation": 1.0}
-
 
 def mean(rows: Tensor, weights: Tensor) -> Tensor:
     return (weights[:, None] * rows.double()).sum(0) / weights.sum()
@@ -48,24 +46,3 @@ def test_it_is_called_once_a_round_with_the_clients_in_order() -> None:
     assert len(calls) == 3 and all(weights == sorted(weights) for _, weights in calls)
     assert [shape[0] for shape, _ in calls] == [r["clients"] for r in result.history]
     assert "left_out" not in result.history[0]
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (lambda rows, weights: rows, r"must return one row, \[\d+\] floats; got torch.float32 \[\d+, \d+\]"),
-        (lambda rows, weights: 0.0, "must return one row, .* got float"),
-        (lambda rows, weights: rows[0] / 0, "returned NaN or infinity"),
-        (lambda rows, weights: rows @ weights, "failed: RuntimeError"),
-    ],
-    ids=["rows", "a number", "not finite", "an error"],
-)
-def test_what_it_must_return(function: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"aggregation=<lambda> {words}"):
-        run(function)
-
-
-@pytest.mark.parametrize("name", ["SCAFFOLD", "FedDyn", "FedNova"])
-def test_algorithms_that_send_other_vectors_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'mean' needs .*{name}.* Use aggregation='mean'"):
-        run(mean, getattr(fed, name)())

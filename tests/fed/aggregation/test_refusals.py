@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from fastsam import fed
 from fastsam.fed.aggregation import rule_of
 from tests.helpers import fed_runs
@@ -17,11 +15,19 @@ class Summed(fed.Algorithm):
         return client, fed.Upload({"delta": results.delta}, {"sum": results.delta})
 
 
-def median(algorithm=None, **options):
+def run_median(algorithm=None, **options):
     fed_runs.run(algorithm or fed.FedAvg(), "sequential", aggregation="median", **options)
 
 
-@refusals(
+def run_function(function, algorithm=None):
+    fed_runs.run(algorithm or fed.FedSAM(), "sequential", aggregation=function)
+
+
+def mean(rows, weights):
+    return (weights[:, None] * rows.double()).sum(0) / weights.sum()
+
+
+test_refused = refusals(
     # names that are not rules
     (lambda: rule_of("medain"), "aggregation must be one of .*'median'.*did you mean 'median'"),
     (lambda: rule_of("median:3"), "takes no number"),
@@ -33,13 +39,19 @@ def median(algorithm=None, **options):
     (lambda: rule_of(None), "aggregation must be one of"),
     # options that a rule excludes
     (
-        lambda: median(weighting="samples"),
+        lambda: run_median(weighting="samples"),
         "aggregation='median' needs clients that count alike, but weighting='samples'.*norm_filter",
     ),
-    (lambda: median(participation=0.2, sampler="fixed"), "needs 3 clients in a round.* rounds of 2"),
-    (lambda: median(algorithm=Summed()), r"finish_client of Summed returned Upload\(sum=...\)"),
-    (lambda: median(algorithm=fed.FedSMOO()), "the server of FedSMOO"),
-)
-def test_refused(call, words, error):
-    with pytest.raises(error, match=words):
-        call()
+    (lambda: run_median(participation=0.2, sampler="fixed"), "needs 3 clients in a round.* rounds of 2"),
+    (lambda: run_median(algorithm=Summed()), r"finish_client of Summed returned Upload\(sum=...\)"),
+    (lambda: run_median(algorithm=fed.FedSMOO()), "the server of FedSMOO"),
+    # functions
+    (lambda: run_function(lambda rows, weights: rows),
+     r"aggregation=<lambda> must return one row, \[\d+\] floats; got torch.float32 \[\d+, \d+\]"),
+    (lambda: run_function(lambda rows, weights: 0.0), "aggregation=<lambda> must return one row, .* got float"),
+    (lambda: run_function(lambda rows, weights: rows[0] / 0), "aggregation=<lambda> returned NaN or infinity"),
+    (lambda: run_function(lambda rows, weights: rows @ weights), "aggregation=<lambda> failed: RuntimeError"),
+    (lambda: run_function(mean, fed.SCAFFOLD()), "'mean' needs .*SCAFFOLD.* Use aggregation='mean'"),
+    (lambda: run_function(mean, fed.FedDyn()), "'mean' needs .*FedDyn.* Use aggregation='mean'"),
+    (lambda: run_function(mean, fed.FedNova()), "'mean' needs .*FedNova.* Use aggregation='mean'"),
+)  # fmt: skip

@@ -11,7 +11,7 @@ from fastsam.fed.aggregation import names
 from fastsam.fed.loop.cohort import Cohort
 from tests.helpers import fed_cases as cases
 from tests.helpers import fed_runs, oracle
-from tests.helpers.fed_runs import FIRST, digest
+from tests.helpers.fed_runs import FIRST, digest, overflow
 
 RULES = [name for name in names() if name != "mean"]
 OPTIONS: dict[str, Any] = {"participation": 1.0, "rounds": 2}
@@ -132,7 +132,7 @@ def test_records_say_whom_a_rule_left_out() -> None:
 
 def test_clients_that_are_not_finite_are_excluded_before_a_rule_sees_them() -> None:
     clients, _ = blobs()
-    clients[2] = (clients[2][0].clamp(-3, 3) * 1e38, clients[2][1])
+    clients[2] = (overflow(clients[2][0]), clients[2][1])
     result = fed.run(nn.Linear(6, 3), clients, fed.FedAvg(), rounds=1, participation=1.0, aggregation="krum")
     assert [e["client"] for e in result.history[0]["excluded"]] == [2]
     assert len(result.history[0]["left_out"]) == 8 and 2 not in result.history[0]["left_out"]

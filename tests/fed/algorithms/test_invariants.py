@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fastsam import fed
 from tests.helpers import oracle
+from tests.helpers.fed_runs import vector
 from tests.helpers.fed_watch import Watched
 
 CLIENTS = 5
@@ -39,7 +40,7 @@ class Spy(torch.nn.Module):
 
     def forward(self, x):
         if self.training and torch.is_grad_enabled():
-            self.points.append(flat(self.inner).clone())
+            self.points.append(vector(self.inner).clone())
         return self.inner(x)
 
 
@@ -47,11 +48,7 @@ def spied(algorithm, clients, **options):
     """A run whose clients train one after the other: its final model, and the points after the two trial passes."""
     spy = Spy(oracle.smooth_model())
     final = fed.run(spy, clients, algorithm, executor="sequential", **options).model
-    return flat(spy), spy.points[2:], flat(final)
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return vector(spy), spy.points[2:], vector(final)
 
 
 def watched(algorithm, **options):

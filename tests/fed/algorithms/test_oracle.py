@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from fastsam import fed
 from tests.helpers import oracle
-from tests.helpers.crosses import one_in
 from tests.helpers.fed_cases import ACTIVE, METHODS, OPTIONS, TOLERANCE, options_of, ours, replayed, theirs, unfused
 from tests.helpers.mutants.apply import Stale, replaced
 from tests.helpers.mutants.privacy import MUTANTS as PRIVACY
@@ -92,8 +91,13 @@ def test_a_model_with_dropout(method):
     assert oracle.difference(replayed(model, clients, ours(method), options).model, theirs_) < 1e-12
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("method", ["fedavg", "fedgsam", "fedlesam-s", "fedsmoo-alpha"])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        *itertools.product(["fedavg", "fedgsam", "fedlesam-s", "fedsmoo-alpha"], TOLERANCE),
+        *(("fedgmt", torch.float64), ("fedsol", torch.float64)),
+    ],
+)
 def test_a_model_with_convolutions_and_average_pooling(method, dtype):
     model, clients = oracle.pooling_model(dtype), oracle.ragged_images(dtype)
     options = options_of(method, "momentum")
@@ -107,20 +111,6 @@ def test_the_input_maps_of_fedrobust_on_images(form):
     twin = oracle.FedRobust(lam=0.2, ascent_steps=2, form=form or "full")
     final = replayed(model, clients, fed.FedRobust(lam=0.2, ascent_steps=2, form=form), options).model
     assert oracle.difference(final, oracle.run(model, clients, twin, options, ACTIVE)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("method", "executor"),
-    one_in(
-        4,
-        ["fedavg", "fedgsam", "mimelite", "fedscam", "fedlesam-d", "fedgloss", "fedsmoo", "fedspeed", "fedmoswa"],
-        ["threads", "vmap"],
-    ),
-)
-def test_other_executors(method, executor):
-    model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of(method, "clip-active")
-    final = replayed(model, clients, ours(method), options, executor=executor).model
-    assert oracle.difference(final, unfused(method, "clip-active", torch.float64)) < 1e-12
 
 
 # --- Is the comparison with the unfused loop worth anything? Every wrong constant must fail it.

@@ -2,12 +2,13 @@
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from fastsam import fed
-from fastsam.fed.algorithms.schedule import check_scheduled
+from fastsam.arena import Layout
+from fastsam.fed.algorithms.schedule import check_scheduled, value_at
+from fastsam.fed.step.model_copy import trainable
 from fastsam.lab import config
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
@@ -15,18 +16,34 @@ from tests.helpers.places import ROOT
 
 D = fed.Direction
 CLIENTS = oracle.ragged_clients()
+EVEN = oracle.ragged_clients(sizes=(8, 12, 8))
+MODEL = torch.nn.Linear(1, 1)
+ROUND = fed.Round(3, 0.1, 1, 10, 2, 1.0, 0.2, fed.ParameterLayout.of(MODEL, Layout.of(trainable(MODEL))))
 WORDS = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Flatten(), torch.nn.Linear(8, 2))
 
 
-def once(algorithm, model=None, clients=CLIENTS, **options):
-    fed.run(model or oracle.smooth_model(), clients, algorithm, rounds=1, **options)
+def start(algorithm, model=None, clients=CLIENTS, **options):
+    fed.run(model or oracle.smooth_model(), clients, algorithm, **{"rounds": 1, **options})
 
 
-def resolved(*flags):
+def normalised():
+    return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3)).double()
+
+
+def start_normalised(algorithm, **options):
+    start(algorithm, normalised(), EVEN, participation=1.0, **options)
+
+
+def radius_of_round_4(value):
+    check_scheduled("rho", value)  # which sees the first round
+    value_at("rho", value, ROUND)
+
+
+def resolve(*flags):
     return config.resolve(config.read(ROOT / "examples" / "digits.toml", flags))
 
 
-@refusals(
+test_refused = refusals(
     # bad hyperparameters
     (lambda: fed.FedSAM(rho=-0.1), 'rho.*-0.1'),
     (lambda: fed.FedSAM(rho=math.nan), 'rho.*nan'),
@@ -44,7 +61,18 @@ def resolved(*flags):
     (lambda: fed.LocalUpdate(rho=-1), 'rho'),
     (lambda: fed.LocalUpdate(perturbed_weight=math.inf), 'perturbed_weight must'),
     # fedexp computes the server's step size
-    (lambda: once(fed.FedExP(), server_lr=0.5), 'FedExP has no learning rate: leave server_lr at 1, got 0.5'),
+    (lambda: start(fed.FedExP(), server_lr=0.5), 'FedExP has no learning rate: leave server_lr at 1, got 0.5'),
+    (lambda: start(fed.FedDyn(), server_lr=0.5, run_dir="run"),
+     "FedDyn has no learning rate: leave server_lr at 1, got 0.5"),
+    (lambda: start(fed.FedLESAM_D(), server_lr=0.5, run_dir="run"),
+     "FedLESAM_D has no learning rate: leave server_lr at 1, got 0.5"),
+    (lambda: start(fed.FedSMOO(), server_lr=0.5, run_dir="run"),
+     "FedSMOO has no learning rate: leave server_lr at 1, got 0.5"),
+    # the lowest learning rate of gsam is below the first
+    (lambda: start(fed.FedGSAM(rho_min=0.01, lr_min=0.3), lr=0.2, run_dir="run"),
+     "lr_min must be below the run's first lr, 0.2; got 0.3"),
+    (lambda: start(fed.FedGSAM(rho=0.5, rho_min=0.0, lr_min=0.15), lr=0.2, lr_decay=0.8, rounds=4),
+     "rho in round 3 .*got -0.21"),
     # values outside their range
     (lambda: fed.FedAdam(beta1=1.5), 'beta1 .*<= 1, got 1.5'),
     (lambda: fed.FedAdam(beta2=-0.1), 'beta2 .*>= 0'),
@@ -90,21 +118,21 @@ def resolved(*flags):
     (lambda: fed.FedDyn(alpha=0.1), "FedDyn has no option 'alpha'.*its options: phi, phi_decay", TypeError),
     (lambda: fed.FedAvg(rho=0.1), "FedAvg has no option 'rho'; its options: none", TypeError),
     # options on the command line
-    (lambda: resolved("--algorithm", "feddyn", "--beta", "0.1"),
+    (lambda: resolve("--algorithm", "feddyn", "--beta", "0.1"),
      'beta is an option of fedavgm, fedntd, fedscam, fedtoga, mimelite, mofedsam, not of feddyn'),
-    (lambda: resolved("--algorithm", "fedlesam-s", "--fedlesam-s.phi", "0.1"), 'phi is an option of feddyn'),
-    (lambda: resolved("--algorithm", "fedlesam-s", "--control-scal", "0.1"), "did you mean 'control_scale'"),
-    (lambda: resolved("--algorithm", "fedlesam_s"), r"unknown algorithm 'fedlesam_s' \(did you mean 'fedlesam-s'\?\)"),
-    (lambda: resolved("--algorithm", "fedcm", "--fedcm.alpha", "1.5"), 'alpha .*<= 1'),
-    (lambda: resolved("--algorithm", "fedadam", "--bias-correction", "maybe"),
+    (lambda: resolve("--algorithm", "fedlesam-s", "--fedlesam-s.phi", "0.1"), 'phi is an option of feddyn'),
+    (lambda: resolve("--algorithm", "fedlesam-s", "--control-scal", "0.1"), "did you mean 'control_scale'"),
+    (lambda: resolve("--algorithm", "fedlesam_s"), r"unknown algorithm 'fedlesam_s' \(did you mean 'fedlesam-s'\?\)"),
+    (lambda: resolve("--algorithm", "fedcm", "--fedcm.alpha", "1.5"), 'alpha .*<= 1'),
+    (lambda: resolve("--algorithm", "fedadam", "--bias-correction", "maybe"),
      "bias_correction must be bool, got 'maybe'"),
-    (lambda: resolved("--algorithm", "fedsam", "--rho", "0.1*lrr"),
+    (lambda: resolve("--algorithm", "fedsam", "--rho", "0.1*lrr"),
      "'lrr' is not known; names are round, lr, first_lr"),
     # fedrobust needs numbers as inputs
-    (lambda: once(fed.FedRobust(), WORDS, [(torch.zeros(5, 2).long(), torch.arange(5) % 2)]),
+    (lambda: start(fed.FedRobust(), WORDS, [(torch.zeros(5, 2).long(), torch.arange(5) % 2)]),
      'floating-point inputs, got torch.int64'),
     # pfedme says where its proximal step diverges
-    (lambda: once(fed.pFedMe(), lr=0.2), r"lr \* lam must be below 2.*got lr=0.2 and lam=15. Use an lr below 0.133"),
+    (lambda: start(fed.pFedMe(), lr=0.2), r"lr \* lam must be below 2.*got lr=0.2 and lam=15. Use an lr below 0.133"),
     # bad schedules
     (lambda: check_scheduled("rho", ""), "rho must be a number or a formula such as 0.05, .*got ''"),
     (lambda: check_scheduled("rho", "0.1/"), "got '0.1/'"),
@@ -131,6 +159,43 @@ def resolved(*flags):
     (lambda: check_scheduled("rho", [0.1]), r"got \[0.1\]"),
     (lambda: check_scheduled("rho", "1+" * 100 + "1"), 'more than 200 characters'),
     (lambda: check_scheduled("rho", "(" * 99 + "1" + ")" * 99 + "-"), 'rho must be a number or a formula'),
+    (lambda: start(fed.FedSAM(rho="1/(round - 1)"), run_dir="run"), "has no value in round 1"),
+    # radii that end later
+    (lambda: radius_of_round_4("0.1 - 0.1*round"), r"rho in round 4 .*>= 0, got -0.3"),
+    (lambda: radius_of_round_4("1/(round - 4)"), "has no value in round 4: .*division by zero"),
+    (lambda: radius_of_round_4("sqrt(3 - round)"), "has no value in round 4"),
+    (lambda: radius_of_round_4("10**(1000*round)"), "has no value in round 4"),
+    (lambda: radius_of_round_4("(-round)**0.5"), "has no value in round 4"),
+    (lambda: radius_of_round_4("linear(0.1, 0.2, 1)"), "has no value in round 4: .*needs n >= 2, got 1"),
+    (lambda: radius_of_round_4(lambda round: -1.0), "rho in round 4 .*got -1.0"),
+    (lambda: radius_of_round_4(lambda round: "0.1"), "rho in round 4 .*got '0.1'"),
+    # parameters and buffers that stay with the clients
+    (lambda: start(fed.FedBN()), "FedBN leaves normalisation layers .* the model has none: use FedAvg"),
+    (lambda: start_normalised(fed.FedBN(), buffers="keep"),
+     "FedBN leaves the model's buffers with the clients, and buffers='keep' does not"),
+    (lambda: start_normalised(fed.FedBN(), aggregation="median"),
+     "FedBN, whose parameters stay .* aggregation='median' compares whole models"),
+    (lambda: start_normalised(fed.Centralised_SGD(), buffers="local"),
+     "buffers='local' needs clients, but Centralised_SGD has none"),
+    (lambda: start_normalised(fed.FedSAM(), buffers="local", measures=["train"]),
+     "measures use .* buffers='local' changes them"),
+    # phases and second models
+    (lambda: start(fed.Ditto(), local_parameters="2"),
+     "Ditto needs .* local_parameters='2'. Leave out local_parameters: the clients have whole models"),
+    (lambda: start_normalised(fed.Ditto(), buffers="average"), "Ditto needs one set of buffers .* buffers='average'"),
+    (lambda: start_normalised(fed.APFL(), buffers="average"), "APFL needs one set of buffers"),
+    (lambda: start(fed.Ditto(), measures=["drifts"]), r"measures=\['drifts'\] needs one path .* Ditto has phases"),
+    (lambda: start(fed.FedRep(head="nose")), "'nose' matches no trainable parameter"),
+    (lambda: start(fed.FedRep(), torch.nn.Linear(6, 3).double()), "are all parameters of the model"),
+    (lambda: start(fed.FedRep(), aggregation="krum"),
+     "FedRep, whose parameters stay .* aggregation='krum' compares whole models"),
+    (lambda: fed.FedRep(head=""), "head must be the name of a module or a parameter"),
+    (lambda: fed.FedRep(head_epochs=0), "head_epochs must be an integer >= 1"),
+    (lambda: fed.Ditto(epochs=0), "epochs must be an integer >= 1"),
+    (lambda: fed.Ditto(lam=-1), "lam must"),
+    (lambda: fed.pFedMe(K=0), "K must be an integer >= 1"),
+    (lambda: fed.APFL(alpha=1.5), "alpha must .*<= 1, got 1.5"),
+    (lambda: fed.APFL(eta_alpha=-1), "eta_alpha .None for the local learning rate. must"),
     # pilots that do not fit
     (lambda: fed.Pilot(0, abs), 'batches must be an integer >= 1, got 0'),
     (lambda: fed.Pilot(1, 0.1), 'radius must be a function of norms and gradients, got 0.1'),
@@ -140,12 +205,9 @@ def resolved(*flags):
     (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end_factor=0.5),
      'a pilot finds one radius for the whole round; got rho_end_factor=0.5'),
     # fedntd needs labels
-    (lambda: once(fed.FedNTD(), torch.nn.Linear(6, 1).double(), [(x, x[:, :1]) for x, _ in CLIENTS], loss=F.mse_loss),
+    (lambda: start(fed.FedNTD(), torch.nn.Linear(6, 1).double(), [(x, x[:, :1]) for x, _ in CLIENTS], loss=F.mse_loss),
      "FedNTD needs labels that number the model's outputs"),
     # samples that come in batches have no teacher
-    (lambda: once(fed.FedNTD(), clients=[({"input": x}, y) for x, y in CLIENTS]),
+    (lambda: start(fed.FedNTD(), clients=[({"input": x}, y) for x, y in CLIENTS]),
      r"a term of the model's outputs needs inputs x of pairs \(x, y\)"),
 )  # fmt: skip
-def test_refused(call, words, error):
-    with pytest.raises(error, match=words):
-        call()

@@ -1,12 +1,9 @@
 """Callbacks that cannot be made, and in which words."""
 
-import pytest
-
 from fastsam.fed.callbacks import EarlyStopping, SaveBest
 from tests.helpers.fed_refusals import refusals
 
-
-@refusals(
+test_refused = refusals(
     # bad options
     (lambda: EarlyStopping("sharpness"), "mode must be 'min' or 'max': the name 'sharpness' does not say"),
     (lambda: EarlyStopping("test_loss", mode="down"), "mode must be one of 'min', 'max', got 'down'"),
@@ -15,6 +12,3 @@ from tests.helpers.fed_refusals import refusals
     (lambda: EarlyStopping(5), "metric must be a key of a round's record such as 'test_accuracy', got 5"),
     (lambda: SaveBest("."), "path must be a file such as best.safetensors, got a directory"),
 )
-def test_refused(call, words, error):
-    with pytest.raises(error, match=words):
-        call()

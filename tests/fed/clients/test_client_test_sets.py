@@ -85,24 +85,3 @@ def test_a_run_goes_on_with_the_same_test_sets_alone(tmp_path: Path) -> None:
     other = [(x[:4], y[:4]), None, (x[4:], y[4:]), None]
     with pytest.raises(fed.RunDirectoryError, match="data"):
         start(tests=other, run_dir=tmp_path / "run", resume=True, rounds=4)
-
-
-@pytest.mark.parametrize(
-    ("tests", "words"),
-    [
-        (dict(enumerate(TESTS)), "ClientTestSets takes a list .* got dict"),
-        ([None] * 4, "no client has a test set"),
-        (TESTS[:3], "None, for each of the 4 clients; got 3"),
-        ([*TESTS[:3], 5], "the test set of client 3 must be a pair"),
-        (
-            [*TESTS[:3], (torch.randn(2, 5), torch.zeros(2).long())],
-            r"client 3 has samples x torch.float32 \[5\], .*client 0",
-        ),
-        ([*TESTS[:3], (torch.full((1, 4), torch.nan), torch.tensor([0]))], "test set of client 3: x holds NaN"),
-        ([*TESTS[:3], (torch.zeros(1, 4), torch.tensor([7]))], "the test set: labels must be in 0..2"),
-    ],
-    ids=["dict", "nobody", "few", "number", "shape", "NaN", "labels"],
-)
-def test_bad_ones_are_told(tests: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        start(tests=tests)

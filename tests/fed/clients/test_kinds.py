@@ -24,6 +24,7 @@ from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import TensorSamples
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import KINDS, OfParts, Rows, in_another_collate, model, pairs, run, weights
+from tests.helpers.fed_runs import excluded_clients
 
 CPU = torch.device("cpu")
 
@@ -154,7 +155,7 @@ def test_a_read_that_fails_in_a_round_names_the_client_or_leaves_it_out() -> Non
     with pytest.raises(fed.ClientError, match="client 1 failed in round 3, local step .*OSError: gone"):
         run(clients(), rounds=4, collate=in_another_collate)
     made = run(clients(), rounds=4, collate=in_another_collate, on_client_error="exclude")
-    assert [[e["client"] for e in line["excluded"]] for line in made.history] == [[], [], [1], [1]]
+    assert excluded_clients(made) == [[], [], [1], [1]]
 
 
 def test_labels_all_ignored_are_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
@@ -21,18 +20,23 @@ class Streamed(IterableDataset[Any]):
 GOOD = pairs()[0]
 
 
-def second(client):
+def run_with(client):
     run([GOOD, client, GOOD])
 
 
-@refusals(
+def run_with_tests(*tests):
+    """A run of four clients with these test sets."""
+    run(pairs(), test=fed.ClientTestSets(list(tests)))
+
+
+test_refused = refusals(
     # a pair among pairs, which are checked together
-    (lambda: second((GOOD[0] * float("nan"), GOOD[1])), 'client 1: x holds NaN'),
-    (lambda: second((GOOD[0][1:], GOOD[1])), 'client 1: x has 9 samples and y 10'),
-    (lambda: second((GOOD[0][:0], GOOD[1][:0])), 'client 1 has no samples'),
-    (lambda: second((GOOD[0].to_sparse(), GOOD[1])), 'x of client 1 must be a dense real tensor'),
-    (lambda: second(GOOD[0]), 'client 1 must be a pair'),
-    (lambda: second((GOOD[0], GOOD[1] + 9)), 'client 1: labels must be in 0..'),
+    (lambda: run_with((GOOD[0] * float("nan"), GOOD[1])), 'client 1: x holds NaN'),
+    (lambda: run_with((GOOD[0][1:], GOOD[1])), 'client 1: x has 9 samples and y 10'),
+    (lambda: run_with((GOOD[0][:0], GOOD[1][:0])), 'client 1 has no samples'),
+    (lambda: run_with((GOOD[0].to_sparse(), GOOD[1])), 'x of client 1 must be a dense real tensor'),
+    (lambda: run_with(GOOD[0]), 'client 1 must be a pair'),
+    (lambda: run_with((GOOD[0], GOOD[1] + 9)), 'client 1: labels must be in 0..'),
     # wrong results of `available`
     (lambda: present(lambda t: [0, 5], 2, 5),
      'client ids from 0 to 4, or a mask of 5 booleans; in round 3: 5 is not a client'),
@@ -97,6 +101,22 @@ def second(client):
      "measures needs the clients' sizes.*sizes="),
     (lambda: run(fed.LazyClients(4, pairs().__getitem__, [10, 11, 12, 13]), measures=["sharpness"]),
      'sharpness .*batch by batch'),
+    # test sets of the clients
+    (lambda: fed.ClientTestSets(dict(enumerate(pairs()))), "ClientTestSets takes a list .* got dict"),
+    (lambda: run_with_tests(None, None, None, None), "no client has a test set"),
+    (lambda: run_with_tests(*pairs()[:3]), "None, for each of the 4 clients; got 3"),
+    (lambda: run_with_tests(*pairs()[:3], 5), "the test set of client 3 must be a pair"),
+    (lambda: run_with_tests(*pairs()[:3], (torch.randn(2, 5), torch.zeros(2).long())),
+     r"client 3 has samples x torch.float32 \[5\], .*client 0"),
+    (lambda: run_with_tests(*pairs()[:3], (torch.full((1, 6), torch.nan), torch.tensor([0]))),
+     "test set of client 3: x holds NaN"),
+    (lambda: run_with_tests(*pairs()[:3], (torch.zeros(1, 6), torch.tensor([7]))),
+     "the test set: labels must be in 0..2"),
+    # cohorts
+    (lambda: start_small(cohort=6, run_dir="run"), "cohort=6 needs at least 6 clients, but there (is|are) 1"),
+    (lambda: start_small(cohort=0, run_dir="run"), "cohort.*must be an integer >= 1, got 0"),
+    (lambda: start_small(cohort=1, participation=0.5, run_dir="run"),
+     "cohort=1 needs participation at its default, but the run has participation=0.5"),
     # wrong results of a sampler
     (lambda: start_small(sampler=lambda t, g: []), 'no client'),
     (lambda: start_small(sampler=lambda t, g: [5]), '5, which is not a client'),
@@ -106,6 +126,3 @@ def second(client):
     (lambda: start_small(sampler=lambda t, g: ["0"]), r"returned \['0'\]"),
     (lambda: start_small(sampler=lambda t, g: None), 'returned None'),
 )  # fmt: skip
-def test_refused(call, words, error):
-    with pytest.raises(error, match=words):
-        call()

@@ -223,23 +223,6 @@ def test_a_cohort_is_a_number_of_clients(tmp_path):
     assert [record["clients"] for record in present] == [min(2, t + 1) for t in range(len(present))]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"cohort": 6, "participation": 0.2}, "cohort=6 needs at least 6 clients, but there are 5"),
-        ({"cohort": 0, "participation": 0.2}, "cohort.*must be an integer >= 1, got 0"),
-        (
-            {"cohort": 2, "participation": 0.5},
-            "cohort=2 needs participation at its default, but the run has participation=0.5",
-        ),
-    ],
-)
-def test_a_cohort_that_cannot_be(options, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        start(tmp_path / "a", **options)
-    assert not (tmp_path / "a").exists()
-
-
 def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):
     class Models(fed.Callback):
         def on_start(self, run):

@@ -3,7 +3,6 @@ set."""
 
 import gzip
 import json
-import os
 import pickle
 import re
 import shutil
@@ -18,6 +17,7 @@ from fastsam.fed.data import AUGMENTS, cifar10, cifar100, emnist
 from fastsam.fed.data.archives import ArchiveError
 from fastsam.lab import cli
 from tests.helpers.small_archives import (
+    Hostile,
     cifar_files,
     emnist_files,
     expect_cifar,
@@ -81,13 +81,6 @@ def test_a_damaged_folder_is_an_error_or_mended_from_the_archive(tmp_path: Path,
     (tmp_path / NAMES[10]).unlink()
     with pytest.raises(ArchiveError, match=f"{FOLDERS[10]} cannot be read as cifar10 .*corrupted.*{NAMES[10]}"):
         cifar10(tmp_path, clients=3)
-
-
-class Hostile:
-    """A pickle that ends the process that loads it: no file is loaded whose checksum has not been compared."""
-
-    def __reduce__(self) -> tuple:
-        return (os._exit, (1,))
 
 
 def test_a_missing_archive_says_where_it_belongs(tmp_path: Path) -> None:

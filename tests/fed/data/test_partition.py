@@ -1,6 +1,7 @@
 """Splits: the published procedures, regression values, and messages for bad input."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,15 +49,18 @@ def test_the_order_of_the_labels_changes_positions_only() -> None:
     assert np.array_equal(a.priors, b.priors)
 
 
-def simulators_loop(
-    labels: np.ndarray, priors: np.ndarray, sizes: np.ndarray, rng: np.random.RandomState, exhausted: str
+def deal(
+    cdf: np.ndarray, pools: list[np.ndarray], sizes: Sequence[int], rng: np.random.RandomState, exhausted: str = "reset"
 ) -> list[list[int]]:
-    """Steps 4 and 5 written plainly, with the calls that the simulators make."""
-    cdf = np.cumsum(priors, axis=1)
-    pools = [np.where(labels == c)[0] for c in range(priors.shape[1])]
-    amount = [len(p) for p in pools]
-    left = [int(s) for s in sizes]
-    slots = [[-1] * int(s) for s in sizes]
+    """Deal the samples of `pools` out as the public simulators do, with the calls that they make.
+
+    Args:
+        cdf: cumulative probabilities of the classes `[clients, classes]`.
+        pools: positions of the samples of each class.
+        sizes: number of samples of each client.
+    """
+    amount, left = [len(pool) for pool in pools], [int(size) for size in sizes]
+    slots = [[-1] * size for size in left]
     while sum(left):
         client = rng.randint(len(sizes))
         if left[client] <= 0:
@@ -74,6 +78,10 @@ def simulators_loop(
     return slots
 
 
+def pools_of(labels: np.ndarray, classes: int) -> list[np.ndarray]:
+    return [np.flatnonzero(labels == c) for c in range(classes)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     labels=st.lists(st.integers(0, 3), min_size=8, max_size=60).filter(lambda values: set(values) == {0, 1, 2, 3}),
@@ -87,8 +95,18 @@ def test_draw_is_the_simulators_loop_call_by_call(labels: list[int], clients: in
     sizes = np.full(clients, len(y) // clients)
     ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
     made = partition.draw(y, priors, sizes, ours, exhausted)
-    assert [part.tolist() for part in made] == simulators_loop(y, priors, sizes, theirs, exhausted)
+    assert [part.tolist() for part in made] == deal(priors.cumsum(axis=1), pools_of(y, 4), sizes, theirs, exhausted)
     assert ours.uniform() == theirs.uniform()  # both streams are at the same position
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 50, 64, 65, 1000])
+def test_a_draw_from_blocks_of_words_takes_the_numbers_one_by_one(n: int) -> None:
+    theirs, ours = (np.random.RandomState(7) for _ in range(2))
+    theirs.randint(5), ours.randint(5)  # not from a state's beginning
+    labels, priors = np.arange(5 * n) % 3, np.random.RandomState(1).dirichlet([0.5] * 3, size=n)
+    found = partition.draw(labels, priors, np.full(n, 5), ours)
+    assert [part.tolist() for part in found] == deal(priors.cumsum(axis=1), pools_of(labels, 3), [5] * n, theirs)
+    assert (ours.randint(2**31, size=5) == theirs.randint(2**31, size=5)).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -156,17 +174,6 @@ def test_balanced_iid_gives_every_client_the_same_classes() -> None:
     made = partition.iid(labels, 100, balanced=True)
     assert sorted(np.concatenate(made.indices).tolist()) == list(range(50_000))
     assert all((np.bincount(labels[i], minlength=100) == 5).all() for i in made.indices)
-    with pytest.raises(ValueError, match="divisible by 7 clients"):
-        partition.iid(labels, 7, balanced=True)
-
-
-def test_make_knows_the_splits_and_their_options() -> None:
-    labels = np.arange(40) % 4
-    assert len(partition.make("dirichlet", labels, 4, 20, alpha=0.5)) == 4
-    with pytest.raises(ValueError, match="'dirichlet', 'iid', 'pathological', .*'own', got 'shards'"):
-        partition.make("shards", labels, 4, 20)
-    with pytest.raises(ValueError, match="'iid' takes no alpha; its options are balanced"):
-        partition.make("iid", labels, 4, 20, alpha=0.5)
 
 
 # --- Per-client validation against the split that made the clients: the same routine, each client's own prior, equal
@@ -239,35 +246,18 @@ def test_pathological_regression_numbers(classes: int, clients: int, own: int) -
 
 
 def simulators_pathological(labels: np.ndarray, clients: int, c: int, seed: int) -> list[list[int]]:
-    """The public simulators' procedure with their calls: order, rows of ones shuffled in place, then the dealing
-    loop."""
+    """The public simulators' procedure with their calls: order, rows of ones shuffled in place, then the dealing."""
     rng = np.random.RandomState(seed)
     order = rng.permutation(len(labels))
-    y = labels[order]
     rows = np.ones((clients, labels.max() + 1))
     rows[:, c:] = 0
     for row in rows:
         rng.shuffle(row)
     cdf = np.where(rows > 0, np.cumsum(rows, axis=1) / c, 0.0)
-    pools = [np.where(y == k)[0] for k in range(rows.shape[1])]
-    amount = [len(p) for p in pools]
-    left = [len(y) // clients] * clients
-    left[0] += len(y) - sum(left)
-    slots = [[-1] * n for n in left]
-    while sum(left):
-        client = rng.randint(clients)
-        if left[client] <= 0:
-            continue
-        left[client] -= 1
-        while True:
-            k = int(np.argmax(rng.uniform() <= cdf[client]))
-            if amount[k] <= 0:
-                amount[k] = len(pools[k])
-                continue
-            amount[k] -= 1
-            slots[client][left[client]] = int(order[pools[k][amount[k]]])
-            break
-    return slots
+    sizes = [len(labels) // clients] * clients
+    sizes[0] += len(labels) - sum(sizes)
+    pools = [order[pool] for pool in pools_of(labels[order], rows.shape[1])]
+    return deal(cdf, pools, sizes, rng)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,13 +1,14 @@
 """Data, splits and models that cannot be made, and in which words."""
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from fastsam import fed
 from fastsam.fed import models
-from fastsam.fed.data import FederatedData, partition, stratified_test
+from fastsam.fed.data import FederatedData, FlipCrop, by_domain, digits_domains, partition, stratified_test
+from fastsam.fed.data.augment import augment_by_name
 from tests.helpers.fed_refusals import refusals
 
 
@@ -23,6 +24,10 @@ def pathological(**changed):
     partition.pathological(**{"labels": np.arange(40) % 4, "clients": 4, "classes_per_client": 2} | changed)
 
 
+def domains(**changed):
+    by_domain(**{"domains": {"a": pair(3), "b": pair(5)}, "held_out": "b"} | changed)
+
+
 def digits_with(outputs):
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
     fed.run(model, fed.digits(clients=3, split="iid"), fed.FedAvg(), rounds=1)
@@ -31,7 +36,7 @@ def digits_with(outputs):
 draw, LEGACY = partition.draw, np.random.RandomState(0)
 
 
-@refusals(
+test_refused = refusals(
     # cnn accepts only images
     (lambda: models.build("cnn", (10,), 10, 0), "takes images .* try 'mlp'"),
     (lambda: models.build("cnn", (1, 3, 8), 10, 0), "takes images .* try 'mlp'"),
@@ -66,6 +71,45 @@ draw, LEGACY = partition.draw, np.random.RandomState(0)
     (lambda: dirichlet(labels=np.zeros((3, 2))), r"vector .* got the shape \(3, 2\)"),
     (lambda: dirichlet(labels=np.array([], dtype=int)), 'there are no samples'),
     (lambda: dirichlet(exhausted="recycle"), "'reset', 'redraw', got 'recycle'"),
+    # domains
+    (lambda: domains(held_out="d"), "has no domain 'd'; its domains are 'a', 'b'"),
+    (lambda: domains(clients_per_domain=4),
+     "4 clients cannot share the 3 training samples of the domain 'a'"),
+    (lambda: domains(clients_per_domain=0), "clients_per_domain must be an integer >= 1"),
+    (lambda: domains(domains={"a": pair(5)}, held_out="a"), "no domain is left to train on"),
+    (lambda: domains(domains={}, held_out=None), "it has none"),
+    (lambda: digits_domains(["rot"]), "domain"),
+    (lambda: digits_domains(["blur3"]), "domain"),
+    (lambda: digits_domains(["noise-1"]), "domain"),
+    (lambda: digits_domains(["rot0+"]), "domain"),
+    (lambda: digits_domains(["rot0", "rot0"]), "domain"),
+    (lambda: digits_domains([]), "domain"),
+    (lambda: digits_domains("rot0"), "domain"),
+    # splits of a user's data set
+    (lambda: fed.split(TensorDataset(*pair(210)), clients=211, alpha=1.0), "211 clients cannot share 210"),
+    (lambda: fed.split(TensorDataset(*pair(210)), clients=3, alpha=0.0), "alpha must be"),
+    (lambda: fed.split(TensorDataset(torch.zeros(9, 2), torch.full((9, 1), 0.5)), clients=3, alpha=1.0), "labels"),
+    (lambda: fed.digits(clients=1438), "1438 clients cannot share 1437 training samples"),
+    # augmentation
+    (lambda: FlipCrop(pad=-1), "pad must be an integer >= 0"),
+    (lambda: FlipCrop(flip=1.1), "flip .*<= 1"),
+    (lambda: FlipCrop(crop=-0.1), "crop .*>= 0"),
+    (lambda: FlipCrop()(torch.zeros(3, 4), torch.Generator()), r"takes images .*, got the shape \[3, 4\]"),
+    (lambda: augment_by_name("mixup"), "augment must be 'auto', 'none', 'flip_crop', .* got 'mixup'"),
+    (lambda: FederatedData([pair(2)], pair(2), 2, augment="flip_crop"), "augment must be callable"),
+    # models
+    (lambda: models.build("mlp", (4,), 3, 0, width=9),
+     r"keyword argument 'width'; it takes \(in_shape, classes, hidden=\(64,\)\)"),
+    (lambda: models.build("resnet18_gn", (3, 16, 16), 10, 0, stem="5x5"),
+     "stem must be one of '7x7', '3x3', got '5x5'"),
+    (lambda: models.build("cnn", (3, 32, 32), 10, 0, kernel=4), "kernel must be"),
+    (lambda: models.build("cnn", (3, 32, 32), 10, 0, kernel=0), "kernel must be"),
+    # splits by name
+    (lambda: partition.make("shards", np.arange(40) % 4, 4, 20),
+     "'dirichlet', 'iid', 'pathological', .*'own', got 'shards'"),
+    (lambda: partition.make("iid", np.arange(40) % 4, 4, 20, alpha=0.5),
+     "'iid' takes no alpha; its options are balanced"),
+    (lambda: partition.iid(np.arange(40) % 4, 7, balanced=True), "divisible by 7 clients"),
     # draw refuses what cannot be filled
     (lambda: draw(np.array([0, 0, 1]), np.array([[0.5, 0.5]]), np.array([4]), LEGACY, "redraw"),
      '4 slots cannot be filled from 3 samples'),
@@ -118,6 +162,3 @@ draw, LEGACY = partition.draw, np.random.RandomState(0)
     (lambda: partition.own(np.arange(6) % 3, indices=[[0, 1], [2, 1]]), 'name sample 1 more than once'),
     (lambda: partition.own(np.arange(6) % 3, indices=[[3, 3]]), 'name sample 3 more than once'),
 )  # fmt: skip
-def test_refused(call, words, error):
-    with pytest.raises(error, match=words):
-        call()

@@ -74,16 +74,3 @@ def test_a_run_takes_the_subsets() -> None:
     dataset = TensorDataset(X / 100, Y)
     result = fed.run(model, fed.split(dataset, clients=20, alpha=0.3), fed.FedAvg(), rounds=2, cohort=5, test=dataset)
     assert [record["clients"] for record in result.history] == [5, 5]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "words"),
-    [
-        (TensorDataset(X, Y), {"clients": 211, "alpha": 1.0}, "211 clients cannot share 210"),
-        (TensorDataset(X, Y), {"clients": 3, "alpha": 0.0}, "alpha must be"),
-        (TensorDataset(X, X + 0.5), {"clients": 3, "alpha": 1.0}, "labels"),
-    ],
-)
-def test_what_cannot_be_split(dataset: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        fed.split(dataset, **options)

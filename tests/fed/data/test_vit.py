@@ -1,7 +1,6 @@
 """torchvision as it is found (missing, of another torch, without its compiled part), and its ViT-B/32 in federated
 rounds."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,7 @@ from fastsam.fed.common.import_paths import vision
 from fastsam.fed.data import split_data
 from fastsam.fed.models import vit
 from fastsam.lab import cli
-from tests.helpers.small_archives import torchvision
+from tests.helpers.small_archives import Hostile, torchvision
 
 
 def forget_torchvision(monkeypatch: MonkeyPatch) -> None:
@@ -45,13 +44,6 @@ def test_a_torchvision_that_cannot_be_imported_at_all(tmp_path: Path, monkeypatc
     words = error.partition("'")[2].rstrip("')")
     with pytest.raises(ImportError, match=f"{words}.*Install the one of this torch"):
         models.build("vit_b_32", (3, 224, 224), 10, 0)
-
-
-class Hostile:
-    """A pickle that ends the process that loads it."""
-
-    def __reduce__(self) -> tuple:
-        return (os._exit, (1,))
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,11 @@ Stacked clients have the same numbers within a tolerance.
 import contextlib
 
 import pytest
-import torch
-from torch import nn
 
 from fastsam import fed
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
-from tests.helpers.fed_runs import FIRST, FLOAT, SIZES, digest, run
-
-
-def normed():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-
+from tests.helpers.fed_runs import FIRST, FLOAT, SIZES, digest, normed, run
 
 NORMED = {"model": normed, "sizes": (8, 16, 8, 12), "batch_size": 4}
 NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "accountant": None}, "momentum": 0.0}
@@ -41,6 +33,7 @@ OPTIONS = {
     "personal head with duals": (cases.ours("fedsmoo"), {"local_parameters": "2.*"}),
     "median": (fed.FedCM(), {"aggregation": "median", "participation": 1.0}),
     "krum": (fed.FedCM(), {"aggregation": "krum", "participation": 1.0}),
+    "compression": (fed.FedAvg(), {"compression": fed.TopK(0.3)}),
     "noise": (fed.FedAvg(), NOISE),
     "noise of clients": (
         fed.FedAvg(),

@@ -10,7 +10,7 @@ from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda, Watch
-from tests.helpers.fed_ranks import digest
+from tests.helpers.fed_runs import digest
 
 
 class Scaled(fed.Algorithm):

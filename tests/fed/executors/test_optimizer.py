@@ -81,32 +81,3 @@ def test_a_parameter_that_a_client_does_not_train_keeps_its_value():
     result = fed.run(model, oracle.ragged_clients(), head, optimizer="AdamW", **OPTIONS)
     assert torch.equal(result.model[2].weight, model[2].weight)
     assert not torch.equal(result.model[0].weight, model[0].weight)
-
-
-class Later(fed.Algorithm):
-    """Steps with a constant perturbation from the second round on."""
-
-    def local_update(self, server, client, round):
-        if round.index == 0:
-            return fed.LocalUpdate()
-        return fed.LocalUpdate(fed.Direction.CONSTANT, rho=0.1, direction_vector=server["w"])
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "words"),
-    [
-        (fed.FedAvg(), {"optimizer": "Adamw"}, r"optimizer must be a class of torch.optim .*did you mean 'AdamW'"),
-        (fed.FedAvg(), {"optimizer": 3}, "optimizer must be a class of torch.optim or its name"),
-        (fed.FedAvg(), {"momentum": 0.9}, "momentum, weight_decay and clip_norm at their defaults.* momentum=0.9"),
-        (fed.FedAvg(), {"clip_norm": 1.0}, "clip_norm=1.0. Put them into the optimizer"),
-        (fed.FedSMOO(), {}, "needs plain local steps, or steps of SAM, but FedSMOO has steps with gradient minus dual"),
-        (fed.FedWMSAM(), {}, "FedWMSAM has steps with drift_weight, path"),
-        (fed.APFL(), {}, "optimizer does not serve second models"),
-        (fed.FedAvg(), {"executor": "vmap"}, "'vmap' cannot serve here: it does not serve the options optimizer"),
-        (Later(), {}, "optimizer serves plain local steps .* but this algorithm needs constant"),
-    ],
-    ids=["name", "number", "momentum", "clip", "dual", "path", "second model", "vmap", "later round"],
-)
-def test_refused(algorithm, options, words):
-    with pytest.raises(ValueError, match=words):
-        fed.run(oracle.smooth_model(), oracle.ragged_clients(), algorithm, **OPTIONS | {"optimizer": "AdamW"} | options)

@@ -1,16 +1,46 @@
-"""Refusals of the executors, with their messages."""
+"""Refusals of the executors and of optimizers of torch, with their messages."""
 
-import pytest
+from typing import Any
 
 from fastsam import fed
 from tests.helpers.fed_refusals import refusals
-from tests.helpers.fed_runs import run
+from tests.helpers.fed_runs import normed, run
 
 
-@refusals(
-    # a loop of an algorithm is refused
+class Later(fed.Algorithm):
+    """Steps with a constant perturbation from the second round on."""
+
+    def local_update(self, server: Any, client: Any, round: fed.Round) -> fed.LocalUpdate:
+        if round.index == 0:
+            return fed.LocalUpdate()
+        return fed.LocalUpdate(fed.Direction.CONSTANT, rho=0.1, direction_vector=server["w"])
+
+
+def run_optimizer(algorithm: Any = None, executor: str = "sequential", **options: Any) -> None:
+    plain = {"momentum": 0.0, "weight_decay": 0.0, "optimizer": "AdamW"}
+    run(algorithm or fed.FedAvg(), executor, **plain | options)
+
+
+test_refused = refusals(
+    # a loop of an algorithm
     (lambda: run(fed.FedRobust(), "vmap", 3), "FedRobust trains each client in a loop of its own"),
-)
-def test_refused(call, words, error):
-    with pytest.raises(error, match=words):
-        call()
+    # no GPU
+    (lambda: run(fed.FedAvg(), "streams", device="cpu"),
+     "executor 'streams' cannot serve here: it runs on CUDA devices.*CPU"),
+    (lambda: run(fed.FedAvg(), "graph", device="cpu"),
+     "executor 'graph' cannot serve here: it runs on CUDA devices.*CPU"),
+    # buffers without a word on them
+    (lambda: run(fed.FedAvg(), "sequential", model=normed()),
+     r"1\.running_mean.*buffers='average'.*'keep'.*'local'.*GroupNorm"),
+    # optimizers of torch
+    (lambda: run_optimizer(optimizer="Adamw"), r"optimizer must be a class of torch.optim .*did you mean 'AdamW'"),
+    (lambda: run_optimizer(optimizer=3), "optimizer must be a class of torch.optim or its name"),
+    (lambda: run_optimizer(momentum=0.9), "momentum, weight_decay and clip_norm at their defaults.* momentum=0.9"),
+    (lambda: run_optimizer(clip_norm=1.0), "clip_norm=1.0. Put them into the optimizer"),
+    (lambda: run_optimizer(fed.FedSMOO()),
+     "needs plain local steps, or steps of SAM, but FedSMOO has steps with gradient minus dual"),
+    (lambda: run_optimizer(fed.FedWMSAM()), "FedWMSAM has steps with drift_weight, path"),
+    (lambda: run_optimizer(fed.APFL()), "optimizer does not serve second models"),
+    (lambda: run_optimizer(executor="vmap"), "'vmap' cannot serve here: it does not serve the options optimizer"),
+    (lambda: run_optimizer(Later()), "optimizer serves plain local steps .* but this algorithm needs constant"),
+)  # fmt: skip

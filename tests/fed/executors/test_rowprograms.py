@@ -24,7 +24,7 @@ from fastsam_kernels import native
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
-from tests.helpers.fed_runs import digest
+from tests.helpers.fed_runs import digest, vector
 from tests.helpers.places import ROOT
 from tests.helpers.stacked_passes import StackedPasses, same, stacked
 
@@ -144,10 +144,6 @@ def trained(method: str, sizes: tuple[int, ...] = (23, 23, 23, 8, 8, 1, 30), **o
     return fed.run(model, data, cases.ours(method), executor="vmap", **base)
 
 
-def weights(result: fed.Result) -> Tensor:
-    return torch.cat([p.flatten() for p in result.model.state_dict().values()])
-
-
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -176,10 +172,10 @@ def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkey
 @pytest.mark.parametrize("method", [pytest.param("fedsam", marks=pytest.mark.slow), "fedsmoo"])
 def test_passes_work_without_row_programs(method: str, monkeypatch: MonkeyPatch) -> None:
     options = {"sizes": (23, 23, 8, 1), "rounds": 3, "local_epochs": 1}
-    with_them = weights(trained(method, **options))
+    with_them = vector(trained(method, **options).model)
     monkeypatch.setattr(rowprograms, "maker", lambda setup: None)
     monkeypatch.setattr(ops, "row_program", lambda *a: pytest.fail("there is another way in"))
-    assert torch.allclose(weights(trained(method, **options)), with_them, rtol=0, atol=2e-5)
+    assert torch.allclose(vector(trained(method, **options).model), with_them, rtol=0, atol=2e-5)
 
 
 def test_two_threads_change_no_bit() -> None:
@@ -236,7 +232,7 @@ def test_numbers_as_labels_and_a_surrogate_gap_train_as_by_turns(algorithm: Any,
     for executor in ("sequential", "vmap"):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        ends.append(weights(fed.run(model, data, algorithm, executor=executor, **options)))
+        ends.append(vector(fed.run(model, data, algorithm, executor=executor, **options).model))
     assert torch.allclose(*ends, rtol=0, atol=2e-5 if loss is soft else 1e-6)
 
 

@@ -21,7 +21,8 @@ from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fake_cuda import FakeCuda, Watch
-from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
+from tests.helpers.fed_ranks import ALGORITHMS, SIZES
+from tests.helpers.fed_runs import digest, normed
 from tests.helpers.setups import setup_of
 
 EXECUTORS = ("streams", "graph")
@@ -68,12 +69,6 @@ def test_a_client_with_more_steps_than_any_before() -> None:
     keywords = {"sizes": (5, 5, 40), "participation": 1.0, "local_epochs": 3}
     cases = (("sequential", {}), ("graph", {"slots": 1}), ("graph", {"slots": 2}))
     assert len({train(fed.FedSAM(), executor=executor, **keywords, **slots) for executor, slots in cases}) == 1
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_without_a_gpu_it_says_so(executor: str) -> None:
-    with pytest.raises(ValueError, match=rf"executor '{executor}' cannot serve here: it runs on CUDA devices.*CPU"):
-        train(fed.FedAvg(), executor=executor)
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -150,11 +145,6 @@ def test_the_stand_in_notices_what_it_is_for() -> None:
 
 def jitter(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return x + 0.01 * torch.randn(x.shape, generator=generator, device=x.device)
-
-
-def normed() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
 
 
 class Partly(torch.nn.Module):

@@ -1,8 +1,6 @@
 """The algorithms of fastsam keep to the contract that the algorithms of users are held to."""
 
 import pytest
-import torch
-from torch import nn
 
 from fastsam import fed
 from fastsam.fed.algorithms.base import has_loop
@@ -10,12 +8,7 @@ from fastsam.fed.loop.checked_contract import CheckedContract, contract_of
 from fastsam.fed.loop.contract import Contract
 from fastsam.fed.loop.personal import PersonalizedAlgorithm
 from tests.helpers import fed_cases as cases
-from tests.helpers.fed_runs import FIRST, digest, run
-
-
-def normed() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+from tests.helpers.fed_runs import FIRST, digest, normed, run
 
 
 def as_a_users(algorithm: fed.Algorithm) -> fed.Algorithm:

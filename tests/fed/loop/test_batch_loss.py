@@ -117,39 +117,3 @@ def test_a_pass_that_writes_what_is_not_trained_is_refused() -> None:
     for loss in ("cross_entropy", fed.BatchLoss(cross_entropy)):
         with pytest.raises(ValueError, match="writes the parameter 'base.weight', which is not trained"):
             run(pairs(), model=Momentum(), loss=loss)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"loss": fed.BatchLoss(lambda m, batch: m(batch[0]))}, r"must be a scalar tensor .*\[4, 3\]"),
-        (
-            {"loss": fed.BatchLoss(lambda m, batch: batch[2])},
-            r"trial step on client 3 .0 torch.float32 \[4, 6\], 1 .*failed",
-        ),
-        (
-            {"loss": fed.BatchLoss(lambda m, batch: torch.ones(()))},
-            "does not depend on the model's trainable parameters",
-        ),
-        (
-            {"loss": fed.BatchLoss(cross_entropy), "metrics": {"first": lambda out, y: 0.0}},
-            "say fed.BatchLoss.loss, predict",
-        ),
-        ({"loss": fed.BatchLoss(cross_entropy, lambda m, b: m(b[0]))}, r"predict.* must return two tensors"),
-        ({"loss": fed.BatchLoss(cross_entropy), "executor": "vmap"}, "'vmap' cannot serve here"),
-        ({"loss": fed.BatchLoss(cross_entropy), "measures": ["sharpness"]}, "sharpness read the loss over pairs"),
-        ({"loss": fed.BatchLoss(cross_entropy), "test": [{"a": 1.0}] * 3}, "not on the test set .a torch.float32"),
-    ],
-    ids=["not scalar", "raises", "constant", "no predict", "predict", "vmap", "measures", "test"],
-)
-def test_bad_losses(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        run(pairs(), **options)
-
-
-def test_what_is_no_function_is_no_batch_loss() -> None:
-    for bad in (None, 3, nn.Linear):
-        with pytest.raises(ValueError, match="BatchLoss: loss must be a function"):
-            fed.BatchLoss(bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="BatchLoss: predict must be a function"):
-        fed.BatchLoss(cross_entropy, 3)  # type: ignore[arg-type]

@@ -22,18 +22,14 @@ from fastsam.fed.loop.client_state import HostStateStorage
 from fastsam.fed.rundir.manifest import seal
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeStream, Watch
-from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
+from tests.helpers.fed_ranks import ALGORITHMS, SIZES
+from tests.helpers.fed_runs import digest
 from tests.helpers.fed_states import CPU, stand_in, train
 
 CASES = ALGORITHMS | {"fedlesam-s": fed.FedLESAM_S(rho=0.05)}
 every_other_case = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if i % 2 else []) for i, name in enumerate(CASES)]
 )
-
-
-@pytest.fixture
-def gpu(monkeypatch: MonkeyPatch) -> None:
-    stand_in(monkeypatch)
 
 
 def files(directory: Path) -> dict[str, str]:

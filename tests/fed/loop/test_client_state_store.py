@@ -23,13 +23,8 @@ from fastsam.fed.loop.host_pool import HostPool
 from fastsam.fed.sums.ranks import Ranks
 from fastsam_kernels.weak_tensors import WeakTensorMap
 from tests.helpers.fake_cuda import FakeCuda, Watch
-from tests.helpers.fed_ranks import digest
-from tests.helpers.fed_states import CPU, ordinary, stand_in, train
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+from tests.helpers.fed_runs import digest
+from tests.helpers.fed_states import CPU, ordinary, train
 
 
 @pytest.mark.usefixtures("gpu")

@@ -171,23 +171,6 @@ def test_the_end_is_told_after_an_error_too_and_does_not_hide_it(caplog):
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "words"),
-    [
-        (
-            Diary(),
-            "callbacks must be a list of objects with one of on_start, on_evaluation, on_round, on_end, got Diary",
-        ),
-        ([Diary], r"callbacks must hold instances: write Diary\(...\), not Diary"),
-        ([print], "callbacks must hold objects with one of on_start, .*; got <built-in function print>"),
-    ],
-)
-def test_what_is_no_callback_is_told_before_the_run(callbacks, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        start(tmp_path / "run", callbacks=callbacks)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
     ("progress", "terminal", "shown"),
     [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
 )

@@ -144,35 +144,6 @@ def test_a_metric_of_a_regression_has_no_clients_of_their_own_classes():
     assert sliced["client_mae_mean"] == pytest.approx(sliced["test_mae"]) and sliced["client_mae_std"] > 0
 
 
-def raises(outputs, labels):
-    raise KeyError("nothing there")
-
-
-@pytest.mark.parametrize(
-    ("metrics", "words"),
-    [
-        (["binary_accuracy"], r"must be a dict of functions .* got \['binary_accuracy'\]"),
-        ({"mine": "binary_accuracy"}, "'mine' must be a function .* got 'binary_accuracy'"),
-        ({"accuracy": F.l1_loss}, "'accuracy'.*another name"),
-        ({"a b": F.l1_loss}, "'a b'.*identifier"),
-        ({"mine": 3}, "'mine' must be .*function.*got 3"),
-        ({"mine": Accumulated}, r"'mine' .*write Accumulated\(\)"),
-        ({"mine": lambda out, y: out}, r"metric 'mine' .*one number.*\[20, 1\]"),
-        ({"mine": lambda out, y: "good"}, "metric 'mine' .*one number.*'good'"),
-        ({"mine": raises}, "metric 'mine' .*failed.*KeyError.*nothing there"),
-    ],
-)  # fmt: skip
-def test_a_metric_that_cannot_be_is_told_before_the_first_round(metrics, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        run(logistic, metrics=metrics, run_dir=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_metric_needs_a_test_set():
-    with pytest.raises(ValueError, match="metrics .*test set"):
-        run(logistic, metrics={"binary_accuracy": binary_accuracy}, test=None)
-
-
 def test_the_command_names_metrics_and_reports_them(tmp_path: Path, monkeypatch, capsys) -> None:
     x, y = binary_clients(1, 60)[0][0]
     np.savez(tmp_path / "all.npz", x=x.numpy(), y=y.numpy())

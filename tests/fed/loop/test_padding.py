@@ -63,17 +63,6 @@ def test_noise_in_the_padding_is_refused(place, executor, words, tmp_path):
     assert len(run(Noisy(place, by_parameter=True), executor=executor).history) == 2
 
 
-def test_a_client_that_diverges_is_still_excluded():
-    @dataclass(frozen=True)
-    class Dividing(fed.Algorithm):
-        def finish_client(self, server, client, results, round):
-            by = torch.tensor([0.0 if i == 0 else 1.0 for i in results.client_ids], dtype=torch.float64)
-            return client, fed.Upload(mean={"delta": results.delta / by[:, None]})
-
-    record = run(Dividing(), rounds=1, participation=1.0, max_excluded=0.5).history[0]
-    assert [one["client"] for one in record["excluded"]] == [0]
-
-
 def test_the_padding_of_a_row_is_what_no_parameter_has():
     model = oracle.smooth_model()
     layout = Layout.of(list(model.parameters()))

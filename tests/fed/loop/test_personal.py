@@ -150,14 +150,3 @@ def test_two_calls_give_the_same() -> None:
     result, other = (fed.run(oracle.smooth_model(), clients, fed.FedAvg(), rounds=1, **options) for _ in range(2))
     assert same_bits(result.model, other.model)
     assert fed.finetune(result, clients, test=TEST) == fed.finetune(other, clients, test=TEST)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"epochs": 0}, "epochs must be an integer >= 1, got 0"), ({"test": None}, "needs a test set")],
-)
-def test_what_is_refused(options: dict[str, Any], words: str) -> None:
-    clients = oracle.ragged_clients()
-    result = fed.run(oracle.smooth_model(), clients, fed.FedAvg(), rounds=1, **TUNED)
-    with pytest.raises(ValueError, match=words):
-        fed.finetune(result, clients, **{"test": TEST, **options})

@@ -6,7 +6,6 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,8 +15,7 @@ from fastsam import backends, fed
 from fastsam.fed.loop.options import Settings
 from tests.helpers import oracle
 from tests.helpers.fed_input import NOTHING, X, Y, start
-from tests.helpers.fed_input import start as start_small
-from tests.helpers.fed_kinds import model, pairs
+from tests.helpers.fed_kinds import model, pairs, run
 from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_states import train
 
@@ -72,11 +70,27 @@ class Holds(nn.Module):
         return self.inner(x)
 
 
-def augmented(augment):
+def run_augment(augment):
     start(clients=fed.FederatedData([(X, Y)] * 2, (X, Y), 3, augment=augment), shuffle=False)
 
 
-def in_columns(algorithm):
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def run_batches(loss=cross_entropy, predict=None, **options):
+    run(pairs(), loss=fed.BatchLoss(loss, predict), **options)
+
+
+def run_metrics(**metrics):
+    start(metrics=metrics, test=(X, Y), run_dir="run")
+
+
+def finetune(**options):
+    fed.finetune(start(test=(X, Y)), [(X, Y)], **{"test": (X, Y), **options})
+
+
+def run_columns(algorithm):
     loss = fed.BatchLoss(lambda m, batch: F.cross_entropy(m(batch["x"]), batch["y"]))
     fed.run(model(), [{"x": x, "y": y} for x, y in pairs()], algorithm, rounds=1, loss=loss)
 
@@ -84,10 +98,10 @@ def in_columns(algorithm):
 MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
 
 
-@refusals(
+test_refused = refusals(
     # algorithms that pool or map inputs say what they need
-    (lambda: in_columns(fed.Centralised_SGD()), 'pools pairs of tensors'),
-    (lambda: in_columns(fed.FedRobust()), 'map of the inputs'),
+    (lambda: run_columns(fed.Centralised_SGD()), 'pools pairs of tensors'),
+    (lambda: run_columns(fed.FedRobust()), 'map of the inputs'),
     # another word is refused
     (lambda: train(fed.SCAFFOLD(), client_state="gpu"),
      "client_state must be one of 'auto', 'host', 'device', 'disk', got 'gpu'"),
@@ -207,26 +221,26 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: start(algorithm=fed.FedDyn(phi=1e-300, phi_decay=1e+200), rounds=3),
      r"FedDyn.local_update failed in round 3, .*phi \* phi_decay\*\*2 must be a finite number"),
     # parameters that cannot stay with clients
-    (lambda: start_small(local_parameters="head.*"),
+    (lambda: start(local_parameters="head.*"),
      "local_parameters: 'head.*' matches no trainable parameter .* 0.weight, 0.bias, 2.weight, 2.bias"),
-    (lambda: start_small(local_parameters=["2", "1"]), "local_parameters: '1' matches no trainable parameter"),
-    (lambda: start_small(local_parameters="*"),
+    (lambda: start(local_parameters=["2", "1"]), "local_parameters: '1' matches no trainable parameter"),
+    (lambda: start(local_parameters="*"),
      'are all parameters of the model, and nothing would be learnt together'),
-    (lambda: start_small(local_parameters=[]),
+    (lambda: start(local_parameters=[]),
      "local_parameters must be a parameter's name or a pattern .*, or a list of them; got ..$"),
-    (lambda: start_small(local_parameters="2", algorithm=fed.Centralised_SGD()),
+    (lambda: start(local_parameters="2", algorithm=fed.Centralised_SGD()),
      "local_parameters='2' needs clients, but Centralised_SGD has none"),
-    (lambda: start_small(local_parameters="2", aggregation="median"),
+    (lambda: start(local_parameters="2", aggregation="median"),
      "but aggregation='median' compares whole models"),
-    (lambda: start_small(local_parameters="2", algorithm=fed.FedNTD()),
+    (lambda: start(local_parameters="2", algorithm=fed.FedNTD()),
      'a teacher needs clients that share all parameters'),
     # a run without them has no models of clients
-    (lambda: start_small().client_model(0), 'clients have their own models if parameters stay with them'),
+    (lambda: start().client_model(0), 'clients have their own models if parameters stay with them'),
     # a client that the run does not have
-    (lambda: start_small(local_parameters="0").client_model(99), 'client must be'),
-    (lambda: start_small(local_parameters="0").client_model(-1), 'client must be'),
-    (lambda: start_small(local_parameters="0").client_model("0"), 'client must be'),
-    (lambda: start_small(local_parameters="0").client_model(True), 'client must be'),
+    (lambda: start(local_parameters="0").client_model(99), 'client must be'),
+    (lambda: start(local_parameters="0").client_model(-1), 'client must be'),
+    (lambda: start(local_parameters="0").client_model("0"), 'client must be'),
+    (lambda: start(local_parameters="0").client_model(True), 'client must be'),
     # a wrong rate is refused before the run
     (lambda: Settings(rounds=3, lr="linear(0.1, 0, 3)"), 'lr in round 3 must be a finite number > 0, got 0.0'),
     (lambda: Settings(rounds=3, lr=lambda t: 0.1 if t < 2 else math.nan),
@@ -243,21 +257,73 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: fed.TorchSchedule(-1, ExponentialLR), 'lr must be a finite number >= 0, got -1'),
     (lambda: Settings(lr=fed.TorchSchedule(0.1, ReduceLROnPlateau)), 'lr failed in round 1: TypeError'),
     # an augmentation that returns something else
-    (lambda: augmented(lambda x, g: x[:2]),
+    (lambda: run_augment(lambda x, g: x[:2]),
      r"with the shape and dtype of its input, torch.float32 \[6, 6\], got torch.float32 \[2, 6\] on cpu"),
-    (lambda: augmented(lambda x, g: x.double()), 'got torch.float64'),
-    (lambda: augmented(lambda x, g: None), 'got NoneType'),
-    (lambda: augmented(lambda x: x),
+    (lambda: run_augment(lambda x, g: x.double()), 'got torch.float64'),
+    (lambda: run_augment(lambda x, g: None), 'got NoneType'),
+    (lambda: run_augment(lambda x: x),
      'augment failed on a batch .*: TypeError: .* takes 1 positional argument but 2 were given'),
-    (lambda: augmented(lambda x, g: x.add_(1)), 'augment wrote into the batch that it was given'),
+    (lambda: run_augment(lambda x, g: x.add_(1)), 'augment wrote into the batch that it was given'),
     # an error of the model
     (lambda: start(Picky(6, 3)), r"a trial step on client 0 \(x .*\) failed: ValueError: no"),
+    # losses of a batch
+    (lambda: run_batches(lambda m, batch: m(batch[0])), r"must be a scalar tensor .*\[4, 3\]"),
+    (lambda: run_batches(lambda m, batch: batch[2]), r"trial step on client 3 .0 torch.float32 \[4, 6\], 1 .*failed"),
+    (lambda: run_batches(lambda m, batch: torch.ones(())), "does not depend on the model's trainable parameters"),
+    (lambda: run_batches(metrics={"first": lambda out, y: 0.0}), "say fed.BatchLoss.loss, predict"),
+    (lambda: run_batches(predict=lambda m, batch: m(batch[0])), r"predict.* must return two tensors"),
+    (lambda: run_batches(executor="vmap"), "'vmap' cannot serve here"),
+    (lambda: run_batches(measures=["sharpness"]), "sharpness read the loss over pairs"),
+    (lambda: run_batches(test=[{"a": 1.0}] * 3), "not on the test set .a torch.float32"),
+    (lambda: fed.BatchLoss(None), "BatchLoss: loss must be a function"),
+    (lambda: fed.BatchLoss(3), "BatchLoss: loss must be a function"),
+    (lambda: fed.BatchLoss(nn.Linear), "BatchLoss: loss must be a function"),
+    (lambda: fed.BatchLoss(min, 3), "BatchLoss: predict must be a function"),
+    # metrics
+    (lambda: start(metrics=["binary_accuracy"], test=(X, Y), run_dir="run"),
+     r"must be a dict of functions .* got \['binary_accuracy'\]"),
+    (lambda: start(metrics={"mine": F.l1_loss}, run_dir="run"), "metrics .*test set"),
+    (lambda: run_metrics(mine="binary_accuracy"), "'mine' must be a function .* got 'binary_accuracy'"),
+    (lambda: run_metrics(accuracy=F.l1_loss), "'accuracy'.*another name"),
+    (lambda: run_metrics(**{"a b": F.l1_loss}), "'a b'.*identifier"),
+    (lambda: run_metrics(mine=3), "'mine' must be .*function.*got 3"),
+    (lambda: run_metrics(mine=Picky), r"'mine' .*write Picky\(\)"),
+    (lambda: run_metrics(mine=lambda out, y: out), r"metric 'mine' .*one number.*\[6, 3\]"),
+    (lambda: run_metrics(mine=lambda out, y: "good"), "metric 'mine' .*one number.*'good'"),
+    (lambda: run_metrics(mine=lambda out, y: {}["nothing there"]), "metric 'mine' .*failed.*KeyError.*nothing there"),
+    # callbacks
+    (lambda: start(callbacks=fed.Callback(), run_dir="run"),
+     "callbacks must be a list of objects with one of on_start, on_evaluation, on_round, on_end, got Callback"),
+    (lambda: start(callbacks=[fed.Callback], run_dir="run"),
+     r"callbacks must hold instances: write Callback\(...\), not Callback"),
+    (lambda: start(callbacks=[print], run_dir="run"),
+     "callbacks must hold objects with one of on_start, .*; got <built-in function print>"),
+    # clients that are excluded, and what they send
+    (lambda: start(max_excluded=1.5), "max_excluded"),
+    (lambda: start(privacy={"clip": 0.0}), "clip .* > 0, got 0.0"),
+    # formats of the memory
+    (lambda: start(memory_format="nhwc"), "memory_format must be .*'auto', 'preserve', 'channels_last'.* got 'nhwc'"),
+    # what would only be found after a round
+    (lambda: start(run_dir=5), "run_dir must be a path, got 5"),
+    (lambda: start(resume=True), "resume=True continues what is in run_dir; name the directory"),
+    (lambda: start(resume="yes", run_dir="new"), "resume must be one of True, False, got 'yes'"),
+    (lambda: start(progress=5), "progress must be a function of a round's record, True or False .*, got 5"),
+    (lambda: start(loss="mse_los"),
+     r"loss must be the name .* or a function loss\(model\(x\), y\) .*got 'mse_los' .did you mean 'mse_loss'"),
+    (lambda: start(loss=5), r"loss must be a function loss\(model\(x\), y\) .*got 5"),
+    (lambda: start(batch_size=10**20),
+     "batch_size must be an integer >= 1 that fits 64 bits, got 100000000000000000000"),
+    (lambda: start(seed=2**63), "seed must be an integer that fits 64 bits"),
+    (lambda: start(test=(X[:, :4], Y)), r"not on the test set \(x torch.float32 \[6, 4\], y .*\): RuntimeError"),
+    (lambda: start(lr=-1, run_dir="run"), "lr"),
+    (lambda: start(nn.Linear(5, 3), run_dir="run"), "trial step"),
+    (lambda: start(config={"loss": F.cross_entropy}, run_dir="run"), "config must hold what JSON can"),
+    # fine-tuning
+    (lambda: finetune(epochs=0), "epochs must be an integer >= 1, got 0"),
+    (lambda: finetune(test=None), "needs a test set"),
     # a model that cannot be copied
     (lambda: start(Holds(threading.Lock())),
      'the model cannot be copied .*: (TypeError: cannot pickle|RuntimeError: Only)'),
     (lambda: start(Holds(torch.ones(2, requires_grad=True) * 2)),
      'the model cannot be copied .*: (TypeError: cannot pickle|RuntimeError: Only)'),
 )  # fmt: skip
-def test_refused(call, words, error):
-    with pytest.raises(error, match=words):
-        call()

@@ -18,7 +18,7 @@ from fastsam import fed
 from fastsam.fed.algorithms.base import Upload
 from tests.helpers import oracle
 from tests.helpers.fed_input import start
-from tests.helpers.fed_runs import same_bits
+from tests.helpers.fed_runs import same_bits, untimed
 from tests.helpers.places import ROOT
 
 KEYS = [
@@ -70,10 +70,6 @@ def cnn():
     )
 
 
-def without_seconds(result):
-    return [{k: v for k, v in r.items() if not k.startswith("seconds")} for r in result.history]
-
-
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(adaptive=True, rho=0.5), fed.MoFedSAM()], ids=repr)
 def test_the_same_bits_twice(algorithm):
     """The bits do not depend on the number of threads or on torch's generator."""
@@ -86,7 +82,7 @@ def test_the_same_bits_twice(algorithm):
             torch.rand(7)
     finally:
         torch.set_num_threads(threads)
-    assert same_bits(runs[0].model, runs[1].model) and without_seconds(runs[0]) == without_seconds(runs[1])
+    assert same_bits(runs[0].model, runs[1].model) and untimed(runs[0]) == untimed(runs[1])
     other = fed.run(cnn(), data, algorithm, seed=1, **options)
     assert not same_bits(runs[0].model, other.model)
 
@@ -137,7 +133,7 @@ def test_a_long_run_begins_like_a_short_one():
     """lr_decay, sampling and shuffling go by the round, so a run of 5 rounds begins like one of 3."""
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     long, short = (fed.run(model, clients, fed.FedSAM(), rounds=n, lr_decay=0.9) for n in (5, 3))
-    assert without_seconds(long)[:3] == without_seconds(short)
+    assert untimed(long)[:3] == untimed(short)
 
 
 def test_numbers_of_other_types_give_the_same_bits():
@@ -147,7 +143,7 @@ def test_numbers_of_other_types_give_the_same_bits():
         model, clients, fed.FedSAM(rho=np.float32(0.5)), rounds=np.int64(2), seed=np.int32(3), lr=torch.tensor(0.25),
         lr_decay=np.float32(0.5),
     )  # fmt: skip
-    assert same_bits(plain.model, other.model) and without_seconds(plain) == without_seconds(other)
+    assert same_bits(plain.model, other.model) and untimed(plain) == untimed(other)
     assert json.dumps(other.summary()["hyperparameters"]) == json.dumps(plain.summary()["hyperparameters"])
 
 

@@ -20,7 +20,7 @@ from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import trainable
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from tests.helpers import oracle, quadratic
-from tests.helpers.fed_measured import run
+from tests.helpers.fed_measured import measure_of, run
 from tests.helpers.places import ROOT
 
 ADDED = {key for keys in NAMES.values() for key in keys}
@@ -277,46 +277,10 @@ def test_the_code_of_the_documentation_runs():
 # --- Measures of the user's own: what they return, in the record or told.
 
 
-def own(snapshots=lambda *a: (), clients=lambda *a: {}, round=lambda *a: {}):
-    methods = {"snapshots": snapshots, "clients": clients, "round": round}
-    return type("Own", (), {name: staticmethod(method) for name, method in methods.items()})()
-
-
-@pytest.mark.parametrize(
-    ("measures", "words"),
-    [
-        (own(round=lambda *a: None), r"the measures' round\(\) must return a dict of numbers, got NoneType"),
-        (own(clients=lambda *a: 5.0), r"the measures' clients\(\) must return a dict of numbers, got float"),
-        (own(round=lambda *a: {"x": "high"}), r"round\(\) .*numbers .or None., got str for 'x'"),
-        (own(round=lambda *a: {"x": torch.zeros(2)}), r"round\(\) .*got Tensor for 'x'"),
-        (
-            own(round=lambda *a: {"seconds": 1.0}),
-            r"the measures' round\(\) returned 'seconds', which the run has already",
-        ),
-        (
-            own(clients=lambda *a: {"loss": [1.0]}),
-            r"the measures' clients\(\) returned 'loss', which the run has already",
-        ),
-        (own(clients=lambda *a: {"k": 1.0}), r"clients\(\) .*must return \d+ numbers, one for each client, got float"),
-        (
-            own(clients=lambda b, results, r: {"k": ["high"] * len(results.num_steps)}),
-            r"clients\(\) .*numbers .*got str for 'k'",
-        ),
-        (
-            own(clients=lambda b, results, r: {"k": torch.ones(len(results.num_steps) + 1)}),
-            r"clients\(\) .*got Tensor for 'k'",
-        ),
-    ],
-)
-def test_measures_of_ones_own_that_return_something_else(measures, words):
-    with pytest.raises(ValueError, match=words):
-        run(measures=measures, rounds=1)
-
-
 def test_numbers_of_other_types_go_into_the_record(tmp_path):
     """Tensors and numpy's numbers, which JSON does not know: a run must not end over its first record."""
     found = {"a": torch.tensor(1.5), "b": np.float32(0.25), "c": None, "d": 3}
-    mine = own(
+    mine = measure_of(
         clients=lambda b, results, r: {"k": torch.full((len(results.num_steps),), 2.0)},
         round=lambda b, a, aggregate, r: {**found, "k": aggregate.scalar("k")},
     )

@@ -1,6 +1,5 @@
 """Options that noise excludes: the error comes before the run, with a remedy."""
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,59 +10,52 @@ from fastsam import fed
 from fastsam.fed.algorithms import registry
 from fastsam.fed.loop.requirements import only_deltas
 from tests.helpers import privacy_checks as checks
+from tests.helpers.fed_refusals import refusals
 
 ASKED = {"accountant": "rdp", "participation": 0.5}
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"clip": None}, r"noise_multiplier=2 needs a bound on the deltas.* Use privacy=fed.Privacy\(clip="),
-    ({"sampler": lambda t, g: [0]}, "there is none for a sampler of your own.*'bernoulli', 'fixed' or "
-                                    "'shuffled'.*accountant=None"),
-    ({"sampler": "simulator"}, "there is none for sampler='simulator'.*accountant=None"),
-    ({"available": lambda t: [0, 1]}, "there is none for available=.*accountant=None"),
-    ({"delta": 0.0}, "delta .* > 0, got 0.0"),
-    ({"delta": -1e-5}, "delta .* > 0"),
-    ({"delta": 1.0}, r"delta must be a number in \(0, 1\), below 1/clients, such as 1e-5; got 1.0"),
-    ({"delta": 0.125}, "one random client of 8 .*got 0.125. Use 1e-5"),
-    ({"noise_multiplier": -1.0}, "noise_multiplier must be a finite number >= 0, got -1"),
-    ({"noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
-    ({"noise_multiplier": 0.0, "noise": "local"}, "noise='local' needs noise, .*fed.Privacy.*noise_multiplier=1.0"),
-    ({"noise": "gauss"}, "noise must be one of 'central', 'local', got 'gauss'"),
-    ({"accountant": "pld"}, "accountant must be one of None, 'rdp', got 'pld'"),
-    ({"weighting": "samples"},
+
+
+def run_private(**options: Any) -> None:
+    checks.run(**ASKED | {"run_dir": "run"} | options)
+
+
+def run_spelling(**options: Any) -> None:
+    fed.run(nn.Linear(2, 2), [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))], fed.FedAvg(), rounds=1, **options)
+
+
+test_refused = refusals(
+    (lambda: run_private(clip=None),
+     r"noise_multiplier=2 needs a bound on the deltas.* Use privacy=fed.Privacy\(clip="),
+    (lambda: run_private(sampler=lambda t, g: [0]),
+     "there is none for a sampler of your own.*'bernoulli', 'fixed' or 'shuffled'.*accountant=None"),
+    (lambda: run_private(sampler="simulator"), "there is none for sampler='simulator'.*accountant=None"),
+    (lambda: run_private(available=lambda t: [0, 1]), "there is none for available=.*accountant=None"),
+    (lambda: run_private(delta=0.0), "delta .* > 0, got 0.0"),
+    (lambda: run_private(delta=-1e-5), "delta .* > 0"),
+    (lambda: run_private(delta=1.0), r"delta must be a number in \(0, 1\), below 1/clients, such as 1e-5; got 1.0"),
+    (lambda: run_private(delta=0.125), "one random client of 8 .*got 0.125. Use 1e-5"),
+    (lambda: run_private(noise_multiplier=-1.0), "noise_multiplier must be a finite number >= 0, got -1"),
+    (lambda: run_private(noise_multiplier=float("nan")), "noise_multiplier must be a finite number"),
+    (lambda: run_private(noise_multiplier=0.0, noise="local"),
+     "noise='local' needs noise, .*fed.Privacy.*noise_multiplier=1.0"),
+    (lambda: run_private(noise="gauss"), "noise must be one of 'central', 'local', got 'gauss'"),
+    (lambda: run_private(accountant="pld"), "accountant must be one of None, 'rdp', got 'pld'"),
+    (lambda: run_private(weighting="samples"),
      "noise_multiplier=2 needs clients that count alike, but weighting='samples' .*Use weighting='uniform'"),
-    ({"aggregation": "median"}, "noise='central' needs .* aggregation='median'.*noise='local'"),
-    ({"local_parameters": "bias"}, "keep nothing, but the run has local_parameters='bias'. Leave out local_parameters"),
-    ({"algorithm": fed.SCAFFOLD()}, "the clients of SCAFFOLD send or keep more.*Use one of "
-                                    ".*FedSAM"),
-    ({"algorithm": fed.FedExP()}, "the clients of FedExP send or keep more"),
-    ({"algorithm": fed.Centralised_SGD()}, "Centralised_SGD has no clients"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "words"), REFUSED, ids=[f"{next(iter(o))}-{i}" for i, (o, _) in enumerate(REFUSED)]
-)
-def test_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
-        checks.run(**ASKED | {"run_dir": tmp_path / "run"} | options)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"clip_update": 1.0}, r"no option 'clip_update': write privacy=fed.Privacy\(clip=...\)"),
-        ({"noise": "local"}, r"no option 'noise': write privacy=fed.Privacy\(noise=...\)"),
-        ({"privacy": 0.5}, "privacy must be a fed.Privacy, or a table of its options; got 0.5"),
-        (
-            {"privacy": {"clipp": 0.5}},
-            "privacy has no option 'clipp' .did you mean 'clip'.*its options: clip, noise_mult",
-        ),
-    ],
-    ids=["clip_update", "noise", "a number", "a misspelt key"],
-)
-def test_other_spellings_are_refused_with_the_right_one(options: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        fed.run(nn.Linear(2, 2), [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))], fed.FedAvg(), rounds=1, **options)
+    (lambda: run_private(aggregation="median"), "noise='central' needs .* aggregation='median'.*noise='local'"),
+    (lambda: run_private(local_parameters="bias"),
+     "keep nothing, but the run has local_parameters='bias'. Leave out local_parameters"),
+    (lambda: run_private(algorithm=fed.SCAFFOLD()), "the clients of SCAFFOLD send or keep more.*Use one of .*FedSAM"),
+    (lambda: run_private(algorithm=fed.FedExP()), "the clients of FedExP send or keep more"),
+    (lambda: run_private(algorithm=fed.Centralised_SGD()), "Centralised_SGD has no clients"),
+    # other spellings
+    (lambda: run_spelling(clip_update=1.0),
+     r"no option 'clip_update': write privacy=fed.Privacy\(clip=...\)", TypeError),
+    (lambda: run_spelling(noise="local"), r"no option 'noise': write privacy=fed.Privacy\(noise=...\)", TypeError),
+    (lambda: run_spelling(privacy=0.5), "privacy must be a fed.Privacy, or a table of its options; got 0.5"),
+    (lambda: run_spelling(privacy={"clipp": 0.5}),
+     "privacy has no option 'clipp' .did you mean 'clip'.*its options: clip, noise_mult"),
+)  # fmt: skip
 
 
 def test_averaged_buffers_are_refused() -> None:

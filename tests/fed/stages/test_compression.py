@@ -1,7 +1,6 @@
 """`compression=fed.TopK(share)`: compared with an unfused loop in float64, resumed, its costs and refusals."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed.stages.compression import largest
+from tests.helpers.fed_refusals import refusals
+from tests.helpers.fed_runs import vector
 
 SHARE, LR, PARAMETERS = 0.3, 0.2, 15
 EXECUTORS = ("sequential", "threads", "vmap")
@@ -32,10 +33,6 @@ def run(share: float | None = SHARE, **options: Any) -> fed.Result:
     algorithm = given.pop("algorithm", fed.FedAvg())
     compression = None if share is None else fed.TopK(share)
     return fed.run(model(), clients(), algorithm, compression=compression, **given)
-
-
-def vector(module: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
 def unfused(rounds: int) -> Tensor:
@@ -66,12 +63,6 @@ def test_all_elements_are_no_compression() -> None:
     assert torch.equal(vector(run(share=1.0).model), vector(run(share=None).model))
 
 
-def test_a_resumed_run_keeps_the_errors(tmp_path: Path) -> None:
-    run(rounds=2, run_dir=tmp_path)
-    resumed = run(rounds=4, run_dir=tmp_path, resume=True)
-    assert torch.equal(vector(resumed.model), vector(run().model))
-
-
 def test_the_record_has_the_megabytes_that_were_sent() -> None:
     sent, plain = run().history[0], run(share=None).history[0]
     assert sent["megabytes_down"] == plain["megabytes_down"] == 4 * PARAMETERS * 8 / 1e6
@@ -90,31 +81,17 @@ def test_the_largest_elements() -> None:
     assert largest(rows, 2).tolist() == [[0.0, -3.0, 0.0, 2.0], [5.0, 0.0, 0.0, -1.0]]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"privacy": fed.Privacy(clip=1.0, noise_multiplier=1.0, accountant=None)},
-            "needs no noise.*noise_multiplier=1",
-        ),
-        ({"aggregation": "median"}, "needs the mean of the deltas, but aggregation='median'"),
-    ],
-)
-def test_what_does_not_go_together(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"compression=TopK\(share=0.3\) " + words):
-        run(run_dir=tmp_path / "run", **options)
-    assert not (tmp_path / "run").exists()
+def run_compression(compression: Any) -> None:
+    fed.run(model(), clients(), fed.FedAvg(), rounds=1, compression=compression)
 
 
-@pytest.mark.parametrize(
-    ("compression", "words"),
-    [
-        ({"share": 0}, "share must be a finite number > 0 and <= 1, got 0"),
-        ({"share": 1.5}, "share must .* <= 1, got 1.5"),
-        ({"shar": 0.1}, "compression has no option 'shar' .did you mean 'share'"),
-        (0.1, "compression must be a fed.TopK, or a table of its options; got 0.1"),
-    ],
-)
-def test_refused(compression: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        fed.run(model(), clients(), fed.FedAvg(), rounds=1, compression=compression)
+test_refused = refusals(
+    (lambda: run(run_dir="run", privacy=fed.Privacy(clip=1.0, noise_multiplier=1.0, accountant=None)),
+     r"compression=TopK\(share=0.3\) needs no noise.*noise_multiplier=1"),
+    (lambda: run(run_dir="run", aggregation="median"),
+     r"compression=TopK\(share=0.3\) needs the mean of the deltas, but aggregation='median'"),
+    (lambda: run_compression({"share": 0}), "share must be a finite number > 0 and <= 1, got 0"),
+    (lambda: run_compression({"share": 1.5}), "share must .* <= 1, got 1.5"),
+    (lambda: run_compression({"shar": 0.1}), "compression has no option 'shar' .did you mean 'share'"),
+    (lambda: run_compression(0.1), "compression must be a fed.TopK, or a table of its options; got 0.1"),
+)  # fmt: skip

@@ -84,25 +84,6 @@ def test_writing_into_views_leaves_the_padding_zero(rows):
     assert rows.unflatten(turned)["out.weight"].shape == (2, 5, 4)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda rows: rows.unflatten(torch.zeros(NUMEL)), r"in this run a row has 256 numbers .*got \[109\]"),
-        (lambda rows: rows.vector(torch.tensor(1.0)), r"in this run a row has 256 numbers .*got \[\]"),
-        (lambda rows: rows.row(torch.zeros(256)), r"in this run a vector has 109 numbers .*got \[256\]"),
-        (lambda rows: rows.model(torch.zeros(2, 256)), r"one row, \[256\], got \[2, 256\]"),
-        (
-            lambda rows: rows.flatten({"conv.weight": torch.zeros(1)}),
-            "each of the parameters .*missing or unknown: conv.bias",
-        ),
-        (lambda rows: rows.flatten(values() | {"out.bias": torch.zeros(6)}), r"'out.bias' must be \[5\], got \[6\]"),
-    ],
-)
-def test_what_is_no_row_is_refused(rows, call, words):
-    with pytest.raises(ValueError, match=words):
-        call(rows)
-
-
 class Accuracies:
     """A number of the global model, computed by a user in three ways and compared with the record."""
 

@@ -1,15 +1,19 @@
 """Local steps that cannot be made, and in which words."""
 
-import pytest
 import torch
 
 from fastsam import fed
+from fastsam.arena import Layout
+from fastsam.fed.step.model_copy import trainable
+from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
 
 D = fed.Direction
+MODEL = oracle.smooth_model(torch.float32)  # 73 parameters
+ROWS = fed.ParameterLayout.of(MODEL, Layout.of(trainable(MODEL)))
 
 
-@refusals(
+test_refused = refusals(
     # options that exclude each other
     (lambda: fed.LocalUpdate(D.PATH), "'path' takes direction_vector of the .*; direction_vector was not given"),
     (lambda: fed.LocalUpdate(D.GRADIENT, drift_weight=1.0),
@@ -28,6 +32,19 @@ D = fed.Direction
      'anchor_weight must be a finite number >= 0 and <= 1, got 1.5'),
     (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), drift_weight=float("nan")),
      'drift_weight must be a finite number'),
+    # tensors that are no rows
+    (lambda: ROWS.unflatten(torch.zeros(73)), r"in this run a row has 256 numbers .*got \[73\]"),
+    (lambda: ROWS.vector(torch.tensor(1.0)), r"in this run a row has 256 numbers .*got \[\]"),
+    (lambda: ROWS.row(torch.zeros(256)), r"in this run a vector has 73 numbers .*got \[256\]"),
+    (lambda: ROWS.model(torch.zeros(2, 256)), r"one row, \[256\], got \[2, 256\]"),
+    (lambda: ROWS.flatten({"0.weight": torch.zeros(1)}), "each of the parameters .*missing or unknown: 0.bias"),
+    (lambda: ROWS.flatten(dict(MODEL.named_parameters()) | {"2.bias": torch.zeros(6)}),
+     r"'2.bias' must be \[3\], got \[6\]"),
+    # radii of parameters
+    (lambda: ROWS.factors("rho_scale", {"head.*": 0.0}, torch.zeros(256)),
+     r"rho_scale: 'head.\*' matches no trainable parameter .* its names are 0.weight, 0.bias, 2.weight"),
+    (lambda: ROWS.factors("rho_scale", {"0": -1.0}, torch.zeros(256)),
+     r"rho_scale\['0'\] must be a finite number >= 0, got -1.0"),
     # options of the radius
     (lambda: fed.LocalUpdate(D.GRADIENT, rho_end_factor=-0.1), 'rho_end_factor must be a finite number >= 0, got -0.1'),
     (lambda: fed.LocalUpdate(rho_scale=torch.ones(3)),
@@ -37,6 +54,3 @@ D = fed.Direction
     (lambda: fed.LocalUpdate(D.CONSTANT, direction_vector=torch.zeros(3), rho_end_factor=0.5),
      "the direction is 'constant', with rho_end_factor=0.5"),
 )  # fmt: skip
-def test_refused(call, words, error):
-    with pytest.raises(error, match=words):
-        call()

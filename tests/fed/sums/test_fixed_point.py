@@ -16,6 +16,7 @@ from fastsam import fed
 from fastsam.fed.stages.client_weights import ClientWeightedAggregate, apply_weights
 from fastsam.fed.sums.fixed_point import LIMIT, FixedPointAggregate, FixedPointSum
 from tests.helpers import oracle, rank_cases
+from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_runs import digest, run, same_bits
 from tests.helpers.rank_group import on_ranks
 from tests.helpers.sums import add_client_
@@ -206,34 +207,26 @@ def test_averaged_buffers_follow_them():
     assert (own - made(fed.FedAvg())).abs().max() > 1e-4
 
 
-def test_a_weight_that_is_not_finite_excludes_its_client():
-    result = run(weighing(lambda e: [float("nan") if i == 1 else 1.0 for i in e.client_ids]), "sequential",
-                 **SHORT | {"participation": 1.0, "rounds": 1})  # fmt: skip
-    assert [(r["client"], "weight of the client" in r["reason"]) for r in result.history[0]["excluded"]] == [(1, True)]
-
-
 def test_personal_parameters_keep_the_weights():
     own, plain = (run(a, "sequential", local_parameters=["0.*"], **SHORT | o)
                   for a, o in ((Weighed(), {}), (fed.FedAvg(), {"weighting": "samples"})))  # fmt: skip
     assert oracle.movement(own.model, plain.model) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options", "words"),
-    [
-        (weighing(lambda e: [-1.0] * len(e.client_ids)), {},
-            r"a number >= 0 for each of the 1 clients, \[1\]; got \[-1.0"),
-        (weighing(lambda e: [1.0, 2.0]), {}, r"each of the 1 clients, \[1\]; got \[2\]"),
-        (weighing(lambda e: None), {}, "got none with sends_weights = True"),
-        (weighing(lambda e: [1.0] * len(e.client_ids), False), {}, "got one without sends_weights = True"),
-        (Weighed(), {"aggregation": "median"}, "send weights of their own. Use aggregation='mean'"),
-        (Weighed(), {"privacy": {"noise_multiplier": 1.0, "clip": 1.0}}, "the clients of Weighed send or keep more"),
-    ],
-    ids=["negative", "two for one", "none", "undeclared", "robust rule", "privacy"],
+def run_weights(algorithm, **options):
+    run(algorithm, "sequential", **SHORT | options)
+
+
+test_refused = refusals(
+    (lambda: run_weights(weighing(lambda e: [-1.0] * len(e.client_ids))),
+     r"a number >= 0 for each of the 1 clients, \[1\]; got \[-1.0"),
+    (lambda: run_weights(weighing(lambda e: [1.0, 2.0])), r"each of the 1 clients, \[1\]; got \[2\]"),
+    (lambda: run_weights(weighing(lambda e: None)), "got none with sends_weights = True"),
+    (lambda: run_weights(weighing(lambda e: [1.0] * len(e.client_ids), False)), "got one without sends_weights = True"),
+    (lambda: run_weights(Weighed(), aggregation="median"), "send weights of their own. Use aggregation='mean'"),
+    (lambda: run_weights(Weighed(), privacy={"noise_multiplier": 1.0, "clip": 1.0}),
+     "the clients of Weighed send or keep more"),
 )  # fmt: skip
-def test_what_cannot_be_weighed_is_refused(algorithm, options, words):
-    with pytest.raises(ValueError, match=words):
-        run(algorithm, "sequential", **SHORT | options)
 
 
 # --- What ranks add up at the end of a round: exact, whatever names their clients upload.

@@ -1,0 +1,254 @@
+"""A client that fails is excluded: on every executor, with the bits of a run in which it takes no part.
+
+It fails if it raises an error, or if its loss or what it sends is not finite.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsam import fed
+from fastsam.fed.data import FederatedData
+from tests.helpers import fed_cases as cases
+from tests.helpers import oracle
+from tests.helpers.fed_runs import FIRST, FLOAT, digest, excluded_clients, fixed_linear, overflow, same_bits
+
+SIZES = (10, 7, 10, 10, 10)  # batches of 5; client 1, which fails, ends with one of 2
+OTHERS = [0, 2, 3, 4]
+EXACT = [("sequential", None), ("threads", 3)]
+ALL = [*EXACT, ("vmap", 4)]
+
+
+def loss(scores: Tensor, y: Tensor) -> Tensor:
+    """Raise an error for a batch of two, also if only shapes are traced."""
+    if len(y) == 2:
+        raise ValueError("a batch of two")
+    return F.cross_entropy(scores, y)
+
+
+def train(
+    executor: str = "sequential", slots: int | None = None, algorithm: fed.Algorithm | None = None, **options: Any
+) -> fed.Result:
+    clients = options.pop("clients", None) or oracle.ragged_clients(FLOAT, SIZES)
+    base: dict[str, Any] = {
+        "rounds": 3, "participation": 1.0, "batch_size": 5, "local_epochs": 2, "loss": loss,
+        "on_client_error": "exclude",
+    }  # fmt: skip
+    base |= {"executor": executor, "slots": slots} | options
+    return fed.run(fixed_linear(), clients, algorithm or fed.FedSAM(rho=0.05), **base)
+
+
+# --- the contract
+
+
+class Bad:
+    """An augmentation that raises for the samples of one client, which it knows by their mean."""
+
+    def __init__(self, mean: float) -> None:
+        self.mean = mean
+
+    def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        if abs(float(x.mean()) - self.mean) < 1e-6:
+            raise OSError("the file is gone")
+        return x + torch.rand(x.shape, generator=generator)
+
+
+class Spoiled(fed.FedAvg):
+    """FedAvg with a number of client 1 that is not finite in round 2, in a place given by name."""
+
+    def __init__(self, place: str, value: float) -> None:
+        self.place, self.value = place, value
+        self.sends_weights = place == "weight"
+
+    def init_client(self, server: fed.State) -> fed.State:
+        return {"k": torch.zeros(3)}
+
+    def finish_client(self, server: Any, client: Any, results: Any, round: fed.Round) -> Any:
+        bad = torch.tensor([i == 1 and round.index == 1 for i in results.client_ids])[:, None]
+        delta = torch.where(bad & (self.place == "delta"), self.value, results.delta)
+        k = torch.where(bad & (self.place == "state"), self.value, client["k"] + 1)
+        weight = torch.where(bad[:, 0], self.value, 1.0).tolist() if self.sends_weights else None
+        return {"k": k}, fed.Upload(mean={"delta": delta}, weight=weight)
+
+
+def augmentation() -> dict[str, Any]:
+    """Return options under which all clients have one batch of one shape, and the augmentation fails for client 1."""
+    clients = oracle.ragged_clients(FLOAT, (10,) * 5)
+    augment: Any = Bad(float(clients[1][0].mean()))
+    data = FederatedData(clients, clients[0], 3, augment=augment)
+    return {"clients": data, "loss": "cross_entropy", "batch_size": 10, "shuffle": False}
+
+
+def samples(change: Callable[[Tensor], Tensor], **options: Any) -> dict[str, Any]:
+    """Return options of a run in which the samples of client 1 are changed."""
+    clients = oracle.ragged_clients(FLOAT, SIZES)
+    clients[1] = (change(clients[1][0]), clients[1][1])
+    return {"clients": clients, "loss": "cross_entropy", "on_client_error": "raise", **options}
+
+
+PLAIN = {"loss": "cross_entropy"}
+TWO = "it raised ValueError: a batch of two (local step 1)"
+START = "it raised ValueError: a batch of two (local step 0)"
+GONE = "it raised OSError: the file is gone"
+STEEP = {"lr": 1e8, "batch_size": 10, "local_epochs": 1, "loss": lambda out, y: (out - out.detach()).mean()}
+LARGE = {"lr": 1e-20, "loss": lambda out, y: out.mean()}
+# name: the algorithm, options, and the beginning of the reason
+CASES: dict[str, tuple[fed.Algorithm, dict[str, Any], str]] = {
+    **{f"loss of {name}": (cases.ours(method), {}, START if name in ("MimeLite", "FedSCAM") else TWO)
+       for name, method in FIRST.items() if not method.startswith(cases.NOT_STACKED)},
+    "a loop": (fed.FedNTD(), {}, "it raised ValueError: a batch of two"),
+    "augmentation": (fed.FedSAM(rho=0.05), augmentation(), GONE),
+    "augmentation before the first step": (fed.FedSCAM(), augmentation(), GONE),
+    "inputs that overflow": (fed.SCAFFOLD(), samples(overflow), "the loss is not finite"),
+    "delta that overflows": (fed.FedAvg(), samples(lambda x: x * 1e32, **STEEP), "its 'delta' is not finite"),
+    "loss that cannot be summed": (fed.FedAvg(), samples(lambda x: x * 1e20, **LARGE), "the loss is out of range"),
+    "delta of NaN": (Spoiled("delta", math.nan), PLAIN, "its 'delta' is not finite"),
+    "state of NaN": (Spoiled("state", math.nan), PLAIN, "its state 'k' is not finite"),
+    "state of -inf": (Spoiled("state", -math.inf), PLAIN, "its state 'k' is not finite"),
+    "weight of NaN": (Spoiled("weight", math.nan), PLAIN, "its 'weight of the client' is not finite"),
+}  # fmt: skip
+USUAL = [name for name in CASES if not name.startswith("loss of")] + [
+    f"loss of {name}" for name in ("FedSAM", "SCAFFOLD", "MimeLite", "FedSCAM")
+]
+
+
+def excluded_by(name: str) -> list[list[int]]:
+    """Return the clients that a case excludes in each round."""
+    return [[], [1], []] if isinstance(CASES[name][0], Spoiled) else [[1]] * 3
+
+
+@functools.cache
+def without_client_1(name: str) -> fed.Result:
+    algorithm, options, _ = CASES[name]
+    rounds = excluded_by(name)
+    return train(algorithm=algorithm, **options, sampler=lambda t, generator: OTHERS if rounds[t] else range(5))
+
+
+@functools.cache
+def sequential(name: str) -> fed.Result:
+    algorithm, options, _ = CASES[name]
+    return train(algorithm=algorithm, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "executor", "slots"),
+    [
+        pytest.param(name, executor, slots, marks=[] if name in USUAL else pytest.mark.slow, id=f"{name}-{executor}")
+        for name in CASES
+        for executor, slots in (EXACT if name == "a loop" else ALL)
+    ],
+)
+def test_the_others_train_as_without_it(
+    name: str, executor: str, slots: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sums have no order, so a run whose sampler never takes the client ends in the same bits."""
+    algorithm, options, reason = CASES[name]
+    with caplog.at_level(logging.WARNING, logger="fastsam.fed"):
+        result = train(executor, slots, algorithm, **options)
+    without, rounds = without_client_1(name), excluded_by(name)
+    assert excluded_clients(result) == rounds and excluded_clients(without) == [[]] * 3
+    assert result.summary()["excluded"] == sum(map(len, rounds)) and result.history[0]["clients"] == 5
+    first = rounds.index([1])
+    found = result.history[first]["excluded"][0]["reason"]
+    assert found.startswith(reason) and f"round {first + 1}: client 1 is excluded: {found}" in caplog.messages
+    if executor == "vmap":
+        assert oracle.difference(result.model, without.model) < 1e-5
+        return
+    assert same_bits(result.model, without.model) and digest(result) == digest(sequential(name))
+    keys = ("train_loss", "steps") if found.startswith("it raised") else ("train_loss",)
+    assert [[r[key] for key in keys] for r in result.history] == [[r[key] for key in keys] for r in without.history]
+
+
+# --- what ends a run
+
+
+@pytest.mark.parametrize(("executor", "slots"), ALL)
+def test_an_error_ends_the_run_unless_it_excludes(executor: str, slots: int | None) -> None:
+    with pytest.raises(fed.ClientError, match="client 1 failed in round 1, local step 1: ValueError: a batch of two"):
+        train(executor, slots, on_client_error="raise")
+
+
+def test_clients_that_share_a_pass_are_excluded_together() -> None:
+    clients = oracle.ragged_clients(FLOAT, (10, 7, 10, 7, 10))
+    result = train("vmap", 5, clients=clients)
+    assert excluded_clients(result) == [[1, 3]] * 3
+    assert all(
+        one["reason"] == "it raised ValueError: a batch of two (local step 1, in a pass of 2 clients)"
+        for one in result.history[0]["excluded"]
+    )
+    assert excluded_clients(train(clients=clients)) == [[1, 3]] * 3
+
+
+def test_too_many_and_all(tmp_path: Any) -> None:
+    clients = oracle.ragged_clients(FLOAT, (10, 7, 7, 10))
+    assert len(train(clients=clients, max_excluded=0.5).history) == 3
+    words = "2 of 4 active clients were excluded, more than max_excluded=0.4 allows .client 1: it raised ValueError"
+    with pytest.raises(RuntimeError, match=words):
+        train(clients=clients, max_excluded=0.4)
+    words = "round 2: all 1 active clients were excluded .client 1: the loss is not finite.*smaller lr"
+    with pytest.raises(RuntimeError, match=words):
+        train(**samples(overflow), sampler=lambda t, generator: [t], run_dir=tmp_path / "run")
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_log_names_a_few_and_counts_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    clients = [(overflow(x) if i else x, y) for i, (x, y) in enumerate(oracle.ragged_clients(FLOAT, (9,) * 6))]
+    with caplog.at_level(logging.WARNING, logger="fastsam.fed"):
+        train(clients=clients, rounds=1, loss="cross_entropy")
+    names = [message for message in caplog.messages if "is excluded" in message]
+    assert len(names) == 3 and "round 1: 5 of 6 clients are excluded" in caplog.messages
+
+
+def test_what_the_algorithm_raises_and_ctrl_c_still_end_the_run() -> None:
+    class Broken(fed.FedAvg):
+        def finish_client(self, *arguments: Any) -> Any:
+            raise ValueError("broken")
+
+    with pytest.raises(fed.AlgorithmError, match="broken"):
+        train(algorithm=Broken())
+
+    def interrupted(scores: Tensor, y: Tensor) -> Tensor:
+        if len(y) == 2:
+            raise KeyboardInterrupt
+        return F.cross_entropy(scores, y)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(loss=interrupted)
+
+
+def test_a_model_that_draws_where_it_must_not_is_no_clients_error() -> None:
+    """It is an error of the run: with threads, random numbers would depend on the order of clients."""
+    drawn = [0]
+
+    def late(scores: Tensor, y: Tensor) -> Tensor:
+        drawn[0] += 1
+        if drawn[0] > 30:
+            torch.rand(1)
+        return F.cross_entropy(scores, y)
+
+    with pytest.raises(fed.ClientError, match="draws random numbers"):
+        train("threads", 2, loss=late)
+
+
+# --- executors for GPUs
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("name", ["loss of FedSAM", "loss of MimeLite"])
+def test_streams_go_on_with_the_other_clients(name: str) -> None:
+    """In a step, and before the first one (MimeLite's full gradient)."""
+    result = train("streams", 2, CASES[name][0])
+    assert excluded_clients(result) == [[1]] * 3 and digest(result) == digest(sequential(name))
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_the_graph_executor_refuses() -> None:
+    with pytest.raises(ValueError, match="'graph' cannot serve here: on_client_error='exclude' .*'streams' can"):
+        train("graph", 2)
