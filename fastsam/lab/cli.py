@@ -210,8 +210,9 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam run`."""
     from fastsam.fed.sums.ranks import join_ranks
-    from fastsam.lab import compare, experiment, report, run_config
+    from fastsam.lab import compare, experiment, run_config
     from fastsam.lab import config as configs
+    from fastsam.lab.report import files, tables
 
     source = configs.read(arguments.config, flags)
     _show_imports(source, arguments)
@@ -235,16 +236,18 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if not ranks.first:
         return 0
     title = f"{algorithm} on {run_setup.data.name}"
-    figures = report.draw_plots([finished_run], {"": run_setup.data.class_counts()}, directory, title)
-    report.short_table([finished_run], f"{title}, {len(run_setup.data)} clients", console.width).show(console)
+    figures = files.draw_plots([finished_run], {"": run_setup.data.class_counts()}, directory, title)
+    tables.short_table([finished_run], f"{title}, {len(run_setup.data)} clients", console.width).show(console)
     _say(console, {figure.path.stem: figure.path for figure in figures} | {"run directory": directory})
     return 0
 
 
 def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam compare`. All configs are checked before the first run starts."""
-    from fastsam.lab import compare, experiment, report
+    from fastsam.lab import compare, experiment
     from fastsam.lab import config as configs
+    from fastsam.lab.report import files, tables
+    from fastsam.lab.report.finished import title_of
 
     lists = (_split(arguments.algorithms), _split(arguments.seeds), arguments.sweep)
     source = configs.read(arguments.config, flags)
@@ -269,37 +272,36 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if not finished_runs:
         raise RuntimeError(f"no run of the comparison in {directory} was finished")
     data_sets = compare.by_swept_data(plan, data)
-    title = report.title(finished_runs, ", ".join(dict.fromkeys(data_set.name for data_set in data_sets.values())))
+    title = title_of(finished_runs, ", ".join(dict.fromkeys(data_set.name for data_set in data_sets.values())))
     facts = compare.facts(plan, data) | {f"failed: {name}": text for name, text in errors.items()}
     points = arguments.surface
-    surfaces = {} if points is None else compare.surfaces(plan, data, finished_runs, points, directory)
+    grids = {} if points is None else compare.surfaces(plan, data, finished_runs, points, directory)
     counts = {name: data_set.class_counts() for name, data_set in data_sets.items()}
-    context = report.Context(title, facts, repeat_command, counts, surfaces)
-    report.write_comparison(finished_runs, context, directory)
+    files.write_comparison(finished_runs, directory, title, facts, repeat_command, counts, grids)
     clients = " or ".join(dict.fromkeys(str(len(data_set)) for data_set in data_sets.values()))
-    report.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
-    for sentence in report.sentences(finished_runs):
+    tables.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
+    for sentence in tables.sentences(finished_runs):
         console.print(sentence, soft_wrap=True)
     console.print()
-    files = {name: directory / file for name, file in report.COMPARISON_FILES.items()}
-    _say(console, files | {"run directory": directory})
+    paths = {name: directory / file for name, file in files.COMPARISON_FILES.items()}
+    _say(console, paths | {"run directory": directory})
     return 1 if errors else 0
 
 
 def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam reproduce`."""
-    from fastsam.lab import reproduce as tables
+    from fastsam.lab.reproduce import command, table
 
     console = _console()
     if arguments.table is None:
         raise ValueError(
-            f"which table? Choose from {', '.join(tables.names())}; `fastsam reproduce --list` describes them"
+            f"which table? Choose from {', '.join(table.names())}; `fastsam reproduce --list` describes them"
         )
     stem = arguments.table if arguments.scale is None else f"{arguments.table}-{arguments.scale}"
     directory = arguments.run_dir or numbered_directory(stem, arguments.resume)
     seeds = _split(arguments.seeds)
-    code = tables.reproduce(arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console)
-    _say(console, {name: directory / file for name, file in tables.FILES.items()} | {"run directory": directory})
+    code = command.reproduce(arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console)
+    _say(console, {name: directory / file for name, file in command.FILES.items()} | {"run directory": directory})
     return code
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.common.atomic_files import make_directory, read_bytes, read_json
-from fastsam.lab import report
-from fastsam.lab.report import FinishedRun
 from fastsam.lab.report.document import Figure
+from fastsam.lab.report.files import BY_ROUND, draw_plots
+from fastsam.lab.report.finished import FinishedRun
 from fastsam.lab.run_config import short_name
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
     place = directories[0] if out is None else out
     make_directory(place, "choose another --out")
     title = ", ".join(directory.resolve().name for directory in directories)
-    return report.draw_curves([run for runs in groups.values() for run in runs], place, title)
+    return draw_plots([run for runs in groups.values() for run in runs], {}, place, title, BY_ROUND)
 
 
 def _rename(run: FinishedRun, directory: str, runs: int) -> FinishedRun:

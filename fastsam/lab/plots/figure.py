@@ -16,7 +16,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 COLUMN, PAGE = 3.4, 7.0  # inches: a figure in one column of a two-column paper, and over both
-FORMATS = (".png", ".svg", ".pdf")
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9")
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 3)))
 _STYLE: Any = {  # matplotlib's types list its settings one by one
@@ -78,19 +77,6 @@ def save(figure: Figure, path: Path) -> Path:
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
     return path
-
-
-def rename(path: Path, stem: str) -> Path:
-    """Rename a saved figure in all its formats. Return the PNG's new path."""
-    for suffix in FORMATS:
-        path.with_suffix(suffix).rename(path.with_name(stem + suffix))
-    return path.with_name(stem + ".png")
-
-
-def remove(path: Path) -> None:
-    """Remove a saved figure in all its formats."""
-    for suffix in FORMATS:
-        path.with_suffix(suffix).unlink()
 
 
 def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:

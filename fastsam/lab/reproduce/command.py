@@ -31,8 +31,7 @@ def listing() -> list[tuple[str, str, str, str]]:
     for name in names():
         paper_table, scaled_table = load(name), load(name, "digits")
         counts = [
-            sum(len(plan.runs) for plan in runner.plans(runner.sources(t, ()), t.seeds).values())
-            for t in (paper_table, scaled_table)
+            sum(len(plan.runs) for plan in runner.plans(t, (), t.seeds).values()) for t in (paper_table, scaled_table)
         ]
         rows.append((name, paper_table.title, ", ".join(paper_table.needs), f"{counts[0]}; {counts[1]}"))
     return rows
@@ -56,7 +55,7 @@ def reproduce(
     """
     table = load(name, scale)
     numbers = table.seeds if seeds is None else _numbers(seeds)
-    plans = runner.plans(runner.sources(table, flags), numbers)
+    plans = runner.plans(table, flags, numbers)
     request = {"reproduce": name, "scale": scale, "seeds": list(numbers), "flags": list(flags)}
     _check_directory(plans, request, directory, resume)
     runner.check_data(plans)

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from fastsam.fed.algorithms import registry
 from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
 from fastsam.lab.reproduce.runner import Outcome
-from fastsam.lab.reproduce.table import PaperTable, Part, Section
+from fastsam.lab.reproduce.table import PaperTable, Part, Section, algorithm_name
 
 PROPOSED_METHODS = {
     "fedsam": ("fedsam", "mofedsam"),
@@ -191,7 +190,7 @@ def _margins(winner: Sequence[float | None], loser: Sequence[float | None]) -> l
 
 def _row(claim: Claim, table: PaperTable) -> list[str]:
     spread = f" ± {float(deviation(claim.measured_margins)):.3g}" if len(claim.measured_margins) > 1 else ""
-    names = " over ".join(registry[name].__name__.replace("_", "-") for name in (claim.winner, claim.loser))
+    names = f"{algorithm_name(claim.winner)} over {algorithm_name(claim.loser)}"
     place = f"{claim.section}{_metric_suffix(table, claim.metric)}, {claim.columns} column{'s' * (claim.columns > 1)}"
     favour_count = sum(margin > 0 for margin in claim.measured_margins)
     margin = f"{np.mean(claim.measured_margins):.3g}{spread}"
