@@ -41,19 +41,9 @@ def _steps(
 def step(options: Options) -> Iterator[Case]:
     """The optimizer part of a SAM step by one and two threads, and whole steps; ours and others'."""
     for size, threads in itertools.product(SIZES.values(), (1, 2)):
-        arguments, keywords = (
-            (size, options.machine, options.number(size.rounds)),
-            {"steps": size.steps, "threads": threads},
-        )
-        yield from _steps(
-            options,
-            "step",
-            f"{size.name}-{threads}",
-            contenders(options.device),
-            *arguments,
-            references=TO,
-            **keywords,
-        )
+        arguments = (size, options.machine, options.number(size.rounds))
+        keywords = {"steps": size.steps, "threads": threads, "references": TO}
+        yield from _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *arguments, **keywords)
     table = {name: one for name, one in contenders(options.device).items() if name in WHOLE}
     if subset := [table[name] for name in options.select(table)]:
         for name, training in whole_steps.TRAININGS.items():

@@ -1,6 +1,7 @@
 """The optimizer part of whole steps, contenders interleaved: eager, and on CUDA replayed from graphs."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import correctness, memory
 from bench.contenders import Contender, Stepper
-from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
+from bench.timing import ROTATION, Machine, interleave, intra_op_threads
 from bench.workload import Gradients, Size, initial_weights
 
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
@@ -76,7 +77,7 @@ class StepperPool:
                 spent += time.perf_counter() - start
             samples.append(spent)
         self.machine.wait()
-        return Summary.from_values(samples[HOST_STEPS // 5 :]).median
+        return statistics.median(samples[HOST_STEPS // 5 :])
 
     def calls(self) -> dict[str, float]:
         """Return the numbers of our kernels and of torch's calls in a step: the mean over an interval."""
