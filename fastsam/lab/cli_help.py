@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 import shutil
 import textwrap
@@ -17,9 +18,7 @@ class Parser(argparse.ArgumentParser):
     them."""
 
     def __init__(self, *, shows_keys: bool = False, **keywords: Any) -> None:
-        def layout(prog: str) -> argparse.HelpFormatter:
-            return argparse.HelpFormatter(prog, max_help_position=INDENT)
-
+        layout = functools.partial(argparse.HelpFormatter, max_help_position=INDENT)
         super().__init__(**{"formatter_class": layout, **keywords}, allow_abbrev=False, add_help=not shows_keys)
         if shows_keys:
             text = f"this page, or the keys of a config: {', '.join(TOPICS)}"

@@ -41,7 +41,7 @@ class Point:
 Panels = Mapping[str, Mapping[str, Sequence[Point]]]  # title -> label -> points
 
 
-@figures.apply_style
+@figures.style()
 def ablation(panels: Panels, key: str, path: str | Path, title: str = "") -> Path:
     """Plot final test accuracy against `key`: mean over seeds with one standard deviation as a bar.
 
@@ -66,7 +66,7 @@ def ablation(panels: Panels, key: str, path: str | Path, title: str = "") -> Pat
     return figures.close(figure, path, title)
 
 
-@figures.apply_style
+@figures.style()
 def ratio(panels: Panels, path: str | Path, title: str = "") -> Path:
     """Plot final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes.
 

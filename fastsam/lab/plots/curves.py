@@ -57,7 +57,7 @@ def deviation(values: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) 
     return numbers.std(axis=0, ddof=1) if len(numbers) > 1 else np.zeros(numbers.shape[1:])
 
 
-@figures.apply_style
+@figures.style()
 def curves(panels: Panels, path: str | Path, target: float | None = None, title: str = "") -> Path:
     """Plot test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate.
 
@@ -89,7 +89,7 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
     return _close(figure, grid, path, title)
 
 
-@figures.apply_style
+@figures.style()
 def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str = "") -> Path:
     """Draw one small plot by round for each of `keys` and every swept value.
 

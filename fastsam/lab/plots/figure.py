@@ -3,17 +3,14 @@ styles."""
 
 from __future__ import annotations
 
-import functools
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 COLUMN, PAGE = 3.4, 7.0  # inches: a figure in one column of a two-column paper, and over both
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9")
@@ -26,17 +23,13 @@ _STYLE: Any = {  # matplotlib's types list its settings one by one
 }  # fmt: skip
 
 
-def apply_style(draw: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that draws: letters and lines get the sizes that they have on a paper's page."""
+@contextmanager
+def style() -> Iterator[None]:
+    """Give letters and lines the sizes that they have on a paper's page. Used as a decorator of functions that draw."""
+    from matplotlib import rc_context
 
-    @functools.wraps(draw)
-    def draw_with_style(*args: P.args, **kwargs: P.kwargs) -> T:
-        from matplotlib import rc_context
-
-        with rc_context(_STYLE):
-            return draw(*args, **kwargs)
-
-    return draw_with_style
+    with rc_context(_STYLE):
+        yield
 
 
 def new(width: float, height: float) -> Figure:
