@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments, flags = top.parse_known_args(argv)
         if arguments.version:
-            print(f"fastsam {_version('fastsam')}")
+            print(f"fastsam {_version(DISTRIBUTION)}")
             return 0
         if arguments.print_completion:
             print(completion.script(top, arguments.print_completion))
