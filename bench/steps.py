@@ -25,8 +25,7 @@ VIEWS = (
 
 
 class StepperPool:
-    """Steppers of one contender that take their steps in turn, so that no step finds in the cache what the last one
-    left."""
+    """Steppers of one contender that take steps in turn, so that a step's data are not in the cache."""
 
     def __init__(self, machine: Machine, steppers: Sequence[Stepper], gradients: Sequence[Gradients]) -> None:
         self.machine, self.cold = machine, len(steppers) == MAX_STEPPERS
@@ -92,8 +91,7 @@ class StepperPool:
 
 
 def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict[str, Any]:
-    """Measure contenders on one size and return the case; see `_measure`. threads: number of torch's threads,
-    which the title names."""
+    """Return the case that `_measure` returns. With `threads`, torch has this number of threads, named in the title."""
     if threads is None:
         return _measure(*arguments, **options)
     with intra_op_threads(threads):

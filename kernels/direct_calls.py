@@ -107,8 +107,7 @@ class DirectCalls:
 
     @staticmethod
     def is_watched() -> bool:
-        """Return True if the calls must go through torch's dispatcher: a profiler, or a dispatch or function mode, is
-        on."""
+        """Return True if a profiler, a dispatch mode or a function mode is on, which must see the calls."""
         return profiler._is_profiler_enabled or _dispatch_modes() > 0 or _function_modes() > 0
 
     def _locate(self, grads: Sequence[Tensor]) -> None:

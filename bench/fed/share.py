@@ -28,8 +28,7 @@ INSIDE: tuple[tuple[Any, str], ...] = (
 
 
 def measure(load: Workload, rounds: int) -> dict[str, float]:
-    """Return medians: seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation,
-    the server's step, records)."""
+    """Return medians: seconds of a round, and the share outside of `INSIDE` (sampling, batches, sums, records)."""
     spent, marks = 0.0, list[tuple[float, float]]()
 
     def time_calls(work: Callable[..., Any]) -> Callable[..., Any]:

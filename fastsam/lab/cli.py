@@ -178,9 +178,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
     versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
-    for package, use in OPTIONAL.items():
-        version = _version(package)
-        versions[package] = f"{version} ({use})" if version == NO_VERSION else version
+    versions |= {package: installed_version(package) or f"{NO_VERSION} ({use})" for package, use in OPTIONAL.items()}
     if not arguments.json:
         print(*(f"{name:<13} {text}" for name, text in versions.items()), sep="\n")
     import torch
@@ -189,19 +187,20 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     from fastsam.lab import next_steps
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    reasons = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
+    rows: list[dict[str, Any]] = [
+        {"name": b.name, "device": b.device, "available": b.available, "reason": b.reason} for b in backends.table()
+    ]
+    reasons = {(row["name"], row["device"]): row["reason"] for row in rows if not row["available"]}
     steps = next_steps.steps(reasons, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available())
     if arguments.json:
-        rows = [{"name": b.name, "device": b.device, "available": b.available, "reason": b.reason}
-                 for b in backends.table()]  # fmt: skip
         facts = {"versions": versions, "cuda": cuda, "backends": rows, "auto": backends.backend(), "advice": steps}
         print(json.dumps(facts, indent=1))
         return 0
     print(f"{'cuda':<12} {cuda or 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
-    for backend in backends.table():
-        answer = "yes" if backend.available else "no"
-        print(f"{backend.name:<11}{backend.device:<8}{answer:<11}{backend.reason or ''}".rstrip())
+    for row in rows:
+        answer = "yes" if row["available"] else "no"
+        print(f"{row['name']:<11}{row['device']:<8}{answer:<11}{row['reason'] or ''}".rstrip())
     print(f"\n`auto` on this machine: {backends.backend()}\n")
     print(*steps, sep="\n")
     return 0

@@ -1,5 +1,4 @@
-"""A comparison: several algorithms (times seeds, times the values of a sweep), each run in a sub-directory of one
-directory."""
+"""A comparison: algorithms times seeds times values of a sweep. Each run has a sub-directory of one directory."""
 
 from __future__ import annotations
 

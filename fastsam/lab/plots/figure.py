@@ -1,5 +1,4 @@
-"""Common parts of all figures: figures without global state, their files, sizes for a paper's page, colours and line
-styles."""
+"""Common parts of all figures: their creation without global state, files, sizes, colours and line styles."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ def _table(title: str, runs: Sequence[FinishedRun], columns: Sequence[Column], n
 
 
 def sentences(runs: Sequence[FinishedRun]) -> list[str]:
-    """Return what came out in one sentence per label: final accuracy, its difference to the baseline, rounds to the
-    target."""
+    """Return a sentence per label: final accuracy, its difference to the baseline, and rounds to the target."""
     groups, target, texts = by_label(runs), target_of(runs), []
     for label, group in groups.items():
         text = f"{label}: {percent(group, 'accuracy_final')} % test accuracy"
@@ -117,8 +116,7 @@ def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:
 
 
 def to_target(runs: Sequence[FinishedRun]) -> Table | None:
-    """Return the table of rounds, computing time and traffic until the target was reached, also relative to the
-    baseline."""
+    """Return the table of rounds, time and traffic until the target was reached, also relative to the baseline."""
     target, groups = target_of(runs), by_label(runs)
     if target is None:
         return None
