@@ -339,12 +339,12 @@ def _trust(arguments: argparse.Namespace) -> str:
     return "".join(f" --trust {shlex.quote(name)}" for name in arguments.trust)
 
 
-def numbered_directory(stem: str, resume: bool, parent: Path = Path("runs")) -> Path:
+def numbered_directory(stem: str, resume: bool) -> Path:
     """Return ``runs/<stem>-NNN`` with the number after the highest existing one, so that nothing is overwritten.
 
     With `resume`, return the existing directory with the highest number. The first number is 001.
     """
-    pattern = re.compile(re.escape(stem) + r"-(\d{3,})")
+    parent, pattern = Path("runs"), re.compile(re.escape(stem) + r"-(\d{3,})")
     names = [path.name for path in (parent.iterdir() if parent.is_dir() else ())]
     last = max((int(m[1]) for name in names if (m := pattern.fullmatch(name))), default=0)
     return parent / f"{stem}-{max(last, 1) if resume else last + 1:03d}"
