@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         share = max(SHARE * seconds_left / (len(options.selection) - number), LEAST)
         try:
-            result = case.measure(min(seconds_left, share))
+            result = case.measure(min(seconds_left, share)) if case.takes_seconds else case.measure()
             for one in [result] if isinstance(result, dict) else result:
                 case_record = {"part": case.part, "name": case.name, "title": case.name, **one}
                 records.add(record, case_record)

@@ -42,11 +42,12 @@ class Case:
 
     Args:
         rows: names of the rows that it is going to have, if they are known.
-        measure: function of the seconds that it may take. Returns the case, or several; part, name and title are added
-            to a case that lacks them.
+        measure: function that returns the case, or several; part, name and title are added to a case that lacks them.
+        takes_seconds (bool): `measure` takes the seconds that it may take.
     """
 
     part: str
     name: str
     rows: Sequence[str]
-    measure: Callable[[float], dict[str, Any] | Iterable[dict[str, Any]]]
+    measure: Callable[..., dict[str, Any] | Iterable[dict[str, Any]]]
+    takes_seconds: bool = False

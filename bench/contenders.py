@@ -6,6 +6,7 @@ A contender is built from the initial weights. Before each of its `phases()` it 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -256,7 +257,7 @@ def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Calla
         ]
         return FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, **keywords)
 
-    return lambda weights: OptimizerStepper(weights, make)
+    return partial(OptimizerStepper, make=make)
 
 
 def _theirs(kind: str, foreach: bool | None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:
@@ -269,11 +270,7 @@ def _theirs(kind: str, foreach: bool | None, **options: Any) -> Callable[[Sequen
         keywords = {"rho": RHO, "base_optimizer": torch.optim.SGD, "foreach": foreach} | SGD_OPTIONS | options | model
         return getattr(pytorch_optimizer, kind)(params=params, **keywords)
 
-    return lambda weights: OptimizerStepper(weights, make)
-
-
-def _build_copied(weights: Sequence[Tensor]) -> Stepper:
-    return OptimizerStepper(weights, lambda p: CopiedSAM(p, torch.optim.SGD, rho=RHO, **SGD_OPTIONS))
+    return partial(OptimizerStepper, make=make)
 
 
 def contenders(device: str = "cpu") -> dict[str, Contender]:
@@ -286,6 +283,7 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
             if b.name == "native":  # which exchanges memory
                 build, title = ours("native", assume_no_alias=True), "fastsam (native), exclusive"
                 result.append(Contender("fastsam_exclusive", title, build, absent, b.name))
+    make_copied = partial(CopiedSAM, base=torch.optim.SGD, rho=RHO, **SGD_OPTIONS)
     on_device = device == "cuda"
     by_hand = "foreach and fused SGD, on the device" if on_device else "foreach by hand, fused SGD"
     result += [
@@ -296,7 +294,7 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         Contender("foreach", by_hand, DeviceForeachStepper if on_device else ForeachStepper),
         Contender("pytorch_optimizer_foreach", "pytorch-optimizer, foreach=True", _theirs("SAM", True, perturb_eps=NU)),
         Contender("pytorch_optimizer", "pytorch-optimizer", _theirs("SAM", None, perturb_eps=NU)),
-        Contender("copied", "the copied per-tensor SAM", _build_copied),
+        Contender("copied", "the copied per-tensor SAM", partial(OptimizerStepper, make=make_copied)),
     ]
     return {contender.name: contender for contender in result}
 

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from bench import ROOT
 from fastsam import backends
+from fastsam.extras import installed_version
 from fastsam_kernels.toolchain import find_nvcc
 
 PACKAGES = ("torch", "triton", "numpy", "fused-sam", "pytorch-optimizer")
@@ -24,7 +24,10 @@ PACKAGES = ("torch", "triton", "numpy", "fused-sam", "pytorch-optimizer")
 def facts(command: str) -> dict[str, Any]:
     """Return all facts, ready for JSON. `command` reproduces the measurement from the repository's root."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    versions = {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}}
+    versions = {
+        "python": platform.python_version(),
+        **{package: installed_version(package) or "not installed" for package in PACKAGES},
+    }
     available = {f"{b.name}/{b.device}": b.reason or "available" for b in backends.table()}
     result = {"command": command, "date": date, "commit": commit(), "machine": machine(), "versions": versions}
     return result | {"backends": available}
@@ -78,13 +81,6 @@ def _output(*arguments: str) -> str:
 def _read(path: str) -> str:
     file = Path(path)
     return file.read_text().strip() if file.exists() else ""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

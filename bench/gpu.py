@@ -137,7 +137,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit: float) -
         code = subprocess.run(command, cwd=ROOT, env=environment, **options).returncode
         log.seek(offset)
         result = last_word(log.read())
-    for half in out.glob("part-*"):  # files that were being written when the part was stopped
+    for half in out.glob("*.tmp"):  # files that were being written when the part was stopped
         half.unlink()
     state = {0: OK, ABSENT: LEFT_OUT, 124: TIMED_OUT, -9: TIMED_OUT}.get(code, FAILED)
     if "pytest" in part.command and state == OK and not re.search(r"\b[1-9]\d* passed", result):

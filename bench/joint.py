@@ -8,12 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from bench.record import Record, Row, has_failed, median
 from fastsam.lab.report.table import Table
 
 NONE = "–"
-Show = Callable[[float], str]
+Show = Callable[[Any], str]
+
+
+def digits(number: int, scale: float = 1.0) -> Show:
+    """Return a function that shows a number with `number` digits after the point."""
+    return lambda value: f"{scale * value:.{number}f}"
+
+
+TWO_DIGITS = digits(2)
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class Figure:
 
     path: str
     words: str
-    show: Show = "{:.2f}".format
+    show: Show = TWO_DIGITS
 
 
 # The first figure that any row has is shown.
@@ -39,11 +48,11 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "ranks": (Figure("speed", "Rounds per second; one rank is 1"),),
     "growth": (Figure("speed", "Rounds per second; the first size is 1"),),
     "share": (Figure("own_share", "Part of a round that is neither autograd nor a kernel", "{:.1%}".format),),
-    "gpu": (Figure("seconds", "Milliseconds of a round", lambda value: f"{1e3 * value:.1f}"),),
+    "gpu": (Figure("seconds", "Milliseconds of a round", digits(1, 1e3)),),
     "busy": (Figure("busy", "Part of a round in which the device is busy", "{:.0%}".format),),
 }
 FURTHER = {
-    "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", "{:.1f}".format)
+    "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", digits(1))
 }
 LINES = ("ranks", "growth", "share")  # cases that have different contenders: a line each
 

@@ -34,31 +34,20 @@ def _steps(
     """Yield a case of steps, if `--rows` leaves contenders."""
     subset = [table[one] for one in options.select(table) if not (options.quick and table[one].compiles)]
     if subset:
-        run = partial(steps.measure, subset, *arguments, **keywords)
-        yield Case(part, name, [one.name for one in subset], lambda _: run())
+        yield Case(part, name, [one.name for one in subset], partial(steps.measure, subset, *arguments, **keywords))
 
 
 def step(options: Options) -> Iterator[Case]:
     """The optimizer part of a SAM step by one and two threads, and whole steps; ours and others'."""
     for size, threads in itertools.product(SIZES.values(), (1, 2)):
-        arguments, keywords = (
-            (size, options.machine, options.number(size.rounds)),
-            {"steps": size.steps, "threads": threads},
-        )
-        yield from _steps(
-            options,
-            "step",
-            f"{size.name}-{threads}",
-            contenders(options.device),
-            *arguments,
-            references=TO,
-            **keywords,
-        )
+        arguments = (size, options.machine, options.number(size.rounds))
+        keywords = {"steps": size.steps, "threads": threads, "references": TO}
+        yield from _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *arguments, **keywords)
     table = {name: one for name, one in contenders(options.device).items() if name in WHOLE}
     if subset := [table[name] for name in options.select(table)]:
         for name, training in whole_steps.TRAININGS.items():
             run = partial(whole_steps.measure, subset, training, options.machine, options.number(31))
-            yield Case("whole", name, [one.name for one in subset], lambda _, run=run: run())  # type: ignore[misc]
+            yield Case("whole", name, [one.name for one in subset], run)
 
 
 def kernels(options: Options) -> Iterator[Case]:
@@ -76,8 +65,7 @@ def kernels(options: Options) -> Iterator[Case]:
             yield from _steps(options, "steps", size.name, table, *arguments, rotate=True, references=TO, counts=counts)
     names = options.select(b.name for b in backends.table() if b.device == options.device)
     for case in kernel_cases(sizes, list(OPS.values())) if names else ():
-        run = partial(ops.measure, case, options.machine, *limits, names)
-        yield Case("ops", case.name, names, lambda _, run=run: run())  # type: ignore[misc]
+        yield Case("ops", case.name, names, partial(ops.measure, case, options.machine, *limits, names))
 
 
 def family(options: Options) -> Iterator[Case]:
@@ -95,13 +83,12 @@ def worth(options: Options) -> Iterator[Case]:
     """The accuracy of SAM's variants on small tasks, next to SGD's."""
     for task in TASKS:
         for name in dict.fromkeys(["SGD", *options.select(accuracy.contenders())]):
-            run = partial(accuracy.measure, task, name, options.quick)
-            yield Case("accuracy", task, [name], lambda _, run=run: run())  # type: ignore[misc]
+            yield Case("accuracy", task, [name], partial(accuracy.measure, task, name, options.quick))
 
 
 def profile(options: Options) -> Iterator[Case]:
     """Nsight Compute on norm, perturbation, update and a row program."""
-    yield Case("ncu", "Nsight Compute", (), lambda _: {"rows": ncu.measure()})
+    yield Case("ncu", "Nsight Compute", (), lambda: {"rows": ncu.measure()})
 
 
 QUESTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {

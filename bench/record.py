@@ -6,12 +6,12 @@ A row without figures says why: `problem` (it failed or was wrong) or `absent` (
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import ROOT, environment
+from fastsam.fed.common.atomic_files import write_bytes
 
 RESULTS = ROOT / "bench" / "results"
 KINDS = ("step", "variants", "kernels", "federated", "accuracy", "ncu")
@@ -50,10 +50,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def write(record: Record, path: Path) -> None:
     """Write a record as JSON, so that a run that is stopped leaves the last complete file."""
-    part = path.with_name(f"part-{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(part, path)
+    write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def has_failed(row: Row) -> bool:

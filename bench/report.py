@@ -18,15 +18,14 @@ from bench import record as records
 from bench.accuracy.report import pieces
 from bench.accuracy.training import contenders
 from bench.contenders import VARIANTS
+from bench.joint import NONE, TWO_DIGITS, Show, digits
 from bench.ncu import METRICS
 from bench.record import RESULTS, Record, Row, figure, has_failed, median
 from fastsam.lab.report.table import Table
 
-NONE = "–"
 UNMEASURED = "Not measured."
 REMOVED = ("fastsam, compiled", "fedavg, secure_sums")  # options that fastsam had when the record was made
 LAYOUTS = ("scattered", "flat")
-Show = Callable[[Any], str]
 
 
 # --- cells ---
@@ -36,17 +35,13 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 
-def digits(number: int, scale: float = 1.0) -> Show:
-    return lambda value: f"{scale * value:.{number}f}"
-
-
 @dataclass(frozen=True)
 class Column:
     """A column of a case's table, which is left out if no row has the figure. With `quartiles` a second one follows."""
 
     head: str
     path: str
-    show: Show = "{:.2f}".format
+    show: Show = TWO_DIGITS
     quartiles: bool = False
 
     def heads(self) -> list[str]:

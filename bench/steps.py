@@ -1,6 +1,7 @@
 """The optimizer part of whole steps, contenders interleaved: eager, and on CUDA replayed from graphs."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import correctness, memory
 from bench.contenders import Contender, Stepper
-from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
+from bench.timing import ROTATION, Machine, interleave, intra_op_threads
 from bench.workload import Gradients, Size, initial_weights
 
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
@@ -24,8 +25,7 @@ VIEWS = (
 
 
 class StepperPool:
-    """Steppers of one contender that take their steps in turn, so that no step finds in the cache what the last one
-    left."""
+    """Steppers of one contender that take steps in turn, so that a step's data are not in the cache."""
 
     def __init__(self, machine: Machine, steppers: Sequence[Stepper], gradients: Sequence[Gradients]) -> None:
         self.machine, self.cold = machine, len(steppers) == MAX_STEPPERS
@@ -76,7 +76,7 @@ class StepperPool:
                 spent += time.perf_counter() - start
             samples.append(spent)
         self.machine.wait()
-        return Summary.from_values(samples[HOST_STEPS // 5 :]).median
+        return statistics.median(samples[HOST_STEPS // 5 :])
 
     def calls(self) -> dict[str, float]:
         """Return the numbers of our kernels and of torch's calls in a step: the mean over an interval."""
@@ -91,8 +91,7 @@ class StepperPool:
 
 
 def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict[str, Any]:
-    """Measure contenders on one size and return the case; see `_measure`. threads: number of torch's threads,
-    which the title names."""
+    """Return the case that `_measure` returns. With `threads`, torch has this number of threads, named in the title."""
     if threads is None:
         return _measure(*arguments, **options)
     with intra_op_threads(threads):

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,26 +27,15 @@ READS = 2  # reads of a gigabyte, half a millisecond at 4 TB/s, during which the
 FEWEST = 3  # rounds, also if they take longer than they may
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Median and quartiles."""
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return median and quartiles. Raises ValueError (statistics.StatisticsError) without values."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return {"median": median, "q1": q1, "q3": q3}
 
-    median: float
-    q1: float
-    q3: float
 
-    @classmethod
-    def from_values(cls, values: Sequence[float]) -> Summary:
-        """Return median and quartiles. Raises ValueError (statistics.StatisticsError) without values."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, q1, q3)
-
-    @classmethod
-    def of_ratios(cls, numerators: Iterable[float], denominators: Iterable[float]) -> Summary:
-        """Return the summary of ratios of samples of the same round: a disturbance of a whole round cancels."""
-        return cls.from_values([a / b for a, b in zip(numerators, denominators, strict=True)])
+def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> dict[str, float]:
+    """Return the summary of ratios of samples of the same round: a disturbance of a whole round cancels."""
+    return summary([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 @dataclass
@@ -63,7 +52,7 @@ class Rounds:
     @property
     def facts(self) -> dict[str, Any]:
         """Return the number of rounds, the copy's bandwidth, and the processors that others used."""
-        copy = {"copy": asdict(Summary.from_values(self.copies))} if self.copies else {}
+        copy = {"copy": summary(self.copies)} if self.copies else {}
         return {"rounds": max(map(len, self.seconds.values()), default=0), "busy": round(self.busy, 3), **copy}
 
     def figures(self, name: str, bytes_: float, rivals: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -71,16 +60,10 @@ class Rounds:
         the times of the `rivals` (title: sample) in the same rounds."""
         seconds = self.seconds[name]
         floors = [bytes_ / bandwidth for bandwidth in self.copies]
-        result = {
-            "seconds": asdict(Summary.from_values(seconds)),
-            "fraction": asdict(Summary.of_ratios(floors, seconds)),
-        }
-        ratios = {title: self.ratio(name, rival) for title, rival in (rivals or {}).items() if rival in self.seconds}
-        return result | ({"to": ratios} if ratios else {})
-
-    def ratio(self, name: str, rival: str) -> dict[str, float]:
-        """Return the seconds of one contender over the seconds of another in the same round."""
-        return asdict(Summary.of_ratios(self.seconds[name], self.seconds[rival]))
+        result = {"seconds": summary(seconds), "fraction": ratios(floors, seconds)}
+        known_rivals = {title: rival for title, rival in (rivals or {}).items() if rival in self.seconds}
+        to = {title: ratios(seconds, self.seconds[rival]) for title, rival in known_rivals.items()}
+        return result | ({"to": to} if to else {})
 
 
 def interleave(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from bench.contenders import Contender, OptimizerStepper
 from bench.fed.workload import cnn, mlp
-from bench.timing import Machine, Summary, interleave
+from bench.timing import Machine, interleave, ratios, summary
 from fastsam.fed.models import build
 
 LOSS_TOLERANCE = 1e-3  # relative, after the first step
@@ -61,11 +60,8 @@ def measure(contenders: Sequence[Contender], training: Training, machine: Machin
         samples[contender.name] = lambda step=step: machine.sample(lambda: [step() for _ in range(training.steps)])
     timings = interleave(samples, rounds)
     for name, seconds in timings.seconds.items():
-        ratios = {"copied": timings.ratio(name, "copied")} if "copied" in samples else {}
-        rows[name]["eager"] = {
-            "seconds": asdict(Summary.from_values([s / training.steps for s in seconds])),
-            "to": ratios,
-        }
+        to = {"copied": ratios(seconds, timings.seconds["copied"])} if "copied" in samples else {}
+        rows[name]["eager"] = {"seconds": summary([s / training.steps for s in seconds]), "to": to}
     return {"title": training.title, "steps": training.steps, **timings.facts, "rows": list(rows.values())}
 
 

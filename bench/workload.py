@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsam.fed.models import build
+
 RHO, NU = 0.05, 1e-12
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-4
 FLOOR_BYTES = 40  # per float32 parameter: norm 4, perturb with a backup 16, restore and step 20 (docs/design.md)
@@ -52,25 +54,15 @@ class Size:
         }  # fmt: skip
 
 
-def _resnet18(small: bool = False) -> Shapes:
-    """Return the shapes of ResNet-18 (He et al. 2016, table 1) in the order of torchvision's module.
+def _resnet18(stem: int, classes: int) -> Shapes:
+    """Return the shapes of ResNet-18 with a first convolution of `stem` x `stem`, in the order of torchvision's module.
 
-    It has 62 tensors, 11,689,512 parameters. With `small` it has the stem and the classifier of CIFAR-10: 11,173,962.
+    It has 62 tensors. With 7 and 1000 (ImageNet) they have 11,689,512 parameters, with 3 and 10 (CIFAR-10) 11,173,962.
     """
-
-    def norm(channels: int) -> list[tuple[int, ...]]:
-        return [(channels,), (channels,)]
-
-    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3) if small else (64, 3, 7, 7), *norm(64)]
-    inputs = 64
-    for width in (64, 128, 256, 512):
-        for block in range(2):
-            shapes += [(width, inputs if block == 0 else width, 3, 3), *norm(width), (width, width, 3, 3), *norm(width)]
-            if block == 0 and inputs != width:
-                shapes += [(width, inputs, 1, 1), *norm(width)]
-        inputs = width
-    classes = 10 if small else 1000
-    return (*shapes, (classes, 512), (classes,))
+    with torch.device("meta"):
+        model = build("resnet18_gn", (3, 32, 32), classes, seed=0)
+    first, *shapes = (tuple(p.shape) for p in model.parameters())
+    return ((*first[:2], stem, stem), *shapes)
 
 
 def _client_cnn(*channels: int) -> Shapes:
@@ -91,11 +83,11 @@ SMALL_CNN = _client_cnn(16, 16, 32, 32, 48, 48)  # 20 tensors, 51,994 parameters
 LIST30M: Shapes = ((400, 749), (400,)) * 100  # a hundred linear layers: 200 tensors, 30,000,000 parameters
 CUTS = (1, 10, 100, 400, 1000)
 _STEP_SIZES = (
-    Size("resnet18", "ResNet-18", _resnet18(), rounds=41),
+    Size("resnet18", "ResNet-18", _resnet18(7, 1000), rounds=41),
     Size("small_cnn", "small client CNN", SMALL_CNN, steps=20, rounds=61), Size("list30m", "30 M list", LIST30M),
 )  # fmt: skip
 _KERNEL_SIZES = (
-    Size("resnet18", "ResNet-18, 11.2 M", _resnet18(small=True)),
+    Size("resnet18", "ResNet-18, 11.2 M", _resnet18(3, 10)),
     Size("100m", "100 M", ((1000, 999), (1000,)) * 100), Size("50k", "50 k", SMALL_CNN),
     Size("225k", "225 k", _client_cnn(32, 32, 64, 64, 104, 104)),
     Size("rows100", "100 rows of 50 k", SMALL_CNN, rows=100), Size("30m", "30 M", LIST30M),

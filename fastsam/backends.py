@@ -5,104 +5,27 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor
 
 from fastsam_kernels.constants import FLOATS
 
 
 class Kernels(Protocol):
-    """Functions of every backend module; `fastsam_kernels.reference` has their meaning."""
+    """The functions of every backend module, with the arguments and the meaning of `fastsam_kernels.reference`."""
 
-    def norm_(
-        self,
-        sumsq: Tensor,
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        table: Tensor,
-        hparams: Tensor,
-        accumulate: bool = False,
-    ) -> None: ...
-
-    def perturb_(
-        self,
-        params: Sequence[Tensor],
-        backup: Tensor,
-        grads: Sequence[Tensor],
-        table: Tensor,
-        hparams: Tensor,
-        sumsq: Tensor,
-        save: bool,
-        seed: Tensor | None = None,
-    ) -> None: ...
-
-    def restore_(self, params: Sequence[Tensor], backup: Tensor, table: Tensor) -> None: ...
-
-    def dual_norm_(
-        self,
-        sumsq: Tensor,
-        grads: Sequence[Tensor],
-        mu: Tensor,
-        s: Tensor,
-        table: Tensor,
-        hparams: Tensor,
-        accumulate: bool = False,
-    ) -> None: ...
-
-    def dual_perturb_(
-        self,
-        params: Sequence[Tensor],
-        backup: Tensor,
-        mu: Tensor,
-        grads: Sequence[Tensor],
-        s: Tensor,
-        table: Tensor,
-        hparams: Tensor,
-        sumsq: Tensor,
-        eps: Tensor | None = None,
-    ) -> None: ...
-
-    def inner_(
-        self, out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor, accumulate: bool = False
-    ) -> None: ...
-
-    def accumulate_(
-        self,
-        high_: Tensor,
-        low_: Tensor,
-        x: Tensor,
-        factor: float,
-        *,
-        base: Tensor | None = None,
-        largest_: Tensor | None = None,
-    ) -> None: ...
-
-    def update_norm_(
-        self,
-        sumsq: Tensor,
-        params: Sequence[Tensor],
-        backup: Tensor | None,
-        grads: Sequence[Tensor],
-        table: Tensor,
-        hparams: Tensor,
-        **options: Any,
-    ) -> None: ...
-
-    def update_(
-        self,
-        params: Sequence[Tensor],
-        backup: Tensor | None,
-        grads: Sequence[Tensor],
-        table: Tensor,
-        hparams: Tensor,
-        rule: str,
-        state: Sequence[Tensor | None] = (),
-        **options: Any,
-    ) -> None: ...
+    norm_: Callable[..., None]
+    perturb_: Callable[..., None]
+    restore_: Callable[..., None]
+    dual_norm_: Callable[..., None]
+    dual_perturb_: Callable[..., None]
+    inner_: Callable[..., None]
+    accumulate_: Callable[..., None]
+    update_norm_: Callable[..., None]
+    update_: Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -129,16 +52,11 @@ class Backend:
         return cast(Kernels, importlib.import_module(f"fastsam_kernels.{self.module}"))
 
 
-def _native(device: str) -> Callable[[], str | None]:
+def _ask(module: str, device: str) -> Callable[[], str | None]:
+    """Return a function that imports a backend's module and asks it why it cannot serve on this device type."""
+
     def why_not() -> str | None:
-        return importlib.import_module("fastsam_kernels.native").why_not(device)
-
-    return why_not
-
-
-def _triton(device: str) -> Callable[[], str | None]:
-    def why_not() -> str | None:
-        return importlib.import_module("fastsam_kernels.triton_backend").why_not(device)
+        return importlib.import_module(f"fastsam_kernels.{module}").why_not(device)
 
     return why_not
 
@@ -154,14 +72,14 @@ def _cuda() -> str | None:
 # In the order in which `auto` takes them. It comes to neither the reference, which is the specification, nor Triton on
 # the CPU, which is its interpreter and thousands of times slower. The backends before them serve always.
 BACKENDS: tuple[Backend, ...] = (
-    Backend("native", "cuda", "native", _native("cuda")),
-    Backend("triton", "cuda", "triton_backend", _triton("cuda")),
+    Backend("native", "cuda", "native", _ask("native", "cuda")),
+    Backend("triton", "cuda", "triton_backend", _ask("triton_backend", "cuda")),
     Backend("foreach", "cuda", "foreach", _cuda),
     Backend("reference", "cuda", "reference", _cuda),
-    Backend("native", "cpu", "native", _native("cpu")),
+    Backend("native", "cpu", "native", _ask("native", "cpu")),
     Backend("foreach", "cpu", "foreach", _always),
     Backend("reference", "cpu", "reference", _always),
-    Backend("triton", "cpu", "triton_backend", _triton("cpu")),
+    Backend("triton", "cpu", "triton_backend", _ask("triton_backend", "cpu")),
 )
 NAMES = ("auto", "native", "triton", "foreach", "reference")
 

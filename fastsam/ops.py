@@ -36,8 +36,7 @@ def product_of(a: Tensor, b: Tensor, *, backend: str = "auto") -> Product | None
 
 
 def has_row_programs(device: torch.device, dtype: torch.dtype, *, backend: str = "auto") -> bool:
-    """Return True if there are row programs for such tensors: with the compiled backend, on the CPU or CUDA, in
-    float32."""
+    """Return True if there are row programs for such tensors: float32, on the CPU or CUDA, compiled backend."""
     return program.why_not(dtype, device) is None and backends.select(backend, device, dtype).name == "native"
 
 

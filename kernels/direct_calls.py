@@ -71,55 +71,43 @@ class DirectCalls:
         self._launch = launch
         self._call_norm_perturb = _function("norm_perturb" + self._suffix)
         self._places = (ctypes.c_int64 * len(params))()  # addresses of the gradients
-        self._params = params
-        self._refs: list[Any] = [backup, hparams]  # keeps the tensors allocated, so that their addresses stay valid
+        self._pack = Struct(f"{len(params)}q").pack_into
+        self._params, self._table, self._hparams = params, table, hparams
+        self._refs: list[Any] = [backup]  # keeps the memory allocated that the blocks point to
         if backup is not None:
-            self._block = self._make_block(params, table, hparams, backup.dtype, _address(backup))
-        self._for_perturbed = partial(self._args_for_perturbed, params, table, hparams)
-        self._without_backup = partial(self._make_block, params, table, hparams, params[0].dtype, 0)
-        self._pack = functools.partial(Struct(f"{len(params)}q").pack_into, self._places, 0)
+            self._block = self._make_block(table, backup.dtype, _address(backup))
         self._calls: list[Call] = []
         self._state: Any = None  # addresses of the state fields in the calls of the last update
 
     @functools.cached_property
     def _in_place_block(self) -> tuple[int, int]:
-        return self._without_backup()
+        """Return the argument block of updates without a backup."""
+        return self._make_block(self._table, self._params[0].dtype, 0)
 
     @functools.cached_property
     def _perturbed_block(self) -> tuple[int, int]:
-        return self._for_perturbed()
-
-    def _args_for_perturbed(self, params: Sequence[Tensor], table: Tensor, hparams: Tensor) -> tuple[int, int]:
         """Return an argument block whose backup is the weights, with offsets relative to the lowest weight address."""
-        first, relative_table = min((_address(w) for w in params if w.numel()), default=0), table.clone()
+        params, table = self._params, self._table.clone()
+        first = min((_address(w) for w in params if w.numel()), default=0)
         offsets = [(_address(w) - first) // w.element_size() if w.numel() else 0 for w in params]
-        relative_table[:, 0] = torch.tensor(offsets, dtype=torch.int64, device=table.device)
-        return self._make_block(params, relative_table, hparams, params[0].dtype, first)
+        table[:, 0] = torch.tensor(offsets, dtype=torch.int64, device=table.device)
+        return self._make_block(table, params[0].dtype, first)
 
-    def _make_block(
-        self, params: Sequence[Tensor], table: Tensor, hparams: Tensor, dtype: torch.dtype, backup: int
-    ) -> tuple[int, int]:
+    def _make_block(self, table: Tensor, dtype: torch.dtype, backup: int) -> tuple[int, int]:
         """Return the addresses of an argument block (`csrc/direct_call_args.h`) and of the array of gradient addresses.
 
         `backup` is the address to which its offsets are relative, 0 without a backup.
         """
-        words = [
-            len(params),
-            _address(table),
-            _address(hparams),
-            _TYPES[params[0].dtype],
-            _TYPES[dtype],
-            backup,
-            self._launch,
-        ]
+        params = self._params
+        types = _TYPES[params[0].dtype], _TYPES[dtype]
+        words = [len(params), _address(table), _address(self._hparams), *types, backup, self._launch]
         block = (ctypes.c_int64 * (len(words) + len(params)))(*words, *map(_address, params))
         self._refs += [table, block]
         return ctypes.addressof(block), ctypes.addressof(self._places)
 
     @staticmethod
     def is_watched() -> bool:
-        """Return True if the calls must go through torch's dispatcher: a profiler, or a dispatch or function mode, is
-        on."""
+        """Return True if a profiler, a dispatch mode or a function mode is on, which must see the calls."""
         return profiler._is_profiler_enabled or _dispatch_modes() > 0 or _function_modes() > 0
 
     def _locate(self, grads: Sequence[Tensor]) -> None:
@@ -127,7 +115,7 @@ class DirectCalls:
         places = list(map(_address, grads))
         if not all(places):
             check_not_freed(grads)
-        self._pack(*places)
+        self._pack(self._places, 0, *places)
 
     def norm_perturb_(
         self,

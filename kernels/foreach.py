@@ -263,8 +263,7 @@ def update_(
 
 
 class ListCalls:
-    """The two passes of an optimizer's step on operands that were checked once, with the methods of
-    `direct_calls.DirectCalls`."""
+    """The two passes of a step on operands that were checked once. It has the methods of `DirectCalls`."""
 
     REPEATS = False  # the calls of an update hold its gradients
 
@@ -310,8 +309,7 @@ class ListCalls:
 
 
 def direct_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> ListCalls | None:
-    """Return the two passes of a step on these operands, or None if they need the general functions, as without a
-    backup."""
-    return (
-        ListCalls(params, backup, table, hparams) if backup is not None and _serves(hparams, params, [backup]) else None
-    )
+    """Return the two passes of a step on these operands, or None if they need the general functions."""
+    if backup is None or not _serves(hparams, params, [backup]):
+        return None
+    return ListCalls(params, backup, table, hparams)

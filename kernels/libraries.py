@@ -37,12 +37,10 @@ def _load() -> dict[str, str | None]:
         if not result.paths and os.environ.get("FASTSAM_JIT") == "1":
             result = build.jit()
     except build.BuildError as error:
-        return {"cpu": str(error), "cuda": cuda_reason or str(error)}
-    if "cpu" not in result.paths:
-        return {"cpu": result.message, "cuda": cuda_reason or result.message}
-    reasons: dict[str, str | None] = {"cpu": _load_library(str(result.paths["cpu"]))}
-    if reasons["cpu"] is not None:
-        return {"cpu": reasons["cpu"], "cuda": cuda_reason or reasons["cpu"]}
+        result = build.BuildResult({}, str(error))
+    cpu_reason = _load_library(str(result.paths["cpu"])) if "cpu" in result.paths else result.message
+    if cpu_reason is not None:
+        return {"cpu": cpu_reason, "cuda": cuda_reason or cpu_reason}
     _libraries["cpu"] = str(result.paths["cpu"])
     for name in OPS:
         torch.library.register_fake(f"fastsam::{name}", functools.partial(_infer_nothing, name))
@@ -50,8 +48,7 @@ def _load() -> dict[str, str | None]:
         problem = f"no compiled CUDA library ({result.message}); `{build.COMMAND}` with nvcc compiles it"
         cuda_reason = _load_library(str(result.paths["cuda"])) if "cuda" in result.paths else problem
         _libraries["cuda"] = str(result.paths.get("cuda"))
-    reasons["cuda"] = cuda_reason
-    return reasons
+    return {"cpu": None, "cuda": cuda_reason}
 
 
 def _infer_nothing(name: str, *operands: Any) -> None:

@@ -55,8 +55,7 @@ class TensorLists:
         return lists
 
     def parts(self, hparams: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
-        """Yield for each row and group: the row, the group's device scalars, read on the host, and its part of each
-        list."""
+        """Yield each row and group: the row, the group's scalars as read on the host, its part of each list."""
         count = len(self._nonempty)
         for row, scalars in enumerate(hparams.tolist()):
             for group, members in self._groups:

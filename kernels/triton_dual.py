@@ -17,8 +17,7 @@ from .triton_perturb import radius
 
 @triton.jit
 def _direction(grads, mu, s, penalty, elements):
-    """Return `d = alpha*(g - mu) - s`. It is 0 for elements beyond the segment, because all three operands
-    are 0 there."""
+    """Return `d = alpha*(g - mu) - s`, which is 0 beyond the segment, because all three operands are 0 there."""
     return penalty * (read(grads, elements) - mu) - s
 
 

@@ -41,8 +41,7 @@ def _sum_partials(out, partials, n_chunks, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def finish_row(sums, totals, chunk, ACCUMULATE: tl.constexpr):
-    """Store this chunk's partial sums of the lanes of `totals`. The last program of the row adds up all
-    partial sums."""
+    """Store the chunk's partial sums of the lanes of `totals`; the row's last program adds up all of them."""
     out, row_stride, stride, partials, tickets = sums
     stride_of_sums = tl.num_programs(0)
     for i in tl.static_range(len(totals)):

@@ -124,8 +124,7 @@ class Cache(Generic[Entry]):
         return entry
 
     def _find_captured(self, content: Hashable, device: torch.device) -> Entry | None:
-        """Return an entry that was uploaded before the capture on any stream. All streams are idle when a capture
-        begins."""
+        """Return an entry that any stream uploaded before the capture: all streams are idle when a capture begins."""
         entry = self._captured_entries.get((content, device))
         if entry is None:
             entry = next((e for (c, d, _), e in self._entries.items() if d == device and c == content), None)
@@ -180,8 +179,7 @@ def _make_addresses(
 
 
 def field_of(field: Tensor, rows: int) -> tuple[Operand, bool]:
-    """Return a field in the form that kernels take, addressed at the segments' offsets, and a flag that is true if it
-    is aligned."""
+    """Return a field in the form that kernels take, addressed at the segments' offsets, and True if it is aligned."""
     stride = field.stride(0) if rows > 1 else 0
     is_aligned = field.data_ptr() % ALIGNMENT == 0 and stride * field.element_size() % ALIGNMENT == 0
     return Operand(field, stride, DTYPES[field.dtype]), is_aligned

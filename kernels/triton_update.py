@@ -56,8 +56,7 @@ def _linear(grads, g1, q, a, b, elements):
 
 @triton.jit
 def _add_squares(totals, operands, numbers, elements):
-    """Return the sums plus `v^2`. If the clipped norm includes `phi*w`, it is added to `v`; only then weights
-    are read."""
+    """Return the sums plus `v^2`. Weights are read only if the clipped norm includes `phi*w`, which is added to `v`."""
     grads, g1, q, weights = operands
     a, b, phi, full = numbers
     v = _linear(grads, g1, q, a, b, elements)

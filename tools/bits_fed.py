@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import statistics
 import tempfile
 import time
@@ -18,15 +17,11 @@ from torch import Tensor, nn
 
 from fastsam import fed
 
-# Names that some commit spells differently.
-SPELLINGS = {"local_parameters": "personal", "client_test_split": "validation", "LazyClients": "Lazy"}
 SIZES = (7, 12, 1, 22, 12, 7, 5, 30)
-COMMON: dict[str, Any] = {
-    **{"rounds": 3, "participation": 0.8, "batch_size": 5, "local_epochs": 2},
-    **{"momentum": 0.3, "weight_decay": 0.01, "sampler": "fixed"},
-}
-NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "momentum": 0.0}
-LOCAL_NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "noise": "local"}, "momentum": 0.0}
+COMMON: dict[str, Any] = {"rounds": 3, "participation": 0.8, "batch_size": 5, "local_epochs": 2}
+COMMON |= {"momentum": 0.3, "weight_decay": 0.01, "sampler": "fixed"}
+NOISE = {"privacy": fed.Privacy(clip=0.5, noise_multiplier=1.0), "momentum": 0.0}
+LOCAL_NOISE = {"privacy": fed.Privacy(clip=0.5, noise_multiplier=1.0, noise="local"), "momentum": 0.0}
 EVERYBODY = {"participation": 1.0}
 STEPS = {"local_steps": 7, "local_epochs": 1}
 
@@ -83,11 +78,6 @@ def mean_output(outputs: Tensor, y: Tensor) -> float:
     return float(outputs.mean())
 
 
-def spell(name: str, spellings: Any) -> str:
-    """Return `name`, or its other spelling if only that is in `spellings`."""
-    return name if name in spellings else SPELLINGS.get(name, name)
-
-
 # Options of the algorithms whose defaults leave out a part of them; all others run with their defaults too.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "Centralised_SAM": {"adaptive": True, "eta": 0.01},
@@ -125,7 +115,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "noise of clients": ("FedSAM", {**LOCAL_NOISE, "aggregation": "median"}),
     "noise and a round without clients": ("FedAvgM", {**NOISE, "sampler": "bernoulli", "participation": 0.1}),
     "noise and measures": ("FedSAM", {**NOISE, "measures": ["sharpness", "consistency"]}),
-    "shortened updates": ("SCAFFOLD", {"privacy": {"clip": 0.05}}),
+    "shortened updates": ("SCAFFOLD", {"privacy": fed.Privacy(clip=0.05)}),
     "measures": ("FedSAM", {"measures": ["train", "sharpness", "drifts", "perturbation_drift", "variances"]}),
     "measures of duals": ("FedSMOO", {"measures": ["dual_gap", "smoothness", "consistency"]}),
     "measures of a path": ("FedLESAM", {"measures": ["estimation_bias", "drifts"]}),
@@ -161,11 +151,6 @@ def train(
         **options: further options of `fed.run`.
     """
     keywords = {**COMMON, "executor": executor, "test": clients((40,), seed=9)[0], **options}
-    if "privacy" in keywords:
-        privacy = keywords.pop("privacy")
-        older = {"clip_update" if name == "clip" else name: value for name, value in privacy.items()}
-        keywords |= {"privacy": fed.Privacy(**privacy)} if hasattr(fed, "Privacy") else older
-    keywords = {spell(name, inspect.signature(fed.run).parameters): value for name, value in keywords.items()}
     with tempfile.TemporaryDirectory() as folder:
         for rounds in (*parts, keywords["rounds"]):
             keywords |= {"rounds": rounds, "run_dir": Path(folder) / "run", "checkpoint_every": rounds}
@@ -227,7 +212,6 @@ def _cases_of_options() -> Iterator[tuple[str, Callable[[], str]]]:
 
 def _cases_of_clients() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield kinds of clients, data types, backends, and 100 clients at once."""
-    lazy = getattr(fed, spell("LazyClients", dir(fed)))
     datasets = [torch.utils.data.TensorDataset(x, y) for x, y in clients()]
     loaders = [torch.utils.data.DataLoader([*zip(x, y, strict=True)], batch_size=4) for x, y in clients()]
     equal_clients, unequal_clients = clients([16] * 100), clients([12 + i % 7 for i in range(100)])
@@ -240,7 +224,10 @@ def _cases_of_clients() -> Iterator[tuple[str, Callable[[], str]]]:
             for backend in ("foreach", "reference"):
                 yield f"{backend} {name}, {executor}", partial(train, algorithm, executor, backend=backend)
         for executor in ("sequential", "threads"):
-            for label, data in {"lazy clients": lazy(8, clients().__getitem__), "data sets": datasets}.items():
+            for label, data in {
+                "lazy clients": fed.LazyClients(8, clients().__getitem__),
+                "data sets": datasets,
+            }.items():
                 yield f"{label} {name}, {executor}", partial(train, algorithm, executor, data)
         yield f"loaders {name}", partial(train, algorithm, "sequential", loaders)
         for label, data in {"100 clients": equal_clients, "100 ragged clients": unequal_clients}.items():

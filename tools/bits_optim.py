@@ -1,9 +1,6 @@
-"""Short trainings of `FusedSAM`, each with a hash of its bits, so that two commits can be compared on one machine.
+"""Cases of `tools/bits.py` for the optimizer: short trainings of `FusedSAM`, each with a hash of its bits.
 
-    python tools/bits_optim.py > before.txt
-
-`cases()` yields the name of each training and a function that runs it and returns the hash of all weights and state
-dicts that it passed. Hashes depend on the processor and on torch, so they are compared and not kept.
+A hash covers all weights and state dicts that a training passed.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ import copy
 import hashlib
 import itertools
 import pickle
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -301,17 +297,3 @@ def cases() -> Iterator[tuple[str, Callable[[], str]]]:
     trainings = {training.name: training for training in _trainings()}
     for name, training in trainings.items():
         yield name, training.run
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    for name, run in cases():
-        try:
-            bits = run()
-        except Exception as error:
-            bits = f"{type(error).__name__}: {error}"
-        sys.stdout.write(f"{bits[:32]}  {name}\n")
-
-
-if __name__ == "__main__":
-    main()

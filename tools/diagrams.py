@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -20,9 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 BLUE, GREY, LIGHT, ORANGE = ("#0b5fa5", "#5f6670", "#dfe9f3", "#c4581a")
-STYLE = {
+STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: small, searchable, and readable by a test
-    "svg.hashsalt": "fastsam",  # the same file from the same drawing
+    "svg.hashsalt": "fastsam",  # the same file from the same drawing and numbers
     "font.family": "sans-serif",
     "font.size": 9,
 }
@@ -201,7 +202,7 @@ DIAGRAMS = {
 def main(folder: Path) -> None:
     """Write every diagram into `folder`, on white, so that dark pages show it too."""
     for name, draw in DIAGRAMS.items():
-        with pyplot.rc_context(dict(STYLE)):
+        with pyplot.rc_context(STYLE):
             figure = draw()
             figure.savefig(folder / name, metadata={"Date": None}, facecolor="white")
             pyplot.close(figure)

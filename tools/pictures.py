@@ -43,14 +43,7 @@ ROUND_NAMES = {
     "bare loop": "a plain PyTorch loop",
 }
 OUR_COLOUR, PEER_COLOUR = ("#0b5fa5", "#9aa0a6")
-STYLE: Mapping[str, Any] = {
-    "svg.fonttype": "none",  # text stays text: small, searchable, and readable by a test
-    "svg.hashsalt": "fastsam",  # the same file from the same numbers
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+STYLE = diagrams.STYLE | {"axes.spines.top": False, "axes.spines.right": False}
 
 Bars = dict[str, dict[str, float]]  # {problem: {contender: value}}
 
@@ -209,7 +202,7 @@ def surface_panels() -> list[Panel]:
 
 def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2) -> None:
     """Draw the panels side by side. The background is white, so that the picture is readable on dark pages too."""
-    with pyplot.rc_context(dict(STYLE)):
+    with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(1, len(panels), figsize=(width * len(panels), height), squeeze=False)
         for panel, place in zip(panels, axes[0], strict=True):
             panel(place)

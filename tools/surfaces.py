@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fastsam import FusedSAM, fed
-from fastsam.arena import Arena, Layout
-from fastsam.fed.measures import Objective
-from fastsam.fed.measures.surface import directions, surface
-from fastsam.fed.step.model_copy import Replica, trainable
+from fastsam.lab.report.surface import loss_surface
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "surfaces.json"
 POINTS, EPOCHS, RHO, LR, MOMENTUM, BATCH = 31, 30, 0.2, 0.05, 0.9, 64
@@ -36,11 +33,7 @@ def train(x: Tensor, y: Tensor, rho: float) -> nn.Module:
 
 def grid(model: nn.Module, x: Tensor, y: Tensor) -> list[list[float]]:
     """Return the training loss around the weights of `model`."""
-    layout = Layout.of(trainable(model))
-    replica = Replica(model, layout, Arena(layout).field("w")[0])
-    objective = Objective.sample_mean(replica, cross_entropy, [(x, y)])
-    w = replica.row.clone()
-    values = surface(objective, w, directions(layout, w), POINTS)
+    values = loss_surface(model, [(x, y)], cross_entropy, POINTS)
     return [[float(f"{value:.3g}") for value in row] for row in values.tolist()]
 
 

@@ -23,9 +23,9 @@ def difference(values: Sequence[float], baseline: Sequence[float]) -> tuple[floa
     return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
 
 
-def overall(tasks: Sequence[Task], variant: str, protocol: str, base: str = "SGD") -> tuple[float, float]:
-    """Return the difference to `base` and its error, over independent tasks, each counted the same."""
-    accuracies = [[task["who"][name][protocol]["accuracy"] for name in (variant, base)] for task in tasks]
+def overall(tasks: Sequence[Task], variant: str, protocol: str) -> tuple[float, float]:
+    """Return the difference to SGD and its error, over independent tasks, each counted the same."""
+    accuracies = [[task["who"][name][protocol]["accuracy"] for name in (variant, "SGD")] for task in tasks]
     gains = [difference(values, baseline) for values, baseline in accuracies]
     return sum(mean for mean, _ in gains) / len(gains), math.sqrt(sum(e**2 for _, e in gains)) / len(gains)
 

@@ -84,8 +84,7 @@ def contenders() -> dict[str, Contender]:
 
 
 def measure(name: str, variant: str, quick: bool) -> dict[str, Any]:
-    """Return the case of a task with the contender's row: the grid, best first, and the best trial's runs by both
-    protocols."""
+    """Return a task's case with the contender's row: its grid, best first, and the best trial's runs by protocol."""
     task, seeds, contender = TASKS[name], SEEDS[:2] if quick else SEEDS, contenders()[variant]
     steps = QUICK_STEPS if quick else task.steps
     times = step_times(task, {"SGD": contenders()["SGD"], variant: contender}, 2 if quick else 15)

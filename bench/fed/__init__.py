@@ -1,2 +1,1 @@
-"""The federated workload, and every program that is timed on it: ours, bare loops, and the simulators that a user could
-pick instead."""
+"""The federated workload, and every program that is timed on it: ours, bare loops, and other simulators."""

@@ -26,7 +26,7 @@ def all_of(options: Options) -> Iterator[Case]:
     """Federated rounds: our executors, bare loops and other simulators."""
     if options.device == "cuda":
         for name in on_gpu.jobs(options.device):
-            yield Case("gpu", name, (), partial(on_gpu.run, name, options.device))
+            yield Case("gpu", name, (), partial(on_gpu.run, name, options.device), takes_seconds=True)
         return
     for part in (speed, overheads, growth, ranks, loop_share):
         yield from part(options)
@@ -36,7 +36,7 @@ def _race(options: Options, part: str, title: str, entries: list[Entry], *turns:
     names = options.select(entry.label for entry in entries[1:])
     entries = [entries[0], *(entry for entry in entries if entry.label in names)]  # the first is the unit
 
-    def measure(_: float) -> dict[str, Any]:
+    def measure() -> dict[str, Any]:
         result = race(entries, *turns)
         for row, value in zip(result["rows"], facts.get("at", ())):
             row["at"] = value
@@ -71,7 +71,7 @@ def overheads(options: Options) -> Iterator[Case]:
         for label, load in overhead.loads(model).items():
             if options.select([label]):
                 run = partial(overhead.compare, label, load, executor, options.number(CHUNKS + 3, 3))
-                yield Case("overhead", title, [label], lambda _, run=run: {"rows": [run()]})  # type: ignore[misc]
+                yield Case("overhead", title, [label], lambda run=run: {"rows": [run()]})  # type: ignore[misc]
 
 
 def growth(options: Options) -> Iterator[Case]:
@@ -103,4 +103,4 @@ def loop_share(options: Options) -> Iterator[Case]:
     """Yield the loop's share of a CNN round."""
     rounds, name = options.number(10, 2), "fastsam, sequential"
     measure = partial(share.measure, Workload("cnn"), rounds)
-    yield Case("share", "CNN, the loop's own time", [name], lambda _: {"rows": [{"name": name, **measure()}]})
+    yield Case("share", "CNN, the loop's own time", [name], lambda: {"rows": [{"name": name, **measure()}]})

@@ -6,13 +6,13 @@ server's step) cancel in that difference, and count in the cost of a round. If o
 process's CPU time.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from bench.fed.race import Entry, turns
 from bench.fed.worker import CPU_TIME
 from bench.fed.workload import BATCH, SAMPLES, Workload
-from bench.timing import Summary
+from bench.timing import ratios, summary
 
 UNIT, LR = "fedavg", 0.05  # with the workload's rate, five epochs of so few clients diverge under SCAFFOLD
 ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam-d")  # one back-propagation a step
@@ -50,7 +50,7 @@ def compare(label: str, load: Workload, executor: str, number: int) -> dict[str,
     row: dict[str, Any] = {"name": label, "ours": True}
     if problem := next((f"{one['name']}: {one['problem']}" for one in rows if one.get("problem")), None):
         return row | {"problem": problem}
-    row["round"] = asdict(Summary.of_ratios(samples.seconds["own round"], samples.seconds["unit round"]))
+    row["round"] = ratios(samples.seconds["own round"], samples.seconds["unit round"])
     if load.options:
         return row
     row_seconds, unit = (
@@ -58,5 +58,4 @@ def compare(label: str, load: Workload, executor: str, number: int) -> dict[str,
         for prefix in ("own", "unit")
     )
     steps = CLIENTS[load.model] * (SAMPLES // BATCH) * (LONG - 1)
-    seconds = Summary.from_values([seconds / steps for seconds in row_seconds])
-    return row | {"step": asdict(Summary.of_ratios(row_seconds, unit)), "seconds": asdict(seconds)}
+    return row | {"step": ratios(row_seconds, unit), "seconds": summary([seconds / steps for seconds in row_seconds])}

@@ -53,8 +53,7 @@ class Process:
         return self.answer()
 
     def close(self) -> None:
-        """End it. It may end by itself first, because a killed process leaves behind what it has started (ranks,
-        actors)."""
+        """Let it end by itself, then stop it: a killed process leaves its own processes (ranks, actors) running."""
         for ask in (lambda: None, self.process.terminate, self.process.kill):
             ask()
             try:

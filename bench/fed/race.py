@@ -11,7 +11,7 @@ from typing import Any
 from bench.fed.process import Process
 from bench.fed.workload import CLASSES, Workload
 from bench.record import has_failed
-from bench.timing import Rounds, Summary, interleave
+from bench.timing import Rounds, interleave, ratios, summary
 
 LOSS_RATIO = 2.0  # allowed by the correctness check; clients are sampled differently, and a CNN is still learning fast
 
@@ -105,5 +105,5 @@ def race(entries: Sequence[Entry], chunks: int, rounds: int) -> dict[str, Any]:
     samples, rows = turns(entries, chunks, rounds)
     for row in (row for row in rows if not has_failed(row)):
         seconds, unit = (samples.seconds[name] for name in (row["name"], entries[0].label))
-        row |= {"seconds": asdict(Summary.from_values(seconds)), "speed": asdict(Summary.of_ratios(unit, seconds))}
+        row |= {"seconds": summary(seconds), "speed": ratios(unit, seconds)}
     return {"busy": round(samples.busy, 3), "rows": rows}

@@ -1,6 +1,4 @@
-"""The loop's share of a CNN round: time outside autograd (forward, backward) and outside the kernels, the kernels of
-the
-sums included.
+"""The loop's share of a CNN round: time outside autograd (forward, backward) and outside all kernels.
 
 The share is strict. It includes the gathers of batches, the copies of the global weights into a client's row, and the
 server's step. Torch operations do these, and any loop has them.
@@ -9,6 +7,7 @@ server's step. Torch operations do these, and any loop has them.
 import functools
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -29,8 +28,7 @@ INSIDE: tuple[tuple[Any, str], ...] = (
 
 
 def measure(load: Workload, rounds: int) -> dict[str, float]:
-    """Return medians: seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation,
-    the server's step, records)."""
+    """Return medians: seconds of a round, and the share outside of `INSIDE` (sampling, batches, sums, records)."""
     spent, marks = 0.0, list[tuple[float, float]]()
 
     def time_calls(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,14 +43,10 @@ def measure(load: Workload, rounds: int) -> dict[str, float]:
 
         return wrapper
 
-    patches = [mock.patch.object(owner, name, time_calls(getattr(owner, name))) for owner, name in INSIDE]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for owner, name in INSIDE:
+            stack.enter_context(mock.patch.object(owner, name, time_calls(getattr(owner, name))))
         ours.train(load, rounds + 1, lambda: marks.append((time.perf_counter(), spent)), "sequential")
-    finally:
-        for patch in patches:
-            patch.stop()
     # the first round, before the first tick, warms up
     pairs = [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(marks)]
     own_share = median(1 - part / total for total, part in pairs)

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments, flags = top.parse_known_args(argv)
         if arguments.version:
-            print(f"fastsam {_version('fastsam')}")
+            print(f"fastsam {_version(DISTRIBUTION)}")
             return 0
         if arguments.print_completion:
             print(completion.script(top, arguments.print_completion))
@@ -178,9 +178,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
     versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
-    for package, use in OPTIONAL.items():
-        version = _version(package)
-        versions[package] = f"{version} ({use})" if version == NO_VERSION else version
+    versions |= {package: installed_version(package) or f"{NO_VERSION} ({use})" for package, use in OPTIONAL.items()}
     if not arguments.json:
         print(*(f"{name:<13} {text}" for name, text in versions.items()), sep="\n")
     import torch
@@ -189,19 +187,20 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     from fastsam.lab import next_steps
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    reasons = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
+    rows: list[dict[str, Any]] = [
+        {"name": b.name, "device": b.device, "available": b.available, "reason": b.reason} for b in backends.table()
+    ]
+    reasons = {(row["name"], row["device"]): row["reason"] for row in rows if not row["available"]}
     steps = next_steps.steps(reasons, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available())
     if arguments.json:
-        rows = [{"name": b.name, "device": b.device, "available": b.available, "reason": b.reason}
-                 for b in backends.table()]  # fmt: skip
         facts = {"versions": versions, "cuda": cuda, "backends": rows, "auto": backends.backend(), "advice": steps}
         print(json.dumps(facts, indent=1))
         return 0
     print(f"{'cuda':<12} {cuda or 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
-    for backend in backends.table():
-        answer = "yes" if backend.available else "no"
-        print(f"{backend.name:<11}{backend.device:<8}{answer:<11}{backend.reason or ''}".rstrip())
+    for row in rows:
+        answer = "yes" if row["available"] else "no"
+        print(f"{row['name']:<11}{row['device']:<8}{answer:<11}{row['reason'] or ''}".rstrip())
     print(f"\n`auto` on this machine: {backends.backend()}\n")
     print(*steps, sep="\n")
     return 0
@@ -210,8 +209,9 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam run`."""
     from fastsam.fed.sums.ranks import join_ranks
-    from fastsam.lab import compare, experiment, report, run_config
+    from fastsam.lab import compare, experiment, run_config
     from fastsam.lab import config as configs
+    from fastsam.lab.report import files, tables
 
     source = configs.read(arguments.config, flags)
     _show_imports(source, arguments)
@@ -235,16 +235,18 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if not ranks.first:
         return 0
     title = f"{algorithm} on {run_setup.data.name}"
-    figures = report.draw_plots([finished_run], {"": run_setup.data.class_counts()}, directory, title)
-    report.short_table([finished_run], f"{title}, {len(run_setup.data)} clients", console.width).show(console)
+    figures = files.draw_plots([finished_run], {"": run_setup.data.class_counts()}, directory, title)
+    tables.short_table([finished_run], f"{title}, {len(run_setup.data)} clients", console.width).show(console)
     _say(console, {figure.path.stem: figure.path for figure in figures} | {"run directory": directory})
     return 0
 
 
 def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam compare`. All configs are checked before the first run starts."""
-    from fastsam.lab import compare, experiment, report
+    from fastsam.lab import compare, experiment
     from fastsam.lab import config as configs
+    from fastsam.lab.report import files, tables
+    from fastsam.lab.report.finished import title_of
 
     lists = (_split(arguments.algorithms), _split(arguments.seeds), arguments.sweep)
     source = configs.read(arguments.config, flags)
@@ -269,37 +271,36 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if not finished_runs:
         raise RuntimeError(f"no run of the comparison in {directory} was finished")
     data_sets = compare.by_swept_data(plan, data)
-    title = report.title(finished_runs, ", ".join(dict.fromkeys(data_set.name for data_set in data_sets.values())))
+    title = title_of(finished_runs, ", ".join(dict.fromkeys(data_set.name for data_set in data_sets.values())))
     facts = compare.facts(plan, data) | {f"failed: {name}": text for name, text in errors.items()}
     points = arguments.surface
-    surfaces = {} if points is None else compare.surfaces(plan, data, finished_runs, points, directory)
+    grids = {} if points is None else compare.surfaces(plan, data, finished_runs, points, directory)
     counts = {name: data_set.class_counts() for name, data_set in data_sets.items()}
-    context = report.Context(title, facts, repeat_command, counts, surfaces)
-    report.write_comparison(finished_runs, context, directory)
+    files.write_comparison(finished_runs, directory, title, facts, repeat_command, counts, grids)
     clients = " or ".join(dict.fromkeys(str(len(data_set)) for data_set in data_sets.values()))
-    report.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
-    for sentence in report.sentences(finished_runs):
+    tables.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
+    for sentence in tables.sentences(finished_runs):
         console.print(sentence, soft_wrap=True)
     console.print()
-    files = {name: directory / file for name, file in report.COMPARISON_FILES.items()}
-    _say(console, files | {"run directory": directory})
+    paths = {name: directory / file for name, file in files.COMPARISON_FILES.items()}
+    _say(console, paths | {"run directory": directory})
     return 1 if errors else 0
 
 
 def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run `fastsam reproduce`."""
-    from fastsam.lab import reproduce as tables
+    from fastsam.lab.reproduce import command, table
 
     console = _console()
     if arguments.table is None:
         raise ValueError(
-            f"which table? Choose from {', '.join(tables.names())}; `fastsam reproduce --list` describes them"
+            f"which table? Choose from {', '.join(table.names())}; `fastsam reproduce --list` describes them"
         )
     stem = arguments.table if arguments.scale is None else f"{arguments.table}-{arguments.scale}"
     directory = arguments.run_dir or numbered_directory(stem, arguments.resume)
     seeds = _split(arguments.seeds)
-    code = tables.reproduce(arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console)
-    _say(console, {name: directory / file for name, file in tables.FILES.items()} | {"run directory": directory})
+    code = command.reproduce(arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console)
+    _say(console, {name: directory / file for name, file in command.FILES.items()} | {"run directory": directory})
     return code
 
 
@@ -338,12 +339,12 @@ def _trust(arguments: argparse.Namespace) -> str:
     return "".join(f" --trust {shlex.quote(name)}" for name in arguments.trust)
 
 
-def numbered_directory(stem: str, resume: bool, parent: Path = Path("runs")) -> Path:
+def numbered_directory(stem: str, resume: bool) -> Path:
     """Return ``runs/<stem>-NNN`` with the number after the highest existing one, so that nothing is overwritten.
 
     With `resume`, return the existing directory with the highest number. The first number is 001.
     """
-    pattern = re.compile(re.escape(stem) + r"-(\d{3,})")
+    parent, pattern = Path("runs"), re.compile(re.escape(stem) + r"-(\d{3,})")
     names = [path.name for path in (parent.iterdir() if parent.is_dir() else ())]
     last = max((int(m[1]) for name in names if (m := pattern.fullmatch(name))), default=0)
     return parent / f"{stem}-{max(last, 1) if resume else last + 1:03d}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 import shutil
 import textwrap
@@ -13,13 +14,10 @@ INDENT = 22  # columns before a meaning: the longest key and two blanks
 
 
 class Parser(argparse.ArgumentParser):
-    """With `shows_keys`, `--help TOPIC` shows keys of a config. They need `fastsam.fed`, which is imported only for
-    them."""
+    """Parser of a command. With `shows_keys`, `--help TOPIC` imports `fastsam.fed` and shows the keys of a config."""
 
     def __init__(self, *, shows_keys: bool = False, **keywords: Any) -> None:
-        def layout(prog: str) -> argparse.HelpFormatter:
-            return argparse.HelpFormatter(prog, max_help_position=INDENT)
-
+        layout = functools.partial(argparse.HelpFormatter, max_help_position=INDENT)
         super().__init__(**{"formatter_class": layout, **keywords}, allow_abbrev=False, add_help=not shows_keys)
         if shows_keys:
             text = f"this page, or the keys of a config: {', '.join(TOPICS)}"
@@ -49,8 +47,7 @@ class _Help(argparse.Action):
 
 
 def _keys(topic: str) -> list[str]:
-    """Return the lines of a topic: every key with its meaning, its choices and its default, and every algorithm with
-    its options."""
+    """Return the lines of a topic: keys with meaning, choices and default, and algorithms with their options."""
     from fastsam.lab import config, run_config
 
     tables = {"data": run_config.table(run_config.DataKeys), "model": run_config.table(run_config.ModelKeys)}

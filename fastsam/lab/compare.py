@@ -1,5 +1,4 @@
-"""A comparison: several algorithms (times seeds, times the values of a sweep), each run in a sub-directory of one
-directory."""
+"""A comparison: algorithms times seeds times values of a sweep. Each run has a sub-directory of one directory."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from fastsam.fed.common.atomic_files import make_directory, read_json, write_jso
 from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import RESUMABLE
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
-from fastsam.lab import experiment, report
+from fastsam.lab import experiment
 from fastsam.lab.config import ConfigError, ConfigSource, resolve, with_current_options
 from fastsam.lab.experiment import Experiment
 from fastsam.lab.plots.curves import value_text
-from fastsam.lab.report import FinishedRun
-from fastsam.lab.report.finished import panel_name
+from fastsam.lab.report.finished import FinishedRun, by_label, panel_name
+from fastsam.lab.report.surface import loss_surface
 from fastsam.lab.run_config import DATA_KEYS, RunConfig, short_name
 from fastsam.lab.sweep import Axis, check_taken, combinations, parse_axis, with_values
 
@@ -380,9 +379,9 @@ def surfaces(
 ) -> dict[str, np.ndarray]:
     """Return the loss surface of each label's first run, `[points, points]`; also write surfaces.npz."""
     grids: dict[str, np.ndarray] = {}
-    for label, group in report.by_label(runs).items():
+    for label, group in by_label(runs).items():
         run_setup = load_trained(plan, data, group[0])
         loss = experiment.keywords(run_setup.config)["loss"]
-        grids[label] = report.loss_surface(run_setup.model, run_setup.data.clients, loss, points)
+        grids[label] = loss_surface(run_setup.model, run_setup.data.clients, loss, points)
     np.savez(directory / "surfaces.npz", **grids)  # type: ignore[arg-type] # the names of arrays
     return grids

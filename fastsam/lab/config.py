@@ -68,20 +68,19 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> ConfigSource:
         FileNotFoundError: the file does not exist, and all flags have keys that exist.
     """
     path = Path(path)
+    is_json = path.suffix == ".json"
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; a run directory's config is {path / 'config.json'}")
     try:
-        content = read_json(path) if path.suffix == ".json" else tomllib.loads(read_bytes(path).decode())
+        content = read_json(path) if is_json else tomllib.loads(read_bytes(path).decode())
     except FileNotFoundError:
         _check_flag_keys(flags)  # the value of a mistyped flag is taken for the config
         raise FileNotFoundError(f"no config file {path} (looked in {Path.cwd()})") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as {'JSON' if path.suffix == '.json' else 'TOML'}: {error}"
-        ) from error
+        raise ConfigError(f"{path} cannot be read as {'JSON' if is_json else 'TOML'}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold keys and values, got {type(content).__name__}")
-    if path.suffix == ".json":
+    if is_json:
         content = with_current_options(content)
     tables = {
         key: value for key, value in content.items() if isinstance(value, dict) and key not in {*TABLES, *OPTION_TABLES}
@@ -249,7 +248,7 @@ def _merge_layers(
                 options[key] = check_type(key, value, kinds(option_types[key]), text)
             elif key in KEYS:
                 values[key] = check_type(key, value, _kinds_in_a_file(key), text)
-            elif in_table or not any(key in algorithm_options(competitor) for competitor in competitors):
+            elif not any(key in algorithm_options(competitor) for competitor in competitors):
                 raise ConfigError(_unknown_key_message(key, name, option_types))
         file_values = file_values if text else dict(values)
     for key, rows in OPTION_TABLES.items():
@@ -337,11 +336,9 @@ def _fill_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
         instance = algorithm_class(name)(**options)
     except ValueError as error:
         raise ConfigError(f"{short_name(name)}: {error}") from error
-    return (
-        {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance) if f.init}
-        if dataclasses.is_dataclass(instance)
-        else options
-    )
+    if not dataclasses.is_dataclass(instance):
+        return options
+    return {option: getattr(instance, option) for option in algorithm_options(name)}
 
 
 def _check_tables(source: ConfigSource, algorithms: Sequence[str]) -> None:

@@ -1,5 +1,4 @@
-"""From a resolved config to a finished run: load the data, build the model and the algorithm, call
-`fastsam.fed.run`."""
+"""From a resolved config to a finished run: load the data, build model and algorithm, call `fastsam.fed.run`."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ def _load_set(config: RunConfig) -> data_sets.FederatedData:
 
 
 def _split(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments of the split of samples over clients. The split "own" lists its clients, so it takes no
-    number."""
+    """Return the arguments of the split over clients. The split "own" lists its clients and takes no number."""
     clients = None if config.split == "own" else config.clients
     split_options = {key: getattr(config, key) for key in options_of(config.split)}
     return {"clients": clients, "split": config.split, "seed": config.split_seed} | split_options

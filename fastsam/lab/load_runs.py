@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.common.atomic_files import make_directory, read_bytes, read_json
-from fastsam.lab import report
-from fastsam.lab.report import FinishedRun
 from fastsam.lab.report.document import Figure
+from fastsam.lab.report.files import BY_ROUND, draw_plots
+from fastsam.lab.report.finished import FinishedRun
 from fastsam.lab.run_config import short_name
 
 if TYPE_CHECKING:
@@ -71,13 +71,15 @@ def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
     """
     if out is None and len(directories) > 1:
         raise ValueError(f"{len(directories)} directories: say with --out where the figures of all of them shall go")
-    groups = {directory: runs_in(directory) for directory in directories}
-    if len(directories) > 1:  # their own names tell them apart
-        groups = {folder: [_rename(run, folder.name, len(runs)) for run in runs] for folder, runs in groups.items()}
+    runs: list[FinishedRun] = []
+    for directory in dict.fromkeys(directories):
+        found = runs_in(directory)
+        # The names of several directories tell their runs apart.
+        runs += found if len(directories) == 1 else [_rename(run, directory.name, len(found)) for run in found]
     place = directories[0] if out is None else out
     make_directory(place, "choose another --out")
     title = ", ".join(directory.resolve().name for directory in directories)
-    return report.draw_curves([run for runs in groups.values() for run in runs], place, title)
+    return draw_plots(runs, {}, place, title, BY_ROUND)
 
 
 def _rename(run: FinishedRun, directory: str, runs: int) -> FinishedRun:

@@ -1,5 +1,4 @@
-"""The keys of a run's config: the options of `fastsam.fed.run`, what a file says besides, and which have a meaning in
-which run."""
+"""The keys of a run's config: options of `fastsam.fed.run`, keys of data and model, and their meaning in a run."""
 
 from __future__ import annotations
 
@@ -117,9 +116,7 @@ OPTION_TABLES = {
 
 
 def short_name(algorithm: str) -> str:
-    """Return the name of an algorithm's table and directory: its built-in name, or the lower-case class name of an
-    import
-    path."""
+    """Return an algorithm's name for tables and directories: built-in, or an import path's class in lower case."""
     return algorithm.rpartition(":")[2].lower()
 
 

@@ -44,7 +44,8 @@ def test_the_command_draws_what_was_recorded(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     drawn = []
-    monkeypatch.setattr("fastsam.lab.plots.curves", lambda panels, *more: drawn.append(panels) or curves(panels, *more))
+    draw = curves.curves
+    monkeypatch.setattr(curves, "curves", lambda panels, *more: drawn.append(panels) or draw(panels, *more))
     assert cli.main(["plots", str(runs / "avg")]) == 0
     assert {f"curves.{end}" for end in ("png", "svg", "pdf")} <= {path.name for path in (runs / "avg").iterdir()}
     assert str(runs / "avg" / "curves.png") in capsys.readouterr().out

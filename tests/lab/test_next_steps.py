@@ -34,9 +34,8 @@ def test_what_is_missing_comes_first(
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     reasons = dict.fromkeys(unavailable, "why")
-    found = next_steps.steps(
-        reasons, torch_cuda=torch_cuda, gpu=gpu, find_executable=lambda name: name if name in programs else None
-    )
+    monkeypatch.setattr("shutil.which", lambda name: name if name in programs else None)
+    found = next_steps.steps(reasons, torch_cuda=torch_cuda, gpu=gpu)
     assert found[-1] == next_steps.START
     if expected is None:
         assert len(found) == 1
@@ -46,9 +45,8 @@ def test_what_is_missing_comes_first(
 
 def test_a_compiler_of_another_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "my-c++ -v")
-    found = next_steps.steps(
-        {NATIVE: "why"}, torch_cuda=None, gpu=False, find_executable=lambda name: name if name == "my-c++" else None
-    )
+    monkeypatch.setattr("shutil.which", lambda name: name if name == "my-c++" else None)
+    found = next_steps.steps({NATIVE: "why"}, torch_cuda=None, gpu=False)
     assert "compiles the CPU kernels" in found[0]
 
 

@@ -119,7 +119,7 @@ def test_the_seed_of_a_split_is_what_numpy_takes(split: str) -> None:
 
 
 def test_info_says_which_extras_are_there(capsys: CaptureFixture, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_version", lambda package: cli.NO_VERSION if package == "torchvision" else "1.2.3")
+    monkeypatch.setattr(cli, "installed_version", lambda package: None if package == "torchvision" else "1.2.3")
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert all(re.search(rf"^{name} +1\.2\.3$", out, re.M) for name in ("triton", "dp-accounting"))

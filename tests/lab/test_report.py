@@ -13,8 +13,12 @@ from matplotlib.figure import Figure
 from pytest import MonkeyPatch
 from torch.nn.functional import cross_entropy
 
-from fastsam.lab import plots, report
-from fastsam.lab.report import tables
+from fastsam.lab.plots import ablations, classes, curves
+from fastsam.lab.plots import figure as figures
+from fastsam.lab.plots.ablations import Point
+from fastsam.lab.report import files, tables
+from fastsam.lab.report.finished import FinishedRun, title_of
+from fastsam.lab.report.surface import loss_surface
 
 
 def finished(
@@ -25,7 +29,7 @@ def finished(
     target: float | None = 0.5,
     point: dict | None = None,
     **more: object,
-) -> report.FinishedRun:
+) -> FinishedRun:
     history = [{"round": i + 1, "train_loss": 1.0 / (i + 1), "test_accuracy": a} for i, a in enumerate(accuracy)]
     known = [a for a in accuracy if a is not None]
     summary = {
@@ -36,11 +40,11 @@ def finished(
         **more,
     }  # fmt: skip
     where, algorithm = Path("cmp") / f"{label}-seed{seed}", label.split(" ")[0]
-    return report.FinishedRun(label, seed, summary, history, where, algorithm, point or {}, 0.1)
+    return FinishedRun(label, seed, summary, history, where, algorithm, point or {}, 0.1)
 
 
 def test_table_of_single_runs() -> None:
-    short = report.short_table([finished("a", 0, [0.25, 0.75, 0.5], 2), finished("b", 0, [0.125, 0.25], None)])
+    short = tables.short_table([finished("a", 0, [0.25, 0.75, 0.5], 2), finished("b", 0, [0.125, 0.25], None)])
     header, rows = short.head, short.rows
     heads = [
         "algorithm", "test final %", "test best %", "clients % (prior)", "rounds to 50 %", "s per round", "MB sent",
@@ -54,17 +58,17 @@ def test_table_of_single_runs() -> None:
 def test_a_printed_table_cuts_no_number(width: int) -> None:
     names = ["fedavg", "fedlesam-d", "centralised-sam"]
     runs = [finished(name, seed, [0.123 + seed, 0.456 + seed], 1) for name in names for seed in range(2)]
-    lines = report.short_table(runs, "three", width).text(width).splitlines()
+    lines = tables.short_table(runs, "three", width).text(width).splitlines()
     assert max(map(len, lines)) <= width
     rows = ["".join(line.split()) for line in lines]
-    final = report.short_table(runs).rows[0][1].replace(" ", "")
+    final = tables.short_table(runs).rows[0][1].replace(" ", "")
     assert sum(final in row for row in rows) == 3
 
 
 def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
     numbers = (("a", 0, 0.5, 1), ("a", 1, 0.7, 4), ("b", 0, 0.5, 1), ("b", 1, 0.3, None))
     runs = [finished(name, seed, [accuracy], rounds) for name, seed, accuracy, rounds in numbers]
-    rows = report.short_table(runs).rows
+    rows = tables.short_table(runs).rows
     assert rows[0] == ["a", "60.00 ± 14.14", "60.00 ± 14.14", "60.00 ± 15.00", "2.5", "0.250", "12.0"]
     assert rows[1][4] == "1 / –"
 
@@ -72,18 +76,18 @@ def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
 def test_one_sentence_per_algorithm_says_what_came_out() -> None:
     base = [finished("fedavg", seed, [0.25, 0.5], 2, 0.5) for seed in (0, 1)]
     sam = [finished("fedsam", 0, [0.5, 0.75], 1, 0.5), finished("fedsam", 1, [0.25, 0.25], None, 0.5)]
-    assert report.sentences([*base, *sam, finished("fedprox", 5, [0.125], None, 0.5)]) == [
+    assert tables.sentences([*base, *sam, finished("fedprox", 5, [0.125], None, 0.5)]) == [
         "fedavg: 50.00 ± 0.00 % test accuracy, 50 % after 2.0 rounds.",
         "fedsam: 50.00 ± 35.36 % test accuracy, +0.00 points against fedavg (higher in 1 of 2 seeds), 50 % after"
         " 1.0 rounds (in 1 of 2 seeds).",
         "fedprox: 12.50 % test accuracy, 50 % not reached.",
     ]
-    assert report.sentences([finished("a", 0, [0.25], target=None)]) == ["a: 25.00 % test accuracy."]
+    assert tables.sentences([finished("a", 0, [0.25], target=None)]) == ["a: 25.00 % test accuracy."]
 
 
 def test_rounds_to_the_target_are_a_mean_and_no_median() -> None:
     runs = [finished("a", seed, [0.5], reached) for seed, reached in enumerate((1, 2, 9))]
-    assert report.short_table(runs).rows[0][4] == "4.0"
+    assert tables.short_table(runs).rows[0][4] == "4.0"
     assert tables.to_target(runs).rows[0][1] == "4.0"  # type: ignore[union-attr]
 
 
@@ -93,7 +97,7 @@ def test_small_sizes_keep_two_digits() -> None:
         "backprops": 1,
     }  # fmt: skip
     runs = [finished("a", 0, [0.5], 1, **sent, megabytes_to_target=0.0141, seconds_to_target=1.0)]
-    assert report.short_table(runs).rows[0][-1] == "0.028"
+    assert tables.short_table(runs).rows[0][-1] == "0.028"
     assert tables.to_target(runs).rows[0][5] == "0.014"  # type: ignore[union-attr]
     assert tables.cost(runs).rows[0][-3:] == ["0.028", "0.00", "0.0025"]
     assert [tables.size(v) for v in (0.0, 0.5, 1.0, 12.04, 31000.0)] == ["0.0", "0.5", "1.0", "12.0", "31000.0"]
@@ -103,7 +107,7 @@ def test_no_target_no_column_and_missing_numbers_are_dashes() -> None:
     run = finished("a", 0, [0.5], target=None)
     run.summary["client_accuracy_std"] = None
     run.summary["client_accuracy_mean"] = None
-    short = report.short_table([run])
+    short = tables.short_table([run])
     assert "rounds" not in " ".join(short.head) and short.rows[0][3] == "–"
 
 
@@ -132,9 +136,7 @@ def test_what_the_target_took_is_relative_to_fedavg_wherever_it_stands() -> None
     assert tables.to_target([finished("a", 0, [0.5], target=None)]) is None
 
 
-def swept(
-    names: tuple[str, ...] = ("fedavg", "fedsam"), rhos: tuple[float | None, ...] = (None,)
-) -> list[report.FinishedRun]:
+def swept(names: tuple[str, ...] = ("fedavg", "fedsam"), rhos: tuple[float | None, ...] = (None,)) -> list[FinishedRun]:
     """Runs over two values of alpha; with alpha = 1 everything takes a quarter of the rounds."""
     runs = []
     for alpha, fast in ((0.1, 1), (1.0, 4)):
@@ -168,14 +170,14 @@ def test_common_sweeps_are_panels_and_others_variants(tmp_path: Path, monkeypatc
     def keep(panels: dict, path: Path, *more: object) -> Path:
         return seen.setdefault(path.name, panels) and path
 
-    monkeypatch.setattr(plots, "curves", keep)
-    monkeypatch.setattr(plots, "classes", keep)
+    monkeypatch.setattr(curves, "curves", keep)
+    monkeypatch.setattr(classes, "classes", keep)
     counts = {"alpha = 0.1": np.eye(3), "alpha = 1": np.eye(3)}
-    report.draw_plots(swept(rhos=(0.1, 0.2)), counts, tmp_path, "t")
+    files.draw_plots(swept(rhos=(0.1, 0.2)), counts, tmp_path, "t")
     lines = ["fedavg", "fedsam rho=0.1", "fedsam rho=0.2"]
     assert {name: [*panel] for name, panel in seen["curves.png"].items()} == {"alpha = 0.1": lines, "alpha = 1": lines}
     assert seen["classes.png"] is counts
-    stored = report.summary([replace(run, run_dir=tmp_path / run.run_dir) for run in swept()], tmp_path)
+    stored = files.summary([replace(run, run_dir=tmp_path / run.run_dir) for run in swept()], tmp_path)
     assert [run["swept"] for run in stored["runs"]] == [{"alpha": 0.1}, {"alpha": 0.1}, {"alpha": 1.0}, {"alpha": 1.0}]
 
 
@@ -187,22 +189,22 @@ def test_every_figure_says_what_it_is_of(tmp_path: Path, monkeypatch: MonkeyPatc
         above[path.name] = figure.get_suptitle().replace("\n", " ")
         return path
 
-    monkeypatch.setattr(plots.figure, "save", save)
+    monkeypatch.setattr(figures, "save", save)
     runs = swept(rhos=(0.1, 0.2))
     runs = [replace(run, history=[{**record, "sharpness": 1.0} for record in run.history]) for run in runs]
     hyper = [{**run.summary, "hyperparameters": {"rho": run.point.get("rho")}} for run in runs]
     runs = [replace(run, summary=summary) for run, summary in zip(runs, hyper, strict=True)]
     title = "CIFAR-10, Dirichlet 0.6, 100 clients (scaled to digits)"
-    report.draw_plots(runs, {"": np.eye(3)}, tmp_path, title)
-    report.ablations(runs, tmp_path, title)
+    files.draw_plots(runs, {"": np.eye(3)}, tmp_path, title)
+    files.draw_ablations(runs, tmp_path, title)
     drawn = {"curves", "measures", "classes", "ablation-alpha", "ablation-rho", "ablation-rho-lr"}
     assert above.keys() == {f"{name}.png" for name in drawn} and all(title in text for text in above.values())
 
 
 def test_a_title_names_a_few_algorithms_and_counts_many() -> None:
     runs = [finished(name, 0, [0.5]) for name in "abcde"]
-    assert report.title([*runs, *runs], "digits") == "a, b, c, d, e on digits"
-    assert report.title([*runs, finished("f", 0, [0.5])], "digits") == "6 algorithms on digits"
+    assert title_of([*runs, *runs], "digits") == "a, b, c, d, e on digits"
+    assert title_of([*runs, finished("f", 0, [0.5])], "digits") == "6 algorithms on digits"
 
 
 def test_cost_and_measures_tables() -> None:
@@ -220,10 +222,10 @@ def test_comparison_files(tmp_path: Path) -> None:
     runs += [finished("b", 0, [0.1, 0.2]), finished("b", 1, [0.3, 0.4])]
     runs = [replace(run, run_dir=tmp_path / run.run_dir.name) for run in runs]
     facts = {"clients": 4, "note": "<script>alert(1)</script>"}
-    context = report.Context("a, b on digits", facts, "fastsam compare x/config.json", {"": np.eye(4, 3, dtype=int)})
-    report.write_comparison(runs, context, tmp_path)
+    command, counts = "fastsam compare x/config.json", {"": np.eye(4, 3, dtype=int)}
+    files.write_comparison(runs, tmp_path, "a, b on digits", facts, command, counts, {})
     drawn = {f"{name}{suffix}" for name in ("curves", "classes") for suffix in (".png", ".svg", ".pdf")}
-    assert {*os.listdir(tmp_path)} == {*report.COMPARISON_FILES.values()} | drawn
+    assert {*os.listdir(tmp_path)} == {*files.COMPARISON_FILES.values()} | drawn
     text, page = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
     assert (
         "| algorithm | final % |" in text
@@ -247,24 +249,24 @@ def test_comparison_files(tmp_path: Path) -> None:
 
 def test_a_sweep_is_drawn_over_its_key_and_over_rho_by_lr(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(plots.ablations, "ablation", lambda lines, key, path, title: seen.append((key, lines)) or path)
-    monkeypatch.setattr(plots.ablations, "ratio", lambda lines, path, title="": seen.append(("ratio", lines)) or path)
+    monkeypatch.setattr(ablations, "ablation", lambda lines, key, path, title: seen.append((key, lines)) or path)
+    monkeypatch.setattr(ablations, "ratio", lambda lines, path, title="": seen.append(("ratio", lines)) or path)
     runs = [finished("fedavg", 0, [0.5])]
     for rho in (0.01, 0.1):
         options = {"point": {"rho": rho}, "hyperparameters": {"rho": rho}}
         runs += [finished(f"fedsam rho={rho:g}", i, [0.5 + rho], **options) for i in (0, 1)]
-    figures = report.ablations(runs, tmp_path)
+    figures = files.draw_ablations(runs, tmp_path)
     assert [figure.path.name for figure in figures] == ["ablation-rho.png", "ablation-rho-lr.png"]
     (key, panels), (_, ratios) = seen
     lines = panels[""]
-    assert key == "rho" and lines["fedavg"] == [plots.Point(None, [0.5])]
-    assert lines["fedsam"] == [plots.Point(0.01, [0.51, 0.51]), plots.Point(0.1, [0.6, 0.6])]
-    points = [(pytest.approx(0.1), [0.51, 0.51]), (pytest.approx(1.0), [0.6, 0.6])]
-    assert panels == {"": lines} and ratios == {"": {"fedavg": [(None, [0.5])], "fedsam": points}}
+    assert key == "rho" and lines["fedavg"] == [Point(None, [0.5])]
+    assert lines["fedsam"] == [Point(0.01, [0.51, 0.51]), Point(0.1, [0.6, 0.6])]
+    points = [Point(pytest.approx(0.1), [0.51, 0.51]), Point(pytest.approx(1.0), [0.6, 0.6])]
+    assert panels == {"": lines} and ratios == {"": {"fedavg": [Point(None, [0.5])], "fedsam": points}}
 
 
 def test_a_loss_surface_is_around_the_weights() -> None:
     data, model = [(torch.randn(9, 4), torch.randint(0, 3, (9,)))], torch.nn.Linear(4, 3)
-    grid = report.loss_surface(model, data, cross_entropy, 3)
+    grid = loss_surface(model, data, cross_entropy, 3)
     assert grid[1, 1] == pytest.approx(cross_entropy(model(data[0][0]), data[0][1]).item(), rel=1e-5)
     assert grid.shape == (3, 3)

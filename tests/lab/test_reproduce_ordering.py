@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastsam.lab import reproduce
-from fastsam.lab.report import FinishedRun
+from fastsam.lab.report.finished import FinishedRun
 from fastsam.lab.reproduce import ordering
 from fastsam.lab.reproduce.runner import Outcome
-from fastsam.lab.reproduce.table import PaperTable, Part
+from fastsam.lab.reproduce.table import PaperTable, Part, load
 
 
 def outcomes_of(table: PaperTable, numbers: dict[str, list[float]], key: str) -> dict[Part, Outcome]:
@@ -36,7 +35,7 @@ SECONDS = {  # the paper: 20.34, 25.71, 28.73, 29.88, 29.67, 20.99, 25.81, 25.70
 
 
 def test_claims_are_the_papers_own_methods_ahead_of_others() -> None:
-    table = reproduce.load("fedlesam-table8", "digits")
+    table = load("fedlesam-table8", "digits")
     found = {(c.winner, c.loser): c for c in ordering.claims(table, outcomes_of(table, SECONDS, "seconds_per_round"))}
     assert not any(other == "fedavg" for _, other in found), "nothing is quicker than FedAvg in the paper"
     assert ("fedlesam-s", "fedsam") not in found and ("fedlesam-d", "fedsam") in found
@@ -58,7 +57,7 @@ def test_a_margin_of_one_sample_is_undecided(margin: float, verdict: str) -> Non
 
 
 def test_the_size_of_the_test_set_decides_what_a_tie_is() -> None:
-    table = reproduce.load("fedlesam-table2", "digits")
+    table = load("fedlesam-table2", "digits")
     numbers = {name: [0.8 + (0.0025 if name == "fedlesam" else 0)] for name in table.algorithms}
     outcomes = {
         part: replace(outcome, samples=360) for part, outcome in outcomes_of(table, numbers, "accuracy_final").items()
@@ -69,7 +68,7 @@ def test_the_size_of_the_test_set_decides_what_a_tie_is() -> None:
 
 
 def test_what_did_not_hold_is_said_first() -> None:
-    table = reproduce.load("fedlesam-table8", "digits")
+    table = load("fedlesam-table8", "digits")
     outcomes = outcomes_of(table, SECONDS, "seconds_per_round")
     first, second = ordering.text_tables(table, outcomes)
     assert first.title.startswith("Did not hold: 6 of 14 ") and second.title.startswith("Held: ")
@@ -78,7 +77,7 @@ def test_what_did_not_hold_is_said_first() -> None:
 
 
 def test_cells_not_to_be_trusted_claim_nothing() -> None:
-    table = reproduce.load("fedsam-table1", "digits")
+    table = load("fedsam-table1", "digits")
     outcomes = outcomes_of(table, {name: [0.5] for name in table.algorithms}, "client_accuracy_mean")
     found = {(c.section, c.metric, c.winner, c.loser) for c in ordering.claims(table, outcomes)}
     assert ("CIFAR-10", "train", "fedsam", "fedavg") in found and (
@@ -87,7 +86,7 @@ def test_cells_not_to_be_trusted_claim_nothing() -> None:
 
 
 def test_equal_numbers_hold_nothing_and_a_run_without_a_number_is_left_out() -> None:
-    table = reproduce.load("fedlesam-table8", "digits")
+    table = load("fedlesam-table8", "digits")
     same = outcomes_of(table, {name: [1.0] for name in SECONDS}, "seconds_per_round")
     assert not any(claim.is_reproduced for claim in ordering.claims(table, same))
     some = outcomes_of(table, {k: v for k, v in SECONDS.items() if k != "fedlesam-d"}, "seconds_per_round")
@@ -96,7 +95,7 @@ def test_equal_numbers_hold_nothing_and_a_run_without_a_number_is_left_out() -> 
 
 
 def test_figures_have_no_claims() -> None:
-    table = reproduce.load("fedlesam-fig2", "digits")
+    table = load("fedlesam-fig2", "digits")
     assert ordering.text_tables(table, outcomes_of(table, {}, "")) == []
 
 

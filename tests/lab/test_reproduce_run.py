@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from fastsam.fed.data import FederatedData
-from fastsam.lab import cli, experiment, reproduce
-from fastsam.lab.report import FinishedRun
+from fastsam.lab import cli, experiment
+from fastsam.lab.report.finished import FinishedRun
 from fastsam.lab.reproduce import runner
 from fastsam.lab.reproduce.metrics import METRICS, cell
+from fastsam.lab.reproduce.table import Column, load
 from tests.helpers.small_archives import torchvision
 
 QUICK = ["--scale", "--rounds", "2", "--seeds", "0"]
@@ -44,7 +45,7 @@ def test_the_report_has_the_papers_cells_beside_ours(finished: Path) -> None:
 
 def test_the_summary_has_every_cell(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
-    table = reproduce.load("fedlesam-table5", "digits")
+    table = load("fedlesam-table5", "digits")
     assert len(summary["cells"]) == 2 * 3 * 7 and (summary["scale"], summary["seeds"]) == ("digits", [0])
     section, column = table.sections[0].title, "74 %"
     wanted = {"section": section, "column": column, "algorithm": "fedlesam-d", "metric": "relative_compute"}
@@ -157,11 +158,10 @@ def test_two_names_for_one_axis(tmp_path: Path) -> None:
     """The alpha of FedCM is drawn on the axis of the beta of other methods."""
     from rich.console import Console
 
-    table = reproduce.load("fedsam-fig3", "digits")
+    table = load("fedsam-fig3", "digits")
     part = replace(table.parts[-1], sweep=("fedcm.alpha=0.1,0.5", "beta=0.1,0.5"))
-    table = replace(table, sections=(replace(table.sections[0], columns=(reproduce.Column("beta", (part,)),)),))
-    sources = runner.sources(table, ["--rounds", "1", "--clients", "4", "--participation", "1"])
-    plans = runner.plans(sources, [0])
+    table = replace(table, sections=(replace(table.sections[0], columns=(Column("beta", (part,)),)),))
+    plans = runner.plans(table, ["--rounds", "1", "--clients", "4", "--participation", "1"], [0])
     outcome = runner.run(table, plans, tmp_path, False, Console(quiet=True))[part]
     assert len(outcome.runs) == 6 and {tuple(run.point) for run in outcome.runs} == {("beta",)}
 
@@ -227,4 +227,4 @@ def test_stored_memory_is_counted_from_the_declarations() -> None:
     }  # fmt: skip
     for name, text in expected.items():
         assert cell(METRICS["memory"], [[_run(name, 0, [0.1])]], base, None)[1] == text
-        assert reproduce.load("fedlesam-table7").sections[0].published[name][0] == text
+        assert load("fedlesam-table7").sections[0].published[name][0] == text

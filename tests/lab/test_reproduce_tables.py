@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fastsam.fed.algorithms import registry
-from fastsam.lab import reproduce
 from fastsam.lab.config import ConfigError
 from fastsam.lab.reproduce import runner
 from fastsam.lab.reproduce.metrics import METRICS
+from fastsam.lab.reproduce.table import load, names
 from tests.helpers.crosses import one_in
 from tools import listing
 
@@ -45,13 +45,13 @@ def test_the_list_is_that_of_the_tables() -> None:
 
 def test_every_table_and_figure_is_there() -> None:
     expected = set(PUBLISHED) | {f"fedsam-fig{i}" for i in range(1, 7)} | {f"fedlesam-fig{i}" for i in range(1, 7)}
-    assert set(reproduce.names()) == expected
+    assert set(names()) == expected
 
 
-@pytest.mark.parametrize(("scale", "name"), one_in(2, [None, "digits"], reproduce.names()))
+@pytest.mark.parametrize(("scale", "name"), one_in(2, [None, "digits"], names()))
 def test_a_table_resolves(name: str, scale: str | None) -> None:
-    table = reproduce.load(name, scale)
-    plans = runner.plans(runner.sources(table, ()), table.seeds)
+    table = load(name, scale)
+    plans = runner.plans(table, (), table.seeds)
     used = {config.data for plan in plans.values() for config in plan.configs}
     assert used <= (IMAGES if scale is None else {"digits", "digits-domains"})
     assert len({part.slug for part in table.parts}) == len(table.parts), "two parts would share a directory"
@@ -67,7 +67,7 @@ def test_a_table_resolves(name: str, scale: str | None) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_cells(name: str) -> None:
-    table = reproduce.load(name)
+    table = load(name)
     cells = {section.title: {k: list(v) for k, v in section.published.items()} for section in table.sections}
     assert hashlib.sha256(json.dumps(cells, sort_keys=True).encode()).hexdigest()[:16] == PUBLISHED[name]
     assert all(set(section.published) == set(table.algorithms) for section in table.sections)
@@ -75,18 +75,18 @@ def test_published_cells(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "section", "algorithm", "position", "text"), SPOTS)
 def test_spot_values(name: str, section: int, algorithm: str, position: int, text: str) -> None:
-    assert reproduce.load(name).sections[section].published[algorithm][position] == text
+    assert load(name).sections[section].published[algorithm][position] == text
 
 
 def test_table_4_averages_the_settings_of_tables_2_and_3() -> None:
     """The paper's averages follow from the cells that our columns average, in columns without doubtful cells."""
-    table = reproduce.load("fedlesam-table4")
+    table = load("fedlesam-table4")
     assert [len(column.parts) for column in table.sections[0].columns] == [8, 8, 8, 12]
     for j, (other, data) in enumerate(
         [("fedlesam-table2", "CIFAR-10,"), ("fedlesam-table2", "CIFAR-100,"), ("fedlesam-table3", "OfficeHome"),
             ("fedlesam-table3", "DomainNet")]
     ):  # fmt: skip
-        sections = [s for s in reproduce.load(other).sections if s.title.startswith(data)]
+        sections = [s for s in load(other).sections if s.title.startswith(data)]
         assert {p.title for s in sections for c in s.columns for p in c.parts} == {
             p.title for p in table.sections[0].columns[j].parts
         }
@@ -97,7 +97,7 @@ def test_table_4_averages_the_settings_of_tables_2_and_3() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_doubts_name_cells_that_exist(name: str) -> None:
-    table = reproduce.load(name)
+    table = load(name)
     parts = [(s, c) for s in table.sections for c in s.columns]
     cells = [(s.title, c.name, a, m) for s, c in parts for a in s.published for m in table.metrics]
     for entry in table.distrust:
@@ -138,13 +138,13 @@ def test_doubts_name_cells_that_exist(name: str) -> None:
     ],
 )  # fmt: skip
 def test_cells_not_to_be_trusted(name: str, cell: tuple[str, str, str, str], doubted: bool) -> None:
-    assert any(entry.covers(*cell) for entry in reproduce.load(name).distrust) is doubted
+    assert any(entry.covers(*cell) for entry in load(name).distrust) is doubted
 
 
 def test_settings_of_fedlesam_on_cifar() -> None:
     """Section 6.1 and appendix E.1 of the paper."""
-    table = reproduce.load("fedlesam-table2")
-    plans = runner.plans(runner.sources(table, ()), table.seeds)
+    table = load("fedlesam-table2")
+    plans = runner.plans(table, (), table.seeds)
     runs = {(part.title, c.algorithm): c for part, plan in plans.items() for c in plan.configs}
     for (title, name), config in runs.items():
         hundred = "100 clients" in title
@@ -164,8 +164,8 @@ def test_settings_of_fedlesam_on_cifar() -> None:
 )  # fmt: skip
 def test_settings_of_fedsam(name: str, model: str, batch: int, rho: float, target: float) -> None:
     """Section 5.1 and appendix E of the paper."""
-    table = reproduce.load(name)
-    for plan in runner.plans(runner.sources(table, ()), table.seeds).values():
+    table = load(name)
+    for plan in runner.plans(table, (), table.seeds).values():
         for config in plan.configs:
             assert (config.clients, config.participation, config.sampler) == (100, 0.2, "bernoulli")
             assert (config.local_epochs, config.lr, config.model, config.batch_size) == (10, 0.1, model, batch)
@@ -174,8 +174,8 @@ def test_settings_of_fedsam(name: str, model: str, batch: int, rho: float, targe
 
 
 def test_settings_of_the_domains() -> None:
-    table = reproduce.load("fedlesam-table3")
-    for part, plan in runner.plans(runner.sources(table, ()), table.seeds).items():
+    table = load("fedlesam-table3")
+    for part, plan in runner.plans(table, (), table.seeds).items():
         config = plan.configs[0]
         upper = "1 client per domain" in part.title
         assert (config.clients_per_domain, config.participation) == ((1, 1.0) if upper else (10, 0.2))
@@ -184,9 +184,9 @@ def test_settings_of_the_domains() -> None:
 
 
 def test_flags_are_among_the_changes() -> None:
-    table = reproduce.load("fedlesam-table5")
+    table = load("fedlesam-table5")
     flags = ["--rounds", "3", "--fedsam.rho", "0.5", "--device", "cuda", "--mofedsam.lr", "0.2"]
-    rows = runner.changes(table, runner.plans(runner.sources(table, flags), [0]))
+    rows = runner.changes(table, runner.plans(table, flags, [0]))
     assert rows == [
         ("rounds", "800", "3", "everywhere"),
         ("fedsam.rho", "0.01", "0.5", "fedsam: everywhere"),
@@ -195,8 +195,8 @@ def test_flags_are_among_the_changes() -> None:
 
 
 def test_changes_name_sections_where_they_are_whole() -> None:
-    table = reproduce.load("fedlesam-table2", "digits")
-    rows = {row[:3]: row[3] for row in runner.changes(table, runner.plans(runner.sources(table, ()), [0]))}
+    table = load("fedlesam-table2", "digits")
+    rows = {row[:3]: row[3] for row in runner.changes(table, runner.plans(table, (), [0]))}
     assert rows["rounds", "800", "15"] == "everywhere"
     assert rows["clients", "200", "40"] == "CIFAR-10, 200 clients, 5 % active; CIFAR-100, 200 clients, 5 % active"
     assert rows["classes_per_client", "10", "2"] == (
@@ -205,15 +205,15 @@ def test_changes_name_sections_where_they_are_whole() -> None:
 
 
 def test_a_flag_for_an_algorithm_that_a_part_does_not_run() -> None:
-    table = reproduce.load("fedsam-fig3", "digits")
-    made = runner.plans(runner.sources(table, ["--fedcm.alpha", "0.3"]), [0])
+    table = load("fedsam-fig3", "digits")
+    made = runner.plans(table, ["--fedcm.alpha", "0.3"], [0])
     assert {c.options["alpha"] for p in made.values() for c in p.configs if c.algorithm == "fedcm"} > {0.3}
     with pytest.raises(ConfigError, match="unknown key 'roundz'.*rounds"):
-        runner.plans(runner.sources(table, ["--roundz", "1"]), [0])
+        runner.plans(table, ["--roundz", "1"], [0])
 
 
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(ConfigError, match="no table 'fedsam-table3'.*fedsam-table1"):
-        reproduce.load("fedsam-table3")
+        load("fedsam-table3")
     with pytest.raises(ConfigError, match="--scale must be one of digits, got 'small'"):
-        reproduce.load("fedsam-table1", "small")
+        load("fedsam-table1", "small")

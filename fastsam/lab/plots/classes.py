@@ -10,7 +10,7 @@ import numpy as np
 from fastsam.lab.plots import figure as figures
 
 
-@figures.apply_style
+@figures.style()
 def classes(panels: Mapping[str, np.ndarray], path: str | Path, title: str = "") -> Path:
     """Plot heat maps of the numbers of samples, in one colour scale.
 

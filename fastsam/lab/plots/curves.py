@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 History = Sequence[Mapping[str, Any]]
 Panels = Mapping[str, Mapping[str, Sequence[History]]]  # title -> label -> a history for each seed; one panel is ""
-View = tuple[Callable[[float], float], str, bool]  # function of a value, name of the axis, True if logarithmic
+View = tuple[Callable[[Any], Any], str, bool]  # function of a value or an array, name of the axis, True if logarithmic
 
 # Labels of the measures' axes.
 NAMES = {
@@ -57,7 +57,7 @@ def deviation(values: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) 
     return numbers.std(axis=0, ddof=1) if len(numbers) > 1 else np.zeros(numbers.shape[1:])
 
 
-@figures.apply_style
+@figures.style()
 def curves(panels: Panels, path: str | Path, target: float | None = None, title: str = "") -> Path:
     """Plot test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate.
 
@@ -70,17 +70,15 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
         (lambda a: 100 * a, "test accuracy (%)", False),
         (lambda a: 100 - 100 * a, "test error (%)", True),
     ]
-    runs, limits = _values(panels, "test_accuracy"), (0.0, 100.0)
-    if not any(values for lines in runs.values() for seeds in lines.values() for values in seeds):
-        runs, target, limits = _values(panels, "train_loss"), None, (-np.inf, np.inf)
+    key, limits, labels = "test_accuracy", (0.0, 100.0), _labels(panels)
+    histories = [history for lines in panels.values() for seeds in lines.values() for history in seeds]
+    if not any(series(history, key) for history in histories):
+        key, target, limits = "train_loss", None, (-np.inf, np.inf)
         views = [(lambda loss: loss, "training loss of the active clients", log) for log in (False, True)]
     figure, grid = _grid(len(panels), len(views))
-    for column, (name, lines) in zip(grid, runs.items(), strict=True):
+    for column, (name, lines) in zip(grid, panels.items(), strict=True):
         for axes, (view, text, logarithmic) in zip(column, views, strict=True):
-            view_lines = {
-                k: [{r: view(v) for r, v in history.items()} for history in seeds] for k, seeds in lines.items()
-            }
-            _lines(axes, view_lines, runs, limits)
+            _lines(axes, lines, key, labels, view, limits)
             if target is not None:
                 goal = f"target {100 * target:g} %"
                 axes.axhline(view(target), color="0.4", linestyle="--", linewidth=0.8, label=goal)
@@ -91,12 +89,13 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
     return _close(figure, grid, path, title)
 
 
-@figures.apply_style
+@figures.style()
 def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str = "") -> Path:
     """Draw one small plot by round for each of `keys` and every swept value.
 
     Lines and bands are as in `curves`. Only records that have the key are used.
     """
+    labels = _labels(panels)
     if len(panels) == 1:
         rows, columns = figures.shape(len(keys))
         figure = figures.new(figures.PAGE * columns / 3 if columns > 1 else figures.COLUMN, 2.2 * rows + 0.4)
@@ -105,7 +104,7 @@ def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str =
         figure, grid = _grid(len(panels), len(keys))
     for column, (name, lines) in zip(grid, panels.items(), strict=True):
         for axes, key in zip(column, keys, strict=True):
-            _lines(axes, {label: [series(history, key) for history in seeds] for label, seeds in lines.items()}, panels)
+            _lines(axes, lines, key, labels)
             inches = figure.get_figwidth() / axes.get_subplotspec().get_gridspec().ncols - 0.3
             axis_label = figures.wrap(NAMES.get(key, key.replace("_", " ")), inches)
             axes.set(xlabel="round", title=f"{axis_label}\n{name}" if name else axis_label)
@@ -127,12 +126,9 @@ def _close(figure: Figure, grid: Sequence[Sequence[Any]], path: str | Path, titl
     return figures.close(figure, path, title)
 
 
-def _values(panels: Panels, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
-    """Return the histories as round -> value."""
-    return {
-        name: {label: [series(history, key) for history in seeds] for label, seeds in lines.items()}
-        for name, lines in panels.items()
-    }
+def _labels(panels: Panels) -> list[str]:
+    """Return the labels of the whole figure, because a label looks the same in all panels."""
+    return list(dict.fromkeys(label for lines in panels.values() for label in lines))
 
 
 def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
@@ -156,26 +152,28 @@ def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
 
 def _lines(
     axes: Any,
-    runs: Mapping[str, Sequence[Mapping[int, float]]],
-    panels: Mapping[str, Iterable[str]],
+    lines: Mapping[str, Sequence[History]],
+    key: str,
+    labels: Sequence[str],
+    view: Callable[[np.ndarray], np.ndarray] = np.asarray,
     limits: tuple[float, float] = (-np.inf, np.inf),
 ) -> None:
-    """Draw for each label the mean over its seeds, in a band of one standard deviation within `limits`.
+    """Draw for each label the mean of `view(key)` over its seeds, in a band of one standard deviation within `limits`.
 
-    Only rounds that all seeds of a label have are drawn. `runs` has one dict of values by round per seed, `panels` the
-    labels of the whole figure, because a label looks the same in all panels.
+    Only rounds that all seeds of a label have are drawn.
     """
     axes.locator_params(axis="x", integer=True)
-    styles = figures.styles(dict.fromkeys(label for labels in panels.values() for label in labels))
-    for label, seeds in runs.items():
+    styles = figures.styles(labels)
+    for label, histories in lines.items():
+        seeds, style = [series(history, key) for history in histories], styles[label]
         rounds = sorted(set.intersection(*(set(values) for values in seeds)))
         if not rounds:
             continue
-        values, style = np.array([[history[r] for r in rounds] for history in seeds]), styles[label]
+        values = view(np.array([[seed[r] for r in rounds] for seed in seeds]))
         mean, spread = values.mean(axis=0), deviation(values)
         name = label if len(seeds) == 1 else f"{label} ({len(seeds)} seeds)"
         axes.plot(rounds, mean, label=name, marker="o" if len(rounds) <= 5 else None, markersize=3, **style)
         if len(seeds) > 1:
-            alpha = 0.18 if len(runs) <= 5 else 0.08  # many bands would hide the lines
+            alpha = 0.18 if len(lines) <= 5 else 0.08  # many bands would hide the lines
             low, high = np.clip([mean - spread, mean + spread], *limits)
             axes.fill_between(rounds, low, high, color=style["color"], alpha=alpha, linewidth=0)

@@ -1,22 +1,17 @@
-"""Common parts of all figures: figures without global state, their files, sizes for a paper's page, colours and line
-styles."""
+"""Common parts of all figures: their creation without global state, files, sizes, colours and line styles."""
 
 from __future__ import annotations
 
-import functools
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 COLUMN, PAGE = 3.4, 7.0  # inches: a figure in one column of a two-column paper, and over both
-FORMATS = (".png", ".svg", ".pdf")
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9")
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 3)))
 _STYLE: Any = {  # matplotlib's types list its settings one by one
@@ -27,17 +22,13 @@ _STYLE: Any = {  # matplotlib's types list its settings one by one
 }  # fmt: skip
 
 
-def apply_style(draw: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that draws: letters and lines get the sizes that they have on a paper's page."""
+@contextmanager
+def style() -> Iterator[None]:
+    """Give letters and lines the sizes that they have on a paper's page. Used as a decorator of functions that draw."""
+    from matplotlib import rc_context
 
-    @functools.wraps(draw)
-    def draw_with_style(*args: P.args, **kwargs: P.kwargs) -> T:
-        from matplotlib import rc_context
-
-        with rc_context(_STYLE):
-            return draw(*args, **kwargs)
-
-    return draw_with_style
+    with rc_context(_STYLE):
+        yield
 
 
 def new(width: float, height: float) -> Figure:
@@ -78,19 +69,6 @@ def save(figure: Figure, path: Path) -> Path:
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
     return path
-
-
-def rename(path: Path, stem: str) -> Path:
-    """Rename a saved figure in all its formats. Return the PNG's new path."""
-    for suffix in FORMATS:
-        path.with_suffix(suffix).rename(path.with_name(stem + suffix))
-    return path.with_name(stem + ".png")
-
-
-def remove(path: Path) -> None:
-    """Remove a saved figure in all its formats."""
-    for suffix in FORMATS:
-        path.with_suffix(suffix).unlink()
 
 
 def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:

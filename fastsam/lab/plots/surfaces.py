@@ -12,7 +12,7 @@ from fastsam.lab.plots import figure as figures
 _SPAN = 1e4  # largest span of the colour scale: largest loss / smallest loss
 
 
-@figures.apply_style
+@figures.style()
 def surfaces(grids: Mapping[str, np.ndarray], radius: float, path: str | Path, title: str = "") -> Path:
     """Plot the loss on each label's grid `[points, points]` over [-radius, radius]^2, with level lines.
 

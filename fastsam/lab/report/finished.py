@@ -35,7 +35,7 @@ def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
     return groups
 
 
-def title(runs: Iterable[FinishedRun], data: str) -> str:
+def title_of(runs: Iterable[FinishedRun], data: str) -> str:
     """Return the names of the algorithms (their number, if there are more than five) and of the data."""
     names = list(dict.fromkeys(run.algorithm for run in runs))
     return f"{', '.join(names) if len(names) <= 5 else f'{len(names)} algorithms'} on {data}"

@@ -13,6 +13,7 @@ from fastsam.lab.report.finished import FinishedRun, Group, baseline, by_label, 
 from fastsam.lab.report.table import Table
 
 DASH = "–"
+Column = tuple[str, Callable[[Group], str]]
 
 
 def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) -> Table:
@@ -22,26 +23,33 @@ def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) 
     the seeds ± the sample's standard deviation. Accuracies of clients are means over the clients ± their deviation.
     """
     target = target_of(runs)
-    header = ["algorithm", "test\nfinal %", "test\nbest %", f"clients %\n({_validation(runs)})"]
-    header += ["s per\nround", "MB\nsent"]
+    columns: list[Column] = [
+        ("test\nfinal %", partial(percent, key="accuracy_final")),
+        ("test\nbest %", partial(percent, key="accuracy_best")),
+        (f"clients %\n({_validation(runs)})", _clients),
+        ("s per\nround", partial(mean, key="seconds_per_round", form="{:.3f}".format)),
+        ("MB\nsent", partial(mean, key="megabytes", form=size)),
+    ]
     if target is not None:
-        header.insert(4, f"rounds\nto {100 * target:g} %")
-    rows = []
-    for label, group in by_label(runs).items():
-        row = [label, percent(group, "accuracy_final"), percent(group, "accuracy_best"), _clients(group)]
-        row += [_rounds_to_target(group)] if target is not None else []
-        rows.append([*row, mean(group, "seconds_per_round", "{:.3f}".format), mean(group, "megabytes", size)])
-    table = Table(title, header, rows)
+        columns.insert(3, (f"rounds\nto {100 * target:g} %", _rounds_to_target))
+    table = _table(title, runs, columns)
     if table.width > width:
-        table = replace(table, rows=[[cell.replace(" ± ", "±") for cell in row] for row in rows])
+        table = replace(table, rows=[[cell.replace(" ± ", "±") for cell in row] for row in table.rows])
     if table.width > width:
-        table = replace(table, head=[*header[:2], *header[3:]], rows=[[*row[:2], *row[3:]] for row in table.rows])
+        table = replace(
+            table, head=[*table.head[:2], *table.head[3:]], rows=[[*row[:2], *row[3:]] for row in table.rows]
+        )
     return table
 
 
+def _table(title: str, runs: Sequence[FinishedRun], columns: Sequence[Column], note: str = "") -> Table:
+    """Return a table with a row per label. A column is its head, and the function that makes a cell from the runs."""
+    rows = [[label, *(cell(group) for _, cell in columns)] for label, group in by_label(runs).items()]
+    return Table(title, ["algorithm", *(head for head, _ in columns)], rows, note)
+
+
 def sentences(runs: Sequence[FinishedRun]) -> list[str]:
-    """Return what came out in one sentence per label: final accuracy, its difference to the baseline, rounds to the
-    target."""
+    """Return a sentence per label: final accuracy, its difference to the baseline, and rounds to the target."""
     groups, target, texts = by_label(runs), target_of(runs), []
     for label, group in groups.items():
         text = f"{label}: {percent(group, 'accuracy_final')} % test accuracy"
@@ -75,45 +83,40 @@ def all_tables(runs: Sequence[FinishedRun]) -> list[Table]:
 
 def accuracy(runs: Sequence[FinishedRun]) -> Table:
     """Return the table of accuracies: final, best and mean of the last ten evaluated rounds; and over clients."""
-    head = ["algorithm", "final %", "best %", "last ten %", "clients %", "worst client %", "best client %"]
-    rows = [
-        [
-            label, percent(group, "accuracy_final"), percent(group, "accuracy_best"), percent(group, "accuracy_last10"),
-            _clients(group), _extreme(group, "min", "client_worst"), _extreme(group, "max", "client_best"),
-        ]
-        for label, group in by_label(runs).items()
-    ]  # fmt: skip
+    columns: list[Column] = [
+        ("final %", partial(percent, key="accuracy_final")),
+        ("best %", partial(percent, key="accuracy_best")),
+        ("last ten %", partial(percent, key="accuracy_last10")),
+        ("clients %", _clients),
+        ("worst client %", partial(_extreme, extreme="min", client_key="client_worst")),
+        ("best client %", partial(_extreme, extreme="max", client_key="client_best")),
+    ]
     note = (
         "Accuracy of the global model on the test set; with several seeds mean ± the sample's standard deviation over "
         "them. Clients: mean ± standard deviation over the clients, averaged over the seeds, each client on its own "
         f"validation samples (mode {_validation(runs)!r}); the worst and the best client with their numbers, seed by "
         "seed."
     )
-    return Table("Accuracy", head, rows, note)
+    return _table("Accuracy", runs, columns, note)
 
 
 def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:
     """Return the table of the runs' metrics, over the test set and over the clients, or None without metrics."""
-    names = [key.removeprefix("test_") for key in metrics_of(runs)]
-    if not names:
-        return None
-    head, groups = ["algorithm"], by_label(runs)
-    rows = [[label] for label in groups]
-    for name in names:
-        head += [name.replace("_", " "), f"{name.replace('_', ' ')}, clients"]
-        for row, group in zip(rows, groups.values(), strict=True):
-            row += [number(group, f"test_{name}"), _clients(group, name, 1, "{:.4g}")]
+    columns: list[Column] = []
+    for key in metrics_of(runs):
+        name = key.removeprefix("test_")
+        columns.append((name.replace("_", " "), partial(number, key=key)))
+        columns.append((f"{name.replace('_', ' ')}, clients", partial(_clients, name=name, unit=1, form="{:.4g}")))
     note = (
         "Of the global model after the last round, on the test set; with several seeds mean ± the sample's standard "
         "deviation over them. Clients: mean ± standard deviation over the clients, averaged over the seeds, each "
         "client on its own validation samples."
     )
-    return Table("Metrics", head, rows, note)
+    return _table("Metrics", runs, columns, note) if columns else None
 
 
 def to_target(runs: Sequence[FinishedRun]) -> Table | None:
-    """Return the table of rounds, computing time and traffic until the target was reached, also relative to the
-    baseline."""
+    """Return the table of rounds, time and traffic until the target was reached, also relative to the baseline."""
     target, groups = target_of(runs), by_label(runs)
     if target is None:
         return None
@@ -147,39 +150,44 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
 
 def cost(runs: Sequence[FinishedRun]) -> Table:
     """Return the table of costs: time, back-propagations, traffic, memory."""
-    seconds, integer = "{:.3f}".format, "{:,.0f}".format
-    columns: list[tuple[str, str, Callable[[float], str]]] = [
-        ("seconds_training", "training s/round", seconds), ("seconds_per_round", "all s/round", seconds),
-        ("backprops", "back-propagations", integer), ("megabytes", "MB sent", size),
-        ("state_megabytes", "state MB", partial(size, digits=2)),
-        ("client_megabytes", "client MB", partial(size, digits=2)),
-    ]  # fmt: skip
-    rows = [[label, *(mean(group, key, form) for key, _, form in columns)] for label, group in by_label(runs).items()]
+    seconds, megabytes = "{:.3f}".format, partial(size, digits=2)
+    columns: list[Column] = [
+        ("training s/round", partial(mean, key="seconds_training", form=seconds)),
+        ("all s/round", partial(mean, key="seconds_per_round", form=seconds)),
+        ("back-propagations", partial(mean, key="backprops", form="{:,.0f}".format)),
+        ("MB sent", partial(mean, key="megabytes", form=size)),
+        ("state MB", partial(mean, key="state_megabytes", form=megabytes)),
+        ("client MB", partial(mean, key="client_megabytes", form=megabytes)),
+    ]
     note = (
         "Means over the seeds; times are medians over the rounds, with and without evaluation and measures. MB: 1e6 "
         "bytes. Sent: both directions, all rounds. State: what the server and all clients keep between rounds at the "
         "end. Client: weights, one gradient and what else a local step of one client works with (activations aside)."
     )
-    return Table("Cost", ["algorithm", *(name for _, name, _ in columns)], rows, note)
+    return _table("Cost", runs, columns, note)
 
 
 def last_measures(runs: Sequence[FinishedRun]) -> Table | None:
     """Return the table of the runs' measures, in their last measured round."""
-    groups = by_label(runs)
-    keys = [key for key in NAMES if any(values(group, key) for group in groups.values())]
-    if not keys:
-        return None
-    rows = [[label, *(number(group, key) for key in keys)] for label, group in groups.items()]
+    columns: list[Column] = [(name, partial(number, key=key)) for key, name in NAMES.items() if values(runs, key)]
     note = "In the last measured round; with several seeds mean ± the sample's standard deviation over them."
-    return Table("Measures", ["algorithm", *(NAMES[key] for key in keys)], rows, note)
+    return _table("Measures", runs, columns, note) if columns else None
 
 
 def percent(group: Group, key: str) -> str:
     """Return an accuracy in percent, with its deviation over the seeds."""
-    numbers = 100 * np.array(values(group, key))
+    return _mean_and_deviation(100 * np.array(values(group, key)), ".2f", ".2f")
+
+
+def number(group: Group, key: str) -> str:
+    """Return the mean over the seeds with four digits, and the deviation over the seeds."""
+    return _mean_and_deviation(np.array(values(group, key)), ".4g", ".2g")
+
+
+def _mean_and_deviation(numbers: np.ndarray, form: str, deviation_form: str) -> str:
     if not numbers.size:
         return DASH
-    return f"{numbers.mean():.2f}" + (f" ± {deviation(numbers):.2f}" if numbers.size > 1 else "")
+    return format(numbers.mean(), form) + (f" ± {deviation(numbers):{deviation_form}}" if numbers.size > 1 else "")
 
 
 def mean(group: Group, key: str, form: Callable[[float], str]) -> str:
@@ -191,14 +199,6 @@ def mean(group: Group, key: str, form: Callable[[float], str]) -> str:
 def size(megabytes: float, digits: int = 1) -> str:
     """Return megabytes with `digits` after the point, or with two significant digits below one megabyte."""
     return f"{megabytes:.{digits}f}" if megabytes >= 1 or not megabytes else f"{megabytes:.2g}"
-
-
-def number(group: Group, key: str) -> str:
-    """Return the mean over the seeds with four digits, and the deviation over the seeds."""
-    numbers = np.array(values(group, key))
-    if not numbers.size:
-        return DASH
-    return f"{numbers.mean():.4g}" + (f" ± {deviation(numbers):.2g}" if numbers.size > 1 else "")
 
 
 def _validation(runs: Sequence[FinishedRun]) -> str | None:

@@ -14,28 +14,12 @@ from fastsam.lab import compare
 from fastsam.lab.config import ConfigError
 from fastsam.lab.reproduce import ordering, runner
 from fastsam.lab.reproduce.page import document, record
-from fastsam.lab.reproduce.table import load, names
+from fastsam.lab.reproduce.table import load
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 FILES = {"report": "report.html", "report (text)": "report.md", "summary": "summary.json"}
-
-
-def listing() -> list[tuple[str, str, str, str]]:
-    """Return a row for each table: its name, its title, the data sets at the paper's scale, and the numbers of runs.
-
-    The numbers of runs are one text: paper's scale; scaled.
-    """
-    rows = []
-    for name in names():
-        paper_table, scaled_table = load(name), load(name, "digits")
-        counts = [
-            sum(len(plan.runs) for plan in runner.plans(runner.sources(t, ()), t.seeds).values())
-            for t in (paper_table, scaled_table)
-        ]
-        rows.append((name, paper_table.title, ", ".join(paper_table.needs), f"{counts[0]}; {counts[1]}"))
-    return rows
 
 
 def reproduce(
@@ -56,7 +40,7 @@ def reproduce(
     """
     table = load(name, scale)
     numbers = table.seeds if seeds is None else _numbers(seeds)
-    plans = runner.plans(runner.sources(table, flags), numbers)
+    plans = runner.plans(table, flags, numbers)
     request = {"reproduce": name, "scale": scale, "seeds": list(numbers), "flags": list(flags)}
     _check_directory(plans, request, directory, resume)
     runner.check_data(plans)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fastsam.fed.algorithms import registry
 from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
 from fastsam.lab.reproduce.runner import Outcome
-from fastsam.lab.reproduce.table import PaperTable, Part, Section
+from fastsam.lab.reproduce.table import PaperTable, Part, Section, algorithm_name
 
 PROPOSED_METHODS = {
     "fedsam": ("fedsam", "mofedsam"),
@@ -79,11 +78,11 @@ def claims(table: PaperTable, outcomes: Outcomes) -> list[Claim]:
         paper_numbers = _paper_numbers(table, section, metric)
         measured_numbers = _measured_numbers(table, section, metric, outcomes)
         for winner, loser in itertools.product(methods, table.algorithms):
-            margins = {
-                c: paper_numbers[c, winner] - paper_numbers[c, loser]
-                for c in _columns(section, paper_numbers, winner, loser)
-            }
-            margins = {column: margin for column, margin in margins.items() if margin > 0}
+            margins: dict[int, float] = {}
+            for column in range(len(section.columns)):
+                better, worse = (paper_numbers.get((column, name)) for name in (winner, loser))
+                if better is not None and worse is not None and better > worse:
+                    margins[column] = better - worse
             if margins:
                 columns = [_margins(measured_numbers[c, winner], measured_numbers[c, loser]) for c in margins]
                 seeds = zip(*columns, strict=False)
@@ -168,21 +167,12 @@ def _measured_numbers(
         seed_numbers = {name: value(kind, group, column.target) for name, group in groups.items()}
         unit = float(kind.direction)
         if kind.shows_multiple or kind.is_multiple:
-            base = _complete_values(seed_numbers["fedavg"])
-            unit = kind.direction / float(np.mean(base)) if base else math.nan
+            base = [v for v in seed_numbers["fedavg"] if v is not None]
+            is_complete = base and len(base) == len(seed_numbers["fedavg"])
+            unit = kind.direction / float(np.mean(base)) if is_complete else math.nan
         for name, values in seed_numbers.items():
             numbers_by_cell[i, name] = [None if v is None or math.isnan(unit) else unit * v for v in values]
     return numbers_by_cell
-
-
-def _complete_values(values: Sequence[float | None]) -> list[float]:
-    """Return the values, or an empty list if one is missing."""
-    numbers = [v for v in values if v is not None]
-    return numbers if len(numbers) == len(values) else []
-
-
-def _columns(section: Section, paper: Mapping[tuple[int, str], float], *names: str) -> Iterator[int]:
-    return (i for i in range(len(section.columns)) if all((i, name) in paper for name in names))
 
 
 def _margins(winner: Sequence[float | None], loser: Sequence[float | None]) -> list[float | None]:
@@ -191,12 +181,9 @@ def _margins(winner: Sequence[float | None], loser: Sequence[float | None]) -> l
 
 def _row(claim: Claim, table: PaperTable) -> list[str]:
     spread = f" ± {float(deviation(claim.measured_margins)):.3g}" if len(claim.measured_margins) > 1 else ""
-    names = " over ".join(registry[name].__name__.replace("_", "-") for name in (claim.winner, claim.loser))
-    place = f"{claim.section}{_metric_suffix(table, claim.metric)}, {claim.columns} column{'s' * (claim.columns > 1)}"
+    names = f"{algorithm_name(claim.winner)} over {algorithm_name(claim.loser)}"
+    metric = f", {METRICS[claim.metric].head}" if len(table.metrics) > 1 else ""
+    place = f"{claim.section}{metric}, {claim.columns} column{'s' * (claim.columns > 1)}"
     favour_count = sum(margin > 0 for margin in claim.measured_margins)
     margin = f"{np.mean(claim.measured_margins):.3g}{spread}"
     return [names, place, f"{claim.paper_margin:.3g}", margin, f"{favour_count} of {len(claim.measured_margins)}"]
-
-
-def _metric_suffix(table: PaperTable, metric: str) -> str:
-    return f", {METRICS[metric].head}" if len(table.metrics) > 1 else ""

@@ -9,25 +9,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fastsam.fed.algorithms import registry
 from fastsam.fed.measures.surface import RADIUS
-from fastsam.lab import plots, report
 from fastsam.lab.compare import Plan
+from fastsam.lab.plots import surfaces
 from fastsam.lab.report.document import Document, Figure
+from fastsam.lab.report.files import draw_ablations, draw_plots
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.report.tables import accuracy, last_measures
 from fastsam.lab.reproduce import ordering
 from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, groups_of
 from fastsam.lab.reproduce.runner import Outcome, changes
-from fastsam.lab.reproduce.table import Column, PaperTable, Part, Section
+from fastsam.lab.reproduce.table import Column, PaperTable, Part, Section, algorithm_name
 
 _MOST_PAIRS = 4  # pairs of columns side by side: more do not fit a page
 Outcomes = Mapping[Part, Outcome]
-
-
-def algorithm_name(name: str) -> str:
-    """Return the algorithm's name as the papers spell it."""
-    return registry[name].__name__.replace("_", "-")
 
 
 def document(
@@ -149,17 +144,11 @@ def _figures(table: PaperTable, outcomes: Outcomes, directory: Path) -> list[Fig
     for part, outcome in outcomes.items():
         if not outcome.runs:
             continue
-        part_figures = report.draw_plots(outcome.runs, {"": outcome.counts}, directory, _part_name(table, part))
-        part_figures += report.ablations(outcome.runs, directory, _part_name(table, part))
-        for figure in part_figures:
-            kind = figure.path.stem.partition("-")[0]
-            if kind in table.figures or f"{kind}s" in table.figures:
-                path = plots.figure.rename(figure.path, f"{part.slug}-{figure.path.stem}")
-                figures.append(
-                    Figure(path, f"{_part_name(table, part)}: {figure.caption[0].lower()}{figure.caption[1:]}")
-                )
-            else:
-                plots.figure.remove(figure.path)
+        name, prefix = _part_name(table, part), f"{part.slug}-"
+        part_figures = draw_plots(outcome.runs, {"": outcome.counts}, directory, name, table.figures, prefix)
+        if "ablations" in table.figures:
+            part_figures += draw_ablations(outcome.runs, directory, name, prefix)
+        figures += [Figure(f.path, f"{name}: {f.caption[0].lower()}{f.caption[1:]}") for f in part_figures]
     grids = {
         _surface_label(part, label, outcomes): grid
         for part, o in outcomes.items()
@@ -167,7 +156,7 @@ def _figures(table: PaperTable, outcomes: Outcomes, directory: Path) -> list[Fig
     }
     if grids:
         title = "" if table.scale is None else f"scaled to {table.scale}"
-        path = plots.surfaces(grids, RADIUS, directory / "surfaces.png", title)
+        path = surfaces.surfaces(grids, RADIUS, directory / "surfaces.png", title)
         caption = "Training loss around the final models of the first seed, in two random directions"
         figures.append(Figure(path, caption))
     return figures

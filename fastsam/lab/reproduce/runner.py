@@ -14,8 +14,8 @@ from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import RESUMABLE
 from fastsam.lab import compare, experiment
 from fastsam.lab.compare import Plan
-from fastsam.lab.config import ConfigSource, parse_flags, resolve
-from fastsam.lab.report import FinishedRun
+from fastsam.lab.config import parse_flags, resolve
+from fastsam.lab.report.finished import FinishedRun
 from fastsam.lab.reproduce.table import PaperTable, Part, source
 from fastsam.lab.run_config import RunConfig, short_name
 
@@ -40,27 +40,18 @@ class Outcome:
     samples: int = 0  # number of test samples, 0 if unknown
 
 
-def sources(table: PaperTable, flags: Sequence[str]) -> dict[Part, ConfigSource]:
-    """Return the config of each part.
+def plans(table: PaperTable, flags: Sequence[str], seeds: Sequence[int]) -> dict[Part, Plan]:
+    """Return the comparison of each part, all checked. Raises ConfigError.
 
     Args:
         flags: keys that override the keys of config files. A key in an algorithm's table applies to the parts that run
             this algorithm.
     """
     flat, tables = parse_flags(flags)
-    tables_by_part = (
-        {name: part_tables for name, part_tables in tables.items() if name in part.algorithms} for part in table.parts
-    )
-    return {
-        part: replace(source(part, table.name), flags=flat, flag_tables=part_tables)
-        for part, part_tables in zip(table.parts, tables_by_part, strict=True)
-    }
-
-
-def plans(sources: Mapping[Part, ConfigSource], seeds: Sequence[int]) -> dict[Part, Plan]:
-    """Return the comparison of each part, all checked. Raises ConfigError."""
     plans_by_part = {}
-    for part, part_source in sources.items():
+    for part in table.parts:
+        part_tables = {name: options for name, options in tables.items() if name in part.algorithms}
+        part_source = replace(source(part, table.name), flags=flat, flag_tables=part_tables)
         plan = compare.plan(part_source, part.algorithms, [str(s) for s in seeds], part.sweep)
         for config in plan.configs:
             experiment.keywords(config)
@@ -129,11 +120,9 @@ def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torc
     first = next(model.parameters())
     accuracies = []
     for x, y in data.clients:
-        correct_count = 0
-        for part, labels in zip(x.split(512), y.split(512), strict=True):
-            device_part = part.to(first.device, first.dtype) if part.is_floating_point() else part.to(first.device)
-            correct_count += int((model(device_part).argmax(1).cpu() == labels).sum())
-        accuracies.append(correct_count / len(y))
+        inputs = x.to(first.dtype) if x.is_floating_point() else x
+        predictions = [model(part.to(first.device)).argmax(1).cpu() for part in inputs.split(512)]
+        accuracies.append(int((torch.cat(predictions) == y).sum()) / len(y))
     return np.array(accuracies)
 
 

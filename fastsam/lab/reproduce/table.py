@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+from fastsam.fed.algorithms import registry
 from fastsam.fed.common.checks import nearest
 from fastsam.lab.config import ConfigError, ConfigSource, tomllib
 from fastsam.lab.run_config import TABLES
@@ -63,16 +64,17 @@ class Distrust:
 
     reason: str  # explanation for the report
     section: str = ""  # title of a section; empty for all
-    columns: tuple[str, ...] = ()  # names of columns; empty for all
-    algorithms: tuple[str, ...] = ()  # names of algorithms; empty for all
-    metrics: tuple[str, ...] = ()  # names of metrics; empty for all
+    columns: Sequence[str] = ()  # names of columns; empty for all
+    algorithms: Sequence[str] = ()  # names of algorithms; empty for all
+    metrics: Sequence[str] = ()  # names of metrics; empty for all
 
     def covers(self, section: str, column: str, algorithm: str, metric: str) -> bool:
         """Return True if this entry covers the cell."""
-        conditions = (((self.section,) if self.section else (), section), (self.columns, column))
-        return all(
-            not names or value in names
-            for names, value in (*conditions, (self.algorithms, algorithm), (self.metrics, metric))
+        return (
+            self.section in ("", section)
+            and column in (self.columns or [column])
+            and algorithm in (self.algorithms or [algorithm])
+            and metric in (self.metrics or [metric])
         )
 
 
@@ -96,10 +98,8 @@ class PaperTable:
     @property
     def parts(self) -> tuple[Part, ...]:
         """Return all parts, each once; columns may share parts."""
-        parts: list[Part] = []
-        for part in (part for section in self.sections for column in section.columns for part in column.parts):
-            parts += [part] if part not in parts else []
-        return tuple(parts)
+        columns = [column for section in self.sections for column in section.columns]
+        return tuple(dict.fromkeys(part for column in columns for part in column.parts))
 
     def published(self, section: Section, column: int, algorithm: str, metric: str) -> tuple[str | None, list[str]]:
         """Return a published cell as printed, or None, and the reasons not to trust it."""
@@ -112,6 +112,11 @@ class PaperTable:
     def needs(self) -> tuple[str, ...]:
         """Return the data sets at the paper's scale."""
         return tuple(dict.fromkeys(str(part.paper["data"]) for part in self.parts))
+
+
+def algorithm_name(name: str) -> str:
+    """Return the algorithm's name as the papers spell it."""
+    return registry[name].__name__.replace("_", "-")
 
 
 def names() -> list[str]:
@@ -135,7 +140,7 @@ def load(name: str, scale: str | None = None) -> PaperTable:
         tuple(content.get("metrics", ())), tuple(content.get("figures", ())), tuple(content["algorithms"]),
         tuple(content["seeds" if scale is None else "scaled_seeds"]),
         content.get("surface_points" if scale is None else "scaled_surface_points", 51),
-        sections, tuple(_distrust(entry) for entry in content.get("distrust", ())),
+        sections, tuple(Distrust(**entry) for entry in content.get("distrust", ())),
     )  # fmt: skip
 
 
@@ -148,11 +153,6 @@ def source(part: Part, name: str, at_paper: bool = False) -> ConfigSource:
 
 def _read(folder: str, name: str) -> dict[str, Any]:
     return tomllib.loads((resources.files(__package__) / folder / f"{name}.toml").read_text(encoding="utf-8"))
-
-
-def _distrust(entry: Mapping[str, Any]) -> Distrust:
-    lists = {key: tuple(entry[key]) for key in ("columns", "algorithms", "metrics") if key in entry}
-    return Distrust(entry["reason"], entry.get("section", ""), **lists)
 
 
 def _section(section: Mapping[str, Any], table: Mapping[str, Any], scale: str | None) -> Section:
