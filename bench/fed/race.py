@@ -13,7 +13,9 @@ from bench.fed.workload import CLASSES, Workload
 from bench.record import has_failed
 from bench.timing import Rounds, interleave, ratios, summary
 
-LOSS_RATIO = 2.0  # allowed by the correctness check; clients are sampled differently, and a CNN is still learning fast
+# Allowed by the correctness check. Each contender samples its own clients, and a CNN still learns fast after the 26
+# rounds of a race: twelve bare loops ended between 0.51 and 0.75, fifteen of FedLab between 0.50 and 0.74.
+LOSS_RATIO = 1.6
 
 
 @dataclass(frozen=True)
