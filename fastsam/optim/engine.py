@@ -20,7 +20,7 @@ from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced
 from fastsam.optim.state_dict_format import STEPS
-from fastsam.optim.update_calls import UpdateInputs, rule_of
+from fastsam.optim.update import UpdateInputs, rule_of
 from fastsam.optim.variants.sam import SAM, VariantState
 from fastsam_kernels.constants import FreedError, check_not_freed
 
@@ -249,7 +249,7 @@ class Engine(ParamTracker):
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
         """Return the calls after an update, which count the step."""
         # An interrupted `second_step` may have left the flag. If the next step has no `first_step`, it is cleared here.
-        return [*self._count(self.steps + 1), partial(setattr, self, "finishing", False)]
+        return [*self._count(self.steps + 1), partial(setattr, self, "is_finishing", False)]
 
     def _begin_unperturbed(self, calls: Sequence[BucketGrads]) -> None:
         """Begin an update without a perturbation: in place, or from a copy if an interrupt could find it half made."""

@@ -14,7 +14,7 @@ from fastsam.optim.bucket import G1, NEXT_STATE, VARIANT_STATE, Bucket, BucketGr
 from fastsam.optim.hparams import HParamTensor, LossScales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced, to_local
-from fastsam.optim.update_calls import UpdateInputs, op_calls
+from fastsam.optim.update import UpdateInputs
 from fastsam.optim.variants.sam import SAM, VariantState
 from fastsam_kernels.constants import CLIP_EPS
 from fastsam_kernels.hparams import HParam
@@ -286,5 +286,5 @@ def _sharpness_calls(
     numbers in `hparams`."""
     backup = bucket.backup.weights if bucket.backup.is_master else None
     operands = part.tensors, backup, grads, part.table, hparams, "sgd", [None]
-    calls = op_calls(bucket, operands, inputs._replace(g1_field=G1), part, steps=None, init_state=False)
+    calls = inputs._replace(g1_field=G1).op_calls(bucket, part, operands, steps=None, init_state=False)
     return [*calls, partial(part.store)] if part.indirect else calls

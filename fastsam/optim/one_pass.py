@@ -21,7 +21,7 @@ from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.state_dict_format import Weights
-from fastsam.optim.update_calls import Group, rule_of
+from fastsam.optim.update import Group, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 
 # By update rule: the field of its state that is a momentum.

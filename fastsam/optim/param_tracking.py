@@ -22,8 +22,7 @@ from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import fsdp_modules_of, reshard, to_local
 from fastsam.optim.state_dict_format import Weights, restore_weights, saved_weights
-from fastsam.optim.update import FusedUpdate, State
-from fastsam.optim.update_calls import Group, UpdateRule, rule_of
+from fastsam.optim.update import FusedUpdate, Group, State, UpdateRule, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 from fastsam.step import GradCoefficients
 
