@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.arena import Arena, Layout, is_dense
 from fastsam.backends import Kernels
 from fastsam.ops import bind
-from fastsam.optim.backup import CopyBackup, MasterBackup, Target
+from fastsam.optim.backup import Backup, Target
 from fastsam.optim.gradients import present
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_groups_of, to_local
@@ -51,9 +51,8 @@ class Bucket:
         ]
         self.layout = Layout.of(self.tensors, groups)
         self.arena = Arena(self.layout, device=self.device)
-        kind: type[CopyBackup] = MasterBackup if is_fused and self.dtype != self.compute else CopyBackup
-        dtype = self.compute if kind.is_master else self.dtype
-        self.backup = kind(self.params, self.aliases, dtype, self.arena, kernels, exclusive)
+        backup_dtype = self.compute if is_fused else self.dtype
+        self.backup = Backup(self.params, self.aliases, backup_dtype, self.arena, kernels, exclusive)
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
         self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._selections: dict[tuple[int, ...], Selection] = {}
@@ -64,9 +63,7 @@ class Bucket:
         """Return the parameters in `slots`, always the same object."""
         selection = self._selections.get(slots)
         if selection is None:
-            selection = self._selections[slots] = Selection(
-                slots, self.params, self.aliases, self.tensors, self.layout, self.backup.can_swap
-            )
+            selection = self._selections[slots] = Selection(self, slots)
         return selection
 
     def gather(self) -> tuple[Selection, list[Tensor]]:
