@@ -50,8 +50,7 @@ class AccumulationCheck:
 
     def check(self, groups: Groups) -> None:
         """Warn once if there are other gradients now, which the step that begins would clear."""
-        used_grads = self._used_grads
-        self._used_grads = None  # until this step is made
+        used_grads, self._used_grads = self._used_grads, None  # None until this step is made
         if used_grads is None:
             return
         grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]

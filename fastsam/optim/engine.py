@@ -101,8 +101,11 @@ class Engine(ParamTracker):
             bucket.backup.begin_step()
         if not self.is_plain_sam:
             _check_not_freed(calls)
-            if not self.perturbs:
-                return self._skip_perturbation()
+            if not self.perturbs:  # the weights are not saved, because nothing moves them
+                for bucket in self.buckets:
+                    bucket.backup_selection = bucket.select(())
+                self.weight_state, self._calls = WeightState.PERTURBED, []
+                return
             calls = self._calls = self._with_directions(calls, scale)
         if self.stochastic_rounding:
             self.perturbations.add_(1)
@@ -178,13 +181,6 @@ class Engine(ParamTracker):
             for bucket, selection, grads in calls:
                 bucket.store_g1(selection, grads)
         return self.combiner.directions(calls, scale) if self.variant.has_direction else calls
-
-    def _skip_perturbation(self) -> None:
-        """Make the first pass of a step that does not perturb. The weights are not saved, because nothing moves
-        them."""
-        for bucket in self.buckets:
-            bucket.backup_selection = bucket.select(())
-        self.weight_state, self._calls = WeightState.PERTURBED, []
 
     def update(
         self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None, skip_nonfinite: bool

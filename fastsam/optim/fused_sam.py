@@ -213,12 +213,6 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         self._accumulation_check.record(self.param_groups)
         return loss
 
-    # If torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and
-    # nothing would be updated.
-    @torch._disable_dynamo
-    def _run_uncompiled(self, closure: Callable[[], Any]) -> Any:
-        return self._whole_step(closure)
-
     def _whole_step(self, closure: Callable[[], Any]) -> Any:
         engine = self._engine
         with torch.enable_grad():
@@ -228,6 +222,10 @@ class FusedSAM(StepPhaseMixin, Optimizer):
                 self._pass(closure, WeightState.PERTURBED)
         self._update()
         return loss
+
+    # If torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and
+    # nothing would be updated.
+    _run_uncompiled = torch._disable_dynamo(_whole_step)
 
     def _pass(self, closure: Callable[[], Any], phase: WeightState) -> Any:
         """Return the result of the closure, called with cleared gradients, in this phase from beginning to end."""

@@ -152,7 +152,7 @@ class GradCombiner:
         for bucket, _, _ in calls:
             state, next_state = bucket.field(VARIANT_STATE), bucket.field(NEXT_STATE)
             torch.where(fine, next_state, state, out=next_state)
-            calls_after.append(copy_call(state, next_state))
+            calls_after.append(c_call(state.copy_, next_state))
         return calls_after
 
     def unit_calls(self, scale: Tensor | None) -> list[partial[Any]]:
@@ -178,13 +178,8 @@ class GradCombiner:
             if grads:
                 torch._foreach_add_(bucket.g1_views(selection), list(grads))
             torch.where(fine, g1, state, out=g1)
-            calls_after.append(copy_call(state, g1))
+            calls_after.append(c_call(state.copy_, g1))
         return calls_after
-
-
-def copy_call(field: Tensor, value: Tensor) -> partial[Any]:
-    """Return `field.copy_(value)` as a call of an update."""
-    return c_call(field.copy_, value)
 
 
 def c_call(function: Callable[..., Any], *operands: Any) -> partial[Any]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fastsam.optim.backup import Target
 from fastsam.optim.bucket import GRADIENT, ROUNDED, VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.engine import Engine
-from fastsam.optim.grad_combination import c_call, copy_call
+from fastsam.optim.grad_combination import c_call
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.selection import Selection
@@ -275,4 +275,4 @@ def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], fou
         torch._foreach_copy_(part.views(field), list(grads))
     if found_inf is not None:
         torch.where(found_inf == 0, field, state, out=field)
-    return copy_call(state, field)
+    return c_call(state.copy_, field)

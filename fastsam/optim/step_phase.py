@@ -223,10 +223,7 @@ class StepPhaseMixin:
 
     def _require_second(self, problem: str, remedy: str) -> None:
         """Raise RuntimeError if the step perturbs and its first half was not made."""
-        engine = self._engine
-        if engine.weight_state is not WeightState.PERTURBED and (
-            engine.weight_state is not WeightState.ORIGINAL or engine.perturbs
-        ):
+        if self._engine.weight_state is not WeightState.ORIGINAL or self._engine.perturbs:
             self._require(WeightState.PERTURBED, problem, remedy)
 
     def _require_halves(self, call: str) -> None:
