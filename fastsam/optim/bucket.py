@@ -63,7 +63,9 @@ class Bucket:
         """Return the parameters in `slots`, always the same object."""
         selection = self._selections.get(slots)
         if selection is None:
-            selection = self._selections[slots] = Selection(self, slots)
+            selection = self._selections[slots] = Selection(
+                slots, self.params, self.aliases, self.tensors, self.layout, self.backup.can_swap
+            )
         return selection
 
     def gather(self) -> tuple[Selection, list[Tensor]]:
@@ -87,15 +89,23 @@ class Bucket:
         """Return a field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
         return self.arena.field(name, self.compute)
 
-    # --- first gradients that the update reads ---
-
-    def store_g1(self, selection: Selection, grads: Sequence[Tensor]) -> None:
-        """Copy these gradients, because their memory may be written in the second pass. Other parameters get zeros."""
-        field = self.arena.field(G1, self.dtype)
+    def fill_(self, field: Tensor, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
+        """Copy these gradients into a field, which gets zeros elsewhere, and return it."""
         if selection is not self.whole:
             field.zero_()
         if grads:
-            torch._foreach_copy_(self.g1_views(selection), list(grads))
+            torch._foreach_copy_(selection.views(field), list(grads))
+        return field
+
+    def rounded(self, vector: Tensor) -> Tensor:
+        """Return a vector in the dtype of the parameters."""
+        return vector if self.dtype == self.compute else self.arena.field(ROUNDED, self.dtype).copy_(vector)
+
+    # --- first gradients that the update reads ---
+
+    def store_g1(self, selection: Selection, grads: Sequence[Tensor]) -> None:
+        """Copy these gradients, because their memory may be written in the second pass."""
+        self.fill_(self.arena.field(G1, self.dtype), selection, grads)
 
     def g1_views(self, selection: Selection) -> list[Tensor]:
         """Return the gradients that `store_g1` copied."""
@@ -113,34 +123,17 @@ class Bucket:
     ) -> list[Tensor]:
         """Return the vectors along which these parameters are perturbed: `choose(factor * g, state, next_state)`,
         see `SAM.direction`. The state of other parameters stays."""
-        g = self._concatenate(selection, grads)
+        g = self.fill_(self.field(GRADIENT), selection, grads)
         if factor is not None:
             g.mul_(factor)
         if VARIANT_STATE not in self.arena:
-            return self._round(choose(g, g[:, :0], g[:, :0]), selection)
+            return selection.views(self.rounded(choose(g, g[:, :0], g[:, :0])))
         state, next_state = self.field(VARIANT_STATE), self.field(NEXT_STATE)
         direction = choose(g, state, next_state)
-        if selection is not self.whole and (complement := self._complement(selection)).slots:
+        complement = self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
+        if complement.slots:
             torch._foreach_copy_(complement.views(next_state), complement.views(state))
-        return self._round(direction, selection)
-
-    def _concatenate(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
-        """Return these gradients as one vector, which is zero elsewhere."""
-        g = self.field(GRADIENT)
-        if selection is not self.whole:
-            g.zero_()
-        if grads:
-            torch._foreach_copy_(selection.views(g), list(grads))
-        return g
-
-    def _round(self, vector: Tensor, selection: Selection) -> list[Tensor]:
-        """Return the parts of a vector for these parameters, in their dtype."""
-        if self.dtype != self.compute:
-            vector = self.arena.field(ROUNDED, self.dtype).copy_(vector)
-        return selection.views(vector)
-
-    def _complement(self, selection: Selection) -> Selection:
-        return self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
+        return selection.views(self.rounded(direction))
 
     # --- other memory for perturbed weights ---
 

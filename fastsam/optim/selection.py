@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastsam.arena import Layout
 from fastsam.optim.sharded import to_local
 from fastsam.optim.storage_swap import StorageSwap, worth_swapping
-
-if TYPE_CHECKING:
-    from fastsam.optim.bucket import Bucket
 
 
 class Selection:
     """Some of a bucket's parameters as operands of a call: one object per set of slots, compared by identity."""
 
-    def __init__(self, bucket: Bucket, slots: tuple[int, ...]) -> None:
-        """Select the parameters with the indices `slots`. The bucket is not kept, because it keeps its selections."""
-        self.slots, self._params = slots, bucket.params
-        layout = bucket.layout
-        self.table = layout.table if len(slots) == len(bucket.params) else layout.subtable(slots)
+    def __init__(
+        self,
+        slots: tuple[int, ...],
+        params: Sequence[Tensor],
+        aliases: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        layout: Layout,
+        can_swap: bool,
+    ) -> None:
+        """
+        Args:
+            slots: indices of the parameters in the bucket.
+            params, aliases, tensors: all parameters of the bucket, the same detached, and dense.
+            can_swap: True if parameters may get other memory for their perturbed weights.
+        """
+        self.slots, self._params = slots, params
+        self.table = layout.table if len(slots) == len(params) else layout.subtable(slots)
         self._segments = [layout.segments[i] for i in slots]
-        self._tensors = [bucket.tensors[i] for i in slots]
-        aliases = [bucket.aliases[i] for i in slots]
+        self._tensors = [tensors[i] for i in slots]
+        aliases = [aliases[i] for i in slots]
         # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
         self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
         self.direct_calls: dict[Any, Any] = {}  # direct calls of the kernels, by target of the backup
         # views of the vector along which a variant of one pass perturbs
         self.direction_views: list[Tensor] | None = None
         self.swap: StorageSwap | None = None  # None: the parameters stay in their memory
-        if bucket.backup.can_swap and slots and worth_swapping(self._tensors):
-            self.swap = StorageSwap(bucket.params, slots, aliases)
+        if can_swap and slots and worth_swapping(self._tensors):
+            self.swap = StorageSwap(params, slots, aliases)
 
     def views(self, field: Tensor) -> list[Tensor]:
         """Return what a field of one row has of these parameters."""
