@@ -9,7 +9,7 @@ One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, pa
 has the hyperparameter tensor. A `bucket` has the parameters of one dtype, a `selection` the parameters of a call. A
 `backup` has the unperturbed weights, and `storage_swap` gives parameters other memory for perturbed weights. `amp`
 serves GradScalers, `sharded` parameters of several ranks, `running_stats` BatchNorm, and `in_backward` updates in the
-backward pass. `accumulation_check` and `clip_check` warn.
+backward pass. `grad_checks` warns.
 """
 
 from __future__ import annotations

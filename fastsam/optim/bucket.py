@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from fastsam.arena import Arena, Layout, is_dense
 from fastsam.backends import Kernels
 from fastsam.ops import bind
 from fastsam.optim.backup import Backup, Target
-from fastsam.optim.gradients import present
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_groups_of, to_local
 from fastsam.optim.storage_swap import grad_storage_reusable
@@ -68,11 +67,18 @@ class Bucket:
             )
         return selection
 
-    def gather(self) -> tuple[Selection, list[Tensor]]:
-        """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements."""
-        parameter_grads = list(map(gradient_of, self.params)) if self.has_dtensors else [p.grad for p in self.params]
-        slots, grads = present(parameter_grads, self.tensors, self.numbers)
-        return self.select(slots), grads
+    def gather(self, slots: Iterable[int] | None = None) -> tuple[Selection, list[Tensor]]:
+        """Return the parameters that have a gradient, among the parameters in `slots` (None: all), and the gradients.
+
+        Each gradient has its parameter's dtype and order of elements: it is copied if it has others, or if it is of a
+        subclass. Raises RuntimeError for a gradient that cannot be used.
+        """
+        grads: dict[int, Tensor] = {}
+        for i in self.whole.slots if slots is None else slots:
+            grad = gradient_of(self.params[i]) if self.has_dtensors else self.params[i].grad
+            if grad is not None:
+                grads[i] = _in_order(grad, self.tensors[i], self.numbers[i])
+        return self.select(tuple(grads)), list(grads.values())
 
     def direct_calls(self, selection: Selection) -> Any:
         """Return the direct calls of the kernels on these weights (`fastsam_kernels.direct_calls`), or None."""
@@ -253,6 +259,30 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return True if a and b are equal, with NaN and the signs of zeros."""
     integers = _INTEGERS[a.element_size()]
     return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
+
+
+def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of parameter {number} is sparse ({grad.layout}); FusedSAM needs dense gradients: for an "
+            "embedding use sparse=False, or give its parameters a separate optimizer"
+        )
+    if grad.is_complex():
+        raise RuntimeError(
+            f"the gradient of parameter {number} is complex ({grad.dtype}); FusedSAM needs real gradients"
+        )
+    if grad.shape != param.shape or grad.device != param.device:
+        raise RuntimeError(
+            f"the gradient of parameter {number} is {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(param.shape)} on {param.device}: "
+            "it belongs to the parameter before a change; zero the gradients and run the backward pass again"
+        )
+    # The memory of a subclass, or of a tensor with a pending sign, may not have its elements.
+    bare = torch.compiler.is_compiling() or (type(grad) is Tensor and not grad.is_neg())
+    if bare and grad.dtype == param.dtype and grad.stride() == param.stride():
+        return grad
+    empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
+    return empty.copy_(grad.detach())
 
 
 def buckets_of(

@@ -14,7 +14,6 @@ from fastsam.optim.backup import Target
 from fastsam.optim.base_optimizer import unhooked_step, unscale_
 from fastsam.optim.bucket import Bucket, BucketGrads
 from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
-from fastsam.optim.gradients import present
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
@@ -155,14 +154,13 @@ class Engine(ParamTracker):
         if not follows or rule_of(self.base) is not self.rule or len(groups) != self._hparams.tensor.shape[1]:
             return False
         self._refresh_options(groups)
-        _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
+        part, grads = bucket.gather((slot,))
         swap = bucket.backup.active_swap
         if swap is None or not swap.swap_back_one(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]
         afterwards: list[partial[Any]] = []
-        part, inputs = bucket.select((slot,)), UpdateInputs([])
-        ready = update.prepare(part, grads, self._hparams.specs, self.base.state, inputs, afterwards)
+        ready = update.prepare(part, grads, self._hparams.specs, self.base.state, UpdateInputs([]), afterwards)
         if any(map(partial.__call__, ready + afterwards)):
             raise RuntimeError(COULD_NOT)
         return True

@@ -20,9 +20,8 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 
 from fastsam.optim import amp, in_backward, parameters
-from fastsam.optim.accumulation_check import AccumulationCheck
 from fastsam.optim.base_optimizer import make_base, options_of_base
-from fastsam.optim.clip_check import ClipCheck
+from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import add_param_group, check_parameters, describe, share_groups

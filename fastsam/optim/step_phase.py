@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastsam.optim import amp
-from fastsam.optim.accumulation_check import AccumulationCheck
-from fastsam.optim.clip_check import ClipCheck
 from fastsam.optim.engine import Engine
+from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
 from fastsam.optim.one_pass import OnePass
 from fastsam.optim.param_groups import share_groups
 from fastsam.optim.param_tracking import WeightState
