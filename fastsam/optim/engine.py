@@ -188,7 +188,9 @@ class Engine(ParamTracker):
         If the update is not fused and there is a GradScaler, it waits for the device, as torch's unfused optimizers do.
         """
         if skip_nonfinite:
-            found_inf = self.nonfinite(calls, found_inf)
+            if self.uses_combiner:
+                self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
+            found_inf = or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))
         if self.rule is None:
             self._update_by_base(calls, scales, found_inf)
         else:
@@ -307,12 +309,6 @@ class Engine(ParamTracker):
     def abort_step(self) -> None:
         """Restore the weights of between the steps, bit for bit, after an exception in a step."""
         self.restore_weights()
-
-    def nonfinite(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> Tensor:
-        """Return float32 `[1]`, which is not 0 if a gradient of `calls` is not finite, or if `found_inf` is not 0."""
-        if self.uses_combiner:
-            self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
-        return or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))
 
     @property
     def _seed(self) -> Tensor | None:

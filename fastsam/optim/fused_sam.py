@@ -40,6 +40,7 @@ from fastsam.optim.step_phase import StepPhaseMixin
 from fastsam.optim.variants.sam import SAM, variant_of
 
 NO_SCALES = LossScales()
+INITIAL = "_init_optim_state"  # function of torch.distributed.checkpoint that calls `step` to have the state made
 
 
 class FusedSAM(StepPhaseMixin, Optimizer):
@@ -167,8 +168,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
         # A compiled step that read the state would be compiled again for each new gradient.
-        stateless = closure is None and not torch.compiler.is_compiling() and not self.state
-        if stateless and called_by_checkpoint("_init_optim_state"):
+        if closure is None and not torch.compiler.is_compiling() and not self.state and called_by_checkpoint(INITIAL):
             return make_initial_state(self)
         if not self._is_observed():
             return self._step(closure)

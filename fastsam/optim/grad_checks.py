@@ -46,7 +46,6 @@ class AccumulationCheck:
 
     def record(self, groups: Groups) -> None:
         """Record the present gradients, which were all used."""
-        self._used_grads = None
         if not self._steps_left:
             return
         self._steps_left -= 1

@@ -19,11 +19,10 @@ SHARED = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step
 
 def share_groups(optimizer: Any) -> None:
     """Give the base optimizer the groups, state and hooks of `optimizer`, also after they were replaced."""
-    base = optimizer.base_optimizer
     for name in SHARED:
         shared = getattr(optimizer, name)
-        if getattr(base, name) is not shared:  # torch.compile cannot write them with torch 2.11
-            setattr(base, name, shared)
+        if getattr(optimizer.base_optimizer, name) is not shared:  # torch.compile cannot write them with torch 2.11
+            setattr(optimizer.base_optimizer, name, shared)
 
 
 def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
