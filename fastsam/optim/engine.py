@@ -210,11 +210,10 @@ class Engine(ParamTracker):
             inputs = UpdateInputs(calls, None, [], found_inf, scales.g2)
             if self.max_grad_norm is not None:
                 inputs = with_norm(self._hparams, inputs)
-        specs, state = self._hparams.specs, self.base.state
         ready: list[partial[Any]] = []
         afterwards: list[partial[Any]] = []
         for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
-            ready += update.prepare(selection, grads, specs, state, inputs, afterwards)
+            ready += update.prepare(selection, grads, self._hparams.specs, self.base.state, inputs, afterwards)
         if self.uses_combiner:
             ready += inputs.calls_after
             if is_perturbed:

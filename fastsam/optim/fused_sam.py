@@ -39,6 +39,7 @@ from fastsam.optim.state_dict import (
 from fastsam.optim.step_phase import StepPhaseMixin
 from fastsam.optim.variants.sam import SAM, variant_of
 
+NOT_IN_CLOSURE = "the closure made a part of the step itself; leave first_step() and all that follows to step(closure)"
 NO_SCALES = LossScales()
 INITIAL = "_init_optim_state"  # function of torch.distributed.checkpoint that calls `step` to have the state made
 
@@ -235,8 +236,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             loss = closure()
         finally:
             self._engine.in_closure = False
-        remedy = "leave first_step() and all that follows to step(closure)"
-        self._require(phase, "the closure made a part of the step itself", remedy)
+        if self._engine.weight_state is not phase:
+            raise RuntimeError(NOT_IN_CLOSURE)
         return loss
 
     def first_step(self, zero_grad: bool = False) -> None:

@@ -13,16 +13,21 @@ from fastsam.optim.one_pass import check_base
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import check_options, is_dtensor
 
-# Attributes of both optimizers. A hook on either one fires once per step.
-SHARED = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
 
 def share_groups(optimizer: Any) -> None:
     """Give the base optimizer the groups, state and hooks of `optimizer`, also after they were replaced."""
-    for name in SHARED:
-        shared = getattr(optimizer, name)
-        if getattr(optimizer.base_optimizer, name) is not shared:  # torch.compile cannot write them with torch 2.11
-            setattr(optimizer.base_optimizer, name, shared)
+    base = optimizer.base_optimizer
+    if (
+        base.param_groups is optimizer.param_groups
+        and base.state is optimizer.state
+        and base._optimizer_step_pre_hooks is optimizer._optimizer_step_pre_hooks
+        and base._optimizer_step_post_hooks is optimizer._optimizer_step_post_hooks
+    ):
+        return  # torch.compile cannot write them with torch 2.11
+    base.param_groups, base.state = optimizer.param_groups, optimizer.state
+    # A hook on either optimizer fires once per step.
+    base._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    base._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
 
 
 def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:

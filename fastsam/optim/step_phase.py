@@ -239,10 +239,9 @@ class StepPhaseMixin:
 
     def _is_observed(self) -> bool:
         """Return True if a hook or a profiler looks at the step."""
-        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        return bool(
-            hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled
-        )
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled:
+            return True
+        return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
 
     def _finishes(self) -> bool:
         """Return True if `second_step` is running, so that the closure of `step` belongs to a trainer."""
