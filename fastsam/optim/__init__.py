@@ -1,7 +1,7 @@
 """`FusedSAM`, its variants and schedules; `Lion`, which torch does not have.
 
 One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, param_guard) -> Engine.perturb (engine)
-           -> collect_grads -> Engine.update (engine) -> FusedUpdate.prepare (update) -> calls_of (update_calls)
+           -> collect_grads -> Engine.update (engine) -> FusedUpdate.prepare (update)
 
 `step_phase` checks the order of calls, `param_groups` the groups, `parameters` the tensors. `state_dict` and
 `state_dict_format` save and load. `variants/` has a file for each variant of SAM, and `rho_scheduler` schedules of rho.

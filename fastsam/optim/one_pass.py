@@ -53,7 +53,6 @@ class OnePass(Engine):
                 "the promise ends with the step, so leave it out"
             )
         super().__init__(base, backend, stochastic_rounding, exclusive, variant)
-        check_base(variant, base, base.param_groups)
         self.perturbs_every_step = False
         self._last_perturbation: list[BucketGrads] = []  # vectors along which the weights were perturbed
         self._versions: list[int] | None = None  # versions of the weights since then; None: a state was loaded

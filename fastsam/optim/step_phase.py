@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fastsam.optim import amp
 from fastsam.optim.engine import Engine
-from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
+from fastsam.optim.grad_checks import AccumulationCheck
 from fastsam.optim.one_pass import OnePass
 from fastsam.optim.param_groups import share_groups
 from fastsam.optim.param_tracking import WeightState
@@ -31,7 +31,6 @@ class StepPhaseMixin:
     param_groups: list[dict[str, Any]]
     _engine: Engine
     _accumulation_check: AccumulationCheck
-    _clip_check: ClipCheck
     _running_stats: RunningStatsFreezer
     _optimizer_step_pre_hooks: dict[int, Any]
     _optimizer_step_post_hooks: dict[int, Any]
