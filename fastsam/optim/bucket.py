@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fastsam.arena import Arena, Layout, is_dense
 from fastsam.backends import Kernels
-from fastsam.ops import bind
 from fastsam.optim.backup import Backup, Target
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_groups_of, to_local
+from fastsam.optim.sharded import gradient_of, is_dtensor, shard_groups_of, to_local
 from fastsam.optim.storage_swap import grad_storage_reusable
 from fastsam_kernels.constants import compute_dtype
 
@@ -36,7 +35,7 @@ class Bucket:
         kernels: Kernels,
         hparams: Tensor,
         is_fused: bool,
-        exclusive: bool = False,
+        exclusive: bool,
     ) -> None:
         self.params, self.numbers, self.groups = list(params), list(numbers), list(groups)
         self.kernels, self.hparams = kernels, hparams
@@ -283,30 +282,3 @@ def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
         return grad
     empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
     return empty.copy_(grad.detach())
-
-
-def buckets_of(
-    groups: Sequence[dict[str, Any]],
-    uninitialized_params: Sequence[Tensor],
-    backend: str,
-    device: torch.device,
-    hparams: Tensor,
-    is_fused: bool,
-    exclusive: bool,
-) -> list[Bucket]:
-    """Return buckets of the parameters by dtype and by the ranks that share them, in order, without
-    `uninitialized_params`."""
-    absent = set(map(id, uninitialized_params))
-    members: dict[tuple[torch.dtype, ShardGroups], list[tuple[Tensor, int, int]]] = {}
-    number = 0
-    for group_number, group in enumerate(groups):
-        for p in group["params"]:
-            if id(p) not in absent:
-                members.setdefault((p.dtype, shard_groups_of(p)), []).append((p, number, group_number))
-            number += 1
-    buckets = []
-    for (dtype, _), members_of_bucket in members.items():
-        params, numbers, group_numbers = zip(*members_of_bucket, strict=True)
-        kernels = bind(backend, device, dtype)
-        buckets.append(Bucket(params, numbers, group_numbers, kernels, hparams, is_fused, exclusive))
-    return buckets

@@ -165,11 +165,6 @@ class Engine(ParamTracker):
             raise RuntimeError(COULD_NOT)
         return True
 
-    def _swap_back(self) -> None:
-        if self.in_backward is not None:
-            self.in_backward.remove()
-        super()._swap_back()
-
     def _with_directions(self, calls: list[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
         """Return the calls of a variant with its directions, and keep first gradients that the second pass reads."""
         if self.has_unperturbed_groups:
