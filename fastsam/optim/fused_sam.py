@@ -11,7 +11,8 @@ The equations are in `fastsam_kernels.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -330,6 +331,49 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
+
+    # --- back from the perturbed point ---
+
+    def restore(self) -> None:
+        """End a step that `first_step()` began: the original weights are back, bit for bit, and nothing is updated.
+
+        Raises RuntimeError if the weights are not perturbed.
+        """
+        self._require_halves("restore()")
+        self._require(WeightState.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
+        share_groups(self)
+        self._recover()
+
+    @contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit,
+        also after an exception. Calling `step()` inside, after a backward pass, makes the update.
+        """
+        self._require_halves("perturbed()")
+        self._require(
+            WeightState.ORIGINAL,
+            "perturbed() inside first_step() and second_step()",
+            "call second_step(), or restore() first",
+        )
+        graph = torch.is_grad_enabled()
+        try:
+            try:
+                self.first_step()
+                yield
+            finally:
+                self._recover()
+        except BaseException:
+            torch.set_grad_enabled(graph)
+            raise
+        finally:
+            self._recover()  # when an interrupt fell into the line above; nothing otherwise
+
+    def _recover(self) -> None:
+        """Restore the weights and update running statistics again, at any moment of a step."""
+        try:
+            self._engine.abort_step()
+        finally:
+            self._running_stats.thaw()
 
     # --- states ---
 
