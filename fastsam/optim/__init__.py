@@ -1,7 +1,7 @@
 """`FusedSAM`, its variants and schedules; `Lion`, which torch does not have.
 
 One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, param_guard) -> Engine.perturb (engine)
-           -> collect_grads -> Engine.update (engine) -> FusedUpdate.prepare (update) -> calls_of (update_calls)
+           -> collect_grads -> Engine.update (engine) -> FusedUpdate.prepare (update)
 
 `step_phase` checks the order of calls, `param_groups` the groups, `parameters` the tensors. `state_dict` and
 `state_dict_format` save and load. `variants/` has a file for each variant of SAM, and `rho_scheduler` schedules of rho.
@@ -9,7 +9,7 @@ One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, pa
 has the hyperparameter tensor. A `bucket` has the parameters of one dtype, a `selection` the parameters of a call. A
 `backup` has the unperturbed weights, and `storage_swap` gives parameters other memory for perturbed weights. `amp`
 serves GradScalers, `sharded` parameters of several ranks, `running_stats` BatchNorm, and `in_backward` updates in the
-backward pass. `accumulation_check` and `clip_check` warn.
+backward pass. `grad_checks` warns.
 """
 
 from __future__ import annotations

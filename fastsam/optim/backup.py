@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,14 +24,14 @@ class Target(Enum):
     BACKUP = "reads and writes the backup; the perturbation that follows writes the parameters"
 
 
-class CopyBackup:
-    """Copy of the unperturbed weights in their dtype, which a perturbation makes.
+class Backup:
+    """The unperturbed weights of a bucket while its parameters are perturbed.
 
-    If parameters may have other memory for their perturbed weights (`can_swap`), the unperturbed weights may stay in
-    the parameters' own memory. A copy is then allocated when it is needed.
+    It is a copy in the weights' dtype, which the perturbation makes, or a master copy (`is_master`): the float32 copy
+    of half-precision weights, which counts in every phase, and which fused updates read and write. If parameters may
+    have other memory for their perturbed weights (`can_swap`), the unperturbed weights may stay in the parameters' own
+    memory. A copy is then allocated when it is needed.
     """
-
-    is_master: ClassVar[bool] = False  # a float32 copy that counts in every phase
 
     def __init__(
         self,
@@ -41,16 +40,30 @@ class CopyBackup:
         dtype: torch.dtype,
         arena: Arena,
         kernels: Kernels,
-        can_swap: bool,
+        exclusive: bool,
     ) -> None:
-        """params: the bucket's list itself, since another one would be another reference to each parameter."""
+        """
+        Args:
+            params: the bucket's list itself, since another one would be another reference to each parameter.
+            aliases: the same parameters, detached.
+            dtype: dtype of the backup, float32 for a master copy.
+            arena: arena in which the backup is a field.
+            kernels: kernels of the bucket.
+            exclusive: nothing else refers to the memory of the weights, so that it can be swapped, and so that version
+                counters show if the weights differ from a master copy.
+        """
         self._params, self._aliases, self._dtype, self._arena, self._kernels = params, aliases, dtype, arena, kernels
         self._has_dtensors = any(map(is_dtensor, params))
-        self.can_swap = can_swap
+        self.is_master = dtype != params[0].dtype
+        self.can_swap = exclusive and not self.is_master
         self.active_swap: StorageSwap | None = None  # parameters that have other memory in this step
         self.target = Target.RESTORED
         self.needs_save = True  # the perturbation has to save the weights
-        if not can_swap:
+        self._notes_versions = exclusive and self.is_master
+        self._versions: list[int] | None = None  # versions of the weights after the last update
+        if self.is_master:
+            arena.layout.gather(aliases, self.weights[0])
+        elif not exclusive:
             arena.field("backup", dtype)
 
     @property
@@ -63,10 +76,14 @@ class CopyBackup:
     def begin_step(self, has_weights: bool = False) -> None:
         """Prepare for a perturbation. has_weights: the backup has the weights already."""
         self.target, self.needs_save, self.active_swap = Target.RESTORED, not has_weights, None
+        if self._notes_versions and self.needs_save and not torch.compiler.is_compiling():
+            self.needs_save = self._versions != self.versions()
 
     def begin_update(self, target: Target) -> None:
-        """Prepare for an update that is not made from the backup into the parameters."""
-        self.target = target
+        """Prepare for an update that is not made from the backup into the parameters. A master copy stays the weights
+        that every update reads and writes."""
+        if not self.is_master:
+            self.target = target
 
     def operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
         """Return the operands `params` and `backup` of an update."""
@@ -76,6 +93,8 @@ class CopyBackup:
 
     def note_update(self) -> None:
         """Note that an update was made."""
+        if self._notes_versions:
+            self._versions = self.versions()
 
     def restore(self, selection: Selection) -> None:
         """Put the unperturbed weights back, bit for bit."""
@@ -105,7 +124,7 @@ class CopyBackup:
 
     def unperturbed_weights(self, selection: Selection) -> list[Tensor]:
         """Return the unperturbed weights of these parameters, or their master copies."""
-        if self.target is Target.PARAMS and not self.is_master:
+        if self.target is Target.PARAMS:
             return [self._aliases[i] for i in selection.slots]
         return selection.views(self.weights)
 
@@ -114,37 +133,3 @@ class CopyBackup:
         if self._has_dtensors:  # torch's own writes count in the DTensor
             return [p._version + to_local(p)._version for p in self._params]
         return [p._version for p in self._params]
-
-
-class MasterBackup(CopyBackup):
-    """Float32 master copy of half-precision weights, which fused updates read and write."""
-
-    is_master = True
-
-    def __init__(
-        self,
-        params: list[Tensor],
-        aliases: list[Tensor],
-        dtype: torch.dtype,
-        arena: Arena,
-        kernels: Kernels,
-        trusts_versions: bool,
-    ) -> None:
-        """trusts_versions: writes of the weights are seen by their version counters, so that no comparison with the
-        masters is needed."""
-        super().__init__(params, aliases, dtype, arena, kernels, can_swap=False)
-        self._trusts_versions = trusts_versions
-        self._versions: list[int] | None = None  # versions of the weights after the last update
-        arena.layout.gather(aliases, self.weights[0])
-
-    def begin_step(self, has_weights: bool = False) -> None:
-        super().begin_step(has_weights)
-        if self.needs_save and self._trusts_versions and not torch.compiler.is_compiling():
-            self.needs_save = self._versions != self.versions()
-
-    def begin_update(self, target: Target) -> None:
-        """Stay with the masters, which every update reads and writes."""
-
-    def note_update(self) -> None:
-        if self._trusts_versions:
-            self._versions = self.versions()

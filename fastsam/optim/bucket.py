@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,9 @@ from torch import Tensor
 
 from fastsam.arena import Arena, Layout, is_dense
 from fastsam.backends import Kernels
-from fastsam.ops import bind
-from fastsam.optim.backup import CopyBackup, MasterBackup, Target
-from fastsam.optim.gradients import present
+from fastsam.optim.backup import Backup, Target
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import ShardGroups, gradient_of, is_dtensor, shard_groups_of, to_local
+from fastsam.optim.sharded import gradient_of, is_dtensor, shard_groups_of, to_local
 from fastsam.optim.storage_swap import grad_storage_reusable
 from fastsam_kernels.constants import compute_dtype
 
@@ -37,7 +35,7 @@ class Bucket:
         kernels: Kernels,
         hparams: Tensor,
         is_fused: bool,
-        exclusive: bool = False,
+        exclusive: bool,
     ) -> None:
         self.params, self.numbers, self.groups = list(params), list(numbers), list(groups)
         self.kernels, self.hparams = kernels, hparams
@@ -51,9 +49,8 @@ class Bucket:
         ]
         self.layout = Layout.of(self.tensors, groups)
         self.arena = Arena(self.layout, device=self.device)
-        kind: type[CopyBackup] = MasterBackup if is_fused and self.dtype != self.compute else CopyBackup
-        dtype = self.compute if kind.is_master else self.dtype
-        self.backup = kind(self.params, self.aliases, dtype, self.arena, kernels, exclusive)
+        backup_dtype = self.compute if is_fused else self.dtype
+        self.backup = Backup(self.params, self.aliases, backup_dtype, self.arena, kernels, exclusive)
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
         self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
         self._selections: dict[tuple[int, ...], Selection] = {}
@@ -69,11 +66,18 @@ class Bucket:
             )
         return selection
 
-    def gather(self) -> tuple[Selection, list[Tensor]]:
-        """Return the parameters that have a gradient, and the gradients, each in its parameter's order of elements."""
-        parameter_grads = list(map(gradient_of, self.params)) if self.has_dtensors else [p.grad for p in self.params]
-        slots, grads = present(parameter_grads, self.tensors, self.numbers)
-        return self.select(slots), grads
+    def gather(self, slots: Iterable[int] | None = None) -> tuple[Selection, list[Tensor]]:
+        """Return the parameters that have a gradient, among the parameters in `slots` (None: all), and the gradients.
+
+        Each gradient has its parameter's dtype and order of elements: it is copied if it has others, or if it is of a
+        subclass. Raises RuntimeError for a gradient that cannot be used.
+        """
+        grads: dict[int, Tensor] = {}
+        for i in self.whole.slots if slots is None else slots:
+            grad = gradient_of(self.params[i]) if self.has_dtensors else self.params[i].grad
+            if grad is not None:
+                grads[i] = _in_order(grad, self.tensors[i], self.numbers[i])
+        return self.select(tuple(grads)), list(grads.values())
 
     def direct_calls(self, selection: Selection) -> Any:
         """Return the direct calls of the kernels on these weights (`fastsam_kernels.direct_calls`), or None."""
@@ -90,15 +94,23 @@ class Bucket:
         """Return a field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
         return self.arena.field(name, self.compute)
 
-    # --- first gradients that the update reads ---
-
-    def store_g1(self, selection: Selection, grads: Sequence[Tensor]) -> None:
-        """Copy these gradients, because their memory may be written in the second pass. Other parameters get zeros."""
-        field = self.arena.field(G1, self.dtype)
+    def fill_(self, field: Tensor, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
+        """Copy these gradients into a field, which gets zeros elsewhere, and return it."""
         if selection is not self.whole:
             field.zero_()
         if grads:
-            torch._foreach_copy_(self.g1_views(selection), list(grads))
+            torch._foreach_copy_(selection.views(field), list(grads))
+        return field
+
+    def rounded(self, vector: Tensor) -> Tensor:
+        """Return a vector in the dtype of the parameters."""
+        return vector if self.dtype == self.compute else self.arena.field(ROUNDED, self.dtype).copy_(vector)
+
+    # --- first gradients that the update reads ---
+
+    def store_g1(self, selection: Selection, grads: Sequence[Tensor]) -> None:
+        """Copy these gradients, because their memory may be written in the second pass."""
+        self.fill_(self.arena.field(G1, self.dtype), selection, grads)
 
     def g1_views(self, selection: Selection) -> list[Tensor]:
         """Return the gradients that `store_g1` copied."""
@@ -116,34 +128,17 @@ class Bucket:
     ) -> list[Tensor]:
         """Return the vectors along which these parameters are perturbed: `choose(factor * g, state, next_state)`,
         see `SAM.direction`. The state of other parameters stays."""
-        g = self._concatenate(selection, grads)
+        g = self.fill_(self.field(GRADIENT), selection, grads)
         if factor is not None:
             g.mul_(factor)
         if VARIANT_STATE not in self.arena:
-            return self._round(choose(g, g[:, :0], g[:, :0]), selection)
+            return selection.views(self.rounded(choose(g, g[:, :0], g[:, :0])))
         state, next_state = self.field(VARIANT_STATE), self.field(NEXT_STATE)
         direction = choose(g, state, next_state)
-        if selection is not self.whole and (complement := self._complement(selection)).slots:
+        complement = self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
+        if complement.slots:
             torch._foreach_copy_(complement.views(next_state), complement.views(state))
-        return self._round(direction, selection)
-
-    def _concatenate(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
-        """Return these gradients as one vector, which is zero elsewhere."""
-        g = self.field(GRADIENT)
-        if selection is not self.whole:
-            g.zero_()
-        if grads:
-            torch._foreach_copy_(selection.views(g), list(grads))
-        return g
-
-    def _round(self, vector: Tensor, selection: Selection) -> list[Tensor]:
-        """Return the parts of a vector for these parameters, in their dtype."""
-        if self.dtype != self.compute:
-            vector = self.arena.field(ROUNDED, self.dtype).copy_(vector)
-        return selection.views(vector)
-
-    def _complement(self, selection: Selection) -> Selection:
-        return self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
+        return selection.views(self.rounded(direction))
 
     # --- other memory for perturbed weights ---
 
@@ -265,28 +260,25 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
 
 
-def buckets_of(
-    groups: Sequence[dict[str, Any]],
-    uninitialized_params: Sequence[Tensor],
-    backend: str,
-    device: torch.device,
-    hparams: Tensor,
-    is_fused: bool,
-    exclusive: bool,
-) -> list[Bucket]:
-    """Return buckets of the parameters by dtype and by the ranks that share them, in order, without
-    `uninitialized_params`."""
-    absent = set(map(id, uninitialized_params))
-    members: dict[tuple[torch.dtype, ShardGroups], list[tuple[Tensor, int, int]]] = {}
-    number = 0
-    for group_number, group in enumerate(groups):
-        for p in group["params"]:
-            if id(p) not in absent:
-                members.setdefault((p.dtype, shard_groups_of(p)), []).append((p, number, group_number))
-            number += 1
-    buckets = []
-    for (dtype, _), members_of_bucket in members.items():
-        params, numbers, group_numbers = zip(*members_of_bucket, strict=True)
-        kernels = bind(backend, device, dtype)
-        buckets.append(Bucket(params, numbers, group_numbers, kernels, hparams, is_fused, exclusive))
-    return buckets
+def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of parameter {number} is sparse ({grad.layout}); FusedSAM needs dense gradients: for an "
+            "embedding use sparse=False, or give its parameters a separate optimizer"
+        )
+    if grad.is_complex():
+        raise RuntimeError(
+            f"the gradient of parameter {number} is complex ({grad.dtype}); FusedSAM needs real gradients"
+        )
+    if grad.shape != param.shape or grad.device != param.device:
+        raise RuntimeError(
+            f"the gradient of parameter {number} is {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(param.shape)} on {param.device}: "
+            "it belongs to the parameter before a change; zero the gradients and run the backward pass again"
+        )
+    # The memory of a subclass, or of a tensor with a pending sign, may not have its elements.
+    bare = torch.compiler.is_compiling() or (type(grad) is Tensor and not grad.is_neg())
+    if bare and grad.dtype == param.dtype and grad.stride() == param.stride():
+        return grad
+    empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
+    return empty.copy_(grad.detach())

@@ -14,13 +14,12 @@ from fastsam.optim.backup import Target
 from fastsam.optim.base_optimizer import unhooked_step, unscale_
 from fastsam.optim.bucket import Bucket, BucketGrads
 from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
-from fastsam.optim.gradients import present
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced
 from fastsam.optim.state_dict_format import STEPS
-from fastsam.optim.update_calls import UpdateInputs, rule_of
+from fastsam.optim.update import UpdateInputs, rule_of
 from fastsam.optim.variants.sam import SAM, VariantState
 from fastsam_kernels.constants import FreedError, check_not_freed
 
@@ -101,8 +100,11 @@ class Engine(ParamTracker):
             bucket.backup.begin_step()
         if not self.is_plain_sam:
             _check_not_freed(calls)
-            if not self.perturbs:
-                return self._skip_perturbation()
+            if not self.perturbs:  # the weights are not saved, because nothing moves them
+                for bucket in self.buckets:
+                    bucket.backup_selection = bucket.select(())
+                self.weight_state, self._calls = WeightState.PERTURBED, []
+                return
             calls = self._calls = self._with_directions(calls, scale)
         if self.stochastic_rounding:
             self.perturbations.add_(1)
@@ -152,22 +154,16 @@ class Engine(ParamTracker):
         if not follows or rule_of(self.base) is not self.rule or len(groups) != self._hparams.tensor.shape[1]:
             return False
         self._refresh_options(groups)
-        _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
+        part, grads = bucket.gather((slot,))
         swap = bucket.backup.active_swap
         if swap is None or not swap.swap_back_one(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]
         afterwards: list[partial[Any]] = []
-        part, inputs = bucket.select((slot,)), UpdateInputs([])
-        ready = update.prepare(part, grads, self._hparams.specs, self.base.state, inputs, afterwards)
+        ready = update.prepare(part, grads, self._hparams.specs, self.base.state, UpdateInputs([]), afterwards)
         if any(map(partial.__call__, ready + afterwards)):
             raise RuntimeError(COULD_NOT)
         return True
-
-    def _swap_back(self) -> None:
-        if self.in_backward is not None:
-            self.in_backward.remove()
-        super()._swap_back()
 
     def _with_directions(self, calls: list[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
         """Return the calls of a variant with its directions, and keep first gradients that the second pass reads."""
@@ -179,13 +175,6 @@ class Engine(ParamTracker):
                 bucket.store_g1(selection, grads)
         return self.combiner.directions(calls, scale) if self.variant.has_direction else calls
 
-    def _skip_perturbation(self) -> None:
-        """Make the first pass of a step that does not perturb. The weights are not saved, because nothing moves
-        them."""
-        for bucket in self.buckets:
-            bucket.backup_selection = bucket.select(())
-        self.weight_state, self._calls = WeightState.PERTURBED, []
-
     def update(
         self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None, skip_nonfinite: bool
     ) -> None:
@@ -194,7 +183,9 @@ class Engine(ParamTracker):
         If the update is not fused and there is a GradScaler, it waits for the device, as torch's unfused optimizers do.
         """
         if skip_nonfinite:
-            found_inf = self.nonfinite(calls, found_inf)
+            if self.uses_combiner:
+                self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
+            found_inf = or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))
         if self.rule is None:
             self._update_by_base(calls, scales, found_inf)
         else:
@@ -214,11 +205,10 @@ class Engine(ParamTracker):
             inputs = UpdateInputs(calls, None, [], found_inf, scales.g2)
             if self.max_grad_norm is not None:
                 inputs = with_norm(self._hparams, inputs)
-        specs, state = self._hparams.specs, self.base.state
         ready: list[partial[Any]] = []
         afterwards: list[partial[Any]] = []
         for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
-            ready += update.prepare(selection, grads, specs, state, inputs, afterwards)
+            ready += update.prepare(selection, grads, self._hparams.specs, self.base.state, inputs, afterwards)
         if self.uses_combiner:
             ready += inputs.calls_after
             if is_perturbed:
@@ -249,7 +239,7 @@ class Engine(ParamTracker):
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
         """Return the calls after an update, which count the step."""
         # An interrupted `second_step` may have left the flag. If the next step has no `first_step`, it is cleared here.
-        return [*self._count(self.steps + 1), partial(setattr, self, "finishing", False)]
+        return [*self._count(self.steps + 1), partial(setattr, self, "is_finishing", False)]
 
     def _begin_unperturbed(self, calls: Sequence[BucketGrads]) -> None:
         """Begin an update without a perturbation: in place, or from a copy if an interrupt could find it half made."""
@@ -313,12 +303,6 @@ class Engine(ParamTracker):
     def abort_step(self) -> None:
         """Restore the weights of between the steps, bit for bit, after an exception in a step."""
         self.restore_weights()
-
-    def nonfinite(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> Tensor:
-        """Return float32 `[1]`, which is not 0 if a gradient of `calls` is not finite, or if `found_inf` is not 0."""
-        if self.uses_combiner:
-            self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
-        return or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))
 
     @property
     def _seed(self) -> Tensor | None:

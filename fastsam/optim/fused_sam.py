@@ -11,7 +11,8 @@ The equations are in `fastsam_kernels.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 
 from fastsam.optim import amp, in_backward, parameters
-from fastsam.optim.accumulation_check import AccumulationCheck
 from fastsam.optim.base_optimizer import make_base, options_of_base
-from fastsam.optim.clip_check import ClipCheck
+from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import add_param_group, check_parameters, describe, share_groups
@@ -40,7 +40,9 @@ from fastsam.optim.state_dict import (
 from fastsam.optim.step_phase import StepPhaseMixin
 from fastsam.optim.variants.sam import SAM, variant_of
 
+NOT_IN_CLOSURE = "the closure made a part of the step itself; leave first_step() and all that follows to step(closure)"
 NO_SCALES = LossScales()
+INITIAL = "_init_optim_state"  # function of torch.distributed.checkpoint that calls `step` to have the state made
 
 
 class FusedSAM(StepPhaseMixin, Optimizer):
@@ -168,8 +170,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
         # A compiled step that read the state would be compiled again for each new gradient.
-        stateless = closure is None and not torch.compiler.is_compiling() and not self.state
-        if stateless and called_by_checkpoint("_init_optim_state"):
+        if closure is None and not torch.compiler.is_compiling() and not self.state and called_by_checkpoint(INITIAL):
             return make_initial_state(self)
         if not self._is_observed():
             return self._step(closure)
@@ -213,12 +214,6 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         self._accumulation_check.record(self.param_groups)
         return loss
 
-    # If torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and
-    # nothing would be updated.
-    @torch._disable_dynamo
-    def _run_uncompiled(self, closure: Callable[[], Any]) -> Any:
-        return self._whole_step(closure)
-
     def _whole_step(self, closure: Callable[[], Any]) -> Any:
         engine = self._engine
         with torch.enable_grad():
@@ -229,6 +224,10 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         self._update()
         return loss
 
+    # If torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and
+    # nothing would be updated.
+    _run_uncompiled = torch._disable_dynamo(_whole_step)
+
     def _pass(self, closure: Callable[[], Any], phase: WeightState) -> Any:
         """Return the result of the closure, called with cleared gradients, in this phase from beginning to end."""
         for p in parameters_of(self.param_groups):
@@ -238,8 +237,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             loss = closure()
         finally:
             self._engine.in_closure = False
-        remedy = "leave first_step() and all that follows to step(closure)"
-        self._require(phase, "the closure made a part of the step itself", remedy)
+        if self._engine.weight_state is not phase:
+            raise RuntimeError(NOT_IN_CLOSURE)
         return loss
 
     def first_step(self, zero_grad: bool = False) -> None:
@@ -332,6 +331,49 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
+
+    # --- back from the perturbed point ---
+
+    def restore(self) -> None:
+        """End a step that `first_step()` began: the original weights are back, bit for bit, and nothing is updated.
+
+        Raises RuntimeError if the weights are not perturbed.
+        """
+        self._require_halves("restore()")
+        self._require(WeightState.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
+        share_groups(self)
+        self._recover()
+
+    @contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit,
+        also after an exception. Calling `step()` inside, after a backward pass, makes the update.
+        """
+        self._require_halves("perturbed()")
+        self._require(
+            WeightState.ORIGINAL,
+            "perturbed() inside first_step() and second_step()",
+            "call second_step(), or restore() first",
+        )
+        graph = torch.is_grad_enabled()
+        try:
+            try:
+                self.first_step()
+                yield
+            finally:
+                self._recover()
+        except BaseException:
+            torch.set_grad_enabled(graph)
+            raise
+        finally:
+            self._recover()  # when an interrupt fell into the line above; nothing otherwise
+
+    def _recover(self) -> None:
+        """Restore the weights and update running statistics again, at any moment of a step."""
+        try:
+            self._engine.abort_step()
+        finally:
+            self._running_stats.thaw()
 
     # --- states ---
 

@@ -14,7 +14,7 @@ from fastsam.optim.bucket import G1, NEXT_STATE, VARIANT_STATE, Bucket, BucketGr
 from fastsam.optim.hparams import HParamTensor, LossScales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced, to_local
-from fastsam.optim.update_calls import UpdateInputs, op_calls
+from fastsam.optim.update import UpdateInputs
 from fastsam.optim.variants.sam import SAM, VariantState
 from fastsam_kernels.constants import CLIP_EPS
 from fastsam_kernels.hparams import HParam
@@ -152,7 +152,7 @@ class GradCombiner:
         for bucket, _, _ in calls:
             state, next_state = bucket.field(VARIANT_STATE), bucket.field(NEXT_STATE)
             torch.where(fine, next_state, state, out=next_state)
-            calls_after.append(copy_call(state, next_state))
+            calls_after.append(c_call(state.copy_, next_state))
         return calls_after
 
     def unit_calls(self, scale: Tensor | None) -> list[partial[Any]]:
@@ -178,13 +178,8 @@ class GradCombiner:
             if grads:
                 torch._foreach_add_(bucket.g1_views(selection), list(grads))
             torch.where(fine, g1, state, out=g1)
-            calls_after.append(copy_call(state, g1))
+            calls_after.append(c_call(state.copy_, g1))
         return calls_after
-
-
-def copy_call(field: Tensor, value: Tensor) -> partial[Any]:
-    """Return `field.copy_(value)` as a call of an update."""
-    return c_call(field.copy_, value)
 
 
 def c_call(function: Callable[..., Any], *operands: Any) -> partial[Any]:
@@ -286,5 +281,5 @@ def _sharpness_calls(
     numbers in `hparams`."""
     backup = bucket.backup.weights if bucket.backup.is_master else None
     operands = part.tensors, backup, grads, part.table, hparams, "sgd", [None]
-    calls = op_calls(bucket, operands, inputs._replace(g1_field=G1), part, steps=None, init_state=False)
+    calls = inputs._replace(g1_field=G1).op_calls(bucket, part, operands, steps=None, init_state=False)
     return [*calls, partial(part.store)] if part.indirect else calls

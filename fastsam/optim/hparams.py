@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.update_calls import Group, StateSpec, UpdateRule, state_spec_of
+from fastsam.optim.update import Group, StateSpec, UpdateRule, state_spec_of
 from fastsam.step import Direction, GradCoefficients, perturbation, set_gsam_coefficients_
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fastsam.optim.bucket import Bucket
-from fastsam.optim.update_calls import rule_of
+from fastsam.optim.update import rule_of
 from fastsam.optim.variants.sam import SAM
 
 TWICE = (

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim.backup import Target
-from fastsam.optim.bucket import GRADIENT, ROUNDED, VARIANT_STATE, Bucket, BucketGrads
+from fastsam.optim.bucket import GRADIENT, VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.engine import Engine
-from fastsam.optim.grad_combination import c_call, copy_call
+from fastsam.optim.grad_combination import c_call
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.state_dict_format import Weights
-from fastsam.optim.update_calls import Group, rule_of
+from fastsam.optim.update import Group, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 
 # By update rule: the field of its state that is a momentum.
@@ -53,7 +53,6 @@ class OnePass(Engine):
                 "the promise ends with the step, so leave it out"
             )
         super().__init__(base, backend, stochastic_rounding, exclusive, variant)
-        check_base(variant, base, base.param_groups)
         self.perturbs_every_step = False
         self._last_perturbation: list[BucketGrads] = []  # vectors along which the weights were perturbed
         self._versions: list[int] | None = None  # versions of the weights since then; None: a state was loaded
@@ -171,10 +170,7 @@ class OnePass(Engine):
                 part = bucket.select(
                     tuple(i for i, (p, group) in enumerate(slots) if has_momentum[group] and p in state)
                 )
-            vector = bucket.field(name)
-            if bucket.dtype != bucket.compute:
-                vector = bucket.arena.field(ROUNDED, bucket.dtype).copy_(vector)
-            result.append((bucket, part, _views(bucket, part, vector)))
+            result.append((bucket, part, _views(bucket, part, bucket.rounded(bucket.field(name)))))
         return result
 
     def abort_step(self) -> None:
@@ -268,11 +264,7 @@ def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], fou
     state = bucket.arena.field(VARIANT_STATE, bucket.dtype)
     if found_inf is None and part is bucket.whole:
         return c_call(torch._foreach_copy_, _views(bucket, part, state), list(grads))
-    field = bucket.arena.field(GRADIENT, bucket.dtype)
-    if part is not bucket.whole:
-        field.zero_()
-    if grads:
-        torch._foreach_copy_(part.views(field), list(grads))
+    field = bucket.fill_(bucket.arena.field(GRADIENT, bucket.dtype), part, grads)
     if found_inf is not None:
         torch.where(found_inf == 0, field, state, out=field)
-    return copy_call(state, field)
+    return c_call(state.copy_, field)

@@ -15,7 +15,7 @@ from fastsam.optim.sharded import check_options, is_dtensor
 
 
 def share_groups(optimizer: Any) -> None:
-    """Give the base optimizer the groups and the state of `optimizer`, also after they were replaced."""
+    """Give the base optimizer the groups, state and hooks of `optimizer`, also after they were replaced."""
     base = optimizer.base_optimizer
     if (
         base.param_groups is optimizer.param_groups

@@ -122,7 +122,8 @@ class ParamGuard:
         self._max_count = 0  # the largest count of references of a parameter that only the optimizer has
         # ids of the parameters to which only the optimizer referred from the first
         self._orphans: set[int] | None = last_guard._orphans if last_guard else None
-        self._expectations: dict[bool, list[_Expectation]] = {}  # by whether the pass is a first one
+        # The gradients of a first pass (True) and of a second pass (False); no entry if nothing is expected.
+        self.expectations: dict[bool, list[_Expectation]] = {}
 
     def note_state(self, state: State) -> None:
         """Take over the state as it is."""
@@ -180,7 +181,7 @@ class ParamGuard:
 
         Nothing is expected if the calls have other tensors than the parameters' own gradients.
         """
-        self._expectations.pop(first, None)
+        self.expectations.pop(first, None)
         expectations = []
         for memory, (bucket, selection, grads) in zip(self._memories, calls, strict=True):
             params = bucket.params
@@ -190,11 +191,7 @@ class ParamGuard:
             absent = None if selection is bucket.whole else [p.grad is None for p in params]
             guard = _guard_of([*params, *grads] if first else grads)
             expectations.append(_Expectation(bucket, selection, memory, absent, guard))
-        self._expectations[first] = expectations
-
-    def expects(self, first: bool) -> bool:
-        """Return True if gradients are expected."""
-        return first in self._expectations
+        self.expectations[first] = expectations
 
     def gradients(
         self, groups: Groups, state: State, first: bool, reads_state: bool = True
@@ -204,7 +201,7 @@ class ParamGuard:
         A second pass compares no kinds of parameters, because the first pass of its step did. A pass that does not
         read the state compares only the number of its entries.
         """
-        expectations = self._expectations.get(first)
+        expectations = self.expectations.get(first)
         if expectations is None or not self.same_parameters(groups):
             return None
         if len(state) != self._num_entries or (reads_state and not self.same_state(state)):

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.ops import bind
 from fastsam.optim import parameters
-from fastsam.optim.bucket import VARIANT_STATE, Bucket, BucketGrads, buckets_of
+from fastsam.optim.bucket import VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.hparams import HParamTensor
 from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
-from fastsam.optim.sharded import fsdp_modules_of, reshard, to_local
+from fastsam.optim.sharded import ShardGroups, fsdp_modules_of, reshard, shard_groups_of, to_local
 from fastsam.optim.state_dict_format import Weights, restore_weights, saved_weights
-from fastsam.optim.update import FusedUpdate, State
-from fastsam.optim.update_calls import Group, UpdateRule, rule_of
+from fastsam.optim.update import FusedUpdate, Group, State, UpdateRule, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 from fastsam.step import GradCoefficients
 
@@ -135,6 +135,8 @@ class ParamTracker:
 
     def _swap_back(self) -> None:
         """Give parameters in separate perturbed memory their own memory back, before their addresses are read."""
+        if self.in_backward is not None:
+            self.in_backward.remove()
         for bucket in self.buckets:
             bucket.backup.swap_back()
 
@@ -188,10 +190,7 @@ class ParamTracker:
         scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, is_reversed)
         weights = {**self._carried_weights, **self.copy_weights()}
         uninitialized_params = self._without_buffers(params, weights)
-        is_fused = rule is not None
-        buckets = buckets_of(
-            groups, uninitialized_params, self.backend, device, scalars.tensor, is_fused, self.exclusive
-        )
+        buckets = self._make_buckets(uninitialized_params, scalars)
         for bucket in buckets:
             if self.variant.state is not VariantState.NONE:
                 dtype = bucket.compute if self.variant.state is VariantState.DIRECTION else bucket.dtype
@@ -204,7 +203,7 @@ class ParamTracker:
         old_sum, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
         if old_sum is not None:
             self._sum.copy_(old_sum)
-        guard = ParamGuard(groups, params, buckets, uninitialized_params, self._guard, is_fused)
+        guard = ParamGuard(groups, params, buckets, uninitialized_params, self._guard, rule is not None)
         guard.note_state(self.base.state)
         # From here on nothing can fail.
         self.rule, self._hparams, self.buckets, self._updates = rule, scalars, buckets, updates
@@ -213,6 +212,24 @@ class ParamTracker:
         members = [p for bucket in buckets for p in bucket.params] if any(b.has_dtensors for b in buckets) else []
         self._fsdp_modules = fsdp_modules_of(members)
         self.uninitialized_params = uninitialized_params
+
+    def _make_buckets(self, uninitialized_params: Sequence[Tensor], scalars: HParamTensor) -> list[Bucket]:
+        """Return buckets of the parameters by dtype and by the ranks that share them, in order, without
+        `uninitialized_params`."""
+        absent = set(map(id, uninitialized_params))
+        members: dict[tuple[torch.dtype, ShardGroups], list[tuple[Tensor, int, int]]] = {}
+        number = 0
+        for group_number, group in enumerate(self.base.param_groups):
+            for p in group["params"]:
+                if id(p) not in absent:
+                    members.setdefault((p.dtype, shard_groups_of(p)), []).append((p, number, group_number))
+                number += 1
+        buckets, is_fused = [], scalars.rule is not None
+        for (dtype, _), members_of_bucket in members.items():
+            params, numbers, groups = zip(*members_of_bucket, strict=True)
+            kernels = bind(self.backend, scalars.tensor.device, dtype)
+            buckets.append(Bucket(params, numbers, groups, kernels, scalars.tensor, is_fused, self.exclusive))
+        return buckets
 
     def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
         """Return the parameters that had no gradient yet, and required none when they were first seen."""

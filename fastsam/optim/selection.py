@@ -32,16 +32,15 @@ class Selection:
             can_swap: True if parameters may get other memory for their perturbed weights.
         """
         self.slots, self._params = slots, params
-        self.table = layout.table if len(slots) == len(params) else layout.subtable(tuple(slots))
+        self.table = layout.table if len(slots) == len(params) else layout.subtable(slots)
         self._segments = [layout.segments[i] for i in slots]
         self._tensors = [tensors[i] for i in slots]
         aliases = [aliases[i] for i in slots]
         # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
         self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
         self.direct_calls: dict[Any, Any] = {}  # direct calls of the kernels, by target of the backup
-        self.direction_views: list[Tensor] | None = (
-            None  # views of the vector that a variant of one pass perturbs along
-        )
+        # views of the vector along which a variant of one pass perturbs
+        self.direction_views: list[Tensor] | None = None
         self.swap: StorageSwap | None = None  # None: the parameters stay in their memory
         if can_swap and slots and worth_swapping(self._tensors):
             self.swap = StorageSwap(params, slots, aliases)

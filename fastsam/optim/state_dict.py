@@ -12,10 +12,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fastsam.optim.accumulation_check import AccumulationCheck
 from fastsam.optim.amp import GradScalerTracker
 from fastsam.optim.base_optimizer import unhooked_step
-from fastsam.optim.clip_check import ClipCheck
+from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
 from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import share_groups

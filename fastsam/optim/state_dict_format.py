@@ -24,7 +24,7 @@ from torch import Tensor
 from fastsam.optim.bucket import G1, NEXT_STATE, VARIANT_STATE, Bucket
 from fastsam.optim.hparams import OWN_OPTIONS, check_group
 from fastsam.optim.sharded import as_dtensor_like, local_part_like
-from fastsam.optim.update_calls import Group, UpdateRule
+from fastsam.optim.update import Group, UpdateRule
 from fastsam.optim.variants.sam import SAM
 from fastsam_kernels.constants import compute_dtype
 

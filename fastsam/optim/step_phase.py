@@ -7,20 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastsam.optim import amp
-from fastsam.optim.accumulation_check import AccumulationCheck
-from fastsam.optim.clip_check import ClipCheck
 from fastsam.optim.engine import Engine
+from fastsam.optim.grad_checks import AccumulationCheck
 from fastsam.optim.one_pass import OnePass
-from fastsam.optim.param_groups import share_groups
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.running_stats import RunningStatsFreezer
 
@@ -32,13 +29,9 @@ class StepPhaseMixin:
     param_groups: list[dict[str, Any]]
     _engine: Engine
     _accumulation_check: AccumulationCheck
-    _clip_check: ClipCheck
     _running_stats: RunningStatsFreezer
     _optimizer_step_pre_hooks: dict[int, Any]
     _optimizer_step_post_hooks: dict[int, Any]
-    if TYPE_CHECKING:
-
-        def first_step(self) -> None: ...
 
     @property
     def is_perturbed(self) -> bool:
@@ -98,49 +91,6 @@ class StepPhaseMixin:
         With a variant of one pass, the norm of the vector along which it perturbed.
         """
         return None if self._engine.sumsq is None else self._engine.sumsq.sqrt()[0]
-
-    # --- back from the perturbed point ---
-
-    def restore(self) -> None:
-        """End a step that `first_step()` began: the original weights are back, bit for bit, and nothing is updated.
-
-        Raises RuntimeError if the weights are not perturbed.
-        """
-        self._require_halves("restore()")
-        self._require(WeightState.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
-        share_groups(self)
-        self._recover()
-
-    @contextmanager
-    def perturbed(self) -> Iterator[None]:
-        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit,
-        also after an exception. Calling `step()` inside, after a backward pass, makes the update.
-        """
-        self._require_halves("perturbed()")
-        self._require(
-            WeightState.ORIGINAL,
-            "perturbed() inside first_step() and second_step()",
-            "call second_step(), or restore() first",
-        )
-        graph = torch.is_grad_enabled()
-        try:
-            try:
-                self.first_step()
-                yield
-            finally:
-                self._recover()
-        except BaseException:
-            torch.set_grad_enabled(graph)
-            raise
-        finally:
-            self._recover()  # when an interrupt fell into the line above; nothing otherwise
-
-    def _recover(self) -> None:
-        """Restore the weights and update running statistics again, at any moment of a step."""
-        try:
-            self._engine.abort_step()
-        finally:
-            self._running_stats.thaw()
 
     # --- training and evaluation ---
 
@@ -223,10 +173,7 @@ class StepPhaseMixin:
 
     def _require_second(self, problem: str, remedy: str) -> None:
         """Raise RuntimeError if the step perturbs and its first half was not made."""
-        engine = self._engine
-        if engine.weight_state is not WeightState.PERTURBED and (
-            engine.weight_state is not WeightState.ORIGINAL or engine.perturbs
-        ):
+        if self._engine.weight_state is not WeightState.ORIGINAL or self._engine.perturbs:
             self._require(WeightState.PERTURBED, problem, remedy)
 
     def _require_halves(self, call: str) -> None:
@@ -243,10 +190,9 @@ class StepPhaseMixin:
 
     def _is_observed(self) -> bool:
         """Return True if a hook or a profiler looks at the step."""
-        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        return bool(
-            hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled
-        )
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled:
+            return True
+        return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
 
     def _finishes(self) -> bool:
         """Return True if `second_step` is running, so that the closure of `step` belongs to a trainer."""

@@ -31,13 +31,12 @@ def worth_swapping(params: Sequence[Tensor]) -> bool:
 def grad_storage_reusable(params: Sequence[Tensor], slots: Sequence[int], grads: Sequence[Tensor]) -> bool:
     """Return True if these are the gradients of the parameters in `slots`, and each has separate memory, which a part
     of a larger tensor (a bucket of DistributedDataParallel) has not."""
-    is_unshared = len(set(map(id, grads))) == len(grads)
-    return is_unshared and all(params[i].grad is g for i, g in zip(slots, grads, strict=True)) and _own_memory(grads)
-
-
-def _own_memory(tensors: Sequence[Tensor]) -> bool:
-    storages = list(map(_storage, tensors))
-    if list(map(_bytes_of, storages)) != [t.nbytes for t in tensors] or not all(map(_resizable, storages)):
+    if len(set(map(id, grads))) != len(grads) or any(
+        params[i].grad is not g for i, g in zip(slots, grads, strict=True)
+    ):
+        return False
+    storages = list(map(_storage, grads))
+    if list(map(_bytes_of, storages)) != [g.nbytes for g in grads] or not all(map(_resizable, storages)):
         return False
     # One reference of the tensor, and one of `storages`.
     return {torch._C._storage_Use_Count(storage._cdata) for storage in storages} <= {2}

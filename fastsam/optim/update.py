@@ -1,22 +1,85 @@
-"""The fused update of one bucket: its state, and the calls of a step."""
+"""The base optimizer's update by the kernels: its inputs, the state of a bucket, and the calls of a step.
+
+`fastsam_kernels.rules` has the rules: names of options and of state (torch's, so that state dicts are interchangeable),
+and arithmetic.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastsam.optim.backup import Target
-from fastsam.optim.bucket import Bucket
+from fastsam.optim.bucket import Bucket, BucketGrads
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import as_dtensor_like, local_part_like, to_local
-from fastsam.optim.update_calls import StateSpec, UpdateInputs, UpdateRule, calls_of, operands_of
+from fastsam_kernels.rule import UpdateRule
+from fastsam_kernels.rules import RULES
 
+Group = dict[str, Any]
 State = dict[Tensor, dict[str, Any]]
+
+
+class StateSpec(NamedTuple):
+    """The state that an update reads and writes. Parameters of one specification are updated by one call."""
+
+    fields: tuple[str, ...]  # keys of the state that they have
+    counter: str | None
+    initializes_in_first_step: bool  # their first update differs from later ones
+    initial_values: tuple[float, ...]  # values of the fields before the first step
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys of the state."""
+        return self.fields if self.counter is None else (*self.fields, self.counter)
+
+
+def state_spec_of(rule: UpdateRule, group: Group) -> StateSpec:
+    """Return the state specification of a group's parameters."""
+    fields, start = rule.fields(group), rule.initial_state(group)
+    starts = start if isinstance(start, tuple) else (start,) * len(fields)
+    return StateSpec(fields, rule.counter, rule.initializes_in_first_step(group), starts)
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
+    """Return the rule of `optimizer`, or None if its own `step` must make the update."""
+    for rule in RULES.values():
+        if type(optimizer) in rule.optimizer_types and all(map(rule.supports, optimizer.param_groups)):
+            return rule
+    return None
+
+
+class UpdateInputs(NamedTuple):
+    """Inputs of an update besides options and state, and the calls that follow it."""
+
+    calls: Sequence[BucketGrads]
+    g1_field: str | None = None  # field of another gradient that the update reads
+    calls_after: list[partial[Any]] = []  # noqa: RUF012  (never written)
+    found_inf: Tensor | None = None  # not 0: nothing is updated
+    grad_scale: Tensor | None = None  # divides the gradients of `calls`
+    sumsq: Tensor | None = None  # squared norm of the combined gradient, for clipping
+
+    @property
+    def plain(self) -> bool:
+        """True if the update reads nothing but the gradients of `calls`."""
+        return self.g1_field is None and self.found_inf is None and self.grad_scale is None and self.sumsq is None
+
+    def g1(self, bucket: Bucket, part: Selection) -> list[Tensor] | None:
+        """Return what the field of the other gradient has of these parameters."""
+        return None if self.g1_field is None else part.views(bucket.arena.field(self.g1_field, bucket.dtype))
+
+    def op_calls(self, bucket: Bucket, part: Selection, operands: Sequence[Any], **options: Any) -> list[partial[Any]]:
+        """Return `update_` of `part` with these operands, options and inputs as calls to make in order, until one
+        returns true because it could not run."""
+        options |= {"g1": self.g1(bucket, part), "grad_scale": self.grad_scale, "found_inf": self.found_inf}
+        options |= {"sumsq_v": self.sumsq, "write_master": bucket.backup.is_master}
+        make = None if torch.compiler.is_compiling() else getattr(bucket.kernels, "update_calls", None)
+        return [partial(bucket.kernels.update_, *operands, **options)] if make is None else make(*operands, **options)
 
 
 @dataclass(eq=False)
@@ -95,17 +158,28 @@ class FusedUpdate:
         calls: list[partial[Any]] = []
         for part in plan.parts:
             part_grads = grads if part.index is None else [grads[i] for i in part.index]
-            if inputs.plain:
-                direct = bucket.direct_calls(part.selection)
-                if direct is not None:
-                    calls += self._direct_calls(part, direct, part_grads)
-                    continue
-            calls += calls_of(self.rule, bucket, part.selection, part_grads, part.spec, part.first, inputs)
+            direct = bucket.direct_calls(part.selection) if inputs.plain else None
+            if direct is None:
+                calls += self._op_calls(part, part_grads, inputs)
+            else:
+                calls += self._direct_calls(part, direct, part_grads)
         if selection.indirect and target is not Target.BACKUP:
             calls.append(partial(selection.store))
         if plan.new_entries:
             afterwards.append(partial(state.update, plan.new_entries))
         return calls
+
+    def _operands(self, spec: StateSpec) -> tuple[list[Tensor | None], Tensor | None]:
+        """Return the state's fields (None for missing ones), and the step counts if the rule has them."""
+        state = [self.bucket.field(name) if name in spec.fields else None for name in self.rule.state]
+        return state, None if spec.counter is None else self.bucket.steps
+
+    def _op_calls(self, part: UpdatePart, grads: Sequence[Tensor], inputs: UpdateInputs) -> list[partial[Any]]:
+        """Return the calls of a part by way of torch's dispatcher."""
+        bucket, selection = self.bucket, part.selection
+        state, steps = self._operands(part.spec)
+        operands = *bucket.backup.operands(selection), grads, selection.table, bucket.hparams, self.rule.name, state
+        return inputs.op_calls(bucket, selection, operands, steps=steps, init_state=part.first)
 
     def _direct_calls(self, part: UpdatePart, direct: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """Return the calls of a part that bypass the dispatcher. If nothing moved they are the calls of the last step,
@@ -114,7 +188,7 @@ class FusedUpdate:
             return part.calls
         part.direct = None  # an interrupt on the way leaves the calls of another step, which are not to be made again
         backup = self.bucket.backup
-        state, steps = operands_of(self.rule, self.bucket, part.spec)
+        state, steps = self._operands(part.spec)
         in_place = backup.target is not Target.RESTORED
         calls = direct.update(self.rule.name, state, steps, grads, part.first, backup.is_master, in_place)
         if direct.REPEATS:  # other calls hold the gradients, which must not outlive the step

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastsam import backends
+from fastsam import FusedSAM, backends
 from fastsam.backends import Backend
+from fastsam.optim.variants import SAM
 from fastsam_kernels import direct_calls, reference
 from tests.helpers.interrupted_steps import Plan, state
 from tests.helpers.interrupting import KERNELS, Interrupt, Tracer
@@ -126,7 +127,7 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.
     for part in bucket._selections.values():
         part.direct_calls.clear()
     assert opt._engine._guard is not None
-    opt._engine._guard._expectations.clear()  # which has the calls that were made
+    opt._engine._guard.expectations.clear()  # which has the calls that were made
     with pytest.raises(KeyboardInterrupt):
         training.steps(range(1, 2))
     bucket.kernels = real
@@ -157,3 +158,23 @@ def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(where: str)
             yield
 
     assert Plan(SGD._replace(variant="every other"), "step", 2).interrupted(in_the_middle())
+
+
+def test_an_interrupted_second_step_leaves_no_flag_for_later_steps() -> None:
+    """A step that does not perturb may be made without a first half, which would clear the flag."""
+    results = []
+    for interrupted in (False, True):
+        p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        opt = FusedSAM([p], torch.optim.SGD, lr=0.1, variant=SAM(interval=3))
+
+        def closure(p: torch.nn.Parameter = p) -> torch.Tensor:
+            loss = p.square().sum()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        opt._engine.is_finishing = interrupted
+        opt.step()
+        opt.step(closure)  # with gradients cleared, and not a trainer's closure
+        results.append(p)
+    assert same_bits(*([p] for p in results))

@@ -52,7 +52,7 @@ def other_data(grad: Tensor, data: Tensor) -> None:
 def expected(opt: FusedSAM) -> bool:
     """Return True if the guard expects gradients in the pass that comes next."""
     engine = opt._engine
-    return engine._guard is not None and engine._guard.expects(engine.weight_state is WeightState.ORIGINAL)
+    return engine._guard is not None and (engine.weight_state is WeightState.ORIGINAL) in engine._guard.expectations
 
 
 CHANGES: dict[str, Callable[[Case], Any]] = {

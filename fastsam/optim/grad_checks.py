@@ -1,0 +1,121 @@
+"""Warnings about accumulated gradients, which exist when `step(closure)` begins and which it would clear, and about
+gradients that are clipped by hand, with a variant that combines both gradients of a step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fastsam.optim.param_guard import Groups
+from fastsam.optim.parameters import parameters_of
+from fastsam.optim.sharded import is_dtensor, to_local
+
+_version_of = Tensor._version.__get__  # type: ignore[attr-defined]
+FIRST = 4  # number of steps that are checked, because a loop accumulates in all steps or in none
+
+ACCUMULATED = (
+    "there were gradients when step(closure) began that no step has used. They are not part of this one: the closure "
+    "is called twice, each time with gradients cleared, and makes its whole gradient. To accumulate over "
+    "micro-batches, run all of them inside the closure, or call first_step(zero_grad=True) after the backward passes "
+    "of all and second_step(zero_grad=True) after theirs once more. Without accumulation, leave out the backward pass "
+    "before step(closure)"
+)
+CLIPPED = (
+    "the second gradient was written between its backward pass and the update, as clip_grad_norm_ does. {} combines "
+    "both gradients, and clipping one of them changes the combination. Pass max_grad_norm= to FusedSAM instead"
+)
+
+
+class AccumulationCheck:
+    """Check of the gradients from the end of one closure's step to the beginning of the next. It compares identities
+    and versions, and keeps no gradient alive."""
+
+    def __init__(self) -> None:
+        self._steps_left = FIRST
+        self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
+        self._used_grads: list[tuple[int, int]] | None = []  # None: not noted
+
+    def reset(self) -> None:
+        """Forget the known gradients, because a step failed or was made in two halves."""
+        self._used_grads = None
+
+    def record(self, groups: Groups) -> None:
+        """Record the present gradients, which were all used."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
+        self._oldest = weakref.ref(grads[0]) if grads else None
+        self._used_grads = _marks(grads)
+
+    def check(self, groups: Groups) -> None:
+        """Warn once if there are other gradients now, which the step that begins would clear."""
+        used_grads, self._used_grads = self._used_grads, None  # None until this step is made
+        if used_grads is None:
+            return
+        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
+        fresh = self._oldest is None or self._oldest() is None
+        if not grads or (not fresh and _marks(grads) == used_grads):
+            return
+        if any(g.layout != torch.strided or bool(to_local(g).any()) for g in grads):
+            self._steps_left = 0
+            warnings.warn(ACCUMULATED, UserWarning, stacklevel=5)
+
+
+def _marks(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return list(zip(map(id, grads), map(_version_of, grads), strict=True))
+
+
+class ClipCheck:
+    """Compares the version of one parameter's gradient at the end of its backward pass and at the update.
+
+    It keeps no reference to the parameter or its gradient, and no weak one, with which `torch.utils.swap_tensors` would
+    refuse to swap them.
+    """
+
+    def __init__(self) -> None:
+        self._handle: RemovableHandle | None = None  # handle of the hook on the parameter
+        self._grad_mark: tuple[int, int] | None = None  # id and version of the gradient
+        self._is_done = False
+
+    def watch(self, params: Sequence[Tensor]) -> None:
+        """Note the gradient of the first of these parameters that needs one, in each of its backward passes."""
+        self._grad_mark = None
+        if self._is_done or torch.compiler.is_compiling():
+            return
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._is_done = True  # gradients are reduced after they were accumulated
+            return
+        parameter = _first(params)
+        if parameter is not None and not self._is_hooked(parameter):
+            self._handle = parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _is_hooked(self, parameter: Tensor) -> bool:
+        hooks = parameter._post_accumulate_grad_hooks
+        return self._handle is not None and hooks is not None and self._handle.id in hooks
+
+    def _note(self, parameter: Tensor) -> None:
+        grad = parameter.grad
+        if grad is not None and not self._is_done:
+            self._grad_mark = id(grad), grad._version
+
+    def warn(self, params: Sequence[Tensor], variant: str, stacklevel: int) -> None:
+        """Warn once if the noted gradient was written since. A compiled step, which cannot read hooks, never warns."""
+        if torch.compiler.is_compiling():
+            return
+        mark, self._grad_mark = self._grad_mark, None
+        if mark is None or (parameter := _first(params)) is None or not self._is_hooked(parameter):
+            return
+        grad = parameter.grad
+        if grad is not None and id(grad) == mark[0] and grad._version > mark[1]:
+            self._is_done = True
+            warnings.warn(CLIPPED.format(variant), UserWarning, stacklevel)
+
+
+def _first(params: Sequence[Tensor]) -> Tensor | None:
+    return next((p for p in params if p.requires_grad and not is_dtensor(p)), None)
