@@ -80,8 +80,8 @@ class Backup:
             self.needs_save = self._versions != self.versions()
 
     def begin_update(self, target: Target) -> None:
-        """Prepare for an update that is not made from the backup into the parameters. A master copy stays the weights
-        that every update reads and writes."""
+        """Prepare for an update that is not made from the backup into the parameters. With a master copy nothing
+        changes, because every update reads and writes it."""
         if not self.is_master:
             self.target = target
 

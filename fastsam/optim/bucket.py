@@ -135,8 +135,8 @@ class Bucket:
             return selection.views(self.rounded(choose(g, g[:, :0], g[:, :0])))
         state, next_state = self.field(VARIANT_STATE), self.field(NEXT_STATE)
         direction = choose(g, state, next_state)
-        complement = self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
-        if complement.slots:
+        if selection is not self.whole:
+            complement = self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
             torch._foreach_copy_(complement.views(next_state), complement.views(state))
         return selection.views(self.rounded(direction))
 
