@@ -12,7 +12,7 @@ STEPS = 60  # number of loss evaluations of one rank in four rounds
 
 
 def loses_a_rank(rank: int, folder: Path, name: str, lost: int, step: int) -> str:
-    options = {"loss": fed_ranks.dies_in(step)} if rank == lost else {}
+    options = {"loss": fed_ranks.deadly_loss(step)} if rank == lost else {}
     return fed_ranks.train(name, folder, resume=True, **options)
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from fastsam import fed
 from tests.helpers import oracle
-from tests.helpers.fed_runs import digest
+from tests.helpers.fed_runs import cross_entropy_until, digest
 
 ALGORITHMS = {
     "fedsam": fed.FedSAM(rho=0.05),
@@ -25,7 +26,6 @@ ALGORITHMS = {
     "fedlesam-d": fed.FedLESAM_D(rho=0.05),
 }
 SIZES = (7, 16, 1, 23, 12, 9, 4, 30, 5, 11)
-TIMES = ("seconds", "seconds_training")
 
 
 def train(name: str, directory: Path | None, **options: Any) -> str:
@@ -45,25 +45,16 @@ def main() -> None:
     if "die" in options:
         rank, at = map(int, options["die"].split(":"))
         if int(os.environ["RANK"]) == rank:
-            keywords["loss"] = dies_in(at)
+            keywords["loss"] = deadly_loss(at)
     for name in names:
         made = train(name, Path(sys.argv[1]), **keywords)
         if os.environ.get("RANK", "0") == "0":
             print(name, made, flush=True)
 
 
-def dies_in(steps: int) -> Any:
-    """Cross-entropy, and the end of the process at its call number `steps`."""
-    calls = [0]
-
-    def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == steps:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.nn.functional.cross_entropy(output, target)
-
-    cross_entropy.__module__, cross_entropy.__qualname__ = "torch.nn.functional", "cross_entropy"
-    return cross_entropy
+def deadly_loss(number: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a loss that kills its process in its call of this number."""
+    return cross_entropy_until(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""An algorithm and an executor that fastsam does not know."""
+"""Algorithms and an executor that fastsam does not know."""
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -47,6 +47,17 @@ class Scaffold:
             "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta")),
             "c": apply_update(server["c"], aggregate.sum("dc") / round.num_clients),
         }
+
+
+@dataclass(frozen=True)
+class Constants(fed.Algorithm):
+    """Local steps with these constants. A function among them gets the row of the global model and its layout."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
+        made = {name: v(server["w"], round.layout) if callable(v) else v for name, v in self.values.items()}
+        return fed.LocalUpdate(**made)
 
 
 class Reordered(executors.Executor):

@@ -15,7 +15,7 @@ from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from fastsam.fed.sums.ranks import Ranks, join_ranks
 from tests.helpers import oracle
 from tests.helpers.fed_ranks import SIZES
-from tests.helpers.fed_runs import digest
+from tests.helpers.fed_runs import cross_entropy_until, digest, fail, normed
 from tests.helpers.sums import add_client_
 
 
@@ -58,12 +58,6 @@ class StopsIn(fed.Callback):
     def on_round(self, run: Any, record: dict[str, Any]) -> None:
         if record["round"] == self.round:
             raise fed.Stop("by the test")
-
-
-def normed() -> nn.Module:
-    """A model with buffers that training changes."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -121,16 +115,8 @@ def other_directories(rank: int, folder: Path) -> Any:
 
 def fails_on_rank_1(rank: int, folder: Path) -> Any:
     """The loss raises on rank 1 in a later round."""
-    calls = [0]
-
-    def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-        calls[0] += 1
-        if rank == 1 and calls[0] == 20:
-            raise ValueError("bad labels")
-        return nn.functional.cross_entropy(output, target)
-
-    cross_entropy.__module__, cross_entropy.__qualname__ = "torch.nn.functional", "cross_entropy"
-    return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 4, "loss": cross_entropy}, folder)
+    loss = cross_entropy_until(20 if rank == 1 else 0, lambda: fail(ValueError("bad labels")))
+    return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 4, "loss": loss}, folder)
 
 
 def interrupted(rank: int, folder: Path) -> Any:

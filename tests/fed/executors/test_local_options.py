@@ -10,6 +10,7 @@ from fastsam.fed.executors.task import STEP_OPTIONS
 from fastsam.fed.step.variant import StepVariant
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, run
+from tests.helpers.fed_seam import Constants
 
 OPTIONS = {
     "momentum": {"momentum": 0.7}, "weight_decay": {"weight_decay": 0.1}, "clip_norm": {"clip_norm": 0.2},
@@ -17,44 +18,38 @@ OPTIONS = {
 }  # fmt: skip
 
 
-class Steps(fed.Algorithm):
-    """Steps with given constants, in which "w" stands for the weights at the start, and "ones" for a row of ones."""
+def w(row, layout):
+    return row
 
-    def __init__(self, **constants):
-        self.constants = constants
 
-    def local_update(self, server, client, round):
-        rows = {"w": server["w"], "ones": round.layout.flatten(
-            {name: torch.ones_like(p) for name, p in round.layout.template.named_parameters()}
-        )}  # fmt: skip
-        given = {k: rows[v] if isinstance(v, str) else v for k, v in self.constants.items()}
-        return fed.LocalUpdate(**given)
+def ones(row, layout):
+    return layout.flatten({name: torch.ones_like(p) for name, p in layout.template.named_parameters()})
 
 
 D = fed.Direction
 VARIANTS = {
     "direction": {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.3, "eta": 0.01},
-    "has_q": {"gradient_offset": "w"},
+    "has_q": {"gradient_offset": w},
     "has_phi": {"proximal_coefficient": 0.2},
     "keeps_first": {"direction": D.GRADIENT, "rho": 0.3, "perturbed_weight": 0.6, "clean_weight": 0.4},
     "surrogate": {"direction": D.GRADIENT, "rho": 0.3, "surrogate_gap": 0.3},
     "has_schedule": {"direction": D.GRADIENT, "rho": 0.3, "lr_end_factor": 0.5, "rho_end_factor": 0.2},
-    "drift_weight": {"direction": D.PATH, "rho": 0.3, "direction_vector": "w", "drift_weight": -1.0},
+    "drift_weight": {"direction": D.PATH, "rho": 0.3, "direction_vector": w, "drift_weight": -1.0},
     "uses_last_gradient": {
         "direction": D.GRADIENT_PLUS,
         "rho": 0.3,
-        "direction_vector": "w",
+        "direction_vector": w,
         "uses_last_gradient": True,
     },
-    "anchor_weight": {"direction": D.GRADIENT, "rho": 0.3, "anchor": "ones", "anchor_weight": 0.3},
+    "anchor_weight": {"direction": D.GRADIENT, "rho": 0.3, "anchor": ones, "anchor_weight": 0.3},
     "has_pilot": {"direction": D.GRADIENT, "pilot": fed.Pilot(1, lambda norms, gradients: 0.3 / (1 + norms))},
-    "has_rho_scale": {"direction": D.GRADIENT, "rho": 0.3, "rho_scale": "ones"},
+    "has_rho_scale": {"direction": D.GRADIENT, "rho": 0.3, "rho_scale": ones},
 }
 
 
 def trained(executor, update, **options):
     options = {"momentum": 0.0, "weight_decay": 0.0, **options}
-    return run(Steps(**update), executor, 3, oracle.smooth_model(FLOAT), lr=0.2, **options)
+    return run(Constants(update), executor, 3, oracle.smooth_model(FLOAT), lr=0.2, **options)
 
 
 def test_every_option_and_variant_has_a_case():

@@ -1,7 +1,6 @@
 """Directions that depend on the path, and the pull of the perturbed point: their effects and refusals."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from fastsam import fed
 from tests.helpers import oracle
+from tests.helpers.fed_seam import Constants
 
 D = fed.Direction
 
@@ -26,37 +26,31 @@ class Partly(nn.Module):
         return self.sometimes(out) if len(x) == 5 else out
 
 
-@dataclass(frozen=True)
-class Own(fed.Algorithm):
-    """An algorithm with given constants; vectors are offsets from the global model, except `e`."""
-
-    constants: dict[str, Any] = field(default_factory=dict)
-
-    def local_update(self, server, client, round):
-        w, made = server["w"], dict(self.constants)
-        there = (w != 0).to(w.dtype)
-        if "direction_vector" in made:
-            made["direction_vector"] = made["direction_vector"] * there
-        if "anchor" in made:
-            made["anchor"] = w + made["anchor"] * there
-        return fed.LocalUpdate(rho=0.3, **made)
+def offset(number):
+    """Return a function for a row with this number at each weight that is not zero."""
+    return lambda w, layout: number * (w != 0).to(w.dtype)
 
 
 STEPS = {
-    "path": {"direction": D.PATH, "direction_vector": 0.7, "drift_weight": -1.0},
-    "path along e": {"direction": D.PATH, "direction_vector": 0.7},
+    "path": {"direction": D.PATH, "direction_vector": offset(0.7), "drift_weight": -1.0},
+    "path along e": {"direction": D.PATH, "direction_vector": offset(0.7)},
     "gradient plus": {
         "direction": D.GRADIENT_PLUS,
-        "direction_vector": 0.2,
+        "direction_vector": offset(0.2),
         "drift_weight": 0.5,
         "uses_last_gradient": True,
     },
-    "anchor_weight": {"direction": D.GRADIENT, "anchor": 0.4, "anchor_weight": 0.25},
+    "anchor_weight": {
+        "direction": D.GRADIENT,
+        "anchor": lambda w, layout: w + 0.4 * (w != 0).to(w.dtype),
+        "anchor_weight": 0.25,
+    },
 }
 
 
-def trained(constants, model, clients, executor):
-    return fed.run(model, clients, Own(constants), rounds=2, participation=1.0, batch_size=5, lr=0.1, executor=executor)
+def trained(constants, model, clients, executor, **options):
+    options |= {"rounds": 2, "participation": 1.0, "batch_size": 5, "lr": 0.1}
+    return fed.run(model, clients, Constants(constants), executor=executor, **options)
 
 
 BOTH = [(name, "sequential") for name in STEPS] + [
@@ -84,8 +78,8 @@ def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
     model, (x, y) = oracle.smooth_model(), oracle.ragged_clients()[0]
     x, y = x[:5], y[:5]
     kept = {"local_epochs": 3, "batch_size": 5, "lr": 0.1, "shuffle": False}
-    constants = {"direction": D.GRADIENT, "anchor": 0.0, "anchor_weight": 1.0}
-    final = fed.run(model, [(x, y)], Own(constants), rounds=1, participation=1.0, **kept).model
+    constants = {"direction": D.GRADIENT, "anchor": lambda w, layout: w, "anchor_weight": 1.0}
+    final = fed.run(model, [(x, y)], Constants(constants), rounds=1, participation=1.0, **kept).model
     loss = torch.nn.functional.cross_entropy(model(x), y)
     grads = torch.autograd.grad(loss, list(model.parameters()))
     for p, g, q in zip(model.parameters(), grads, final.parameters(), strict=True):
@@ -97,15 +91,9 @@ def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
 def test_measures_along_the_path_see_the_perturbation(name):
     """The same on every executor, and no bit of the training changes."""
 
-    def run(executor, **options):
-        return fed.run(
-            oracle.smooth_model(), oracle.ragged_clients(), Own(STEPS[name]), rounds=2, participation=1.0, batch_size=5,
-            executor=executor,
-            **options,
-        )  # fmt: skip
-
-    one, other = (run(e, measures=["perturbation_drift"]) for e in ("sequential", "vmap"))
+    train = partial(trained, STEPS[name], oracle.smooth_model(), oracle.ragged_clients())
+    one, other = (train(e, measures=["perturbation_drift"]) for e in ("sequential", "vmap"))
     seen = one.history[-1]["perturbation_drift"]
     assert seen == pytest.approx(other.history[-1]["perturbation_drift"], rel=1e-6) and seen > 1e-3
-    for p, q in zip(one.model.parameters(), run("sequential").model.parameters(), strict=True):
+    for p, q in zip(one.model.parameters(), train("sequential").model.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -1,7 +1,7 @@
 """A radius that changes over the local steps of a round, or from weight to weight: on every executor, against a loop
 without fused kernels."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
+from tests.helpers.fed_seam import Constants
 from tests.helpers.mutants.apply import replaced
 from tests.helpers.oracle.loop import Vector, add, minus, norm, scaled
 
@@ -23,20 +24,10 @@ OPTIONS = oracle.Options(rounds=2, epochs=2, momentum=0.5, weight_decay=0.05, cl
 EXECUTORS = ("sequential", "threads", "vmap", "streams", "graph")
 
 
-@dataclass(frozen=True)
-class Own(fed.Algorithm):
-    """Constants as they are given, a scale by names of parameters; e, where a direction takes it, is the global
-    model."""
-
-    constants: dict[str, Any] = field(default_factory=dict)
-
-    def local_update(self, server, client, round):
-        made, w = dict(self.constants), server["w"]
-        if made["direction"] in (D.PATH, D.CONSTANT, D.GRADIENT_PLUS):
-            made["direction_vector"] = w
-        if "rho_scale" in made:
-            made["rho_scale"] = round.layout.factors("rho_scale", made["rho_scale"], w)
-        return fed.LocalUpdate(**made)
+def steps(constants: dict[str, Any]) -> Constants:
+    """Return an algorithm with these constants; e, where a direction takes it, is the global model."""
+    takes_e = constants["direction"] in (D.PATH, D.CONSTANT, D.GRADIENT_PLUS)
+    return Constants(constants | ({"direction_vector": lambda w, layout: w} if takes_e else {}))
 
 
 @dataclass
@@ -98,7 +89,7 @@ def distance(algorithm: fed.Algorithm, unfused: Unfused, executor: str, **more: 
 def test_the_radius_moves_on_a_line(name, executor):
     constants = FALLING[name]
     made = {key: constants[key] for key in ("direction", "rho", "rho_end_factor")}
-    assert distance(Own(constants), Unfused(**made), executor) < 1e-12
+    assert distance(steps(constants), Unfused(**made), executor) < 1e-12
 
 
 def test_row_programs_take_it(monkeypatch):
@@ -112,9 +103,9 @@ def test_row_programs_take_it(monkeypatch):
 
     train = RowPass.train
     monkeypatch.setattr(RowPass, "train", counted)
-    clients = oracle.ragged_clients(torch.float32)
+    model, clients = oracle.smooth_model(torch.float32), oracle.ragged_clients(torch.float32)
     one, other = (
-        replayed(oracle.smooth_model(torch.float32), clients, Own(FALLING["falling"]), OPTIONS, executor=executor).model
+        replayed(model, clients, steps(FALLING["falling"]), OPTIONS, executor=executor).model
         for executor in ("sequential", "vmap")
     )
     assert oracle.difference(one, other) < 1e-5
@@ -123,7 +114,7 @@ def test_row_programs_take_it(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [1.0, 0.2])
 def test_another_end_is_noticed(wrong):
-    assert distance(Own(FALLING["falling"]), Unfused(D.GRADIENT, 0.4, wrong), "sequential") > 1e-5
+    assert distance(steps(FALLING["falling"]), Unfused(D.GRADIENT, 0.4, wrong), "sequential") > 1e-5
 
 
 def test_a_dual_follows_a_falling_radius():
@@ -153,8 +144,9 @@ def test_a_dual_follows_a_falling_radius():
 
 
 # The last layer's weights are not perturbed; the last matching pattern counts.
-SCALE = {"2": 0.0, "0.weight": 1.5, "2.b*": 0.5}
+FACTORS = {"2": 0.0, "0.weight": 1.5, "2.b*": 0.5}
 BY_PARAMETER = (1.5, 1.0, 0.0, 0.5)
+SCALED = {"rho_scale": lambda w, layout: layout.factors("rho_scale", FACTORS, w)}
 DIRECTIONS = {
     D.GRADIENT: {}, D.ADAPTIVE_GRADIENT: {"rho_end_factor": 0.5}, D.GRADIENT_PLUS: {}, D.GRADIENT_BY_DRIFT: {},
     D.PATH: {"drift_weight": -1.0}, D.CONSTANT: {},
@@ -163,18 +155,18 @@ DIRECTIONS = {
 
 @pytest.mark.parametrize(("direction", "executor"), one_in(3, DIRECTIONS, EXECUTORS))
 def test_the_radius_of_each_parameter(direction, executor):
-    constants = {"direction": direction, "rho": 0.4, "rho_scale": SCALE} | DIRECTIONS[direction]
+    constants = {"direction": direction, "rho": 0.4} | SCALED | DIRECTIONS[direction]
     unfused = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), BY_PARAMETER)
-    assert distance(Own(constants), unfused, executor) < 1e-12
+    assert distance(steps(constants), unfused, executor) < 1e-12
 
 
 @pytest.mark.parametrize("backend", ["reference", "foreach", "native"])
 def test_the_radius_of_each_parameter_on_every_backend(backend):
     if backend == "native" and native.why_not("cpu"):
         pytest.skip(f"{native.why_not('cpu')}")
-    constants = {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.4, "rho_scale": SCALE}
+    constants = {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.4} | SCALED
     unfused = Unfused(D.ADAPTIVE_GRADIENT, 0.4, scale=BY_PARAMETER)
-    assert distance(Own(constants), unfused, "sequential", backend=backend) < 1e-12
+    assert distance(steps(constants), unfused, "sequential", backend=backend) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -183,12 +175,11 @@ def test_the_radius_of_each_parameter_on_every_backend(backend):
     ids=["another radius", "no mask", "the norm of everything"],
 )
 def test_another_scale_is_noticed(wrong):
-    constants = {"direction": D.GRADIENT, "rho": 0.4, "rho_scale": SCALE}
-    assert distance(Own(constants), Unfused(D.GRADIENT, 0.4, scale=wrong), "sequential") > 1e-5
+    constants = {"direction": D.GRADIENT, "rho": 0.4} | SCALED
+    assert distance(steps(constants), Unfused(D.GRADIENT, 0.4, scale=wrong), "sequential") > 1e-5
 
 
 FALLS = {"rho_end_factor": 0.1}
-SCALED = {"rho_scale": SCALE}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +206,7 @@ def test_a_wrong_step_is_noticed(module, function, old, new, direction, constant
     scale = BY_PARAMETER if "rho_scale" in constants else (1.0,) * 4
     unfused = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), scale)
     with replaced(module, function, old, new):
-        assert distance(Own(constants), unfused, executor) > 1e-6
+        assert distance(steps(constants), unfused, executor) > 1e-6
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap", "graph"])
@@ -255,7 +246,10 @@ def test_a_scale_of_one_has_the_bits_of_none():
     """Times 1 nothing is rounded: every kernel sees the numbers that it sees without."""
     options = {"rounds": 2, "batch_size": 5, "executor": "sequential"}
     scaled, plain = (
-        fed.run(oracle.smooth_model(), oracle.ragged_clients(), Own(constants), **options).model
-        for constants in ({"direction": D.GRADIENT, "rho": 0.4, "rho_scale": {}}, {"direction": D.GRADIENT, "rho": 0.4})
+        fed.run(oracle.smooth_model(), oracle.ragged_clients(), steps(constants), **options).model
+        for constants in (
+            {"direction": D.GRADIENT, "rho": 0.4, "rho_scale": lambda w, layout: layout.factors("rho_scale", {}, w)},
+            {"direction": D.GRADIENT, "rho": 0.4},
+        )
     )
     assert same_bits(scaled, plain)

@@ -1,6 +1,5 @@
 """Several processes, one run: the same bits for any number of ranks, and an end in seconds when one dies."""
 
-import json
 import os
 import random
 import signal
@@ -20,16 +19,21 @@ from hypothesis import strategies as st
 from fastsam.fed.sums.ranks import RankError, Ranks, join_ranks
 from fastsam.lab import cli
 from tests.helpers import fed_ranks, rank_cases
+from tests.helpers.fed_rundir import records
 from tests.helpers.places import ROOT
 from tests.helpers.rank_group import on_ranks
 
 
-def start(ranks: int, directory: Path, **options: object) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    argv += ["-m", "tests.helpers.fed_ranks", str(directory), *(f"{k}={v}" for k, v in options.items())]
+def torchrun(ranks: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start a module on ranks."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(argv, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
+    return subprocess.Popen([*argv, *arguments], cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
+
+
+def start(ranks: int, directory: Path, **options: object) -> subprocess.Popen[str]:
+    return torchrun(ranks, "tests.helpers.fed_ranks", str(directory), *(f"{k}={v}" for k, v in options.items()))
 
 
 def children(pid: int) -> list[int]:
@@ -88,16 +92,7 @@ COMMAND = (
 
 
 def command(ranks: int, directory: Path, rounds: int, *flags: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "fastsam"]
-    argv += [*COMMAND.format(rounds=rounds).split(), "--run-dir", str(directory), *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(argv, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
-
-
-def records(directory: Path) -> list[dict[str, object]]:
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in fed_ranks.TIMES} for line in lines]
+    return torchrun(ranks, "fastsam", *COMMAND.format(rounds=rounds).split(), "--run-dir", str(directory), *flags)
 
 
 @pytest.mark.slow
