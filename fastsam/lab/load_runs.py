@@ -1,4 +1,4 @@
-"""Finished runs, read back from their directories for figures and for pandas. Runs started from Python are included."""
+"""Finished runs, read back from their directories for figures. Runs started from Python are included."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastsam.fed.common.atomic_files import make_directory, read_bytes, read_json
 from fastsam.lab.report.document import Figure
 from fastsam.lab.report.files import BY_ROUND, draw_plots
 from fastsam.lab.report.finished import FinishedRun
 from fastsam.lab.run_config import short_name
-
-if TYPE_CHECKING:
-    import pandas
 
 _SEED = re.compile(r"-seed\d+$")
 
@@ -46,17 +43,6 @@ def _json(path: Path) -> dict[str, Any]:
     """Return the content of a file, or nothing if the file does not exist yet."""
     content = read_json(path) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
-
-
-def to_pandas(directory: str | Path) -> pandas.DataFrame:
-    """Return the records of all runs of a directory (see `runs_in`) in one data frame.
-
-    It has the additional columns `run` and `seed`. Needs pandas.
-    """
-    import pandas
-
-    rows = [{"run": run.label, "seed": run.seed, **record} for run in runs_in(directory) for record in run.history]
-    return pandas.DataFrame(rows)
 
 
 def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
