@@ -1,9 +1,8 @@
 """Builds fastsam: a pure wheel, or, where there are torch and a C++ compiler, a platform wheel with compiled libraries.
 
-`pip install .` has no torch in its isolated build environment and gives `py3-none-any` in seconds. With
-`pip install --no-build-isolation .` in an environment that has torch 2.10 or newer, the libraries are compiled first
-and the wheel is tagged by what came out, so that a failing compiler gives the pure wheel too, never an empty platform
-wheel.
+`pip install .` has no torch in its isolated build environment and gives `py3-none-any` in seconds. In an environment
+that has torch 2.10 or newer, `pip install --no-build-isolation .` compiles the libraries first. The wheel is tagged by
+what came out, so that a failing compiler gives the pure wheel too, never an empty platform wheel.
 
 `FASTSAM_NATIVE=0` never compiles, `FASTSAM_NATIVE=1` makes a failure an error. How things are compiled stands in
 `kernels/build.py`; everything else about the package in `pyproject.toml`.
@@ -69,7 +68,7 @@ class NativeDistribution(Distribution):
             return native.BuildResult(error.built, f"installed without {lost}: {error}")
 
     def has_ext_modules(self) -> bool:
-        """setuptools asks: is this a platform wheel?"""
+        """Return True if the wheel is a platform wheel, because libraries were compiled."""
         return bool(self.compiled and self.compiled.paths)
 
 

@@ -38,7 +38,7 @@ def _steps(
 
 
 def step(options: Options) -> Iterator[Case]:
-    """The optimizer part of a SAM step by one and two threads, and whole steps; ours and others'."""
+    """Yield the optimizer part of a SAM step by one and two threads, and whole steps, of all contenders."""
     for size, threads in itertools.product(SIZES.values(), (1, 2)):
         arguments = (size, options.machine, options.number(size.rounds))
         keywords = {"steps": size.steps, "threads": threads, "references": TO}
@@ -51,7 +51,7 @@ def step(options: Options) -> Iterator[Case]:
 
 
 def kernels(options: Options) -> Iterator[Case]:
-    """Every op and whole steps against the memory floor, eager and replayed."""
+    """Yield every op and whole steps against the memory floor, eager and replayed."""
     limits = (options.number(KERNEL_ROUNDS, FEW_ROUNDS), CASE_SECONDS[options.device])
     sizes = [s for s in KERNEL_SIZES.values() if options.device == "cuda" or s.name not in CPU_LEFT_OUT]
     for size in sorted(sizes, key=lambda s: STEPS_LAST.get(s.name, 0)):
@@ -69,7 +69,7 @@ def kernels(options: Options) -> Iterator[Case]:
 
 
 def family(options: Options) -> Iterator[Case]:
-    """The optimizer part of a step of every variant of SAM, and of pytorch-optimizer's classes."""
+    """Yield the optimizer part of a step of every variant of SAM, and of pytorch-optimizer's classes."""
     table = variant_contenders(peers=options.device == "cpu")
     for size in VARIANT_SIZES[options.device]:
         num_steps = max(size.steps // steps.INTERVAL * steps.INTERVAL, steps.INTERVAL)
@@ -80,14 +80,14 @@ def family(options: Options) -> Iterator[Case]:
 
 
 def worth(options: Options) -> Iterator[Case]:
-    """The accuracy of SAM's variants on small tasks, next to SGD's."""
+    """Yield the accuracy of SAM's variants on small tasks, next to SGD's."""
     for task in TASKS:
         for name in dict.fromkeys(["SGD", *options.select(accuracy.contenders())]):
             yield Case("accuracy", task, [name], partial(accuracy.measure, task, name, options.quick))
 
 
 def profile(options: Options) -> Iterator[Case]:
-    """Nsight Compute on norm, perturbation, update and a row program."""
+    """Yield Nsight Compute's figures of norm, perturbation, update and a row program."""
     yield Case("ncu", "Nsight Compute", (), lambda: {"rows": ncu.measure()})
 
 

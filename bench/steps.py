@@ -106,6 +106,10 @@ def _measure(
     """Measure contenders on one size and return the case.
 
     Args:
+        contenders: the contenders.
+        size: shapes of the parameters.
+        machine: device, caches and clock.
+        rounds (int): number of rounds.
         max_seconds (float): seconds after which no round begins.
         steps (int): number of steps of a sample.
         rotate (bool): use enough steppers to keep their operands out of the caches.

@@ -40,9 +40,12 @@ def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> dict[s
 
 @dataclass
 class Rounds:
-    """Samples by round: the bandwidth of a large copy in bytes/s, and the seconds of each contender.
+    """Samples by round.
 
-    busy: processors that other processes kept busy meanwhile, on average.
+    Attributes:
+        copies: bandwidth of a large copy in bytes/s.
+        seconds: seconds of each contender.
+        busy: processors that other processes kept busy meanwhile, on average.
     """
 
     copies: list[float]
@@ -73,6 +76,8 @@ def interleave(
     """Take a sample of every contender per round, beginning with another contender in each round.
 
     Args:
+        samples: functions that take a sample, by contender.
+        rounds (int): number of rounds.
         copy: sample of the copy's bandwidth, taken at the start of a round.
         max_seconds (float): seconds after which no round begins, except the first `FEWEST`.
         warm (bool): take one sample of each before, which does not count.

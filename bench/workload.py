@@ -27,8 +27,13 @@ Shapes = tuple[tuple[int, ...], ...]
 class Size:
     """One list of parameter shapes, and how long to measure whole steps on it.
 
-    rows: number of rows of the arena, for ops. steps: number of steps of a sample, enough for the timer and for caches
-    as warm as in training.
+    Attributes:
+        name: name in commands and files.
+        title: name in tables.
+        shapes: shapes of the parameters.
+        rows: number of rows of the arena, for ops.
+        steps: number of steps of a sample, enough for the timer and for caches as warm as in training.
+        rounds: number of rounds.
     """
 
     name: str

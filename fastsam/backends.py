@@ -48,7 +48,7 @@ class Backend:
         return self.reason is None
 
     def load(self) -> Kernels:
-        """Its kernels, imported now."""
+        """Import the backend's kernels and return them."""
         return cast(Kernels, importlib.import_module(f"fastsam_kernels.{self.module}"))
 
 
@@ -85,12 +85,12 @@ NAMES = ("auto", "native", "triton", "foreach", "reference")
 
 
 def table() -> tuple[Backend, ...]:
-    """All backends, in the order in which `auto` considers them per device."""
+    """Return all backends, in the order in which `auto` considers them per device."""
     return BACKENDS
 
 
 def backend(device: torch.device | str | None = None) -> str:
-    """The name of the backend that `auto` takes on `device` (default: CUDA when there is one, else the CPU)."""
+    """Return the name of the backend that `auto` takes on `device` (default: CUDA if there is one, else the CPU)."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return select("auto", torch.device(device), torch.float32).name

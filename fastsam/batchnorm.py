@@ -37,7 +37,7 @@ def frozen_batchnorm_stats(model: nn.Module) -> Iterator[None]:
 
 
 def freeze(model: nn.Module) -> list[Frozen]:
-    """Begins what `frozen_batchnorm_stats` does; `thaw` ends it. Raises TypeError when `model` is not a module."""
+    """Begin to freeze the statistics, until `thaw`. Raises TypeError if `model` is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"frozen_batchnorm_stats expects a torch.nn.Module, got {type(model).__name__}")
     frozen: list[Frozen] = []
@@ -55,7 +55,7 @@ def freeze(model: nn.Module) -> list[Frozen]:
 
 
 def thaw(frozen: list[Frozen]) -> None:
-    """Ends what `freeze` began."""
+    """End what `freeze` began."""
     for module, tracks, buffers in frozen:
         module.track_running_stats = tracks
         module._buffers.update(buffers)

@@ -23,7 +23,7 @@ CHUNKS = 12  # turns that each contender takes
 
 
 def all_of(options: Options) -> Iterator[Case]:
-    """Federated rounds: our executors, bare loops and other simulators."""
+    """Yield federated rounds: our executors, bare loops and other simulators."""
     if options.device == "cuda":
         for name in on_gpu.jobs(options.device):
             yield Case("gpu", name, (), partial(on_gpu.run, name, options.device), takes_seconds=True)

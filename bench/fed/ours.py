@@ -11,7 +11,7 @@ from fastsam import fed
 
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """Train with `fed.run` and return the model. option: an executor."""
+    """Train with `fed.run` and return the model. `option` is the name of the executor."""
     algorithm = fed.algorithms.registry[workload.algorithm]()
     sampler = count_rounds(workload, tick) if dist.is_torchelastic_launched() else "fixed"
     return fed.run(

@@ -20,7 +20,7 @@ Tick = Callable[[], None]
 
 
 def train(workload: Workload, rounds: int, tick: Tick, option: str) -> nn.Module:
-    """Train with a simulator and return the model. option: name of the simulator."""
+    """Train with a simulator and return the model. `option` is the simulator's name."""
     return PEERS[option](workload, rounds, tick)
 
 
@@ -183,7 +183,7 @@ def fedjax(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
 
 
 def forward(model: str, p: Any, x: Any) -> Any:
-    """`workload.MODELS[model]` in JAX, on the parameters under their PyTorch names."""
+    """Run `workload.MODELS[model]` in JAX, on the parameters under their PyTorch names."""
     import jax
     from jax import lax
 

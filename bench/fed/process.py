@@ -25,7 +25,7 @@ class Process:
     """A running program, with its standard error kept for its last words."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe without a reader would fill
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **pipes)
 

@@ -53,7 +53,7 @@ class SAMTrainerMixin(Base):
         self._batches: list[tuple[Any, Any]] = []  # micro-batches of the current step
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
-        """`FusedSAM` around what the `TrainingArguments` name."""
+        """Return `FusedSAM` and its arguments, with the optimizer that the `TrainingArguments` name as its base."""
         base, options = super().get_optimizer_cls_and_kwargs(args, model)
         by_itself = not (isinstance(base, type) and issubclass(base, Optimizer))
         if by_itself or any(name in options for name in OWN_PARAMETERS):
@@ -65,7 +65,7 @@ class SAMTrainerMixin(Base):
         return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "variant": self._variant}
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """As `Trainer` does; the optimizer is a `FusedSAM`."""
+        """Make a `FusedSAM` where `Trainer` makes its optimizer."""
         if self.is_deepspeed_enabled:
             raise ValueError(
                 "SAMTrainer with DeepSpeed, whose engine makes the optimizer's step by itself: train without"

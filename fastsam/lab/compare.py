@@ -306,9 +306,13 @@ def train(
     """Train one run.
 
     Args:
+        run_setup: the experiment.
+        directory: run directory.
+        resume: continue the run in the directory.
+        console: console of the progress.
         label: name of the run in the progress line.
-        print_interval: number of rounds between lines of a log; default a tenth of the rounds.
         resume_command: command that continues the run. Ctrl-C and a full disk raise errors that show it.
+        print_interval: number of rounds between lines of a log; default a tenth of the rounds.
     """
     try:
         with RunProgress(console, label, run_setup.config.rounds, print_interval) as progress:

@@ -62,6 +62,7 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> ConfigSource:
 
     Args:
         path: a .toml file, or a .json file such as a run directory's config.json.
+        flags: flags of the command line, such as "--lr" and "0.1".
 
     Raises:
         ConfigError: the file cannot be read, or a flag cannot be used.
@@ -207,13 +208,16 @@ def resolve(
 ) -> RunConfig:
     """Return the config of one run.
 
-    Raises ConfigError if a key is unknown (the message names the nearest key), is an option of a different algorithm,
-    has a wrong type or choice, or has no meaning in this run.
-
     Args:
+        source: layers of the config.
         algorithm: algorithm in place of the source's.
         competitors: other algorithms of the same comparison. An option outside the tables is ignored if only they
             take it.
+        seed: seed in place of the source's.
+
+    Raises:
+        ConfigError: a key is unknown (the message names the nearest key), is an option of a different algorithm,
+            has a wrong type or choice, or has no meaning in this run.
     """
     name = algorithm or (source.values | source.flags).get("algorithm", RunConfig.algorithm)
     if not isinstance(name, str):

@@ -91,7 +91,8 @@ def _split(config: RunConfig) -> dict[str, Any]:
 
 
 def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Experiment:
-    """Return the experiment of a config. data: data already loaded by a config that agrees in all `DATA_KEYS`."""
+    """Return the experiment of a config. `data` may be given if they were loaded by a config that agrees in all
+    `DATA_KEYS`."""
     data = load_data(config) if data is None else data
     model = models.build(config.model, data.in_shape, data.classes, config.seed, **config.model_options)
     if data.pixels is not None:

@@ -45,7 +45,7 @@ class GradScalerTracker:
     """The GradScaler of an optimizer. The first pass asks it for the state of the gradients."""
 
     def __init__(self, saved_scale: Tensor | None = None) -> None:
-        """saved_scale: the scale of a scaler that is not known yet."""
+        """Begin without a scaler. `saved_scale` is the scale of a scaler that is not known yet."""
         self.saved_scale = saved_scale
         self._scaler: weakref.ref[GradScaler] | None = None  # the scaler of the last step
 
@@ -57,8 +57,13 @@ class GradScalerTracker:
                 raise RuntimeError(MESSAGE)
 
     def observe(self, grad_scale: Tensor | None, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]) -> None:
-        """Record the scaler of this step. Its `grad_scale` is None if it has unscaled gradients since its last update.
-        sumsq: squared norm of the first gradients."""
+        """Record the scaler of this step.
+
+        Args:
+            grad_scale: scale of the gradients, None if the scaler has unscaled gradients since its last update.
+            sumsq: squared norm of the first gradients.
+            groups: parameter groups.
+        """
         last_scaler = None if self._scaler is None else self._scaler()
         if last_scaler is not None and grad_scale is not None:
             return

@@ -74,7 +74,7 @@ class Backup:
     # --- a step ---
 
     def begin_step(self, has_weights: bool = False) -> None:
-        """Prepare for a perturbation. has_weights: the backup has the weights already."""
+        """Prepare for a perturbation. With `has_weights` the backup has the weights already."""
         self.target, self.needs_save, self.active_swap = Target.RESTORED, not has_weights, None
         if self._notes_versions and self.needs_save and not torch.compiler.is_compiling():
             self.needs_save = self._versions != self.versions()

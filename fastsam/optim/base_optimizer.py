@@ -95,8 +95,7 @@ def _check_no_wrapper(base: Optimizer) -> None:
 
 def options_of_base(keywords: dict[str, Any], in_a_dict: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options of the base optimizer: keywords and `base_kwargs`. Raises TypeError if one is given twice, or
-    for
-    an option of SAM in the dict."""
+    for an option of SAM in the dict."""
     if in_a_dict is None:
         return keywords
     if not isinstance(in_a_dict, Mapping):

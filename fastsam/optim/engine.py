@@ -341,7 +341,7 @@ class Engine(ParamTracker):
 
 
 def _perturbed_subset(moves: Sequence[bool], bucket: Bucket, part: Selection, grads: list[Tensor]) -> BucketGrads:
-    """Return the parameters that the variant perturbs. moves: for each group, if it perturbs it."""
+    """Return the parameters that the variant perturbs. `moves` says for each group if the variant perturbs it."""
     subset = [(i, g) for i, g in zip(part.slots, grads, strict=True) if moves[bucket.groups[i]]]
     return bucket, bucket.select(tuple(i for i, _ in subset)), [g for _, g in subset]
 

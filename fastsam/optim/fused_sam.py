@@ -346,9 +346,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
 
     @contextmanager
     def perturbed(self) -> Iterator[None]:
-        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit,
-        also after an exception. Calling `step()` inside, after a backward pass, makes the update.
-        """
+        """Perturb the weights inside as by `first_step()`. Afterwards they are the original ones, bit for bit, also
+        after an exception. Calling `step()` inside, after a backward pass, makes the update."""
         self._require_halves("perturbed()")
         self._require(
             WeightState.ORIGINAL,

@@ -54,7 +54,8 @@ class GradCombiner:
         scales: LossScales,
         found_inf: Tensor | None,
     ) -> UpdateInputs:
-        """Return the inputs of a fused update in a step that perturbed. sumsq: squared norm of g1, float64 `[1]`."""
+        """Return the inputs of a fused update in a step that perturbed. `sumsq` is the squared norm of g1, float64
+        `[1]`."""
         calls_after = self._state_update_calls(calls, sumsq, found_inf)
         if self.changes_gradient:
             scalars.set_coefficients(_inner(calls) if self.coefficients.gsam_alpha else None, scales)

@@ -221,7 +221,8 @@ class HParamTensor:
         return -1.0 if self.rule and group["maximize"] else 1.0
 
     def set_coefficients(self, inner: Tensor | None, scales: LossScales) -> None:
-        """Set the coefficients of both gradients for this step. inner: `[1, 2]`, for a surrogate gap."""
+        """Set the coefficients of both gradients for this step. `inner`, `[1, 2]`, has the inner products for a
+        surrogate gap."""
         first, ratio = scales.g1, scales.relative.g1
         numbers = self.tensor
         numbers[:, :, [HParam.G2_COEF, HParam.G1_COEF]] = self._base_coefficients
@@ -260,7 +261,7 @@ class HParamTensor:
         self.tensor[:, :, HParam.G2_COEF] = self._signs
 
     def apply_rho_fn(self, rho_fn: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
-        """Set this step's radius by a variant's `rho_fn`. sumsq: squared norm of the direction, whose loss scale is
+        """Set this step's radius by a variant's `rho_fn`. `sumsq` is the squared norm of the direction, with loss scale
         `scale`."""
         norm = sumsq.sqrt() if scale is None else sumsq.sqrt() / scale
         self.tensor[:, :, HParam.RHO] = self._largest

@@ -31,8 +31,8 @@ RANKS = (
 
 
 def check(base: Optimizer, variant: SAM, exclusive: bool, whole_gradient_options: dict[str, bool]) -> None:
-    """Raise ValueError if no update can be made before all gradients are there. whole_gradient_options:
-    options that need all gradients, and if they are given."""
+    """Raise ValueError if no update can be made before all gradients are there. `whole_gradient_options` says by name
+    if an option that needs all gradients is given."""
     problem = None
     if not exclusive:
         problem = "without assume_no_alias=True: weights that the pass still reads would be overwritten; give both"

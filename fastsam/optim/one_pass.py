@@ -138,8 +138,7 @@ class OnePass(Engine):
         self._perturb_next(False)
 
     def _perturb_next(self, has_all_grads: bool) -> None:
-        """Perturb the updated weights. has_all_grads: every parameter had a gradient in the
-        last step."""
+        """Perturb the updated weights. `has_all_grads` is True if every parameter had a gradient in the last step."""
         moves = self._next_perturbation(has_all_grads)
         if self.weight_state is WeightState.PERTURBED and any(
             part is not bucket.backup_selection for bucket, part, _ in moves
@@ -155,7 +154,7 @@ class OnePass(Engine):
             self._versions = self._versions_now()
 
     def _next_perturbation(self, has_all_grads: bool) -> list[BucketGrads]:
-        """Return the calls of the next perturbation. has_all_grads: every parameter had a gradient in the
+        """Return the calls of the next perturbation. `has_all_grads` is True if every parameter had a gradient in the
         last step."""
         if self.variant.one_pass_direction is OnePassDirection.GRADIENT:
             return [_last_gradient(bucket, has_all_grads) for bucket in self.buckets]

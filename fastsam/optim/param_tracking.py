@@ -53,7 +53,8 @@ class ParamTracker:
         variant: SAM,
         coefficients: GradCoefficients | None,
     ) -> None:
-        """coefficients: coefficients of both gradients, None if an update reads only the last one."""
+        """Begin without buffers. `coefficients` belong to both gradients, and are None if an update reads only the last
+        one."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
         self._coefficients = coefficients
         # The number of perturbations, which is the seed of the next one's rounding.

@@ -20,7 +20,8 @@ class RunningStatsFreezer:
     """
 
     def __init__(self, model: Model | None, frozen: Sequence[Frozen] = ()) -> None:
-        """frozen: layers that are frozen already, if the optimizer is a copy that was made between the passes."""
+        """Begin with the layers `frozen`, which are not empty if the optimizer is a copy that was made between the
+        passes."""
         several = isinstance(model, Iterable) and not isinstance(model, nn.Module)
         modules: list[Any] = list(model) if several else [] if model is None else [model]  # type: ignore[arg-type]
         for module in modules:

@@ -4,10 +4,10 @@
      "param_groups": [...],
      "fastsam": {"format": 1, "perturbed": False, "left_out": [1]}}
 
-`master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes
-(and, with a variant of one pass, between steps, where "fastsam" has `training`, too), `first_gradient` there where the
-update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes, what a
-direction will have made of it. `left_out` are the numbers of parameters without buffers, which have no entry at all.
+`master` (float32) belongs to half-precision parameters with a fused update. `unperturbed` is there between the two
+passes, and with a variant of one pass also between steps, where "fastsam" has `training` too. `first_gradient` is there
+if the update reads it, `sam_memory` if the variant keeps a vector. `sam_memory_next`, between the two passes, is the
+vector after the direction. `left_out` are the numbers of parameters without buffers, which have no entry at all.
 torch's own optimizers ignore what they do not know, so such a dict loads into torch.optim.SGD, and one of
 torch.optim.SGD loads here.
 """

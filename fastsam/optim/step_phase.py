@@ -148,7 +148,7 @@ class StepPhaseMixin:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, the weights are as after `eval()`; afterwards as they were before."""
+        """Keep the weights inside as after `eval()`, and afterwards as they were before."""
         is_training = self.training
         self.eval()
         try:

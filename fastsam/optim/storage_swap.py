@@ -68,8 +68,8 @@ class StorageSwap:
         self._target_places: list[Place] = []  # places of the parameters after `swap_in`
 
     def set_targets(self, targets: Sequence[Tensor], is_donated: bool) -> None:
-        """Choose these tensors, like the parameters, for the perturbed weights. is_donated: they are the gradients,
-        which the parameters lose, since a backward pass would add to them."""
+        """Choose these tensors, like the parameters, for the perturbed weights. If `is_donated` is True they are the
+        gradients. The parameters lose them, because a backward pass would add to them."""
         self.targets, self._is_donated = list(targets), is_donated
         self._target_places = list(zip(map(_data_ptr, targets), self._sizes, self._strides, strict=True))
         for i in self._slots if is_donated else ():

@@ -14,7 +14,10 @@ from fastsam.lab.plots import figure as figures
 def classes(panels: Mapping[str, np.ndarray], path: str | Path, title: str = "") -> Path:
     """Plot heat maps of the numbers of samples, in one colour scale.
 
-    panels: title -> [clients, classes], one for every swept value of the data.
+    Args:
+        panels: numbers of samples `[clients, classes]` by title, one for every swept value of the data.
+        path: path of the figure without its ending.
+        title: title of the figure.
     """
     rows, columns = figures.shape(len(panels))
     clients, count = (max(counts.shape[axis] for counts in panels.values()) for axis in (0, 1))

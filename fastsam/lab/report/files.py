@@ -44,6 +44,9 @@ def write_comparison(
     """Write summary.json, the figures, report.md and report.html into the comparison's directory.
 
     Args:
+        runs: the runs.
+        directory: directory of the comparison.
+        title: title of the report.
         facts: lines below the title.
         command: command that repeats the comparison.
         counts: numbers of samples `[clients, classes]`, by the swept values of the data.
@@ -90,7 +93,11 @@ def draw_plots(
     Each figure is saved in `directory` as PNG, SVG and PDF.
 
     Args:
-        counts: numbers of samples `[clients, classes]`, by the swept values of the data; under "" if none was swept.
+        runs: the runs.
+        counts: numbers of samples `[clients, classes]`, by the swept values of the data; under "" if none was
+            swept.
+        directory: directory of the figures.
+        title: title of the figures.
         kinds: names of the figures to draw.
         prefix: text before the names of the files.
     """

@@ -29,9 +29,13 @@ def reproduce(
     """Run a table and write its report. Return 1 if a run failed, else 0.
 
     Args:
+        name: name of the table.
         scale: scale of the runs; None for the paper's.
+        seeds: seeds of the runs; None for the table's.
         flags: keys of the config that override the table's.
+        directory: directory of the runs and the report.
         resume: continue interrupted runs in `directory`.
+        console: console of the progress.
 
     Raises:
         ConfigError: a key, a seed or a flag cannot be used.

@@ -79,7 +79,8 @@ def value(metric: Metric, groups: Groups, target: float | None, key: str = "") -
 
 
 def cell(metric: Metric, groups: Groups, base: Groups, target: float | None) -> tuple[float | None, str]:
-    """Return the number (mean over the seeds; None if a seed has none) and the text of a cell. base: FedAvg's runs."""
+    """Return the number (mean over the seeds; None if a seed has none) and the text of a cell. `base` are FedAvg's
+    runs."""
     values = value(metric, groups, target)
     numbers = [v for v in values if v is not None]
     if not numbers:

@@ -41,11 +41,16 @@ class Outcome:
 
 
 def plans(table: PaperTable, flags: Sequence[str], seeds: Sequence[int]) -> dict[Part, Plan]:
-    """Return the comparison of each part, all checked. Raises ConfigError.
+    """Return the comparison of each part, all checked.
 
     Args:
-        flags: keys that override the keys of config files. A key in an algorithm's table applies to the parts that run
-            this algorithm.
+        table: the table.
+        flags: keys that override the keys of config files. A key in an algorithm's table applies to the parts that
+            run this algorithm.
+        seeds: seeds of the runs.
+
+    Raises:
+        ConfigError: a key cannot be used.
     """
     flat, tables = parse_flags(flags)
     plans_by_part = {}

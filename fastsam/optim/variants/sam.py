@@ -48,15 +48,21 @@ class SAM:
         eps = rho * T^2*g1 / (||T*g1|| + 1e-12),   T = |w| + eta if adaptive (ASAM), else 1
         w <- the base optimizer's update with g2 = gradient at w + eps
 
-    rho, eta: numbers, or one-element tensors, which are read on the device in every step. They and `adaptive` are
-    options of every parameter group. Two gradient passes a step; state: a copy of the weights between them. Every other
-    variant is a `SAM` too, and overrides what it chooses otherwise.
+    Two gradient passes a step; state: a copy of the weights between them. Every other variant is a `SAM` too, and
+    overrides what it chooses otherwise. `rho`, `adaptive` and `eta` are options of every parameter group.
 
-    interval: number of steps of which the first perturbs; the other steps are the base optimizer's, with one gradient
-    pass.
-    rho_fn: None, or a function that returns the radius of a step, for example `LESAM`. It maps tensors on the device,
-    rho `[1, groups]` and norm `[1]`, both float64, to a tensor like rho.
-    Raises TypeError if `interval` is not an integer or `rho_fn` is not a function, ValueError if `interval` is below 1.
+    Args:
+        rho: radius of the perturbation, a number, or a one-element tensor that is read on the device in every step.
+        adaptive: ASAM.
+        eta: eta of ASAM, a number or a one-element tensor.
+        interval: number of steps of which the first perturbs; the other steps are the base optimizer's, with one
+            gradient pass.
+        rho_fn: None, or a function that returns the radius of a step, for example `LESAM`. It maps tensors on the
+            device, rho `[1, groups]` and norm `[1]`, both float64, to a tensor like rho.
+
+    Raises:
+        TypeError: `interval` is not an integer or `rho_fn` is not a function.
+        ValueError: `interval` is below 1.
     """
 
     state: ClassVar[VariantState] = VariantState.NONE

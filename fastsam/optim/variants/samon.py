@@ -17,8 +17,7 @@ LAYERS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.GroupN
 @dataclass(frozen=True)
 class SAMON(SAM):
     """SAM that perturbs only the parameters of normalisation layers: groups whose rho is not 0, as
-    `SAMON.groups(model)`
-    makes them.
+    `SAMON.groups(model)` makes them.
 
         eps = rho * T^2*g1 / (||T*g1|| + 1e-12) over these parameters,   0 elsewhere
         w <- the base optimizer's update of all parameters with g2
