@@ -9,6 +9,17 @@ from fastsam import fed
 from tests.helpers import oracle
 
 
+class Alarm:
+    """A callback that raises an error at the end of a round; it has no base class."""
+
+    def __init__(self, round: int, error: BaseException) -> None:
+        self.round, self.error = round, error
+
+    def on_round(self, run: fed.callbacks.RunView, record: dict[str, Any]) -> None:
+        if record["round"] == self.round:
+            raise self.error
+
+
 def start(directory: Path, **options: Any) -> fed.Result:
     keywords: dict[str, Any] = {
         "rounds": 3, "participation": 0.6, "run_dir": directory, "test": oracle.ragged_clients(sizes=(9,))[0],

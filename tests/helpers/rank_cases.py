@@ -15,6 +15,7 @@ from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from fastsam.fed.sums.ranks import Ranks, join_ranks
 from tests.helpers import oracle
 from tests.helpers.fed_ranks import SIZES
+from tests.helpers.fed_rundir import Alarm
 from tests.helpers.fed_runs import cross_entropy_until, digest, fail, normed
 from tests.helpers.sums import add_client_
 
@@ -49,17 +50,6 @@ class Raised(Poisoned):
         return loss
 
 
-class StopsIn(fed.Callback):
-    """Stops a run in a round, of which the other ranks must hear."""
-
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def on_round(self, run: Any, record: dict[str, Any]) -> None:
-        if record["round"] == self.round:
-            raise fed.Stop("by the test")
-
-
 CASES: dict[str, dict[str, Any]] = {
     "fewer clients than ranks": {"participation": 0.1, "sampler": "fixed", "algorithm": fed.SCAFFOLD()},
     "state that comes and goes": {"algorithm": Sometimes(), "rounds": 5, "participation": 0.9},
@@ -82,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "outlier": {"algorithm": fed.FedAvg(), "participation": 1.0, "poison": 1e6, "model": lambda: nn.Linear(6, 3)},
     "checkpoints now and then": {"algorithm": fed.SCAFFOLD(), "checkpoint_every": 3, "rounds": 4},
-    "stopped": {"algorithm": fed.SCAFFOLD(), "rounds": 9, "callbacks": [StopsIn(2)]},
+    "stopped": {"algorithm": fed.SCAFFOLD(), "rounds": 9, "callbacks": [Alarm(2, fed.Stop("by the test"))]},
     "some available": {"algorithm": fed.SCAFFOLD(), "rounds": 4, "available": lambda t: [] if t == 1 else range(t, 6)},
     "own weights": {"algorithm": fed.FedSAM(), "weighting": lambda i: i + 1},
     "threads": {"algorithm": fed.FedDyn(), "executor": "threads", "slots": 2},

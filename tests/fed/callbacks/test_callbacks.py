@@ -5,6 +5,7 @@ import csv
 import json
 import logging
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from fastsam import fed
 from fastsam.fed.callbacks import CSV, EarlyStopping, MLflow, SaveBest, TensorBoard, WandB
 from fastsam.fed.callbacks.logs import numbers
 from fastsam.fed.callbacks.terminal import Countdown, RunProgress, describe, duration
-from tests.helpers.fed_rundir import start
+from tests.helpers.fed_rundir import Alarm, records, start
 from tests.helpers.fed_runs import same_bits
 
 
@@ -112,22 +113,11 @@ def test_tensorboard(fails, tmp_path, monkeypatch):
 
 
 def logged(tmp_path: Any, callback: fed.Callback, fails: bool) -> list[dict[str, Any]]:
-    """The records of a run of two rounds; with `fails` it is then interrupted."""
-    seen: list[dict[str, Any]] = []
-
-    class Watches(fed.Callback):
-        def on_round(self, run: Any, record: Any) -> None:
-            seen.append(record)
-            if fails and record["round"] == 2:
-                raise KeyboardInterrupt
-
-    options = {"rounds": 3 if fails else 2, "callbacks": [callback, Watches()]}
-    if fails:
-        with pytest.raises(KeyboardInterrupt):
-            start(tmp_path / "run", **options)
-    else:
-        start(tmp_path / "run", **options)
-    return seen
+    """Return the records of a run of two rounds; with `fails` it is then interrupted."""
+    end = [Alarm(2, KeyboardInterrupt())] if fails else []
+    with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+        start(tmp_path / "run", rounds=2 + fails, callbacks=[callback, *end])
+    return records(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -256,17 +246,12 @@ def test_what_it_says():
 def test_a_run_interrupted_and_resumed_stops_in_the_same_round(tmp_path):
     """Counters are resumed, and a stopped run stays stopped."""
 
-    class Interrupts(fed.Callback):
-        def on_round(self, run, record):
-            if record["round"] == 2:
-                raise KeyboardInterrupt
-
     def stopping() -> EarlyStopping:
         return EarlyStopping("train_loss", patience=3, mode="max")  # which falls
 
     whole = start(tmp_path / "whole", rounds=30, callbacks=[stopping()])
     with pytest.raises(KeyboardInterrupt):
-        start(tmp_path / "run", rounds=30, callbacks=[stopping(), Interrupts()])
+        start(tmp_path / "run", rounds=30, callbacks=[stopping(), Alarm(2, KeyboardInterrupt())])
     resumed = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
     again = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
     assert 3 < len(whole.history) < 30

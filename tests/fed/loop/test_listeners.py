@@ -15,7 +15,7 @@ from fastsam import fed
 from fastsam.fed.loop.cohort import FAR, outliers
 from tests.helpers import oracle
 from tests.helpers.fed_input import start as start_small
-from tests.helpers.fed_rundir import records, start
+from tests.helpers.fed_rundir import Alarm, records, start
 from tests.helpers.fed_runs import FLOAT, same_bits
 
 
@@ -36,17 +36,6 @@ class Diary(fed.Callback):
 
     def on_end(self, run: fed.callbacks.RunView, result: fed.Result | None) -> None:
         self.seen.append(("end", run.round, result and len(result.history), type(run.error).__name__, run.stopped))
-
-
-class At:
-    """A callback that raises in one method in one round; it has no base class."""
-
-    def __init__(self, round: int, error: BaseException) -> None:
-        self.round, self.error = round, error
-
-    def on_round(self, run: fed.callbacks.RunView, record: dict[str, Any]) -> None:
-        if record["round"] == self.round:
-            raise self.error
 
 
 def test_when_the_methods_are_called(tmp_path):
@@ -108,7 +97,7 @@ def test_a_callback_changes_no_bit(tmp_path):
 
 def test_a_stopped_run_ends_as_if_its_rounds_were_over(tmp_path):
     diary, options = Diary(), {"checkpoint_every": 100}
-    result = start(tmp_path / "run", rounds=9, callbacks=[At(2, fed.Stop("enough")), diary], **options)
+    result = start(tmp_path / "run", rounds=9, callbacks=[Alarm(2, fed.Stop("enough")), diary], **options)
     two = start(tmp_path / "two", rounds=2)
     assert len(result.history) == 2 and same_bits(result.model, two.model)
     assert result.summary()["stopped"] == "enough" and two.summary()["stopped"] is None
@@ -165,7 +154,7 @@ def test_the_end_is_told_after_an_error_too_and_does_not_hide_it(caplog):
 
     diary = Diary()
     with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.ERROR, "fastsam.fed"):
-        start_small(rounds=3, callbacks=[Bad(), diary, At(2, KeyboardInterrupt())])
+        start_small(rounds=3, callbacks=[Bad(), diary, Alarm(2, KeyboardInterrupt())])
     assert diary.seen[-1] == ("end", 2, None, "KeyboardInterrupt", None)
     assert "Bad.on_end failed after 2 rounds: ValueError: closed already" in caplog.text
 
