@@ -52,7 +52,7 @@ class Backend:
         return cast(Kernels, importlib.import_module(f"fastsam_kernels.{self.module}"))
 
 
-def _ask(module: str, device: str) -> Callable[[], str | None]:
+def _reason_from(module: str, device: str) -> Callable[[], str | None]:
     """Return a function that imports a backend's module and asks it why it cannot serve on this device type."""
 
     def why_not() -> str | None:
@@ -72,14 +72,14 @@ def _cuda() -> str | None:
 # In the order in which `auto` takes them. It comes to neither the reference, which is the specification, nor Triton on
 # the CPU, which is its interpreter and thousands of times slower. The backends before them serve always.
 BACKENDS: tuple[Backend, ...] = (
-    Backend("native", "cuda", "native", _ask("native", "cuda")),
-    Backend("triton", "cuda", "triton_backend", _ask("triton_backend", "cuda")),
+    Backend("native", "cuda", "native", _reason_from("native", "cuda")),
+    Backend("triton", "cuda", "triton_backend", _reason_from("triton_backend", "cuda")),
     Backend("foreach", "cuda", "foreach", _cuda),
     Backend("reference", "cuda", "reference", _cuda),
-    Backend("native", "cpu", "native", _ask("native", "cpu")),
+    Backend("native", "cpu", "native", _reason_from("native", "cpu")),
     Backend("foreach", "cpu", "foreach", _always),
     Backend("reference", "cpu", "reference", _always),
-    Backend("triton", "cpu", "triton_backend", _ask("triton_backend", "cpu")),
+    Backend("triton", "cpu", "triton_backend", _reason_from("triton_backend", "cpu")),
 )
 NAMES = ("auto", "native", "triton", "foreach", "reference")
 

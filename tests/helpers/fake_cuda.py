@@ -95,7 +95,7 @@ class FakeCuda:
         finally:
             FakeCuda.active = before
 
-    def lend(self, tensors: object, stream: object) -> None:
+    def record_stream(self, tensors: object, stream: object) -> None:
         pass
 
     @contextmanager

@@ -148,7 +148,7 @@ def read(
         raise ValueError(f"{label} has no samples; leave it out or give it some")
     collate_fn = collate or data.collate
     with seed_generators(0) if draws is not False else nullcontext():
-        has_draws, size = _look(data.data, label) if draws is None else (draws, 0)
+        has_draws, size = _try_sample(data.data, label) if draws is None else (draws, 0)
         if collate_fn is None and not has_draws and size <= per_sample:
             generator_states = generators() if draws is None else b""
             items = _items(data.data, range(len(data)), label)
@@ -194,7 +194,7 @@ def _items(data: Any, places: Sequence[int], label: str) -> list[Any]:
         raise ValueError(f"{label}: reading {subject} failed: {type(error).__name__}: {error}") from error
 
 
-def _look(data: Any, label: str) -> tuple[bool, int]:
+def _try_sample(data: Any, label: str) -> tuple[bool, int]:
     """Return whether reading a sample draws from seedable generators, and the size of a sample in bytes."""
     generator_states = generators()
     (first,) = _items(data, [0], label)

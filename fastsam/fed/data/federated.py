@@ -52,7 +52,7 @@ class FederatedData:
     def __post_init__(self) -> None:
         if len(self.clients) == 0:
             raise ValueError("a federated data set needs at least one client, got none")
-        if not _all_good(self.clients, self.classes):
+        if not _are_valid(self.clients, self.classes):
             for i, pair in enumerate(self.clients):
                 _check_pair(pair, self.classes, f"client {i}")
         _check_pair(self.test, self.classes, "the test set")
@@ -82,7 +82,7 @@ class FederatedData:
         return np.stack([np.bincount(y.cpu().numpy(), minlength=self.classes) for _, y in self.clients])
 
 
-def _all_good(clients: Sequence[Any], classes: int) -> bool:
+def _are_valid(clients: Sequence[Any], classes: int) -> bool:
     """Return True if all clients are valid, checked together. A check of one after the other finds the wrong client."""
     if not all(len(pair) == 2 and all(isinstance(t, Tensor) and t.dim() for t in pair) for pair in clients):
         return False

@@ -39,7 +39,7 @@ class Cuda:
         """Return a context whose work goes to `stream`."""
         return torch.cuda.stream(stream)
 
-    def lend(self, tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
+    def record_stream(self, tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
         """Keep the memory of tensors of another stream allocated until `stream` has used them."""
         for tensor in tensors:
             if tensor is not None:

@@ -167,7 +167,7 @@ class Graph(Streams):
                 "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; "
                 "'streams' can"
             )
-        return Streams.why_not(setup) or looks_at_values(setup, streams.Cuda(setup.device))
+        return Streams.why_not(setup) or why_not_captured(setup, streams.Cuda(setup.device))
 
     def make_row(self) -> ClientTrainer:
         return CapturableTrainer(self.setup, self.random)
@@ -230,9 +230,9 @@ class Graph(Streams):
         ) in ready:  # a batch is memory of its lane's stream, which must not use it again before it was read here
             lane.stream.wait_stream(self.joint)
 
-    def leave(self) -> None:
+    def end_round(self) -> None:
         self.cuda.current().wait_stream(self.joint)
-        super().leave()
+        super().end_round()
 
     def _replay(self, key: Hashable, work: Callable[[], None], stream: torch.cuda.Stream) -> None:
         """Do the work of a step on `stream`, from its graph if there is one or if it is time for one."""
@@ -262,7 +262,7 @@ class Graph(Streams):
             torch._foreach_copy_(inputs, [batch[part] for _, batch in pairs])
 
 
-def looks_at_values(setup: Setup, cuda: Cuda) -> str | None:
+def why_not_captured(setup: Setup, cuda: Cuda) -> str | None:
     """Return the reason why a step cannot be captured, or None. Without an example batch to try the result is None."""
     trial = _trial(setup)
     if trial is None:

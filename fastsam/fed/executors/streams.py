@@ -37,7 +37,7 @@ class Lane:
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begin a client after the work that the caller's stream has queued (its vectors, the start)."""
         self.stream.wait_stream(self.cuda.current())
-        self.cuda.lend(vectors(task), self.stream)
+        self.cuda.record_stream(vectors(task), self.stream)
         self.busy, self.error, self.results = True, None, None
         with self.cuda.on(self.stream):
             try:
@@ -76,7 +76,7 @@ class Lane:
         self.busy, self.results = False, None
         current = self.cuda.current()
         current.wait_stream(self.stream)
-        self.cuda.lend(tensors(results), current)
+        self.cuda.record_stream(tensors(results), current)
         return results
 
 
@@ -121,17 +121,17 @@ class Streams(Executor):
                 yield from self._outcomes(start, buffers, iter(tasks))
             except Exception:
                 try:
-                    self.leave()
+                    self.end_round()
                 # after a failed capture some streams cannot be waited for; the reason of the failure is raised
                 except RuntimeError as problem:
                     log.info("the lanes of a round that failed could not be waited for: %s", problem)
                 raise
             except BaseException:
-                self.leave()
+                self.end_round()
                 raise
-            self.leave()
+            self.end_round()
 
-    def leave(self) -> None:
+    def end_round(self) -> None:
         """End a round, also in the middle: queued work ends before its memory is used again."""
         for lane in self.lanes:
             lane.busy = False

@@ -17,7 +17,7 @@ from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults
 
-_PATIENCE = 0.1  # seconds between two looks for Ctrl-C
+_POLL_SECONDS = 0.1  # seconds between two looks for Ctrl-C
 _QUEUED_PER_SLOT = (
     2  # queued tasks per slot: one in work, and one for a thread that finishes while the receiver is busy
 )
@@ -57,13 +57,13 @@ class Threads(Executor):
         """See `Executor.train`."""
         with self.random.preserve_states():
             self.random.start_round()
-            team = _Team(self.setup, start, buffers)
+            pool = _ThreadPool(self.setup, start, buffers)
             try:
-                yield from self._outcomes(team, iter(tasks))
+                yield from self._outcomes(pool, iter(tasks))
             finally:
-                team.dismiss()
+                pool.stop_all()
 
-    def _outcomes(self, team: _Team, tasks: Iterator[Task]) -> Generator[ClientOutcome]:
+    def _outcomes(self, pool: _ThreadPool, tasks: Iterator[Task]) -> Generator[ClientOutcome]:
         more, out = True, 0
         while True:
             while more and out < _QUEUED_PER_SLOT * self.slots:
@@ -71,13 +71,13 @@ class Threads(Executor):
                 if task is None:
                     more = False
                     break
-                if len(team.threads) < self.slots:
-                    team.join_in(self._row(len(team.threads)))
-                team.todo.put(task)
+                if len(pool.threads) < self.slots:
+                    pool.start_thread(self._row(len(pool.threads)))
+                pool.todo.put(task)
                 out += 1
             if not out:
                 return
-            results = team.next_end()
+            results = pool.next_end()
             out -= 1
             if isinstance(results, BaseException) and not excludes(self.setup, results):
                 raise results
@@ -106,7 +106,7 @@ def why_not(setup: Setup) -> str | None:
     return None if setup.draws is None or setup.draws else NoRandomness.REASON
 
 
-class _Team:
+class _ThreadPool:
     """The threads of one round."""
 
     def __init__(self, setup: Setup, start: Tensor, buffers: Sequence[Tensor]) -> None:
@@ -116,7 +116,7 @@ class _Team:
         self.stop = threading.Event()
         self.threads: list[threading.Thread] = []
 
-    def join_in(self, row: ClientTrainer) -> None:
+    def start_thread(self, row: ClientTrainer) -> None:
         thread = threading.Thread(
             target=self._work, args=(row,), name=f"fastsam client {len(self.threads)}", daemon=True
         )
@@ -151,11 +151,11 @@ class _Team:
         received the signal, because Python handles it in this thread after a wait."""
         while True:
             try:
-                return self.results.get(timeout=_PATIENCE)
+                return self.results.get(timeout=_POLL_SECONDS)
             except Empty:
                 continue
 
-    def dismiss(self) -> None:
+    def stop_all(self) -> None:
         """End all threads, in the middle of a round after their current step.
 
         Ctrl-C may have interrupted the start of a thread. Such a thread does nothing when it starts, and it cannot be

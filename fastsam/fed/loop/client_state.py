@@ -117,7 +117,7 @@ class HostStateStorage(ClientStateStorage):
             entry = self._fetch(state)
         current = self.cuda.current()
         current.wait_event(entry.ready)
-        self.cuda.lend([t for t in entry.state.values() if self._is_on_host(t)], current)
+        self.cuda.record_stream([t for t in entry.state.values() if self._is_on_host(t)], current)
         self._fetch_ahead()
         return entry.state
 
@@ -167,7 +167,7 @@ class HostStateStorage(ClientStateStorage):
         host_copy = self._host_copies.get(tensor)
         if host_copy is None:
             host_copy = self.pool.row(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
-            self.cuda.lend([tensor], self.stream)
+            self.cuda.record_stream([tensor], self.stream)
             self._host_copies.set(tensor, host_copy)
         return host_copy
 

@@ -77,7 +77,7 @@ class Cohort:
             self.weights = {i: run.weights[i] for i in client_ids}
         self.ranks: Ranks = run.ranks
         self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()))
-        self.clients, self.homes = dict(old_state.clients), old_state.homes
+        self.clients, self.owner_ranks = dict(old_state.clients), old_state.owner_ranks
         self.exclusions: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
         self.steps = self.backward_passes = 0
@@ -228,9 +228,9 @@ class Cohort:
         self.steps, self.backward_passes = sum(steps), sum(backward_passes)
         self.exclusions = {i: reason for part in exclusions for i, reason in part.items()}
         self.norms = {i: part[i] for i in self.client_ids for part in norms if i in part}
-        idle_homes = {i: rank for i, rank in self.homes.items() if i not in self.weights}
-        homes = {i: rank for rank, ids in enumerate(stateful_ids) for i in ids}
-        self.homes = idle_homes | {i: homes[i] for i in self.client_ids if i in homes}
+        idle_owners = {i: rank for i, rank in self.owner_ranks.items() if i not in self.weights}
+        owner_ranks = {i: rank for rank, ids in enumerate(stateful_ids) for i in ids}
+        self.owner_ranks = idle_owners | {i: owner_ranks[i] for i in self.client_ids if i in owner_ranks}
         for stage in self.stages:
             stage.end_round(self.ranks, self.round)
 
@@ -287,14 +287,14 @@ def _nonfinite_fields(results: ClientResults, vectors: Sequence[Tensor]) -> Prob
     return problems
 
 
-FAR = 50.0
-_FEWEST = 3  # least clients of a round with a majority against one client
+OUTLIER_FACTOR = 50.0
+_MIN_CLIENTS = 3  # least clients of a round with a majority against one client
 
 
 def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, float]:
     """Return the clients whose delta is far beyond their cohort's, with its length in units of the cohort's median.
 
-        ||Delta_i|| > FAR * median_j ||Delta_j|| * max(1, K_i / median_j K_j)
+        ||Delta_i|| > OUTLIER_FACTOR * median_j ||Delta_j|| * max(1, K_i / median_j K_j)
 
     A median does not depend on fewer than half of the clients, unlike a mean or a standard deviation. A multiple of it
     needs no spread, which is nearly zero in a cohort of similar clients. A client with more local steps K_i may move
@@ -302,11 +302,13 @@ def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, 
     this proportion, in FedDyn; without it 17 in SCAFFOLD, and 40 in FedDyn, whose first client has more than twice the
     samples. A cohort that does not move has no outlier.
     """
-    if len(norms) < _FEWEST:
+    if len(norms) < _MIN_CLIENTS:
         return {}
-    usual, usual_steps = median(norms.values()), median(steps[i] for i in norms)
-    far = {i: norm for i, norm in norms.items() if norm > FAR * usual * max(1.0, steps[i] / usual_steps)}
-    return {i: norm / usual for i, norm in sorted(far.items())} if usual > 0 else {}
+    median_norm, median_steps = median(norms.values()), median(steps[i] for i in norms)
+    far = {
+        i: norm for i, norm in norms.items() if norm > OUTLIER_FACTOR * median_norm * max(1.0, steps[i] / median_steps)
+    }
+    return {i: norm / median_norm for i, norm in sorted(far.items())} if median_norm > 0 else {}
 
 
 def warn(rows: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]], aggregation: str) -> None:

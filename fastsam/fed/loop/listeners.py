@@ -58,7 +58,7 @@ class CallbackHandler:
             path = None if directory is None else directory.path
             self._view = RunView(config(), self._rounds, path, state, export)
             for callback in self.callbacks:
-                self._ask(callback, "on_start")
+                self._call(callback, "on_start")
                 self._active.append(callback)
         self._share()
 
@@ -73,7 +73,7 @@ class CallbackHandler:
             self._view.advance(state)
             for method in ("on_evaluation", "on_round") if is_evaluated else ("on_round",):
                 for callback in self.callbacks:
-                    self._ask(callback, method, dict(state.history[-1]))
+                    self._call(callback, method, dict(state.history[-1]))
         self._share()
 
     def end(self, result: Result) -> None:
@@ -89,12 +89,12 @@ class CallbackHandler:
         errors = []
         while self._active:
             try:
-                self._ask(self._active.pop(0), "on_end", result)
+                self._call(self._active.pop(0), "on_end", result)
             except CallbackError as error:
                 errors.append(error)
         return errors
 
-    def _ask(self, callback: Any, method: str, *arguments: Any) -> None:
+    def _call(self, callback: Any, method: str, *arguments: Any) -> None:
         """Call a method if the callback has it. Raises CallbackError for any error that it raises, except for
         Ctrl-C."""
         view = self._view

@@ -122,7 +122,7 @@ class Loop:
         cohort.check()
         server, buffers = self._server_step(state, cohort.sums, round, visible)
         seconds_training = time.perf_counter() - began
-        new_state = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
+        new_state = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.owner_ranks)
         if self.ranks.first:
             record = self._record(cohort, new_state, seconds_training)
             warn(record["outliers"], state.history, self.settings.aggregation_name)
@@ -141,8 +141,12 @@ class Loop:
         """Return the state after the clients' states have moved to their ranks, and the clients of this rank."""
         if self.ranks.size == 1:
             return state, client_ids
-        owners = self.ranks.assign(client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.homes)
-        state = replace(state, clients=self.ranks.move_states(state.clients, owners, state.homes, self.states.adopt))
+        owners = self.ranks.assign(
+            client_ids, {i: self.population.clients.sizes[i] for i in client_ids}, state.owner_ranks
+        )
+        state = replace(
+            state, clients=self.ranks.move_states(state.clients, owners, state.owner_ranks, self.states.adopt)
+        )
         return state, [i for i in client_ids if owners[i] == self.ranks.rank]
 
     def _server_step(
@@ -213,8 +217,8 @@ class Loop:
     def _next(self, t: int) -> list[int]:
         """Return the clients of the round after round t, for prefetching, or [] if they are not needed or not known."""
         settings = self.settings
-        looks = self.states.prefetches or self.population.clients.prefetches
-        if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
+        prefetches = self.states.prefetches or self.population.clients.prefetches
+        if not prefetches or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
         return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed, self._may_empty)
 

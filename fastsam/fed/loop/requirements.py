@@ -204,12 +204,12 @@ def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
     if facts.path_measures and facts.has_phases:
         lack = f"{facts.name} has phases of its own"
         yield f"measures={list(facts.path_measures)!r}", "one path of local steps", lack, "Leave them out"
-    askers = {
+    requests = {
         "weighting='samples'": facts.settings.weighting == "samples",
         "a run with measures": facts.has_measures,
         "a run of several processes": facts.ranks > 1,
     }
-    for request in () if facts.has_all_sizes else [name for name, is_used in askers.items() if is_used]:
+    for request in () if facts.has_all_sizes else [name for name, is_used in requests.items() if is_used]:
         remedy = "Pass them: fed.LazyClients(n, load, sizes=[...])"
         yield request, "the clients' sizes before the clients are loaded", "they are not known", remedy
 

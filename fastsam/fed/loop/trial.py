@@ -16,7 +16,7 @@ from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, a
 from fastsam.fed.clients.samples import ClientDataset, leaves
 from fastsam.fed.executors import split_epoch
 from fastsam.fed.executors.randomness import RandomOps
-from fastsam.fed.loop.trial_pass import explain, look, restore_random_state
+from fastsam.fed.loop.trial_pass import explain, restore_random_state, try_pass
 from fastsam.fed.step.model_copy import copy_model, trainable
 
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
@@ -46,9 +46,9 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
     The model, and torch's random state, stay as they are.
 
     Raises:
-        ValueError: the model or the loss does not work on the data, or not in training (see `look`); labels are outside
-            the model's outputs; the model has another number of outputs than the data have classes; or `augment`
-            does not return a batch like its input, or writes into its input. The message names client and batch.
+        ValueError: the model or the loss does not work on the data, or not in training (see `try_pass`); labels are
+            outside the model's outputs; the numbers of outputs and of classes differ; or `augment` does not return
+            a batch like its input, or writes into its input. The message names client and batch.
     """
     _check_function(loss.of_outputs if isinstance(loss, PairLoss) else loss)
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
@@ -61,7 +61,7 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
             _check_augment(population.augment, batch[0])
         classifies = _classifies(eval_copy.eval(), population, of_batch, batch, failure)
         tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
-        draws, changed_buffers = look(
+        draws, changed_buffers = try_pass(
             model, train_copy.train(), loss, tensors, lambda: of_batch(train_copy, batch), failure
         )
         _try_others(eval_copy, population, client, of_batch, batch_size)

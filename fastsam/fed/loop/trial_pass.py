@@ -1,7 +1,7 @@
-"""One look at a training pass before round 1: the tensors that it reads, and its side effects.
+"""A training pass before round 1: the tensors that it reads, and its side effects.
 
-`trial.try_model` calls `look` with a copy of the model and one batch. The checks of models and losses in training are
-here.
+`trial.try_model` calls `try_pass` with a copy of the model and one batch. The checks of models and losses in training
+are here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GENERATORS = {"Python's random numbers", "numpy's random numbers"}  # keys of `
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative, of the loss of a repeated pass
 
 
-def look(
+def try_pass(
     model: nn.Module,
     trial: nn.Module,
     loss: object,

@@ -60,7 +60,7 @@ class RunState:
         clients: states of the clients of this rank.
         history: one list for all states of a run; its first `round` records belong to this state. Only rank 0 has
             records.
-        homes: the rank of each client's state, with several ranks.
+        owner_ranks: the rank of each client's state, with several ranks.
     """
 
     round: int
@@ -68,7 +68,7 @@ class RunState:
     buffers: list[Tensor]
     clients: dict[int, State] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
-    homes: dict[int, int] = field(default_factory=dict)
+    owner_ranks: dict[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -289,24 +289,27 @@ class RunDirectory:
         server = {key: t.to(self.device) for key, t in tensors[manifest["server"]][0].items()}
         self._metrics, history = read_history(self.path / "metrics.jsonl", manifest)
         buffers = sum(key.startswith("buffer.") for key in server)
-        homes = {int(i): int(i) % self.ranks.size for i in manifest["clients"]}
+        owner_ranks = {int(i): int(i) % self.ranks.size for i in manifest["clients"]}
         return RunState(
             manifest["round"],
             {key.removeprefix("server."): t for key, t in server.items() if key.startswith("server.")},
             [server[f"buffer.{i}"] for i in range(buffers)],
-            self._adopt(manifest["clients"], tensors, homes),
+            self._adopt(manifest["clients"], tensors, owner_ranks),
             history,
-            homes if self.ranks.size > 1 else {},
+            owner_ranks if self.ranks.size > 1 else {},
         )
 
     def _adopt(
-        self, files: Mapping[str, str], tensors: Mapping[str, tuple[State, dict[str, str]]], homes: Mapping[int, int]
+        self,
+        files: Mapping[str, str],
+        tensors: Mapping[str, tuple[State, dict[str, str]]],
+        owner_ranks: Mapping[int, int],
     ) -> dict[int, State]:
         """Return the states of this rank's clients. Tensors that a file shares are shared in memory."""
         copies: dict[tuple[str, str], Tensor] = {}
         places = {name: json.loads(tensors[name][1]["places"]) for name in set(files.values())}
         for i, name in files.items():
-            if homes[int(i)] != self.ranks.rank:
+            if owner_ranks[int(i)] != self.ranks.rank:
                 continue
             state = {}
             for n, key in places[name][i].items():

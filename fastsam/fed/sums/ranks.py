@@ -4,7 +4,7 @@
 
 Sums are integers (`aggregate`), so the bits do not depend on the number of ranks. All ranks sample the same cohort,
 divide it by the same rule, and take the same server step. Rank 0 evaluates, writes and logs. A client's state is kept
-by the rank that trained it last, its home. It moves when another rank trains the client.
+by the rank that trained it last, its owner. The state moves when another rank trains the client.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Ranks:
         """True on rank 0, which evaluates, writes and logs."""
         return self.rank == 0
 
-    def assign(self, active: Sequence[int], work: Mapping[int, int], homes: Mapping[int, int]) -> dict[int, int]:
+    def assign(self, active: Sequence[int], work: Mapping[int, int], owner_ranks: Mapping[int, int]) -> dict[int, int]:
         """Return the rank of each client of a round. The longest work is assigned first, to the rank with the least
-        work, and among equals to the client's home."""
+        work, and among equals to the owner of the client's state."""
         loads, assignment = [0] * self.size, {}
         for i in sorted(active, key=lambda i: (-work[i], i)):
-            least, home = min(loads), homes.get(i, 0)
-            assignment[i] = rank = home if loads[home] == least else loads.index(least)
+            least, owner = min(loads), owner_ranks.get(i, 0)
+            assignment[i] = rank = owner if loads[owner] == least else loads.index(least)
             loads[rank] += work[i]
         return assignment
 
@@ -61,20 +61,20 @@ class Ranks:
         self,
         states: Mapping[int, State],
         assignment: Mapping[int, int],
-        homes: Mapping[int, int],
+        owner_ranks: Mapping[int, int],
         adopt: Callable[[Tensor], Tensor],
     ) -> dict[int, State]:
         """Return the states of this rank after every client of `assignment` moved to its rank; collective. `adopt`
         returns a tensor in this rank's storage from one on the CPU."""
         result = dict(states)
         for i, target in sorted(assignment.items()):
-            home = homes.get(i, target)
-            if home == target:
+            owner = owner_ranks.get(i, target)
+            if owner == target:
                 continue
-            if self.rank == home:
+            if self.rank == owner:
                 self._send(result.pop(i), target)
             elif self.rank == target:
-                result[i] = {name: adopt(t) for name, t in self._receive(home).items()}
+                result[i] = {name: adopt(t) for name, t in self._receive(owner).items()}
         return result
 
     def agree(self, facts: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ def join_ranks() -> Iterator[Ranks]:
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     except BaseException:
-        _leave()  # unless one inside has left already
+        _leave_group()  # unless one inside has left already
         raise
 
 
@@ -190,7 +190,7 @@ def _start() -> None:
             f"the ranks have met, but cannot connect to each other ({error}). If a machine's name stands for "
             "127.0.0.1, name its network: GLOO_SOCKET_IFNAME=eth0 (and NCCL_SOCKET_IFNAME), as `ip addr` shows it"
         ) from error
-    atexit.register(_leave)
+    atexit.register(_leave_group)
 
 
 def _end_with_launcher() -> None:
@@ -200,7 +200,7 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _leave() -> None:
+def _leave_group() -> None:
     if in_group():
         dist.destroy_process_group()
 

@@ -106,7 +106,9 @@ def _within(tensor: Tensor, line: str) -> bool:
 def test_memory_of_another_stream_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage must stay allocated until its stream is done: fetched states for the work, new states for the copies."""
     lent: list[tuple[set[int], Any]] = []
-    monkeypatch.setattr(FakeCuda, "lend", lambda self, tensors, stream: lent.append(({id(t) for t in tensors}, stream)))
+    monkeypatch.setattr(
+        FakeCuda, "record_stream", lambda self, tensors, stream: lent.append(({id(t) for t in tensors}, stream))
+    )
     store, new = HostStateStorage(CPU, "", 4), {"a": torch.ones(3), "b": torch.zeros(2)}
     kept = store.put(0, new)
     assert lent == [({id(new["a"])}, store.stream), ({id(new["b"])}, store.stream)]

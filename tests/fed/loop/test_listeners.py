@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.loop.cohort import FAR, outliers
+from fastsam.fed.loop.cohort import OUTLIER_FACTOR, outliers
 from tests.helpers import oracle
 from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import Alarm, records, start
@@ -235,10 +235,15 @@ def test_what_was_shortened_or_excluded_is_none(caplog: pytest.LogCaptureFixture
 
 def test_the_limit() -> None:
     steps, norms = dict.fromkeys(range(5), 2), dict.fromkeys(range(5), 1.0)
-    assert outliers({**norms, 2: FAR}, steps) == {}
-    assert outliers({**norms, 2: FAR + 1, 0: 2 * FAR}, steps) == {0: 2 * FAR, 2: FAR + 1}
-    assert outliers({**norms, 2: 3 * FAR}, {**steps, 2: 6}) == {}  # three times the number of steps
-    assert outliers({**norms, 2: FAR + 1}, {**steps, 2: 1}) == {2: FAR + 1}  # the number of steps is not relevant here
+    assert outliers({**norms, 2: OUTLIER_FACTOR}, steps) == {}
+    assert outliers({**norms, 2: OUTLIER_FACTOR + 1, 0: 2 * OUTLIER_FACTOR}, steps) == {
+        0: 2 * OUTLIER_FACTOR,
+        2: OUTLIER_FACTOR + 1,
+    }
+    assert outliers({**norms, 2: 3 * OUTLIER_FACTOR}, {**steps, 2: 6}) == {}  # three times the number of steps
+    assert outliers({**norms, 2: OUTLIER_FACTOR + 1}, {**steps, 2: 1}) == {
+        2: OUTLIER_FACTOR + 1
+    }  # the number of steps is not relevant here
     assert outliers({0: 1.0, 1: 1e9}, steps) == {}  # with two clients it is unknown which one is wrong
     assert outliers({0: 1.0, 1: 1e9, 2: 1.0}, steps) == {1: 1e9}
     assert outliers({**dict.fromkeys(range(5), 0.0), 2: 1.0}, steps) == {}

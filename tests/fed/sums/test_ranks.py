@@ -152,12 +152,12 @@ def test_clients_are_dealt_longest_first_and_stay_at_home_where_it_costs_nothing
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 5)), max_size=30))
 def test_every_client_is_dealt_to_whoever_has_least(size: int, clients: list[tuple[int, int | None]]) -> None:
     work = {i: steps for i, (steps, _) in enumerate(clients)}
-    homes = {i: home % size for i, (_, home) in enumerate(clients) if home is not None}
-    dealt = Ranks(0, size).assign(list(work), work, homes)
+    owner_ranks = {i: home % size for i, (_, home) in enumerate(clients) if home is not None}
+    dealt = Ranks(0, size).assign(list(work), work, owner_ranks)
     loads = [0] * size
     for i in sorted(work, key=lambda i: (-work[i], i)):
         least = [rank for rank in range(size) if loads[rank] == min(loads)]
-        home = homes.get(i, 0)
+        home = owner_ranks.get(i, 0)
         assert dealt[i] == (home if home in least else least[0])
         loads[dealt[i]] += work[i]
     assert sorted(dealt) == sorted(work)

@@ -79,7 +79,7 @@ class MemoryPlan:
         place = self._places[node]
         return RowOperand(place.base, place.offset, t.stride()[1:])
 
-    def goes_out(self, node: Node, offset: int, length: int, strides: tuple[int, ...]) -> bool:
+    def place_output(self, node: Node, offset: int, length: int, strides: tuple[int, ...]) -> bool:
         """Let an output be computed at its place in the result. Return False if it must be copied there."""
         base, t = root(node), node.meta["val"]
         if (
@@ -92,9 +92,9 @@ class MemoryPlan:
         self._places[base] = Allocation(OUT, offset, base.meta["val"])
         return True
 
-    def leave(self, node: Node) -> None:
+    def free(self, node: Node) -> None:
         """Free the memory of nodes that an operation was the last to read."""
-        self._memory.leave(node)
+        self._memory.free(node)
 
     def _place(self, node: Node) -> Allocation:
         base = root(node)
@@ -143,7 +143,7 @@ class Scratch:
         self.size = max(self.size, offset + length)
         return offset
 
-    def leave(self, reader: Node) -> None:
+    def free(self, reader: Node) -> None:
         for node in self._ends.get(reader, ()):
             self._allocations.pop(node, None)
 

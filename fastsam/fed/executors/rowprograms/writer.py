@@ -63,12 +63,12 @@ class Writer:
         copies = [
             (node, offset, strides)
             for node, (offset, length, strides) in results
-            if not self.places.goes_out(node, offset, length, strides)
+            if not self.places.place_output(node, offset, length, strides)
         ]
         for node in graph.nodes:
             if node.op == "call_function" and node.target not in (*VIEWS, operator.getitem):
                 self._write(node)
-            self.places.leave(node)
+            self.places.free(node)
         for node, offset, strides in copies:  # outputs in another memory order, inputs, and outputs that are equal
             self._add(Code.COPY, node.meta["val"].shape, RowOperand(OUT, offset, strides), node)
 
