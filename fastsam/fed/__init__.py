@@ -10,11 +10,15 @@ Where to read on:
 
     plain.py                     FedAvg and FedSAM in fifty lines of plain torch
     loop/run.py                  `run`: checks, a trial, the rounds, the result
+    loop/options.py              the options of a run, and the learning rates of a round
     loop/loop.py                 one round, with the order of its calls
     loop/cohort.py               the clients of a round: tasks, results, exclusion, sums
+    clients/sampling.py          which clients take part in a round
     algorithms/base.py           the methods of an algorithm
     step/local_update.py         the local update rule, its constants and its results
-    executors/client_trainer.py  the local steps of one client; the other files of `executors/` schedule several
+    executors/task.py            the work of one client: batches, orders, seeds
+    executors/client_trainer.py  the local steps of one client; `row_state.py` has their kernel calls, and the other
+                                 files of `executors/` schedule several clients
     stages/order.py              what a run does between the clients' work and the server's step
     sums/fixed_point.py          sums that do not depend on the order of the clients
     loop/evaluate.py             loss, accuracy and metrics of the global model

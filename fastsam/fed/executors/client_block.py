@@ -30,7 +30,7 @@ class ClientBlock:
         slot, end: the first slot, and the slot after the last.
         variant: variant of their steps.
         sizes: number of samples of each batch of an epoch.
-        shapes: properties that blocks must share to step together: for a whole batch, and for the last batch of an
+        shape_numbers: numbers of the shapes of a step (see `block_of`), for a whole batch and for the last batch of an
             epoch.
         steps: number of local steps of a client.
         num_samples: number of samples in all batches of a client.
@@ -49,7 +49,7 @@ class ClientBlock:
     end: int
     variant: StepVariant
     sizes: Sequence[int]
-    shapes: tuple[object, object]
+    shape_numbers: tuple[int, int]
     steps: int
     num_samples: int
     gatherer: BatchGatherer | None
@@ -87,9 +87,10 @@ class ClientBlock:
         return self.k == self.steps or self.error is not None
 
     @property
-    def shape(self) -> object:
-        """Property that blocks must share to take their next step together."""
-        return self.shapes[(self.k + 1) % self.epoch == 0]
+    def shape_number(self) -> int:
+        """Number of the next step's shape. Blocks with equal numbers may step together."""
+        is_last_of_epoch = (self.k + 1) % self.epoch == 0
+        return self.shape_numbers[is_last_of_epoch]
 
     def batch(self) -> Batch:
         """Return the batch of the next step, `[clients, batch, ...]`. Raises ClientError."""
@@ -118,7 +119,7 @@ class ClientBlock:
 
 
 def block_of(
-    tasks: Sequence[Task], slot: int, variant: StepVariant, shapes: dict[tuple[object, ...], int]
+    tasks: Sequence[Task], slot: int, variant: StepVariant, numbers: dict[tuple[object, ...], int]
 ) -> ClientBlock:
     """Return a block of tasks of one key (see `gather_keys`).
 
@@ -126,11 +127,12 @@ def block_of(
         tasks: tasks of the clients.
         slot: the first slot.
         variant: variant of their steps.
-        shapes: a number for each shape of a step so far; new ones are added.
+        numbers: a number for each shape of a step so far: variant, samples of a batch, shapes of x and y. New ones are
+            added.
     """
     first, sizes, every = tasks[0], tasks[0].epoch_sizes(), tasks[0].batch_sizes()
     keys = [(variant, size, first.x.shape[1:], first.y.shape[1:]) for size in (sizes[0], sizes[-1])]
-    full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
+    full, last = (numbers.setdefault(key, len(numbers)) for key in keys)
     gatherer = BatchGatherer(tasks) if first.setup.population.augment is None else None
     return ClientBlock(
         tasks, slot, slot + len(tasks), variant, sizes, (full, last), len(every), sum(every), gatherer,

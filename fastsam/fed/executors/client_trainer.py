@@ -60,12 +60,13 @@ class ClientTrainer:
 
     def __init__(self, setup: Setup, random: PassRandomness | None = None) -> None:
         self.setup, self.rows = setup, RowState(setup, 1)
-        self.updates = updates = None if setup.options.optimizer is None else TorchUpdates(self.rows)
-        self.row_slice = updates or RowSlice(self.rows, slice(0, 1))
+        # An optimizer of torch makes the updates if the run has one, else the kernels.
+        self.updates = None if setup.options.optimizer is None else TorchUpdates(self.rows)
+        self.row_slice = RowSlice(self.rows, slice(0, 1)) if self.updates is None else self.updates
         self.z = self.row_slice.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
-        if updates is not None:
-            updates.parameters = self.replica.parameters
+        if self.updates is not None:
+            self.updates.parameters = self.replica.parameters
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self.client_errors = ClientErrors(self)
@@ -76,7 +77,7 @@ class ClientTrainer:
         self._last_numbers: tuple[float, ...] = ()
         self._last_fill: tuple[Constants | None, float] = None, 0.0
         self._kind = self.row_slice.variant
-        self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
+        self._step_of_variant: Callable[[int, Any, Any], Tensor] = self._plain_step  # `_fill` chooses it
         self._num_samples: int | None = None
         self.replica.module.train()
 
@@ -112,7 +113,7 @@ class ClientTrainer:
         """Take the next local step on a batch."""
         if self._kind.has_schedule:
             self.set_schedule()
-        self.take(self.k, x, y)
+        self.step(self.k, x, y)
         self.k += 1
 
     def close(self) -> ClientResults:
@@ -198,9 +199,9 @@ class ClientTrainer:
             self.updates.set_constants(update, lr)
         self._last_numbers = () if self._kind.rewrites else numbers
         if self._kind.two_passes:
-            self._step = self._sharp_step
+            self._step_of_variant = self._sharp_step
         else:
-            self._step = self._path_step if self._kind.uses_path else self._plain_step
+            self._step_of_variant = self._path_step if self._kind.uses_path else self._plain_step
 
     def _measure(self, task: Task) -> None:
         """Compute the number of steps, and of samples in each."""
@@ -225,11 +226,11 @@ class ClientTrainer:
         """Set the learning rate and the radius of the next step, for constants with a schedule."""
         self.row_slice.set_schedule([self.task.pace(min(self.k, self.last), self.last + 1)])
 
-    def take(self, k: int, x: Any, y: Any) -> None:
-        """Take step k on a batch."""
+    def step(self, k: int, x: Any, y: Any) -> None:
+        """Take step k on a batch: copy the row if a stage reads it, and note the loss."""
         if k in self.task.snapshots:
             self.snapshots[k] = self.row_slice.snapshot(0)
-        self.losses.append(self._step(k, x, y))
+        self.losses.append(self._step_of_variant(k, x, y))
 
     def _plain_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, gradients = self.run_pass(k, x, y)

@@ -71,10 +71,10 @@ class CapturableTrainer(ClientTrainer):
         self.loss_buffer = torch.zeros(steps, dtype=dtype, device=self.z.device)
         self.places = torch.arange(steps, device=self.z.device)
 
-    def take(self, k: int, x: Tensor, y: Tensor) -> None:
+    def step(self, k: int, x: Tensor, y: Tensor) -> None:
         if self.eps is not None:
             self.eps.zero_()  # the last step's eps remains, without parameters that had no gradient in it
-        super().take(k, x, y)
+        super().step(k, x, y)
         loss = self.losses.pop()
         if self.loss_buffer is None:
             self._make_room(loss.dtype)
@@ -212,11 +212,11 @@ class Graph(Streams):
         assert isinstance(row, CapturableTrainer)
         with self.cuda.on(lane.stream), row.client_errors:
             if sort is None:
-                row.take(row.k, *batch)
+                row.step(row.k, *batch)
                 return
             self._copy([(row, batch)])
             inputs = row.static(batch)
-            self._replay((row, sort), lambda: row.take(-1, *inputs), lane.stream)
+            self._replay((row, sort), lambda: row.step(-1, *inputs), lane.stream)
 
     def _joint_step(self, ready: Sequence[tuple[Lane, Batch]], key: Hashable) -> None:
         for lane, _ in ready:
@@ -251,7 +251,7 @@ class Graph(Streams):
             assert isinstance(row, CapturableTrainer)
             lane.stream.wait_stream(self.joint)
             with self.cuda.on(lane.stream), row.client_errors:
-                row.take(-1, *row.static(batch))
+                row.step(-1, *row.static(batch))
             self.joint.wait_stream(lane.stream)
 
     @staticmethod

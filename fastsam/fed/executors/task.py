@@ -187,7 +187,8 @@ class Task:
 
     @property
     def seed(self) -> int:
-        """The seed of all random numbers of this work."""
+        """Seed of the passes, the augmentation and the reading of the client's samples. Their order has another
+        (`Setup.orders`)."""
         return seeds.derive(self.setup.options.seed, "client", self.round, self.client)
 
     def pass_seed(self, step: int) -> int:

@@ -42,7 +42,11 @@ class Vmap(Executor):
     """`slots` rows in lock step. Rows whose batches have one shape run together, a partial batch at its exact shape; a
     finished row is refilled. Agrees with the plain executor to rounding; the same number of slots gives the same bits.
 
-    Raises ValueError for a model that cannot be mapped, with the reason.
+    A row program is the first choice: it takes several steps of each block (on CUDA of all blocks) in one native call.
+    Else a captured graph runs a block's epoch. Else recorded passes take one step of all blocks with one shape.
+
+    Raises:
+        ValueError: the model cannot be mapped; the message has the reason.
     """
 
     name = "vmap"
@@ -62,7 +66,7 @@ class Vmap(Executor):
         self.epochs = (
             None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
         )  # a capture that fails is the end
-        self._shapes: dict[tuple[object, ...], int] = {}
+        self._shape_numbers: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
@@ -102,7 +106,7 @@ class Vmap(Executor):
         for part in runs([(free[i] - i, sorts[id(task.update)]) for i, task in enumerate(new)]):
             group, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].update)]
             blocks = [
-                block_of(group[members], slots[members.start], variant, self._shapes)
+                block_of(group[members], slots[members.start], variant, self._shape_numbers)
                 for members in runs(gather_keys(group))
             ]
             self.rows.begin(blocks, self.start)
@@ -182,7 +186,7 @@ class Vmap(Executor):
         """Take one local step of every client, or more if a row program or a graph takes them."""
         groups: dict[object, list[ClientBlock]] = {}  # blocks whose next batches have one shape
         for block in blocks:
-            groups.setdefault(block.shape, []).append(block)
+            groups.setdefault(block.shape_number, []).append(block)
         for group in groups.values():
             try:
                 if not (self._train_by_rows(group) or self._train_by_graph(group)):

@@ -1,9 +1,9 @@
 """Storage of clients' states between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the run's device, in host
 memory, or in files.
 
-`RunState.clients` maps a client to its state. The store determines what kind of tensors these are. A cohort reads a
-state with `get` and stores the new one with `put`. Nothing in a RunState is written again, so a round that is
-interrupted leaves the state before it intact.
+`RunState.clients` (rundir/checkpoint.py) maps a client to its state. The store determines what kind of tensors these
+are. A cohort (loop/cohort.py) reads a state with `get` and stores the new one with `put`. Nothing in a RunState is
+written again, so a round that is interrupted leaves the state before it intact.
 """
 
 from __future__ import annotations

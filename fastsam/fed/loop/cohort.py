@@ -171,6 +171,24 @@ class Cohort:
 
     def _close(self, states: Sequence[State], results: ClientResults) -> None:
         """Add the results of clients with states of one shape to the sums, and store their new states."""
+        uploads = self._uploads(states, results)
+        for stage in self.stages:
+            stage.process_uploads(uploads, self.round)
+        problems = self.sums.add_rows(
+            uploads.weights, uploads.mean, uploads.sum, uploads.scalars, _nonfinite_clients(uploads)
+        )
+        for stage in self.stages:
+            stage.after_sum(uploads, problems)
+        for place, client in enumerate(results.client_ids):
+            if place in problems:
+                self._exclude(client, problems[place])
+            elif uploads.state:
+                self.clients[client] = self.states.put(client, _state_of(uploads, place, states[place]))
+            else:
+                self.clients.pop(client, None)
+
+    def _uploads(self, states: Sequence[State], results: ClientResults) -> ClientUploads:
+        """Return the uploads and new states that the algorithm makes of the results."""
         server, client = self.old_state.server, rows(states)
         state, upload = self.contract.finish_clients(server, states, client, results, self.visible)
         own_weights = None
@@ -178,37 +196,9 @@ class Cohort:
             own_weights = own_weights_of(upload, self.contract.sends_weights, len(states), server["w"].device)
         scalars: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.num_samples}
         weights = [self.weights[i] for i in results.client_ids]
-        uploads = ClientUploads(
+        return ClientUploads(
             server, results, client, dict(state), dict(upload.mean), upload.sum, scalars, own_weights, weights
         )
-        for stage in self.stages:
-            stage.process_uploads(uploads, self.round)
-        state = uploads.state
-        server_ids = {id(t) for t in server.values()}
-        new = {name: x for name, x in state.items() if id(x) not in server_ids}
-        vectors = [*uploads.mean.values(), *uploads.sum.values()]
-        problems = not_finite(new, client, len(states)) | _nonfinite_fields(results, vectors)
-        # The cause before its symptoms: states and deltas follow from a loss.
-        problems |= {i: "the loss is not finite" for i, x in enumerate(scalars["loss"]) if not math.isfinite(x)}
-        problems = self.sums.add_rows(weights, uploads.mean, uploads.sum, uploads.scalars, problems)
-        for stage in self.stages:
-            stage.after_sum(uploads, problems)
-
-        def row_copy(name: str, x: Tensor, place: int) -> Tensor:
-            """Return a client's part of a tensor of its new state, in separate memory."""
-            if x is client.get(name):
-                return states[place][name]
-            if id(x) in server_ids:
-                return x
-            return x[place] if len(states) == 1 else x[place].clone()
-
-        for place, one in enumerate(results.client_ids):
-            if place in problems:
-                self._exclude(one, problems[place])
-            elif state:
-                self.clients[one] = self.states.put(one, {name: row_copy(name, x, place) for name, x in state.items()})
-            else:
-                self.clients.pop(one, None)
 
     def _exclude(self, client: int, problem: str) -> None:
         problem += self.data.about_ignored(client)
@@ -274,17 +264,35 @@ class Cohort:
         return [{"client": i, "reason": reason} for i, reason in sorted(self.exclusions.items())]
 
 
-def _nonfinite_fields(results: ClientResults, vectors: Sequence[Tensor]) -> Problems:
-    """Return why a client must be left out, by its row. The vectors `vectors` are checked by summing."""
+def _nonfinite_clients(uploads: ClientUploads) -> Problems:
+    """Return the clients with a value that is not finite, by row, with the reason. Uploads are checked by summing."""
+    results, n = uploads.results, len(uploads.weights)
+    new_state = {name: x for name, x in uploads.state.items() if not any(x is t for t in uploads.server.values())}
     problems: Problems = {}
-    looked_at = {id(x) for x in vectors}
+    summed_ids = {id(x) for x in (*uploads.mean.values(), *uploads.sum.values())}
     for name in ("delta", "gradient", "dual"):
         x = getattr(results, name)
-        if x is None or id(x) in looked_at or all(v.isfinite() for v in torch.aminmax(x)):
+        if x is None or id(x) in summed_ids or all(v.isfinite() for v in torch.aminmax(x)):
             continue
         bad_rows = [i for i, good in enumerate(x.isfinite().all(dim=1).tolist()) if not good]
         problems = dict.fromkeys(bad_rows, f"its {name} is not finite") | problems
-    return problems
+    # The last reason of a client counts: states and deltas follow from a loss.
+    losses = {i: "the loss is not finite" for i, x in enumerate(uploads.scalars["loss"]) if not math.isfinite(x)}
+    return not_finite(new_state, uploads.client, n) | problems | losses
+
+
+def _state_of(uploads: ClientUploads, place: int, old_state: State) -> State:
+    """Return the new state of the client at `place`, in separate memory. Tensors of its old state and of the server's
+    state are not copied."""
+    state: State = {}
+    for name, x in uploads.state.items():
+        if x is uploads.client.get(name):
+            state[name] = old_state[name]
+        elif any(x is t for t in uploads.server.values()):
+            state[name] = x
+        else:
+            state[name] = x[place] if len(uploads.weights) == 1 else x[place].clone()
+    return state
 
 
 OUTLIER_FACTOR = 50.0

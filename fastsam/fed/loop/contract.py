@@ -27,7 +27,10 @@ class AlgorithmError(ValueError):
 
 
 class Contract:
-    """Calls of the methods of an algorithm. Exceptions become AlgorithmErrors; returned values are used as they are."""
+    """Calls of the methods of an algorithm. Exceptions become AlgorithmErrors; returned values are used as they are.
+
+    `local_updates` and `finish_clients` call the algorithm's `local_update` and `finish_client` for n clients at once.
+    """
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm

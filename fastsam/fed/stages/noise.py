@@ -62,7 +62,10 @@ class LocalNoise(Noise):
 
 class CentralNoise(Noise):
     """Noise that the server adds to the sum of the clipped deltas. The server must not learn the cohort's size, so it
-    reads the expected number `cohort`; None: the true number."""
+    reads the expected number `cohort`; None: the true number.
+
+    It reads the round's sums, because stages before it change no mean: robust rules are refused next to central noise.
+    """
 
     def __init__(self, settings: Any, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
         super().__init__(settings, mask, accountant)

@@ -22,6 +22,12 @@ def chain(
 ) -> Sequence[Stage]:
     """Return the stages of a run with the options `settings` (`fastsam.fed.loop.options.Settings`).
 
+        Clip, LocalNoise                         process_results: the deltas, before `Algorithm.finish_client`
+        AverageBuffers, Compress, ClientWeights  process_uploads: what the clients send
+        Robust                                   after_sum keeps the rows, process_aggregate replaces the means
+        Measuring                                process_aggregate reads the true means
+        CentralNoise                             process_aggregate adds noise to the sum; it is refused next to Robust
+
     Deltas are clipped first. Local noise follows, so it is on all that leaves a client. Measures come before central
     noise, so they read the true means. A run with noise has no buffers that training changes, so none are averaged.
     """

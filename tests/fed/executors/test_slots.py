@@ -10,6 +10,7 @@ from fastsam import fed
 from fastsam.fed.clients import sampling
 from fastsam.fed.loop import cohort
 from fastsam.fed.loop.cohort import Cohort
+from fastsam.fed.stages.base import ClientUploads
 from fastsam.fed.stages.clip import shorten_
 from fastsam.fed.step.local_update import ClientResults
 from tests.helpers import oracle
@@ -90,14 +91,17 @@ def train(algorithm=None, clients=6, **options):
 
 
 @pytest.mark.parametrize("name", ["delta", "gradient", "dual"])
-def test_everything_that_a_row_leaves_behind_is_looked_at(name):
+def test_a_client_with_an_infinite_result_is_found_by_its_row(name):
     good, bad = torch.ones(3, 4), torch.ones(3, 4)
     bad[1, 1], bad[2, 3] = float("nan"), float("inf")
     results = ClientResults([5, 6, 7], good, [1] * 3, [1] * 3, torch.zeros(3), [1] * 3, gradient=good, dual=good)
-    assert cohort._nonfinite_fields(results, []) == {}
-    broken = replace(results, **{name: bad})
-    assert cohort._nonfinite_fields(broken, []) == {1: f"its {name} is not finite", 2: f"its {name} is not finite"}
-    assert cohort._nonfinite_fields(broken, [bad]) == {}  # it is checked when it is added
+    uploads = ClientUploads({}, results, {}, {}, {}, {}, {"loss": [0.0] * 3}, None, [1] * 3)
+    assert cohort._nonfinite_clients(uploads) == {}
+    broken = replace(uploads, results=replace(results, **{name: bad}))
+    reason = f"its {name} is not finite"
+    assert cohort._nonfinite_clients(broken) == {1: reason, 2: reason}
+    uploaded = replace(broken, mean={"x": bad})
+    assert cohort._nonfinite_clients(uploaded) == {}  # it is checked when it is added
 
 
 # --- the largest displacement ---
