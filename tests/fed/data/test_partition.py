@@ -176,6 +176,10 @@ def test_balanced_iid_gives_every_client_the_same_classes() -> None:
     assert all((np.bincount(labels[i], minlength=100) == 5).all() for i in made.indices)
 
 
+def test_make_takes_the_name_of_a_split_and_its_options() -> None:
+    assert len(partition.make("dirichlet", np.arange(40) % 4, 4, 20, alpha=0.5)) == 4
+
+
 # --- Per-client validation against the split that made the clients: the same routine, each client's own prior, equal
 # sizes.
 
