@@ -14,7 +14,7 @@ from torch import nn
 
 from fastsam.fed.executors.rowprograms import RowPass
 from fastsam_kernels import build, toolchain
-from tests.fed.executors.test_rowprograms import trained
+from tests.fed.executors.test_rowprograms import train
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.emulated_rows import ROWS, emulated_programs, epoch, known_pass, same_epochs, uneven_epoch, why_not
@@ -74,9 +74,9 @@ def test_lines_whose_order_is_that_of_16_lanes(emulation: Emulation, batch: int)
 def test_a_run_has_the_bits_of_the_cpu(emulation: Emulation, method: str, options: dict[str, object]) -> None:
     """Clients of unequal sizes, a last partial batch, momentum and clipping: the whole loop with emulated programs."""
     emulation.order(0, 0)
-    expected, before = digest(trained(method, slots=3, **options)), emulation.count("launches")
+    expected, before = digest(train(method, slots=3, **options)), emulation.count("launches")
     with emulated_programs():
-        assert digest(trained(method, slots=3, **options)) == expected
+        assert digest(train(method, slots=3, **options)) == expected
     assert emulation.count("launches") > before
 
 
@@ -103,11 +103,11 @@ def test_unlike_clients_train_in_one_launch(
     in fewer launches."""
     emulation.order(0, 0)
     options = {"momentum": 0.3, "clip_norm": 0.05}
-    expected, joined, train_ = digest(trained(method, slots=slots, **options)), list[int](), RowPass.train
+    expected, joined, train_ = digest(train(method, slots=slots, **options)), list[int](), RowPass.train
     monkeypatch.setattr(RowPass, "side_by_side", True)
     monkeypatch.setattr(RowPass, "train", lambda *given: (joined.append(len(given[1])), train_(*given)))
     with emulated_programs():
-        assert digest(trained(method, slots=slots, **options)) == expected
+        assert digest(train(method, slots=slots, **options)) == expected
     assert max(joined) > 1
 
 
@@ -118,14 +118,14 @@ def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulatio
         found, form, x, y = known_pass((12, 9, 4), 5)
         for wrong in ("none", "label", "place"):
             labels, losses = y.clone(), torch.zeros(ROWS, dtype=torch.float64)
-            wanted = torch.arange(ROWS * 20).view(ROWS, 20) % 10 + torch.arange(ROWS).view(ROWS, 1) * 10 + 5
+            indices = torch.arange(ROWS * 20).view(ROWS, 20) % 10 + torch.arange(ROWS).view(ROWS, 1) * 10 + 5
             if wrong == "label":
                 labels[17] = 4
             if wrong == "place":
-                wanted[1, 7] = 40
+                indices[1, 7] = 40
             before, hparams = emulation.count("launches"), torch.zeros_like(form.hparams)
             found.program.steps_(
-                form.leaves, found.constants, x, labels, wanted, 5, form.z, None, form.layout.table, hparams, losses
+                form.leaves, found.constants, x, labels, indices, 5, form.z, None, form.layout.table, hparams, losses
             )
             assert emulation.count("launches") == before + 1
             assert losses.isnan().tolist() == [False, wrong != "none", False]
@@ -134,11 +134,11 @@ def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulatio
 def test_weights_that_are_elsewhere(emulation: Emulation) -> None:
     with emulated_programs():
         found, form, x, y = known_pass((12, 9, 4), 5)
-        losses, wanted = torch.zeros(ROWS, dtype=torch.float64), torch.arange(5).expand(ROWS, 5)
+        losses, indices = torch.zeros(ROWS, dtype=torch.float64), torch.arange(5).expand(ROWS, 5)
         leaves = [leaf.detach().clone() for leaf in form.leaves]
         with pytest.raises(RuntimeError, match="weights must be views of params"):
             found.program.steps_(
-                leaves, found.constants, x, y, wanted, 5, form.z, None, form.layout.table, form.hparams, losses
+                leaves, found.constants, x, y, indices, 5, form.z, None, form.layout.table, form.hparams, losses
             )
 
 

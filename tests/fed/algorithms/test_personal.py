@@ -40,10 +40,10 @@ def batch_of(options: oracle.Options, batch: int) -> oracle.Options:
     return oracle.Options(**{**vars(options), "batch": batch})
 
 
-def largest_distance(result: fed.Result, wanted: unfused.Ended) -> float:
+def largest_distance(result: fed.Result, expected: unfused.Ended) -> float:
     """Return the largest difference over the shared model and all client models."""
-    shared, own = wanted
-    found = [distance(result.client_model(i), model) for i, model in enumerate(own)]
+    shared, models = expected
+    found = [distance(result.client_model(i), model) for i, model in enumerate(models)]
     return max([distance(result.model, shared), *found])
 
 
@@ -92,9 +92,9 @@ def plain_loop(name: str) -> tuple[nn.Module, unfused.Ended]:
 @pytest.mark.parametrize("name", mark_slow(CASES, lambda name: name not in SLOW))
 def test_against_a_plain_loop(name):
     _, algorithm, options, _ = CASES[name]
-    model, wanted = plain_loop(name)
+    model, expected = plain_loop(name)
     result = train(model, algorithm, options)
-    assert largest_distance(result, wanted) < 1e-12
+    assert largest_distance(result, expected) < 1e-12
     assert distance(result.client_model(0), result.client_model(1)) > 1e-3
     assert distance(result.client_model(1), result.model) > 1e-3 and distance(result.model, model) > 1e-2
 
@@ -255,9 +255,9 @@ USUAL = [*{m.case: m for m in PERSONAL}.values()]  # in `make test` the last one
 @pytest.mark.parametrize("mutant", mark_slow(PERSONAL, USUAL.__contains__), ids=lambda m: f"{m.function}: {m.new}")
 def test_a_wrong_line_is_noticed(mutant):
     _, algorithm, options, _ = CASES[mutant.case]
-    model, wanted = plain_loop(mutant.case)
+    model, expected = plain_loop(mutant.case)
     with replaced(*mutant[:4]):
-        assert largest_distance(train(model, algorithm, options), wanted) > 1e-6
+        assert largest_distance(train(model, algorithm, options), expected) > 1e-6
 
 
 @pytest.mark.parametrize("name", mark_slow(["FedRep", "Ditto", "pFedMe", "APFL"], lambda name: name == "Ditto"))

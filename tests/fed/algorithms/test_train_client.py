@@ -98,10 +98,10 @@ def test_the_divergence_is_torchs():
     torch.manual_seed(0)
     outputs, teacher_outputs = torch.randn(2, 6, 4, dtype=torch.float64)
     outputs.requires_grad_()
-    wanted = 9 * F.kl_div(F.log_softmax(outputs / 3, 1), F.softmax(teacher_outputs / 3, 1), reduction="batchmean")
+    expected = 9 * F.kl_div(F.log_softmax(outputs / 3, 1), F.softmax(teacher_outputs / 3, 1), reduction="batchmean")
     made = divergence(outputs, teacher_outputs, 3.0)
-    torch.testing.assert_close(made, wanted)
-    torch.testing.assert_close(torch.autograd.grad(made, outputs), torch.autograd.grad(wanted, outputs))
+    torch.testing.assert_close(made, expected)
+    torch.testing.assert_close(torch.autograd.grad(made, outputs), torch.autograd.grad(expected, outputs))
     assert divergence(teacher_outputs, teacher_outputs, 2.0) == 0
     # Classes are the second dimension. Excluded classes get no gradient.
     excluded = torch.zeros(6, 4, dtype=torch.bool)

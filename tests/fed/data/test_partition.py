@@ -119,16 +119,16 @@ def test_redraw_uses_every_sample_once(samples: int, clients: int, alpha: float,
 
 def test_redraw_ends_when_a_clients_classes_are_used_up() -> None:
     labels = np.array([0] * 5 + [1] * 15)
-    taken = partition.draw(labels, np.array([[1.0, 0.0]]), np.array([20]), np.random.RandomState(0), "redraw")[0]
-    assert sorted(taken.tolist()) == list(range(20))
+    numbers = partition.draw(labels, np.array([[1.0, 0.0]]), np.array([20]), np.random.RandomState(0), "redraw")[0]
+    assert sorted(numbers.tolist()) == list(range(20))
 
 
 def test_a_class_without_samples_is_passed_over() -> None:
     labels = np.array([0, 0, 2, 2])
     almost_all_on_the_empty_class = np.array([[1e-300, 1.0, 1e-300]])
-    taken = partition.draw(labels, almost_all_on_the_empty_class, np.array([40]), np.random.RandomState(0))[0]
-    assert len(taken) == 40
-    assert set(labels[taken]) == {0, 2}
+    numbers = partition.draw(labels, almost_all_on_the_empty_class, np.array([40]), np.random.RandomState(0))[0]
+    assert len(numbers) == 40
+    assert set(labels[numbers]) == {0, 2}
 
 
 def test_same_seed_same_split_another_seed_another() -> None:
@@ -174,6 +174,10 @@ def test_balanced_iid_gives_every_client_the_same_classes() -> None:
     made = partition.iid(labels, 100, balanced=True)
     assert sorted(np.concatenate(made.indices).tolist()) == list(range(50_000))
     assert all((np.bincount(labels[i], minlength=100) == 5).all() for i in made.indices)
+
+
+def test_make_takes_the_name_of_a_split_and_its_options() -> None:
+    assert len(partition.make("dirichlet", np.arange(40) % 4, 4, 20, alpha=0.5)) == 4
 
 
 # --- Per-client validation against the split that made the clients: the same routine, each client's own prior, equal

@@ -51,16 +51,16 @@ def test_alpha_says_how_unlike_the_clients_are() -> None:
 
 
 def test_labels_are_found_without_reading_samples() -> None:
-    wanted = positions(fed.split(TensorDataset(X, Y), clients=7, alpha=0.3, seed=1))
-    own = partition.dirichlet(Y.numpy(), 7, 0.3, 1, exhausted="redraw")
-    assert wanted == [indices.tolist() for indices in own.indices]
+    expected = positions(fed.split(TensorDataset(X, Y), clients=7, alpha=0.3, seed=1))
+    split = partition.dirichlet(Y.numpy(), 7, 0.3, 1, exhausted="redraw")
+    assert expected == [indices.tolist() for indices in split.indices]
     for dataset in (Named("targets"), Named("labels"), Named("targets", Y.tolist()), Named("targets", Y.numpy())):
-        assert positions(fed.split(dataset, clients=7, alpha=0.3, seed=1)) == wanted
+        assert positions(fed.split(dataset, clients=7, alpha=0.3, seed=1)) == expected
         assert dataset.reads == 0
     read = Named(None)
-    assert positions(fed.split(read, clients=7, alpha=0.3, seed=1)) == wanted
+    assert positions(fed.split(read, clients=7, alpha=0.3, seed=1)) == expected
     assert read.reads == 210
-    assert positions(fed.split(Named("targets", Y * 0), clients=7, alpha=0.3, seed=1, labels=Y.numpy())) == wanted
+    assert positions(fed.split(Named("targets", Y * 0), clients=7, alpha=0.3, seed=1, labels=Y.numpy())) == expected
 
 
 def test_a_subset_is_split_by_its_own_labels() -> None:

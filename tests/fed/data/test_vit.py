@@ -140,7 +140,7 @@ def images(classes: int = 5) -> fed.FederatedData:
     return split_data(x, y, (x[:4], y[:4]), clients=2, split="iid", classes=classes)
 
 
-def trained(executor: str, **options: float) -> fed.Result:
+def train(executor: str, **options: float) -> fed.Result:
     model = models.build("vit_b_32", (3, 64, 64), 5, 0, **options)
     options = {"rounds": 2, "participation": 1.0, "lr": 0.1, "batch_size": 6, "executor": executor}
     return fed.run(model, images(), fed.FedSAM(rho=0.05), **options)
@@ -149,7 +149,7 @@ def trained(executor: str, **options: float) -> fed.Result:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap on the CPU
 def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -> None:
-    one, *others = (trained(executor) for executor in ("sequential", "threads", "vmap"))
+    one, *others = (train(executor) for executor in ("sequential", "threads", "vmap"))
     start = models.build("vit_b_32", (3, 64, 64), 5, 0)
     for name, value in one.model.state_dict().items():
         assert torch.isfinite(value).all() and not torch.equal(value, start.state_dict()[name]), name
@@ -159,10 +159,10 @@ def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -
 
 @pytest.mark.parametrize("option", ["dropout", "attention_dropout"])
 def test_its_dropout_is_each_clients_own(two_layers: None, option: str) -> None:
-    plain, pooled = (trained(executor, **{option: 0.2}).model.state_dict() for executor in ("sequential", "threads"))
+    plain, pooled = (train(executor, **{option: 0.2}).model.state_dict() for executor in ("sequential", "threads"))
     assert all(torch.equal(value, pooled[name]) for name, value in plain.items())
     with pytest.raises(ValueError, match="executor 'vmap' cannot serve here: .* draws random numbers"):
-        trained("vmap", **{option: 0.2})
+        train("vmap", **{option: 0.2})
 
 
 def test_its_weights_from_a_file(tmp_path: Path, two_layers: None) -> None:

@@ -48,7 +48,7 @@ CASES = ALGORITHMS | OPTIONS
 NOT_STACKED = ("averaged buffers", "local buffers", "active teacher")
 
 
-def trained(name, executor="sequential", slots=None, **more):
+def train(name, executor="sequential", slots=None, **more):
     algorithm, options = CASES[name]
     options = {"sizes": SIZES, **options, **more}
     return run(algorithm, executor, slots, options.pop("model", lambda: oracle.smooth_model(FLOAT))(), **options)
@@ -56,7 +56,7 @@ def trained(name, executor="sequential", slots=None, **more):
 
 def bits(name, *arguments, **more):
     """The digest of weights and records, and the tensors of the models of all clients that have one."""
-    result = trained(name, *arguments, **more)
+    result = train(name, *arguments, **more)
     models = [result.model]
     with contextlib.suppress(ValueError):  # clients without models
         models += [result.client_model(i) for i in range(len(CASES[name][1].get("sizes", SIZES)))]
@@ -66,7 +66,7 @@ def bits(name, *arguments, **more):
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_in_parts_and_in_threads_has_the_bits_of_one_in_one_piece(name, tmp_path):
     whole, slots = bits(name), (1, 3, 7)[list(CASES).index(name) % 3]
-    trained(name, rounds=1, run_dir=tmp_path)
+    train(name, rounds=1, run_dir=tmp_path)
     assert bits(name, "threads", slots, run_dir=tmp_path, resume=True) == whole
     assert bits(name, "threads", slots, client_state="disk") == whole
 
@@ -75,9 +75,9 @@ def test_a_run_in_parts_and_in_threads_has_the_bits_of_one_in_one_piece(name, tm
 def test_stacked_clients_agree(name):
     if name in NOT_STACKED:
         with pytest.raises(ValueError, match="'vmap' cannot serve here"):
-            trained(name, "vmap", 3)
+            train(name, "vmap", 3)
         return
-    plain, stacked = trained(name), trained(name, "vmap", 3)
+    plain, stacked = train(name), train(name, "vmap", 3)
     assert oracle.movement(plain.model, stacked.model) < 1e-4
     for key in ("steps", "backprops", "train_loss"):
         assert [r[key] for r in stacked.history] == pytest.approx([r[key] for r in plain.history], rel=1e-4)

@@ -47,7 +47,7 @@ VARIANTS = {
 }
 
 
-def trained(executor, update, **options):
+def train(executor, update, **options):
     options = {"momentum": 0.0, "weight_decay": 0.0, **options}
     return run(Constants(update), executor, 3, oracle.smooth_model(FLOAT), lr=0.2, **options)
 
@@ -64,15 +64,15 @@ def test_executors_agree_or_refuse(variant, option, executor):
     """Nothing is ignored: an executor trains as `sequential` does, or refuses the option by name."""
     if option == "optimizer" and variant not in ("direction", "has_q", "has_phi"):
         with pytest.raises(ValueError, match="optimizer needs plain local steps, or steps of SAM"):
-            trained(executor, VARIANTS[variant], **OPTIONS[option])
+            train(executor, VARIANTS[variant], **OPTIONS[option])
         return
-    plain, without = (trained("sequential", VARIANTS[variant], **more) for more in (OPTIONS[option], {}))
+    plain, without = (train("sequential", VARIANTS[variant], **more) for more in (OPTIONS[option], {}))
     assert oracle.movement(plain.model, without.model) > 1e-4
     if (option, executor) == ("optimizer", "vmap"):
         with pytest.raises(ValueError, match="does not serve the options optimizer"):
-            trained(executor, VARIANTS[variant], **OPTIONS[option])
+            train(executor, VARIANTS[variant], **OPTIONS[option])
         return
-    other = trained(executor, VARIANTS[variant], **OPTIONS[option])
+    other = train(executor, VARIANTS[variant], **OPTIONS[option])
     if executor == "threads":
         assert digest(other) == digest(plain)
     assert oracle.movement(plain.model, other.model) < 1e-4

@@ -12,7 +12,7 @@ from tests.helpers import oracle
 OPTIONS = {"rounds": 3, "batch_size": 5, "participation": 1.0, "shuffle": False, "lr": 0.05, "executor": "sequential"}
 
 
-def trained(algorithm, optimizer, **options):
+def train(algorithm, optimizer, **options):
     return fed.run(
         oracle.smooth_model(), oracle.ragged_clients(), algorithm, optimizer=optimizer, **OPTIONS | options
     ).model
@@ -61,18 +61,18 @@ def twin(optimizer, rho, mu):
 )
 def test_against_plain_torch(optimizer, algorithm, rho, mu):
     made = partial(optimizer, lr=0.02)
-    assert oracle.difference(trained(algorithm, made), twin(made, rho, mu)) < 1e-12
-    assert oracle.difference(trained(algorithm, made, executor="threads"), twin(made, rho, mu)) < 1e-12
+    assert oracle.difference(train(algorithm, made), twin(made, rho, mu)) < 1e-12
+    assert oracle.difference(train(algorithm, made, executor="threads"), twin(made, rho, mu)) < 1e-12
 
 
 def test_the_runs_learning_rate_applies_unless_the_partial_names_one():
     lr = OPTIONS["lr"]
-    assert oracle.difference(trained(fed.FedAvg(), "AdamW"), twin(partial(torch.optim.AdamW, lr=lr), 0.0, 0.0)) < 1e-12
+    assert oracle.difference(train(fed.FedAvg(), "AdamW"), twin(partial(torch.optim.AdamW, lr=lr), 0.0, 0.0)) < 1e-12
 
 
 def test_sgd_of_torch_is_the_kernels_sgd():
     for algorithm in (fed.SCAFFOLD(), fed.MoFedSAM(), fed.FedRep(), fed.FedNTD()):
-        with_torch, with_kernels = trained(algorithm, "SGD"), trained(algorithm, None)
+        with_torch, with_kernels = train(algorithm, "SGD"), train(algorithm, None)
         assert oracle.difference(with_torch, with_kernels) < 1e-12, algorithm
 
 

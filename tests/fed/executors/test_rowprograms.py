@@ -103,23 +103,23 @@ def test_inputs_that_do_not_fit() -> None:
 
 def test_samples_and_labels_that_are_not_there() -> None:
     passes, form = stacked(model_of(), F.cross_entropy, 2)
-    x, y, wanted = torch.randn(9, 12), torch.randint(4, (9,)), torch.arange(10).view(2, 5) % 9
-    passes.run(form, x[wanted], y[wanted])
+    x, y, indices = torch.randn(9, 12), torch.randint(4, (9,)), torch.arange(10).view(2, 5) % 9
+    passes.run(form, x[indices], y[indices])
     assert passes.replays.row_pass(5, x, y) is None, "compared with the plain pass once"
-    passes.run(form, x[wanted], y[wanted])
+    passes.run(form, x[indices], y[indices])
     known, losses = passes.replays.row_pass(5, x, y), torch.zeros(2, dtype=torch.float64)
 
-    def take(x: Tensor, y: Tensor, wanted: Tensor, batch: int = 5) -> None:
-        operands = (form.leaves, known.constants, x, y, wanted, batch, form.z, None)
+    def take(x: Tensor, y: Tensor, indices: Tensor, batch: int = 5) -> None:
+        operands = (form.leaves, known.constants, x, y, indices, batch, form.z, None)
         known.program.steps_(*operands, form.layout.table, form.hparams, losses)
 
-    take(x, y, wanted)
+    take(x, y, indices)
     for place in (9, -1):
         with pytest.raises(RuntimeError, match="indices of x and y, 0 to 8"):
-            take(x, y, torch.where(wanted == 3, place, wanted))
+            take(x, y, torch.where(indices == 3, place, indices))
     with pytest.raises(RuntimeError, match="Target 4 is out of bounds"):
-        take(x, torch.full_like(y, 4), wanted)
-    for bad in ((x[:, :4], y, wanted, 5), (x, y, wanted, 4), (x, y, wanted[:1], 5), (x.double(), y, wanted, 5)):
+        take(x, torch.full_like(y, 4), indices)
+    for bad in ((x[:, :4], y, indices, 5), (x, y, indices, 4), (x, y, indices[:1], 5), (x.double(), y, indices, 5)):
         with pytest.raises(RuntimeError, match=r"contiguous|sample_indices must be|batches of another shape"):
             take(*bad)
 
@@ -134,7 +134,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def trained(method: str, sizes: tuple[int, ...] = (23, 23, 23, 8, 8, 1, 30), **options: object) -> fed.Result:
+def train(method: str, sizes: tuple[int, ...] = (23, 23, 23, 8, 8, 1, 30), **options: object) -> fed.Result:
     data = [(x.view(len(x), -1), y) for x, y in oracle.ragged_clients(torch.float32, sizes)]
     base = {"rounds": 2, "participation": 0.9, "batch_size": 5, "local_epochs": 2} | options
     model = nn.Sequential(nn.Linear(data[0][0].shape[1], 9), nn.ReLU(), nn.Linear(9, 4))
@@ -161,21 +161,21 @@ def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkey
         train_(self, blocks, rows)
 
     monkeypatch.setattr(RowPass, "train", count)
-    native_ = digest(trained(method, slots=3, **options))
+    native_ = digest(train(method, slots=3, **options))
     alone = "fedsmoo", "fedgsam", "fedmoswa"
     assert (max(taken, default=0) > 1) == (method not in alone), "duals, gaps and changing rates go step by step"
-    assert native_ == digest(trained(method, slots=5, **options)), "rows are computed by themselves"
+    assert native_ == digest(train(method, slots=5, **options)), "rows are computed by themselves"
     monkeypatch.setattr(Replays, "row_pass", lambda *a: None)
-    assert native_ == digest(trained(method, slots=3, **options))
+    assert native_ == digest(train(method, slots=3, **options))
 
 
 @pytest.mark.parametrize("method", [pytest.param("fedsam", marks=pytest.mark.slow), "fedsmoo"])
 def test_passes_work_without_row_programs(method: str, monkeypatch: MonkeyPatch) -> None:
     options = {"sizes": (23, 23, 8, 1), "rounds": 3, "local_epochs": 1}
-    with_them = vector(trained(method, **options).model)
+    with_them = vector(train(method, **options).model)
     monkeypatch.setattr(rowprograms, "maker", lambda setup: None)
     monkeypatch.setattr(ops, "row_program", lambda *a: pytest.fail("there is another way in"))
-    assert torch.allclose(vector(trained(method, **options).model), with_them, rtol=0, atol=2e-5)
+    assert torch.allclose(vector(train(method, **options).model), with_them, rtol=0, atol=2e-5)
 
 
 def test_two_threads_change_no_bit() -> None:
@@ -239,16 +239,16 @@ def test_numbers_as_labels_and_a_surrogate_gap_train_as_by_turns(algorithm: Any,
 def test_steps_check_the_memory_beside_the_weights() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     passes, form = stacked(model, F.cross_entropy, 2)
-    x, y, wanted = torch.randn(9, 6), torch.randint(3, (9,)), torch.arange(8).view(2, 4)
+    x, y, indices = torch.randn(9, 6), torch.randint(3, (9,)), torch.arange(8).view(2, 4)
     for _ in range(2):
-        passes.run(form, x[wanted], y[wanted])
+        passes.run(form, x[indices], y[indices])
     known = passes.replays.row_pass(4, x, y)
     far, long, group = (form.layout.table.clone() for _ in range(3))
     far[0, 0], long[0, 1], group[0, 2] = form.z.shape[1], 2**62, 1
     narrow, sums = form.z[:, :16].contiguous(), torch.zeros(2, dtype=torch.float64)
 
     def take(z: Tensor = form.z, w: Tensor | None = None, table: Tensor = form.layout.table, **fields: Tensor) -> None:
-        operands = (form.leaves, known.constants, x, y, wanted, 4, z, w, table)
+        operands = (form.leaves, known.constants, x, y, indices, 4, z, w, table)
         known.program.steps_(*operands, form.hparams, sums.clone(), **fields)
 
     take()

@@ -54,8 +54,8 @@ def test_on_the_cpu_the_setting_changes_nothing(where: str) -> None:
 def test_auto_is_a_rule_on_the_share_of_the_devices_memory(megabytes: float, where: str) -> None:
     made = client_state.make("auto", CPU, megabytes * 1e6, 1)
     assert made.location == where and f"take {megabytes:.3g} of the device's memory" in made.reason
-    for asked in ("host", "device"):
-        assert client_state.make(asked, CPU, megabytes * 1e6, 1).location == asked
+    for choice in ("host", "device"):
+        assert client_state.make(choice, CPU, megabytes * 1e6, 1).location == choice
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -85,8 +85,8 @@ def test_auto_counts_the_states_of_all_clients(tmp_path: Path, monkeypatch: Monk
             made = train(algorithm, rounds=1, run_dir=run_dir)
             expected = where if vectors else "device"
             assert made.summary()["client_state"] == expected
-            told = json.loads((run_dir / "environment.json").read_text())["client_state"]
-            assert told["where"] == expected and "of the device's memory" in told["reason"]
+            entry = json.loads((run_dir / "environment.json").read_text())["client_state"]
+            assert entry["where"] == expected and "of the device's memory" in entry["reason"]
 
 
 # --- the same bits, the same files ---

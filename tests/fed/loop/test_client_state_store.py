@@ -78,12 +78,12 @@ def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
     again = store.put(0, {**store.get(0, kept), "b": torch.ones(2)})
     assert again["a"] is kept["a"] and again["b"] is not kept["b"]
     del kept, again
-    beside = (
+    maps = (
         (store._host_copies, store._device_copies)
         if isinstance(store, HostStateStorage)
         else (store._file, store._copy)
     )
-    assert [len(one) for one in beside] == [0, 0]  # no entry outlives its tensor
+    assert [len(one) for one in maps] == [0, 0]  # no entry outlives its tensor
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
@@ -153,16 +153,16 @@ def test_slabs_are_powers_of_two_with_little_lost(numel: int, dtype: torch.dtype
 
 
 def test_without_pinned_memory_it_is_ordinary_memory_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    asked = []
+    shapes = []
 
     def refused(shape: Any, dtype: torch.dtype) -> Tensor:
-        asked.append(shape)
+        shapes.append(shape)
         raise RuntimeError("CUDA error: out of memory\nand more lines")
 
     pool = HostPool(refused)
     with caplog.at_level(logging.WARNING):
         rows = [pool.row(torch.Size([n]), torch.float32).fill_(n) for n in (5, 6, 7)]
-    assert [float(r.sum()) for r in rows] == [25, 36, 49] and len(asked) == 1
+    assert [float(r.sum()) for r in rows] == [25, 36, 49] and len(shapes) == 1
     assert [r.message for r in caplog.records] == [
         "no more memory can be pinned for the states of clients (CUDA error: out of memory): they go to ordinary "
         "memory, and the GPU waits for copies"
@@ -354,13 +354,13 @@ def test_who_is_asked_for_before_its_turn_is_fetched_once(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("gpu")
 def test_a_sampler_of_the_users_is_asked_once_a_round_and_in_order() -> None:
-    asked = []
+    calls = []
 
     def sampler(t: int, generator: torch.Generator) -> list[int]:
-        asked.append((t, int(torch.randint(1000, (), generator=generator))))
+        calls.append((t, int(torch.randint(1000, (), generator=generator))))
         return [t % 10, (t + 1) % 10]
 
     made = train(fed.SCAFFOLD(), sampler=sampler, client_state="host", executor="streams", slots=2)
-    first, asked = asked, []
+    first, calls = calls, []
     assert digest(train(fed.SCAFFOLD(), sampler=sampler, client_state="device")) == digest(made)
-    assert [t for t, _ in first] == list(range(6)) and first == asked
+    assert [t for t, _ in first] == list(range(6)) and first == calls

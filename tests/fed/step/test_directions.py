@@ -48,7 +48,7 @@ STEPS = {
 }
 
 
-def trained(constants, model, clients, executor, **options):
+def train(constants, model, clients, executor, **options):
     options |= {"rounds": 2, "participation": 1.0, "batch_size": 5, "lr": 0.1}
     return fed.run(model, clients, Constants(constants), executor=executor, **options)
 
@@ -64,11 +64,11 @@ def test_parameters_that_a_pass_does_not_use_stay(name, executor):
     torch.manual_seed(0)
     model = Partly()
     clients = [(torch.randn(n, 4, dtype=torch.float64), torch.arange(n) % 3) for n in (7, 10)]
-    final = trained(STEPS[name], model, clients, executor).model
+    final = train(STEPS[name], model, clients, executor).model
     for before, after in zip(model.unused.parameters(), final.unused.parameters(), strict=True):
         assert torch.equal(before, after)
     assert not torch.equal(model.sometimes.weight, final.sometimes.weight)
-    other = trained(STEPS[name], model, clients, "sequential").model
+    other = train(STEPS[name], model, clients, "sequential").model
     for a, b in zip(final.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
@@ -91,9 +91,9 @@ def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
 def test_measures_along_the_path_see_the_perturbation(name):
     """The same on every executor, and no bit of the training changes."""
 
-    train = partial(trained, STEPS[name], oracle.smooth_model(), oracle.ragged_clients())
-    one, other = (train(e, measures=["perturbation_drift"]) for e in ("sequential", "vmap"))
+    start = partial(train, STEPS[name], oracle.smooth_model(), oracle.ragged_clients())
+    one, other = (start(e, measures=["perturbation_drift"]) for e in ("sequential", "vmap"))
     seen = one.history[-1]["perturbation_drift"]
     assert seen == pytest.approx(other.history[-1]["perturbation_drift"], rel=1e-6) and seen > 1e-3
-    for p, q in zip(one.model.parameters(), train("sequential").model.parameters(), strict=True):
+    for p, q in zip(one.model.parameters(), start("sequential").model.parameters(), strict=True):
         assert torch.equal(p, q)
