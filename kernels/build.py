@@ -335,8 +335,8 @@ def _require_own(folder: Path) -> None:
             )
         if status.st_mode & 0o022:
             raise BuildError(
-                f"others can write to the cache {folder}, so its libraries are not loaded. Remove it, then "
-                "`chmod 700` its parent folder, or set XDG_CACHE_HOME to a different folder"
+                f"others can write to the cache {folder}, so its libraries are not loaded. Remove it, then `chmod 700` "
+                "its parent folder, or set XDG_CACHE_HOME to a different folder"
             )
     elif stat.S_ISLNK(status.st_mode):
         raise BuildError(f"the cache {folder} is a link that others may change; set XDG_CACHE_HOME to its target")

@@ -26,8 +26,8 @@ def keep_installed_torch(text: str, installed_version: str | None) -> str:
         return text
     if tuple(int(part) for part in re.findall(r"\d+", installed_version)[:2]) < OLDEST:
         raise SystemExit(
-            f"this environment has torch {installed_version}, fastsam needs 2.10 or newer: "
-            "update it, or choose another with `make VENV=folder`"
+            f"this environment has torch {installed_version}, fastsam needs 2.10 or newer: update it, or choose "
+            "another with `make VENV=folder`"
         )
     if re.search(rf"^torch=={re.escape(installed_version.split('+')[0])}\s*(#.*)?$", text, re.MULTILINE):
         return text

@@ -134,8 +134,8 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             f"precision={trainer.precision!r} with FusedSAM in automatic optimization: its GradScaler unscales before "
-            f"the closure makes its "
-            "gradients. Take precision='bf16-mixed', or manual optimization with first_step() and second_step()"
+            "the closure makes its gradients. Take precision='bf16-mixed', or manual optimization with first_step() "
+            "and second_step()"
         )
 
 

@@ -164,8 +164,8 @@ def _check_data(configs: Sequence[RunConfig], swept_keys: set[str]) -> None:
         for key in DATA_KEYS:
             if key not in swept_keys and getattr(config, key) != getattr(first, key):
                 raise ConfigError(
-                    f"a comparison runs on one data set: {key} is {getattr(first, key)!r} for {first.algorithm} "
-                    f"and {getattr(config, key)!r} for {config.algorithm}"
+                    f"a comparison runs on one data set: {key} is {getattr(first, key)!r} for {first.algorithm} and "
+                    f"{getattr(config, key)!r} for {config.algorithm}"
                 )
 
 
@@ -204,8 +204,8 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
         for key in sorted(new_record.keys() | old_record.keys() if old_record else ()):
             if key not in (*RESUMABLE, "name") and new_record.get(key) != old_record.get(key):
                 raise RunDirectoryError(
-                    f"{directory / run.directory} cannot be resumed with another {key}: "
-                    f"it was started with {old_record.get(key)!r}, now it is {new_record.get(key)!r}"
+                    f"{directory / run.directory} cannot be resumed with another {key}: it was started with "
+                    f"{old_record.get(key)!r}, now it is {new_record.get(key)!r}"
                 )
 
 

@@ -178,8 +178,8 @@ def algorithm_class(name: str) -> Callable[..., Any]:
         return import_object(name, "algorithm")
     if name not in registry:
         raise ConfigError(
-            f"unknown algorithm {name!r}{nearest(name, registry)}; choose from {', '.join(registry)}, "
-            "or give 'package.module:Class' or 'file.py:Class'"
+            f"unknown algorithm {name!r}{nearest(name, registry)}; choose from {', '.join(registry)}, or give "
+            "'package.module:Class' or 'file.py:Class'"
         )
     return registry[name]
 

@@ -59,13 +59,14 @@ def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
         raise ValueError(f"{len(directories)} directories: say with --out where the figures of all of them shall go")
     runs: list[FinishedRun] = []
     for directory in dict.fromkeys(directories):
-        found = runs_in(directory)
-        # The names of several directories tell their runs apart.
-        runs += found if len(directories) == 1 else [_rename(run, directory.name, len(found)) for run in found]
-    place = directories[0] if out is None else out
-    make_directory(place, "choose another --out")
+        new_runs = runs_in(directory)
+        if len(directories) > 1:
+            new_runs = [_rename(run, directory.name, len(new_runs)) for run in new_runs]
+        runs += new_runs
+    folder = directories[0] if out is None else out
+    make_directory(folder, "choose another --out")
     title = ", ".join(directory.resolve().name for directory in directories)
-    return draw_plots(runs, {}, place, title, BY_ROUND)
+    return draw_plots(runs, {}, folder, title, BY_ROUND)
 
 
 def _rename(run: FinishedRun, directory: str, runs: int) -> FinishedRun:

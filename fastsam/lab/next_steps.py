@@ -8,8 +8,7 @@ import shutil
 BUILD = "python -m fastsam_kernels.build"
 START = (
     "begin: opt = fastsam.FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1) in a loop of your own, or "
-    "`fastsam reproduce --list` for\n"
-    "       federated runs on data that come along"
+    "`fastsam reproduce --list` for\n       federated runs on data that come along"
 )
 
 

@@ -108,11 +108,8 @@ DATA_KEYS = tuple(table(DataKeys))
 TABLES = frozenset(key for key, row in KEYS.items() if {dict, Mapping} & {*row.kinds} and Sequence not in row.kinds)
 
 
-OPTION_TABLES = {
-    "privacy": table(Privacy),
-    "compression": table(TopK),
-    "measures": table(NamedMeasures),
-}  # keys whose table has options, which are also flags: --privacy.clip
+# Keys whose table has options, which are also flags: --privacy.clip
+OPTION_TABLES = {"privacy": table(Privacy), "compression": table(TopK), "measures": table(NamedMeasures)}
 
 
 def short_name(algorithm: str) -> str:

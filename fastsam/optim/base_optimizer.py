@@ -121,8 +121,8 @@ def _check_known(factory: Callable[..., Optimizer], options: dict[str, Any]) -> 
     for name in options:
         if name not in parameters:
             names = [*list(parameters)[1:], *CONSTRUCTOR_OPTIONS]  # the first are the parameters
-            meant = FOREIGN_NAMES.get(name.lower())
-            close = [meant] if meant in names else get_close_matches(name.lower(), names, n=1, cutoff=0.8)
+            translation = FOREIGN_NAMES.get(name.lower())
+            close = [translation] if translation in names else get_close_matches(name.lower(), names, n=1, cutoff=0.8)
             hint = f"; did you mean {close[0]}?" if close else ""
             base = getattr(factory, "__name__", "the base optimizer")
             raise TypeError(

@@ -273,8 +273,8 @@ def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
     if grad.shape != param.shape or grad.device != param.device:
         raise RuntimeError(
             f"the gradient of parameter {number} is {tuple(grad.shape)} on {grad.device}, the parameter "
-            f"{tuple(param.shape)} on {param.device}: "
-            "it belongs to the parameter before a change; zero the gradients and run the backward pass again"
+            f"{tuple(param.shape)} on {param.device}: it belongs to the parameter before a change; zero the gradients "
+            "and run the backward pass again"
         )
     # The memory of a subclass, or of a tensor with a pending sign, may not have its elements.
     bare = torch.compiler.is_compiling() or (type(grad) is Tensor and not grad.is_neg())

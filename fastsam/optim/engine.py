@@ -25,9 +25,9 @@ from fastsam_kernels.constants import FreedError, check_not_freed
 
 COULD_NOT = "the update could not run: out of memory, or torch's threads or a launch on the GPU failed"
 UNREDUCED = (
-    "no parameter has a gradient, and some are split among ranks: a first pass under set_requires_gradient_sync(False) "
-    "leaves its gradients with "
-    "fully_shard, which would add them to the second pass's. Leave it out: each pass reduces its gradients"
+    "no parameter has a gradient, and some are split among ranks: a first pass under "
+    "set_requires_gradient_sync(False) leaves its gradients with fully_shard, which would add them to the second "
+    "pass's. Leave it out: each pass reduces its gradients"
 )
 
 

@@ -86,8 +86,8 @@ class ParamTracker:
                 elif param_ids.intersection(map(id, parameters_of(tracker.base.param_groups))):
                     end = "eval()" if tracker.one_pass else "second_step() or restore()"
                     raise RuntimeError(
-                        f"another FusedSAM has perturbed some of these parameters, and its step has not ended. "
-                        f"Call its {end} first"
+                        "another FusedSAM has perturbed some of these parameters, and its step has not ended. Call "
+                        f"its {end} first"
                     )
         _engines_in_step.add(self._ref)
 

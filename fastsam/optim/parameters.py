@@ -96,8 +96,8 @@ def _check_one(i: int, p: Tensor) -> None:
     if not has_memory(p):
         raise ValueError(
             f"parameter {i} of shape {tuple(p.shape)} needs {_end(p)} bytes of its storage, and its storage has "
-            f"{p.untyped_storage().nbytes()}: "
-            "it was freed or cut, as sharding libraries do; make a step while the parameters are whole"
+            f"{p.untyped_storage().nbytes()}: it was freed or cut, as sharding libraries do; make a step while the "
+            "parameters are whole"
         )
 
 

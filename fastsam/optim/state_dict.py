@@ -101,8 +101,8 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer._scaler_tracker.saved_scale = new_state.scale
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-    if new_state.lost:
-        warnings.warn(COPIED_ALONE.format(new_state.lost), UserWarning, stacklevel=3)
+    if new_state.missing_state:
+        warnings.warn(COPIED_ALONE.format(new_state.missing_state), UserWarning, stacklevel=3)
 
 
 def make_pickle(optimizer: Any) -> dict[str, Any]:

@@ -145,9 +145,9 @@ class CheckedState:
             midway = "between its two passes" if "training" not in facts else "in training, at its perturbed point"
             raise ValueError(
                 f"this is the state of another variant: of {variant_name}, "
-                f"{'which keeps a vector' if keeps else midway}, and this optimizer's is {type(sam).__name__}. "
-                f"Build it with variant={variant_name}(...), or load the state dict of that one's base_optimizer, "
-                f"which starts anew"
+                f"{'which keeps a vector' if keeps else midway}, and this optimizer's is {type(sam).__name__}. Build "
+                f"it with variant={variant_name}(...), or load the state dict of that one's base_optimizer, which "
+                "starts anew"
             )
         self.groups = _merge_groups(saved_groups, groups, rule)
         self._saved_groups = saved_groups
@@ -160,10 +160,10 @@ class CheckedState:
         for key, entry in entries.items():
             self._split(key, entry, rule)
         # State of the base optimizer that the dict does not have, in words.
-        self.lost = ""
+        self.missing_state = ""
         if any(isinstance(e, dict) and COPIED[0] in e for e in entries.values()) and not any(self._state.values()):
             fields = [name for group in self.groups for name in (rule.fields(group) if rule else ())]
-            self.lost = ", ".join(dict.fromkeys(fields)) if rule else "the base optimizer's state"
+            self.missing_state = ", ".join(dict.fromkeys(fields)) if rule else "the base optimizer's state"
 
     def _split(self, key: Any, entry: Any, rule: UpdateRule | None) -> None:
         """Separate SAM's entries from the base optimizer's."""
@@ -257,8 +257,8 @@ def _check_field(value: Any, parameter: Tensor, subject: str) -> None:
     if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
         kind = "quantized" if value.is_quantized else "meta" if value.is_meta else f"{value.layout}, {value.dtype}"
         raise ValueError(
-            f"{subject} must be a dense tensor of real numbers, got a {kind} tensor. Call value.to_dense() "
-            f"on a sparse tensor"
+            f"{subject} must be a dense tensor of real numbers, got a {kind} tensor. Call value.to_dense() on a sparse "
+            "tensor"
         )
 
 

@@ -180,8 +180,8 @@ class StepPhaseMixin:
         if self._engine.one_pass:
             raise RuntimeError(
                 f"{call} with {type(self._engine.variant).__name__}, which takes one pass: its weights stay at the "
-                f"perturbed point. Call step() "
-                "after one backward pass, or step(closure); eval() and train() move to the clean weights and back"
+                "perturbed point. Call step() after one backward pass, or step(closure); eval() and train() move to "
+                "the clean weights and back"
             )
 
     def _require(self, phase: WeightState, problem: str, remedy: str) -> None:

@@ -24,8 +24,8 @@ _bytes_of, _resizable = torch.UntypedStorage.nbytes, torch.UntypedStorage.resiza
 def worth_swapping(params: Sequence[Tensor]) -> bool:
     """Return True if the memory of these parameters should be swapped: a rule on sizes only, so equal models behave
     alike."""
-    worth = MIN_MEAN_NUMEL_CUDA if params[0].is_cuda else MIN_MEAN_NUMEL_CPU
-    return sum(p.numel() for p in params) >= worth * len(params)
+    min_mean = MIN_MEAN_NUMEL_CUDA if params[0].is_cuda else MIN_MEAN_NUMEL_CPU
+    return sum(p.numel() for p in params) >= min_mean * len(params)
 
 
 def grad_storage_reusable(params: Sequence[Tensor], slots: Sequence[int], grads: Sequence[Tensor]) -> bool:

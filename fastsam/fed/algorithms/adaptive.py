@@ -93,8 +93,8 @@ class FedAdam(AdaptiveServer):
         super().__post_init__()
         if self.bias_correction and (self.V0 or self.beta1 == 1 or self.beta2 == 1):
             raise ValueError(
-                "bias_correction undoes the start at zero: it needs V0 = 0 and beta1, beta2 < 1, "
-                f"got V0={self.V0!r}, beta1={self.beta1!r}, beta2={self.beta2!r}"
+                f"bias_correction undoes the start at zero: it needs V0 = 0 and beta1, beta2 < 1, got V0={self.V0!r}, "
+                f"beta1={self.beta1!r}, beta2={self.beta2!r}"
             )
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:

@@ -223,8 +223,7 @@ def no_server_lr(algorithm: object, round: Round) -> None:
     if round.server_lr != 1:
         raise ValueError(
             f"the server's step of {type(algorithm).__name__} has no learning rate: leave server_lr at 1, got "
-            f"{round.server_lr:g}; in a "
-            "comparison, set server_lr in the table of the algorithm that uses it"
+            f"{round.server_lr:g}; in a comparison, set server_lr in the table of the algorithm that uses it"
         )
 
 

@@ -119,11 +119,10 @@ class FedSMOO(DynamicRegularizer):
         return {**state, "mu_i": results.dual}, Upload(mean, total)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        new_state = (
-            super().step_server(server, aggregate, round)
-            if self.dyn
-            else Algorithm.step_server(self, server, aggregate, round)
-        )
+        if self.dyn:
+            new_state = super().step_server(server, aggregate, round)
+        else:
+            new_state = Algorithm.step_server(self, server, aggregate, round)
         if self.s_rule == "mu_all":
             mu = server["mu"].double() + aggregate.sum("dmu") / round.num_clients
             new_state, r = {**new_state, "mu": mu.to(server["mu"].dtype)}, -mu

@@ -114,8 +114,8 @@ class _Features:
         """Return the representation. Raises ValueError if the module does not work on one tensor, or was not called."""
         tensor, self.tensor = self.tensor, None
         if not isinstance(tensor, Tensor):
-            did = "is not called" if tensor is None else f"gives {type(tensor).__name__}"
+            problem = "is not called" if tensor is None else f"gives {type(tensor).__name__}"
             raise ValueError(
-                f"features={self.name!r} must be a module that works on one tensor; in a pass of the model it {did}"
+                f"features={self.name!r} must be a module that works on one tensor; in a pass of the model it {problem}"
             )
         return tensor

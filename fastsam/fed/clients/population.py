@@ -23,9 +23,9 @@ def apply_augment(augment: Augment, x: Tensor, generator: torch.Generator) -> Te
     """Return the augmented batch. Raises ValueError if it does not have the shape and dtype of `x`."""
     new = augment(x, generator)
     if not isinstance(new, Tensor) or (new.dtype, new.shape, new.device) != (x.dtype, x.shape, x.device):
-        came = f"{new.dtype} {list(new.shape)} on {new.device}" if isinstance(new, Tensor) else type(new).__name__
+        kind = f"{new.dtype} {list(new.shape)} on {new.device}" if isinstance(new, Tensor) else type(new).__name__
         raise ValueError(
-            f"augment must return a batch with the shape and dtype of its input, {x.dtype} {list(x.shape)}, got {came}"
+            f"augment must return a batch with the shape and dtype of its input, {x.dtype} {list(x.shape)}, got {kind}"
         )
     return new
 

@@ -29,8 +29,8 @@ def number(
     try:
         result = float(value)
     except Exception as error:  # an integer beyond all floats, a tensor of several elements
-        came = f"{type(value).__name__}: {error}" if isinstance(error, OverflowError) else f"{value!r} ({error})"
-        raise ValueError(f"{need}, got {came}") from error
+        kind = f"{type(value).__name__}: {error}" if isinstance(error, OverflowError) else f"{value!r} ({error})"
+        raise ValueError(f"{need}, got {kind}") from error
     too_low = (above is not None and not result > above) or (at_least is not None and not result >= at_least)
     if not math.isfinite(result) or too_low or (at_most is not None and not result <= at_most):
         raise ValueError(f"{need}, got {value!r}")

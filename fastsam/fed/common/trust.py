@@ -65,8 +65,8 @@ def check_module(name: str, label: str) -> None:
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top == "builtins":
         raise TrustError(
-            f"{label}: {name} belongs to the standard library, and a config may not use it. Your own file "
-            f"of this name is {name}.py:NAME"
+            f"{label}: {name} belongs to the standard library, and a config may not use it. Your own file of this name "
+            f"is {name}.py:NAME"
         )
     places = _places(top)
     if top in _trusted_names.get() or places is None or all(_is_own(place) or is_named(place) for place in places):

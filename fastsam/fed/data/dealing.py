@@ -95,8 +95,8 @@ def check_labels(labels: Any, classes: int | None = None, label: str = "labels")
     low, high = int(integers.min()), int(integers.max())
     if classes is None and high >= MOST_CLASSES:
         raise ValueError(
-            f"{label} must be class numbers from 0, got {high} at position {int(integers.argmax())}; "
-            "numpy.unique(y, return_inverse=True)[1] numbers classes from 0"
+            f"{label} must be class numbers from 0, got {high} at position {int(integers.argmax())}; numpy.unique(y, "
+            "return_inverse=True)[1] numbers classes from 0"
         )
     classes = high + 1 if classes is None else classes
     if low < 0 or high >= classes:

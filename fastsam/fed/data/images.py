@@ -135,8 +135,8 @@ def _check_part(part: Any, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...])
     """Check what torchvision does not compare."""
     if x.dtype != np.uint8 or x.shape[1:] != shape or y.shape != (len(x),):
         raise ArchiveError(
-            f"{type(part).__name__} in {part.root}: expected bytes of {list(shape)} with a label each, "
-            f"got {x.dtype} {list(x.shape)} and {list(y.shape)} labels; is it another data set?"
+            f"{type(part).__name__} in {part.root}: expected bytes of {list(shape)} with a label each, got {x.dtype} "
+            f"{list(x.shape)} and {list(y.shape)} labels; is it another data set?"
         )
     return x, y.astype(np.int64)
 

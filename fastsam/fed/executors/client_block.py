@@ -97,9 +97,8 @@ class ClientBlock:
         try:
             if self.gatherer is not None:
                 return self.gatherer.get(self.k)
-            if (
-                self.cached_batch is None or self.cached_batch[0] != self.k
-            ):  # a step that failed for another client's batch is repeated
+            # A step that failed for another client's batch is repeated.
+            if self.cached_batch is None or self.cached_batch[0] != self.k:
                 x, y = next(self.batches)
                 self.cached_batch = self.k, (x[None], y[None])
             return self.cached_batch[1]

@@ -78,8 +78,8 @@ class Cuda:
             if isinstance(reason, ClientError):
                 raise reason from reason.__cause__
             raise CaptureError(
-                f"the step cannot be captured as a CUDA graph: {type(reason).__name__}: {reason}. "
-                "Use executor='streams', in a new process: torch does not end a capture that failed"
+                f"the step cannot be captured as a CUDA graph: {type(reason).__name__}: {reason}. Use "
+                "executor='streams', in a new process: torch does not end a capture that failed"
             ) from reason
         return graph
 

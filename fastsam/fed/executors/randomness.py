@@ -138,9 +138,8 @@ class NoRandomness(PassRandomness):
     """No seeding, for clients that train at the same time: a model that draws is an error."""
 
     REASON = (
-        "a training pass of the model draws random numbers (dropout?) from torch's default generator, which is one for "
-        "all clients that "
-        "train at the same time: what is drawn would depend on who comes first"
+        "a training pass of the model draws random numbers (dropout?) from torch's default generator, which is one "
+        "for all clients that train at the same time: what is drawn would depend on who comes first"
     )
 
     def start_round(self) -> None:

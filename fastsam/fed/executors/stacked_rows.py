@@ -13,15 +13,8 @@ from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.task import Setup, Task, to_device
 
 _INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
-_UPDATED_FIELDS = (
-    "z",
-    "w",
-    "momentum",
-    "dual",
-    "eps",
-    "path",
-    "last",
-)  # fields that a step writes; the others are only read
+# The fields that a step writes. The others are only read.
+_UPDATED_FIELDS = ("z", "w", "momentum", "dual", "eps", "path", "last")
 
 
 class StackedRows:

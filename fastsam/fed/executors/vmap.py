@@ -63,9 +63,8 @@ class Vmap(Executor):
         self.replica = Replica(setup.model, setup.layout, self.rows.rows.field("z")[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
         self.random = NoRandomness(setup.device)
-        self.epochs = (
-            None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
-        )  # a capture that fails is the end
+        # A capture that fails is the end of a run.
+        self.epochs = None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
         self._shape_numbers: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
 

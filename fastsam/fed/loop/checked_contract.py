@@ -258,8 +258,8 @@ def _check_guards(guards: Sequence[_Guard]) -> None:
     for name, tensor, version in guards:
         if tensor._version != version:
             raise ValueError(
-                f"a function of the algorithm wrote into {name}, which is shared; it must return a new tensor "
-                "(x + y in place of x += y or x.add_(y))"
+                f"a function of the algorithm wrote into {name}, which is shared; it must return a new tensor (x + y "
+                "in place of x += y or x.add_(y))"
             )
 
 

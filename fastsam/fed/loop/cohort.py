@@ -239,8 +239,8 @@ class Cohort:
         if self.sums.num_clients == 0:
             client, problem = min(self.exclusions.items())
             raise RuntimeError(
-                f"round {self.round.index + 1}: all {len(self.client_ids)} active clients were excluded "
-                f"(client {client}: {problem}). If the run has diverged, a smaller lr or rho, or clip_norm, may help"
+                f"round {self.round.index + 1}: all {len(self.client_ids)} active clients were excluded (client "
+                f"{client}: {problem}). If the run has diverged, a smaller lr or rho, or clip_norm, may help"
             )
 
     def record(self) -> dict[str, Any]:
@@ -297,6 +297,10 @@ def _state_of(uploads: ClientUploads, place: int, old_state: State) -> State:
 
 OUTLIER_FACTOR = 50.0
 _MIN_CLIENTS = 3  # least clients of a round with a majority against one client
+_MEAN_FOLLOWS = (
+    "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' and 'krum' "
+    "outvote it, privacy=fed.Privacy(clip=...) shortens it"
+)
 
 
 def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, float]:
@@ -325,16 +329,6 @@ def warn(rows: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]]
         client, factor = one["client"], one["factor"]
         if any(client == outlier["client"] for record in history for outlier in record.get("outliers", ())):
             continue
-        help = (
-            "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' "
-            "and 'krum' outvote it, privacy=fed.Privacy(clip=...) shortens it"
-            if aggregation == MEAN
-            else f"against which aggregation={aggregation!r} stands"
-        )
-        log.warning(
-            "round %d: client %d moved %.3g times as far as the median of its cohort, %s",
-            len(history) + 1,
-            client,
-            factor,
-            help,
-        )
+        effect = _MEAN_FOLLOWS if aggregation == MEAN else f"against which aggregation={aggregation!r} stands"
+        text = "round %d: client %d moved %.3g times as far as the median of its cohort, %s"
+        log.warning(text, len(history) + 1, client, factor, effect)

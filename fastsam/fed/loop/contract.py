@@ -106,8 +106,8 @@ def check_algorithm(algorithm: object) -> None:
     ]
     if absent:
         raise ValueError(
-            f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(absent)}; "
-            "derive its class from fastsam.fed.Algorithm"
+            f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(absent)}; derive its "
+            "class from fastsam.fed.Algorithm"
         )
 
 

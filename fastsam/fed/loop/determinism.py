@@ -68,14 +68,10 @@ def pick_device(device: torch.device | str | None, default: torch.device) -> tor
         return torch.device("cpu")
     count = torch.cuda.device_count()
     index = chosen_device.index
-    if index is None:  # with several ranks on a machine: each its own
-        index = (
-            ranks.local_device().index
-            if ranks.launched_processes() > 1
-            else torch.cuda.current_device()
-            if count
-            else 0
-        )
+    if index is None and ranks.launched_processes() > 1:  # several ranks on a machine have different devices
+        index = ranks.local_device().index
+    elif index is None:
+        index = torch.cuda.current_device() if count else 0
     if index >= count:
         raise ValueError(
             f"device {str(chosen_device)!r} is not there: torch sees {count} CUDA devices; use device='cpu'"

@@ -227,11 +227,9 @@ class Loop:
             return self.evaluator.empty_record()
         self.view.load(state.server["w"], state.buffers)
         metrics = self.evaluator(self.view.module)
-        return (
-            metrics
-            if self.personal is None
-            else metrics | self.evaluator.of_own(self._own_models(state, self.personal))
-        )
+        if self.personal is not None:
+            metrics |= self.evaluator.of_own(self._own_models(state, self.personal))
+        return metrics
 
     def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:
         """Yield the model of every client, one after the other in the same module."""

@@ -142,8 +142,8 @@ class Settings:
             isinstance(names, list) and names and all(n and isinstance(n, str) for n in names)
         ):
             raise ValueError(
-                f"local_parameters must be a parameter's name or a pattern such as 'head.*', or a list of them; "
-                f"got {names!r}"
+                "local_parameters must be a parameter's name or a pattern such as 'head.*', or a list of them; got "
+                f"{names!r}"
             )
         self.name_sampler()
         sampling.make(self.sampler, 1, self.participation)
@@ -210,9 +210,8 @@ class Settings:
     def _check_rates(self) -> None:
         """Raise ValueError for a rate without a value in some round, or out of range."""
         steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
-        for index in (
-            (self.rounds - 1,) if steady else range(self.rounds)
-        ):  # the last round is the furthest from the first
+        # A number changes with lr_decay alone, and most in the last round.
+        for index in (self.rounds - 1,) if steady else range(self.rounds):
             self.lr_of(index)
             self.server_lr_of(index)
 

@@ -59,9 +59,8 @@ class PersonalizedAlgorithm:
         self, inner: Algorithm, layout: ParameterLayout, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
     ) -> None:
         self.inner, self.mask = inner, layout.mask("local_parameters", patterns)
-        self.initial_buffers = {
-            f"{STATE_KEY} buffer {k}": b for k, b in enumerate(buffers)
-        }  # buffers of a client without a state
+        # The buffers of a client without a state.
+        self.initial_buffers = {f"{STATE_KEY} buffer {k}": b for k, b in enumerate(buffers)}
         self.places = self.mask.nonzero().flatten()
         num_local = len(self.places)
         if num_local == layout.numel:

@@ -11,9 +11,8 @@ from fastsam.fed.algorithms.schedule import check_scheduled, formula
 from fastsam.fed.common.checks import number
 from fastsam.fed.common.import_paths import is_import_path
 
-Rate = (
-    float | str | Callable[[int], float]
-)  # a number, a formula of `round` (from 1), or a function of the round (from 0)
+# A number, a formula of `round` (from 1), or a function of the round (from 0).
+Rate = float | str | Callable[[int], float]
 
 
 def check_formula(name: str, value: Any) -> None:

@@ -106,12 +106,8 @@ def _of_noise(facts: Facts) -> Iterator[Contradiction]:
     noise = f"noise_multiplier={privacy.noise_multiplier:g}"
     if privacy.clip is None:
         needs = "a bound on the deltas, because no noise hides a client without one"
-        yield (
-            noise,
-            needs,
-            "clip is not set",
-            "Use privacy=fed.Privacy(clip=...) with about the norm of a delta (1.0, say)",
-        )
+        remedy = "Use privacy=fed.Privacy(clip=...) with about the norm of a delta (1.0, say)"
+        yield noise, needs, "clip is not set", remedy
     yield from _unlike_weights(noise, settings.weighting, "Use weighting='uniform'")
     if privacy.noise == "central" and settings.aggregation != "mean":
         remedy = "Use aggregation='mean', or noise='local', which is on every delta before a rule sees it"
@@ -157,11 +153,9 @@ def _of_rules(facts: Facts) -> Iterator[Contradiction]:
         remedy = "Use a larger participation, or aggregation='mean'"
         yield request, needs, f"this run has rounds of {facts.cohort_size}", remedy
     if rule.only_deltas and facts.algorithm is not None and not _is_plain(facts.algorithm, "finish_client"):
-        lack, plain = (
-            f"the clients of {facts.name} send other vectors",
-            _names(lambda one: _is_plain(one, "finish_client")),
-        )
-        yield request, "clients that send only their delta", lack, f"Use aggregation='mean', or one of {plain}"
+        plain = _names(lambda one: _is_plain(one, "finish_client"))
+        lack, remedy = f"the clients of {facts.name} send other vectors", f"Use aggregation='mean', or one of {plain}"
+        yield request, "clients that send only their delta", lack, remedy
 
 
 def _of_compression(facts: Facts) -> Iterator[Contradiction]:

@@ -74,10 +74,8 @@ def _warn_behaviours(path: Path, current: dict[str, Any]) -> None:
     """Log a warning for a model or a function that is another one, under the same name, than when the run began."""
     try:
         environment = json.loads(read_bytes(path / "environment.json"))
-        recorded = environment["behaviour"] if environment["python"] == platform.python_version() else current
-        differences = [
-            difference({name: recorded[name]}, {name: current[name]}) for name in current if name in recorded
-        ]
+        old = environment["behaviour"] if environment["python"] == platform.python_version() else current
+        differences = [difference({name: old[name]}, {name: current[name]}) for name in current if name in old]
     except (OSError, ValueError, KeyError, TypeError):  # written by an older version or another program
         return
     for values in filter(None, differences):

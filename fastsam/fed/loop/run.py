@@ -187,14 +187,13 @@ def run(
     with listeners:
         final = export_state(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": nbytes / 1e6}
-        client_model = (
-            None
-            if loop.personal is None
-            else partial(_client_model, model, loop.view.layout, loop.personal, state, len(population.clients))
-        )
-        result = Result(
-            final, state.history, facts, None if directory is None else directory.path, settings, client_model
-        )
+        client_model = None
+        if loop.personal is not None:
+            client_model = partial(
+                _client_model, model, loop.view.layout, loop.personal, state, len(population.clients)
+            )
+        path = None if directory is None else directory.path
+        result = Result(final, state.history, facts, path, settings, client_model)
         if directory is not None and ranks.first:
             directory.finish(final, result.summary())
         listeners.end(result)

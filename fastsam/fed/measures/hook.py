@@ -110,9 +110,8 @@ class RoundMeasures:
 
     def join(self, ranks: Ranks, context: Round) -> None:
         """Collect the results of the clients of all ranks; collective."""
-        results_of_rank = (
-            self._results if self._round == context.index else _RoundResults()
-        )  # a rank may have had no client
+        # A rank may have had no client.
+        results_of_rank = self._results if self._round == context.index else _RoundResults()
         limbs = None if results_of_rank.total is None else results_of_rank.total.limbs()
         buffer = io.BytesIO()
         torch.save((results_of_rank.clients, results_of_rank.results, limbs), buffer)

@@ -27,8 +27,8 @@ def resolve(metrics: Mapping[str, Any] | None) -> dict[str, Metric]:
         return {}
     if not isinstance(metrics, Mapping):
         raise ValueError(
-            f"metrics must be a dict of functions (outputs, labels) -> number, got {metrics!r}. "
-            "Write metrics={'f1': function}"
+            f"metrics must be a dict of functions (outputs, labels) -> number, got {metrics!r}. Write metrics={{'f1': "
+            "function}"
         )
     for name in metrics:
         if not isinstance(name, str) or not name.isidentifier():

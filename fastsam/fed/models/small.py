@@ -12,15 +12,15 @@ from fastsam.fed.common.checks import integer
 _CHANNELS = (1, 3, 4)  # that images usually have
 
 
-def image_shape(model: str, in_shape: tuple[int, ...], least: int, instead: str) -> tuple[int, int, int]:
+def image_shape(model: str, in_shape: tuple[int, ...], least: int, other_model: str) -> tuple[int, int, int]:
     """Return `in_shape` as (C, H, W). Raises ValueError if it is not an image or smaller than `least`."""
     shape = (1, *in_shape) if len(in_shape) == 2 else tuple(in_shape)
     if len(shape) != 3 or min(shape[1:]) < least:
         last = len(shape) == 3 and shape[2] in _CHANNELS and min(shape[:2]) >= least
-        advice = "their channels come last: x.movedim(-1, 1) has them first" if last else f"try {instead!r}"
+        advice = "their channels come last: x.movedim(-1, 1) has them first" if last else f"try {other_model!r}"
         raise ValueError(
-            f"the model {model!r} takes images [C, H, W] or [H, W] of at least {least}x{least}, "
-            f"got samples of the shape {tuple(in_shape)}; {advice}"
+            f"the model {model!r} takes images [C, H, W] or [H, W] of at least {least}x{least}, got samples of the "
+            f"shape {tuple(in_shape)}; {advice}"
         )
     return shape[0], shape[1], shape[2]
 

@@ -66,8 +66,8 @@ def _load(model: nn.Module, path: str, names: list[str]) -> None:
     except Exception as error:
         reason = error if isinstance(error, RuntimeError) else type(error).__name__
         raise ValueError(
-            f"weights: {path} does not fit the model: {reason}; expected a file that "
-            "torch.save(model.state_dict(), path) wrote"
+            f"weights: {path} does not fit the model: {reason}; expected a file that torch.save(model.state_dict(), "
+            "path) wrote"
         ) from error
     wrong = [*foreign, *(k for k in absent if not k.startswith("heads."))]
     if wrong:

@@ -122,8 +122,8 @@ class RunDirectory:
             foreign = [name for name in names if name.removesuffix(".tmp") not in _RUN_FILES]
             if foreign:
                 raise RunDirectoryError(
-                    f"{self.path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): "
-                    "it is not the directory of a run; choose another run_dir"
+                    f"{self.path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): it is not the "
+                    "directory of a run; choose another run_dir"
                 )
             return None
         return self._load()
@@ -144,8 +144,8 @@ class RunDirectory:
         folder = self._manifest.parent
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             raise RunDirectoryError(
-                f"{folder} is a link or a file, and the run needs a real directory there. Move it "
-                f"away, or choose another run_dir"
+                f"{folder} is a link or a file, and the run needs a real directory there. Move it away, or choose "
+                "another run_dir"
             )
 
     @property

@@ -18,6 +18,7 @@ FORMAT, VERSION = "fastsam run", 2
 _WITHOUT_CHECKSUM = 1  # a version: an earlier one, read as ever; no flip of one bit makes a 1 of a 2
 _KEYS = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"}
 _OF_NAMES = ("clients", "files")  # from names to names
+# Keys of the identity that older directories lack, with the values of their runs.
 _SINCE = {
     "cohort": None,
     "memory_format": "preserve",
@@ -29,7 +30,7 @@ _SINCE = {
     "accountant": "rdp",
     "compression": None,
     "optimizer": None,
-}  # keys of the identity that older directories lack, with the values of their runs
+}
 
 _RENAMED = {"validation": "client_test_split", "personal": "local_parameters"}  # options, since version 0.1.0
 _RENAMED_OF = {  # options of algorithms
@@ -108,8 +109,8 @@ def read_history(path: Path, manifest: Mapping[str, Any]) -> tuple[bytes, list[d
     data = read_bytes(path)[: manifest["metrics_bytes"]] if path.exists() else b""
     if digest_of(data) != manifest["metrics_hash"]:
         raise RunDirectoryError(
-            f"{path} is cut or was changed (the {manifest['round']} rounds of the checkpoint are not in it); "
-            "the directory was left as it is"
+            f"{path} is cut or was changed (the {manifest['round']} rounds of the checkpoint are not in it); the "
+            "directory was left as it is"
         )
     history = [json.loads(line) for line in data.decode().splitlines()]
     if len(history) != manifest["round"]:
@@ -136,9 +137,9 @@ def check_identity(directory: Path, stored_identity: Mapping[str, Any], identity
     if differences is not None:
         key, stored_value, new_value = differences
         raise RunDirectoryError(
-            f"the run in {directory} cannot be resumed with another {key}: it was started with "
-            f"{_short(stored_value)}, now it is {_short(new_value)}{_MEANING.get(key, '')}. "
-            "Resume it as it was started, or choose another run_dir"
+            f"the run in {directory} cannot be resumed with another {key}: it was started with {_short(stored_value)}, "
+            f"now it is {_short(new_value)}{_MEANING.get(key, '')}. Resume it as it was started, or choose another "
+            "run_dir"
         )
 
 

@@ -89,11 +89,9 @@ class Result:
 
     def __repr__(self) -> str:
         summary = self.summary()
-        name, value = (
-            ("accuracy", summary["accuracy_final"])
-            if summary["accuracy_final"] is not None
-            else ("loss", summary["test_loss_final"])
-        )
+        name, value = "accuracy", summary["accuracy_final"]
+        if value is None:
+            name, value = "loss", summary["test_loss_final"]
         return f"Result({self._facts['algorithm']}, {len(self.history)} rounds, test {name} {value})"
 
 

@@ -226,9 +226,8 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     for name in ("direction_vector", "dual", "server_perturbation"):
         if (name in names) != (name in vectors):
             raise ValueError(
-                f"LocalUpdate: the direction {c.direction.value!r} takes {', '.join(vectors) or 'none'} of the "
-                f"vectors direction_vector, dual, server_perturbation; "
-                f"{name} was {'not given' if name in vectors else 'given'}"
+                f"LocalUpdate: the direction {c.direction.value!r} takes {', '.join(vectors) or 'none'} of the vectors "
+                f"direction_vector, dual, server_perturbation; {name} was {'not given' if name in vectors else 'given'}"
             )
     if (c.drift_weight and c.direction not in ALONG_THE_WAY) or (
         c.uses_last_gradient and c.direction is not Direction.GRADIENT_PLUS
@@ -241,9 +240,8 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     if ("anchor" not in names) == (c.anchor_weight > 0) or (c.anchor_weight and c.backward_passes == 1):
         raise ValueError(
             "LocalUpdate: an anchor and an anchor_weight > 0 go together, in a step whose perturbation is found by a "
-            "first gradient; got "
-            f"anchor_weight={c.anchor_weight!r}, {'no' if 'anchor' not in names else 'an'} anchor, and the direction "
-            f"{c.direction.value!r}"
+            f"first gradient; got anchor_weight={c.anchor_weight!r}, {'no' if 'anchor' not in names else 'an'} anchor, "
+            f"and the direction {c.direction.value!r}"
         )
     if (c.clean_weight or c.surrogate_gap) and c.backward_passes == 1:
         raise ValueError(
@@ -253,8 +251,7 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     if "pilot" in names and (c.direction is Direction.NONE or c.full_gradient):
         raise ValueError(
             "LocalUpdate: a pilot finds the radius of a perturbation, by gradients that take the place of the full "
-            "one; got the direction "
-            f"{c.direction.value!r} and full_gradient={c.full_gradient!r}"
+            f"one; got the direction {c.direction.value!r} and full_gradient={c.full_gradient!r}"
         )
     if "pilot" in names and c.rho_end_factor != 1:
         raise ValueError(

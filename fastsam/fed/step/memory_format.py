@@ -38,8 +38,7 @@ def reorder(model: nn.Module, format: str, device: torch.device, stacked: bool) 
     if stacked and format == CHANNELS_LAST:
         raise ValueError(
             "memory_format='channels_last' is for executors that train one client after the other in a row; stacked "
-            "clients "
-            "(executor='vmap') would gain nothing. Use memory_format='auto', or executor='threads' or "
+            "clients (executor='vmap') would gain nothing. Use memory_format='auto', or executor='threads' or "
             "'sequential'"
         )
     weights = [p for p in model.parameters() if p.dim() == 4]
@@ -50,9 +49,8 @@ def reorder(model: nn.Module, format: str, device: torch.device, stacked: bool) 
         log.info("memory format %r: %s", format, reason)
     elif risk and (format == CHANNELS_LAST or itself_last):
         raise ValueError(
-            f"memory_format={format!r} would train this model in channels_last, in which torch writes past its "
-            f"memory on some processors "
-            f"(docs/torch_conv1x1_channels_last.md) for {risk}. Use memory_format='auto'"
+            f"memory_format={format!r} would train this model in channels_last, in which torch writes past its memory "
+            f"on some processors (docs/torch_conv1x1_channels_last.md) for {risk}. Use memory_format='auto'"
         )
     if not weights or (format == PRESERVE and not (risk and itself_last)):
         return model

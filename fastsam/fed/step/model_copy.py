@@ -32,15 +32,13 @@ def check_model(model: nn.Module) -> torch.dtype:
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         names = ", ".join(sorted(str(d) for d in dtypes))
         raise ValueError(
-            f"federated training runs in float32 or float64, all trainable parameters in one of them; the model has "
-            f"{names}. "
-            "Half-precision models are not served: convert with model.float()"
+            "federated training runs in float32 or float64, all trainable parameters in one of them; the model has "
+            f"{names}. Half-precision models are not served: convert with model.float()"
         )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             "the model has parameters without values (on the device 'meta'): model.to_empty(device='cpu') makes room "
-            "for them, "
-            "then load or initialise them"
+            "for them, then load or initialise them"
         )
     bad = next((name for name, p in model.named_parameters() if p.requires_grad and not torch.isfinite(p).all()), None)
     if bad is not None:
@@ -135,9 +133,6 @@ def move_buffers(starts: Sequence[Tensor], shift: Tensor) -> list[Tensor]:
             continue
         step = shift[offset : offset + start.numel()].reshape(start.shape)
         offset += start.numel()
-        result.append(
-            (start.double() + step).to(start.dtype)
-            if start.is_floating_point()
-            else start + step.round().to(start.dtype)
-        )
+        is_float = start.is_floating_point()
+        result.append((start.double() + step).to(start.dtype) if is_float else start + step.round().to(start.dtype))
     return result

@@ -171,8 +171,7 @@ def _start() -> None:
     if absent:
         raise RankError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(absent)} is not set; start the processes with "
-            f"torchrun, "
-            "or unset WORLD_SIZE for a single process"
+            "torchrun, or unset WORLD_SIZE for a single process"
         )
     backend = "cpu:gloo"
     if local_device().index < torch.cuda.device_count():  # with fewer GPUs than ranks the run can be one on the CPU
@@ -213,6 +212,5 @@ def _rank_errors() -> Iterator[None]:
     except RuntimeError as error:
         raise RankError(
             f"a rank of this run has died or was stopped ({str(error).splitlines()[0]}). Look at its log; the run "
-            f"directory holds the last "
-            "checkpoint, which any number of ranks can resume"
+            "directory holds the last checkpoint, which any number of ranks can resume"
         ) from error

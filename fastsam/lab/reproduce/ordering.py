@@ -21,11 +21,11 @@ from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import PaperTable, Part, Section, algorithm_name
 
-PROPOSED_METHODS = {
+PROPOSED_METHODS = {  # by paper
     "fedsam": ("fedsam", "mofedsam"),
     "fedlesam": ("fedlesam", "fedlesam-s", "fedlesam-d"),
     "fedgmt": ("fedgmt",),
-}  # by paper
+}
 Outcomes = Mapping[Part, Outcome]
 
 

@@ -89,8 +89,8 @@ class SAM:
         one_pass = cls.one_pass_direction is not OnePassDirection.NONE
         if one_pass or cls.state not in (VariantState.NONE, VariantState.DIRECTION):
             raise TypeError(
-                f"{cls.__name__} overrides direction, and {cls.__mro__[1].__name__} has a state or a pass that "
-                f"uses no direction. Derive it from fastsam.SAM"
+                f"{cls.__name__} overrides direction, and {cls.__mro__[1].__name__} has a state or a pass that uses no "
+                "direction. Derive it from fastsam.SAM"
             )
         if cls.__dict__.get("state") is not VariantState.NONE:
             cls.state = VariantState.DIRECTION
