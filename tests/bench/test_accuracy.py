@@ -25,33 +25,33 @@ def test_paired_differences_by_hand() -> None:
 
 
 def test_every_variant_takes_part_with_as_many_trials() -> None:
-    found = contenders()
-    kinds = {type(c.make(c.values[0])) for c in found.values() if c.make}
+    entrants = contenders()
+    kinds = {type(c.make(c.values[0])) for c in entrants.values() if c.make}
     all_of_them = {getattr(variants, name) for name in variants.__all__} - {variants.LESAM}
     assert kinds == all_of_them
-    assert {len(c.values) for c in found.values()} == {3}
+    assert {len(c.values) for c in entrants.values()} == {3}
 
 
 def test_wrong_labels_are_wrong_and_as_many_as_said() -> None:
     labels = torch.arange(10).repeat(10)
-    made = corrupt_labels(labels, 10, 0.4, torch.Generator().manual_seed(0))
-    assert int((made != labels).sum()) == 40
-    assert set(made.tolist()) == set(range(10))
+    wrong_labels = corrupt_labels(labels, 10, 0.4, torch.Generator().manual_seed(0))
+    assert int((wrong_labels != labels).sum()) == 40
+    assert set(wrong_labels.tolist()) == set(range(10))
 
 
 @pytest.mark.parametrize("name", [n if n == "images-noise" else pytest.param(n, marks=pytest.mark.slow) for n in TASKS])
 def test_tuning_sees_neither_the_test_set_nor_wrong_labels(name: str) -> None:
     task = TASKS[name]
     x, y, test = task.load()
-    (own, labels), (validation, clean) = task.split(1000, is_tuning=True)
-    (again, _), (held_out, _) = task.split(1000, is_tuning=False)
-    assert len(own) == len(labels) == task.train
-    assert torch.equal(own, again)
+    (tuning_inputs, labels), (validation, clean) = task.split(1000, is_tuning=True)
+    (train_inputs, _), (held_out, _) = task.split(1000, is_tuning=False)
+    assert len(tuning_inputs) == len(labels) == task.train
+    assert torch.equal(tuning_inputs, train_inputs)
     assert torch.equal(held_out, x[-test:])
     place = {tuple(row.flatten().tolist()): i for i, row in enumerate(x)}
-    seen = [place[tuple(row.flatten().tolist())] for row in validation]
-    assert max(seen) < len(x) - test or name == "text"  # pieces of text may repeat
-    assert torch.equal(clean, y[seen]) or name == "text"
+    indices = [place[tuple(row.flatten().tolist())] for row in validation]
+    assert max(indices) < len(x) - test or name == "text"  # pieces of text may repeat
+    assert torch.equal(clean, y[indices]) or name == "text"
 
 
 def test_the_grid_is_tried_whole_and_its_best_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +59,11 @@ def test_the_grid_is_tried_whole_and_its_best_comes_first(monkeypatch: pytest.Mo
         (0.02, 0.02): 0.1, (0.02, 0.05): 0.7, (0.02, 0.15): 0.2, (0.1, 0.02): 0.7, (0.1, 0.05): 0.3, (0.1, 0.15): 0,
     }  # fmt: skip
 
-    def scored(task: Any, contender: Any, trial: Any, seed: int, steps: int, is_tuning: bool) -> Any:
+    def fake_run(task: Any, contender: Any, trial: Any, seed: int, steps: int, is_tuning: bool) -> Any:
         assert is_tuning
         return scores[trial] + seed, None
 
-    monkeypatch.setattr("bench.accuracy.training.run", scored)
+    monkeypatch.setattr("bench.accuracy.training.run", fake_run)
     rows = tune(TASKS["cancer"], contenders()["SAM"], [0, 1], steps=1)
     assert len(rows) == 6
     assert rows[0] == {"lr": 0.02, "value": 0.05, "validation": pytest.approx(1.2)}

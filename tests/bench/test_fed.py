@@ -113,13 +113,13 @@ def test_a_figure_counts_only_where_training_worked(pretender: str, loss: float,
 
 
 def test_a_worker_times_chunks_of_rounds_and_waits_after_each() -> None:
-    said: list[float] = []
+    reports: list[float] = []
     orders = iter([None, None])
     clock = iter([0.0, 10.0, 12.0, 20.0, 22.0, 26.0, 30.0])
-    chunks = Chunks(3, 2, said.append, lambda: next(orders), int, clock=lambda: next(clock))
+    chunks = Chunks(3, 2, reports.append, lambda: next(orders), int, clock=lambda: next(clock))
     for _ in range(7):
         chunks.tick()
-    assert said == [5.0, 4.0, 2.0] and chunks.total == 6 and list(orders) == []
+    assert reports == [5.0, 4.0, 2.0] and chunks.total == 6 and list(orders) == []
 
 
 # ---- the workload
@@ -164,10 +164,10 @@ def test_both_bare_loops_take_the_same_steps(sharp: bool) -> None:
 
 
 def test_the_loops_own_share_is_what_is_outside_passes_and_kernels() -> None:
-    before = [getattr(owner, name) for owner, name in share.INSIDE]
-    found = share.measure(Workload("mlp", clients=4, cohort=4), 1)
-    assert found["seconds"] > 0 and 0 < found["own_share"] < 1
-    assert [getattr(owner, name) for owner, name in share.INSIDE] == before
+    functions = [getattr(owner, name) for owner, name in share.INSIDE]
+    shares = share.measure(Workload("mlp", clients=4, cohort=4), 1)
+    assert shares["seconds"] > 0 and 0 < shares["own_share"] < 1
+    assert [getattr(owner, name) for owner, name in share.INSIDE] == functions
 
 
 def kernel(stream: int, begin: float, duration: float) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def kernel(stream: int, begin: float, duration: float) -> dict[str, Any]:
     ],
 )
 def test_occupation_of_a_device(kernels: list[dict[str, Any]], busy: float, at_once: float, streams: int) -> None:
-    found = on_gpu.occupation(kernels)
-    assert found == {"kernels": len(kernels), "streams": streams, "busy": busy, "at_once": at_once}
+    result = on_gpu.occupation(kernels)
+    assert result == {"kernels": len(kernels), "streams": streams, "busy": busy, "at_once": at_once}
 
 
 @pytest.mark.of_each_kind
@@ -201,17 +201,17 @@ def test_what_fails_or_has_no_time_is_named() -> None:
         (fails, 1e9, {"problem": "RuntimeError: no memory"}), (fails, 0.0, {"absent": "no time left"}),
         (lambda: {"seconds": 2.0}, 1e9, {"seconds": 2.0}),
     ):  # fmt: skip
-        made = next(on_gpu.measure(items(work), seconds))
-        assert reason.items() <= made["rows"][0].items() and made["name"] == "title"
+        case = next(on_gpu.measure(items(work), seconds))
+        assert reason.items() <= case["rows"][0].items() and case["name"] == "title"
 
 
 @pytest.mark.of_each_kind
 def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process per executor and model; most clients before fewer; no more slots than torch has streams."""
-    taken: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def rounds(load: Workload, rounds: int, **options: Any) -> dict[str, float]:
-        taken.append((load.algorithm, options["executor"], options.get("slots")))
+        calls.append((load.algorithm, options["executor"], options.get("slots")))
         return {"seconds": 1.0}
 
     monkeypatch.setattr(on_gpu, "_load_rounds", rounds)
@@ -220,9 +220,9 @@ def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> Non
     jobs = on_gpu.jobs("cuda")
     for model in ("cnn", "mlp"):
         for executor in ("bare loop", "sequential", "streams", "graph", "vmap", "auto"):
-            found = [case["rows"][0] for case in on_gpu.measure(jobs[f"{model} {executor}"](), 1e9)]
-            assert [(row["at"], row["executor"]) for row in found] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
-    assert ("fedsam", "streams", 31) in taken and ("fedavg", "vmap", 100) in taken and ("fedavg", "auto", None) in taken
+            rows = [case["rows"][0] for case in on_gpu.measure(jobs[f"{model} {executor}"](), 1e9)]
+            assert [(row["at"], row["executor"]) for row in rows] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
+    assert ("fedsam", "streams", 31) in calls and ("fedavg", "vmap", 100) in calls and ("fedavg", "auto", None) in calls
     assert on_gpu.rowprograms.maker is maker
     case = next(on_gpu.measure(jobs["mlp:200 vmap, without row programs"](), 1e9))
     assert case["title"] == "MLP:200, fedavg, by clients"
@@ -231,11 +231,11 @@ def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.of_each_kind
 def test_a_job_that_fails_costs_itself() -> None:
-    (failed,) = on_gpu.run("no such job", "cpu", 30)
-    assert failed["rows"] == [{"name": "no such job", "title": "no such job", "ours": True,
+    (case,) = on_gpu.run("no such job", "cpu", 30)
+    assert case["rows"] == [{"name": "no such job", "title": "no such job", "ours": True,
                                "problem": "KeyError: 'no such job'"}]  # fmt: skip
-    found = [case["rows"][0] for case in on_gpu.run("states host", "cpu", 11)]
-    assert [row["absent"] for row in found] == ["no time left"] * 3
+    rows = [case["rows"][0] for case in on_gpu.run("states host", "cpu", 11)]
+    assert [row["absent"] for row in rows] == ["no time left"] * 3
 
 
 # ---- what an algorithm costs
@@ -244,13 +244,13 @@ def test_a_job_that_fails_costs_itself() -> None:
 def test_a_steps_cost_is_what_it_adds_to_a_round(pretender: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that pretend to take so long a step, and so much longer a round."""
 
-    def named(label: str, contender: str, load: Workload) -> Entry:
+    def make_entry(label: str, contender: str, load: Workload) -> Entry:
         algorithm = dict(load.options).get("name", load.algorithm)
         per_round = {"fedavg": 0.5, "scaffold": 1.5, "fedcm": 0.5, "hidden": 21.0}[algorithm]
         seconds = per_round + {"fedcm": 0.375}.get(algorithm, 0.25) * 4 * load.cohort * load.epochs
         return Entry(label, f"{label.replace(' ', '-')} {seconds} 0.5", load, pretender)
 
-    monkeypatch.setattr(overhead, "Entry", named)
+    monkeypatch.setattr(overhead, "Entry", make_entry)
     for model in ("mlp", "cnn"):
         for name, step, whole in (("scaffold", 1.0, 21.5 / 20.5), ("fedcm", 1.5, 30.5 / 20.5)):
             cost = overhead.compare(name, Workload(model, name), "sequential", 1)
@@ -274,28 +274,28 @@ def test_one_real_cost() -> None:
 def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[list[str], int, int]] = []
-    failing = "pfl"
+    calls: list[tuple[list[str], int, int]] = []
+    broken_label = "pfl"
 
-    def pretend(entries: list[Entry], chunks: int, rounds: int) -> dict[str, Any]:
-        asked.append(([e.label for e in entries], chunks, rounds))
+    def fake_race(entries: list[Entry], chunks: int, rounds: int) -> dict[str, Any]:
+        calls.append(([e.label for e in entries], chunks, rounds))
         one = {"seconds": {"median": 1.0, "q1": 1.0, "q3": 1.0}, "speed": {"median": 1.0, "q1": 1.0, "q3": 1.0}}
         return {"rows": [{"name": e.label, "title": e.label, "ours": e.ours,
-                          **({"problem": "broken"} if e.label == failing else one)} for e in entries]}  # fmt: skip
+                          **({"problem": "broken"} if e.label == broken_label else one)} for e in entries]}  # fmt: skip
 
-    monkeypatch.setattr(cases, "race", pretend)
+    monkeypatch.setattr(cases, "race", fake_race)
     run = ["federated", "--quick", "--cases", "speed/*", "--out", str(tmp_path)]
     assert command.main([*run, "--peer", f"pfl={sys.executable}"]) == 0
-    made = json.loads((tmp_path / "federated.json").read_text())["cases"]
-    assert [case["title"] for case in made] == ["MLP, fedavg", "MLP, fedsam", "CNN, fedavg", "CNN, fedsam"]
-    assert asked[0][0][0] == "bare loop" and "pfl" in asked[0][0] and "pfl" not in asked[1][0]
-    assert {a[1:] for a in asked} == {(3, 10), (3, 1)}
+    results = json.loads((tmp_path / "federated.json").read_text())["cases"]
+    assert [case["title"] for case in results] == ["MLP, fedavg", "MLP, fedsam", "CNN, fedavg", "CNN, fedsam"]
+    assert calls[0][0][0] == "bare loop" and "pfl" in calls[0][0] and "pfl" not in calls[1][0]
+    assert {a[1:] for a in calls} == {(3, 10), (3, 1)}
     assert "Not measured: pfl: broken." in capsys.readouterr().out
-    failing = "fastsam, vmap"
+    broken_label = "fastsam, vmap"
     assert command.main(run) == 1
 
 
 def test_other_simulators_train_in_environments_without_fastsam() -> None:
-    blocked = "import sys; sys.modules |= {'fastsam': None, 'fastsam_kernels': None}"
-    code = f"{blocked}; import bench.fed.worker, bench.fed.peers"
+    prelude = "import sys; sys.modules |= {'fastsam': None, 'fastsam_kernels': None}"
+    code = f"{prelude}; import bench.fed.worker, bench.fed.peers"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

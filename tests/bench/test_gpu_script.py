@@ -34,7 +34,7 @@ PARTS = (
 def test_a_part_does_not_hide_the_others(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "PARTS", PARTS)
     assert gpu.main(["--out", str(tmp_path), "--parts", *(part.name for part in PARTS), "--seconds", "90"]) == 1
-    page, printed = (tmp_path / "summary.md").read_text(), capsys.readouterr().out
+    page, output = (tmp_path / "summary.md").read_text(), capsys.readouterr().out
     for line in (
         r"\*\*passed\*\* the part build, \d+ s: made", r"\*\*failed\*\* the part red, \d+ s: 1 failed, 2 passed",
         r"\*\*timed out\*\* the part hangs, \d+ s: started", r"\*\*timed out\*\* the part deaf, ",
@@ -44,7 +44,7 @@ def test_a_part_does_not_hide_the_others(tmp_path: Path, monkeypatch: MonkeyPatc
         r"\*\*passed\*\* the part green, \d+ s: 3 passed",
     ):  # fmt: skip
         assert re.search(line, page), (line, page)
-    assert page in printed and printed.rstrip().endswith(str(tmp_path)), "the summary comes last"
+    assert page in output and output.rstrip().endswith(str(tmp_path)), "the summary comes last"
     assert "started" in (tmp_path / "log.txt").read_text()
 
 
@@ -61,14 +61,14 @@ def test_the_real_parts() -> None:
 @pytest.mark.of_each_kind
 def test_the_tests_of_a_gpu_are_where_the_script_looks() -> None:
     """The script's list has every module with a test marked `gpu`, or with a test of each backend on each device."""
-    looked = [ROOT / path for path in gpu.GPU_TESTS.split()]
-    assert all(path.exists() for path in looked)
+    paths = [ROOT / path for path in gpu.GPU_TESTS.split()]
+    assert all(path.exists() for path in paths)
     sign = re.compile(r"@pytest\.mark\.gpu\b|def test_\w+\([^)]*\b(every_)?backend: (backends\.)?Backend\b")
     modules = [path for path in (ROOT / "tests").rglob("test_*.py") if sign.search(path.read_text())]
     modules = [path for path in modules if "bench" not in path.parts]
     assert len(modules) > 5
-    lost = [path for path in modules if not any(path == at or at in path.parents for at in looked)]
-    assert not lost, lost
+    strays = [path for path in modules if not any(path == root or root in path.parents for root in paths)]
+    assert not strays, strays
 
 
 # ---- Nsight Compute
@@ -87,7 +87,7 @@ print("\\n".join(rows))
 
 @pytest.mark.of_each_kind
 @pytest.mark.parametrize(
-    ("more", "code", "said"),
+    ("more", "code", "message"),
     [
         ("", 0, "perturb resnet18 `void fastsam::kernel4(int, float)`"),
         ("print('==ERROR== ERR_NVGPUCTRPERM'); raise SystemExit(1)", command.ABSENT, "does not permit"),
@@ -95,13 +95,13 @@ print("\\n".join(rows))
     ],
 )
 def test_nsight_compute_is_read_or_left_out(
-    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], more: Any, code: int, said: str
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], more: Any, code: int, message: str
 ) -> None:
     program = tmp_path / "ncu"
     program.write_text(FAKE.format(python=sys.executable, more=more))
     program.chmod(0o755)
     monkeypatch.setattr(ncu.shutil, "which", lambda name: str(program) if more is not None else None)
-    assert command.main(["ncu", "--out", str(tmp_path)]) == code and said in capsys.readouterr().out
+    assert command.main(["ncu", "--out", str(tmp_path)]) == code and message in capsys.readouterr().out
     if code == 0:
         row = list(records.rows(records.read(tmp_path / "ncu.json")))[4]
         assert row["duration"] == "4.5 usecond" and row["metrics"]["DRAM, %"] == "4.5"

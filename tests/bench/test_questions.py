@@ -84,9 +84,9 @@ def test_a_quick_run_gives_a_figure_for_every_row(
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         command.parse(arguments)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert error.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
@@ -114,48 +114,48 @@ def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
 @pytest.mark.of_each_kind
 @pytest.mark.parametrize("size", [TINY, SIZES["small_cnn"]], ids=lambda size: size.name)
 def test_contenders_and_variants_agree_with_the_reference(size: Size) -> None:
-    everybody = [c for c in (*contenders().values(), *variant_contenders(peers=False).values()) if not c.absent]
-    chosen = [c for c in everybody if not c.compiles and not c.name.startswith("pytorch")]
-    green, red = correctness.check(chosen, initial_weights(size.shapes), Gradients(size.shapes))
-    assert red == {} and list(green) == [c.name for c in chosen]
+    entrants = [c for c in (*contenders().values(), *variant_contenders(peers=False).values()) if not c.absent]
+    eager_entrants = [c for c in entrants if not c.compiles and not c.name.startswith("pytorch")]
+    green, red = correctness.check(eager_entrants, initial_weights(size.shapes), Gradients(size.shapes))
+    assert red == {} and list(green) == [c.name for c in eager_entrants]
 
 
 def test_the_functions_of_the_compiled_contender_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    size, compiled = TINY, contenders()["compiled"]
-    green, red = correctness.check([compiled], initial_weights(size.shapes), Gradients(size.shapes))
+    size, contender = TINY, contenders()["compiled"]
+    green, red = correctness.check([contender], initial_weights(size.shapes), Gradients(size.shapes))
     assert red == {} and list(green) == ["compiled"]
 
 
-class NotRestored(ForeachStepper):
-    """Steps from the perturbed weights."""
+class NoRestoreStepper(ForeachStepper):
+    """A stepper that updates the perturbed weights."""
 
     def second(self) -> None:
         self.optimizer.step()
 
 
-class Poisoned(FlatStepper):
-    """One weight becomes NaN."""
+class NanStepper(FlatStepper):
+    """A stepper that sets one weight to NaN."""
 
     def second(self) -> None:
         super().second()
         self.data[7] = float("nan")
 
 
-class Raising(FlatStepper):
+class RaisingStepper(FlatStepper):
     def second(self) -> None:
         raise RuntimeError("this one does not work here")
 
 
-def _sam(**changed: float) -> Callable[[Sequence[Tensor]], OptimizerStepper]:
-    options = {"rho": RHO, "lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, **changed}
+def _sam(**changes: float) -> Callable[[Sequence[Tensor]], OptimizerStepper]:
+    options = {"rho": RHO, "lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, **changes}
     return lambda weights: OptimizerStepper(weights, lambda p: CopiedSAM(p, torch.optim.SGD, **options))
 
 
 def test_a_wrong_contender_is_not_timed_in_whole_steps() -> None:
-    selected = [Contender("ours", "ours", ours(), backend="auto"), Contender("wrong", "wrong", _sam(rho=10 * RHO))]
+    entrants = [Contender("ours", "ours", ours(), backend="auto"), Contender("wrong", "wrong", _sam(rho=10 * RHO))]
     training = whole_steps.TRAININGS["mlp"]._replace(steps=1)
-    case = whole_steps.measure(selected, training, Small(CPU), rounds=2)
+    case = whole_steps.measure(entrants, training, Small(CPU), rounds=2)
     assert "eager" in case["rows"][0] and "eager" not in case["rows"][1]
     assert "the loss after a step is" in case["rows"][1]["problem"]
 
@@ -164,9 +164,9 @@ WRONG = {
     "rho off by a thousandth": (_sam(rho=RHO * 1.001), "perturbation of step 1: tensor 0 has "),
     "momentum off by a thousandth": (_sam(momentum=MOMENTUM * 0.999), "weights after step 2: tensor 0 has "),
     "no weight decay": (_sam(weight_decay=0.0), "weights after step 1: tensor 0 has "),
-    "not restored": (NotRestored, "weights after step 1: tensor 0 has "),
-    "NaN": (Poisoned, "weights after step 1: tensor 0 has nan where "),
-    "raising": (Raising, "raised RuntimeError: this one does not work here"),
+    "not restored": (NoRestoreStepper, "weights after step 1: tensor 0 has "),
+    "NaN": (NanStepper, "weights after step 1: tensor 0 has nan where "),
+    "raising": (RaisingStepper, "raised RuntimeError: this one does not work here"),
 }
 
 
@@ -195,10 +195,10 @@ def test_a_wrong_op_gets_a_reason_and_no_figure(change: str, monkeypatch: pytest
         reference.perturb_(params, backup, grads, *rest)
         if change == "raises":
             raise RuntimeError("not today")
-        target, at, value = {"backup": (backup[:, 0], 0, 1e-5), "nan": (params[0].view(-1), 0, torch.nan)}.get(
+        target, index, value = {"backup": (backup[:, 0], 0, 1e-5), "nan": (params[0].view(-1), 0, torch.nan)}.get(
             change, (params[0].view(-1), 3, 1e-5)
         )
-        target[at] += value
+        target[index] += value
 
     wrong.norm_, wrong.perturb_ = norm_, perturb_  # type: ignore[attr-defined]
     entry = backends.Backend("native", "cpu", "reference", lambda: None)
@@ -219,16 +219,16 @@ def test_the_gate_of_an_op_leaves_the_input(layout: str) -> None:
     for backend in (b for b in backends.table() if b.device == "cpu" and b.name != "triton" and b.available):
         for op in (op for op in OPS.values() if hasattr(backend.load(), op.function)):
             operator = Operator(KernelCase(op, Size("rows2", "", ((20, 9), (7,)), rows=2), layout), CPU, 1)
-            before = tensors(operator)
+            old_inputs = tensors(operator)
             assert operator.check(backend.load()) is None, op.name
-            assert all(torch.equal(a, b) for a, b in zip(before, tensors(operator), strict=True)), op.name
+            assert all(torch.equal(a, b) for a, b in zip(old_inputs, tensors(operator), strict=True)), op.name
 
 
 # ---- what is measured
 
 
 class Sleepy(Stepper):
-    """Handing over gradients takes 20 ms, a phase takes 2 ms."""
+    """A stepper that needs 20 ms to take gradients, and 2 ms for a phase."""
 
     def set_grads(self, gradients: Gradients, index: int) -> None:
         time.sleep(0.02)
@@ -246,26 +246,26 @@ def test_handing_over_gradients_is_not_on_the_clock() -> None:
 def test_rounds_interleave_and_end_in_time() -> None:
     order: list[str] = []
     samples = {name: (lambda name=name: order.append(name) or 1.0) for name in "abc"}
-    taken = interleave(samples, 3, lambda: 5.0)
+    timings = interleave(samples, 3, lambda: 5.0)
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # the first three warm up
-    assert taken.copies == [5.0] * 3 and all(len(seconds) == 3 for seconds in taken.seconds.values())
-    assert taken.figures("a", 10, {"b": "b"})["fraction"]["median"] == 2.0
+    assert timings.copies == [5.0] * 3 and all(len(seconds) == 3 for seconds in timings.seconds.values())
+    assert timings.figures("a", 10, {"b": "b"})["fraction"]["median"] == 2.0
     assert len(interleave(samples, 100, max_seconds=0.0).seconds["a"]) == 3, "as few as there may be"
     # Everything ten times slower in the second round: the paired ratio does not see it.
     assert set(ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]).values()) == {2.0}
 
 
 class Hungry(FlatStepper):
-    """Two more copies of the weights kept, and three at once now and then."""
+    """A stepper that keeps two more copies of the weights, and allocates three at once in some phases."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__(weights)
         self.kept = [torch.empty_like(self.data) for _ in range(2)]
 
     def first(self) -> None:
-        held = [torch.empty_like(self.data) for _ in range(3)]
+        buffers = [torch.empty_like(self.data) for _ in range(3)]
         super().first()
-        held.clear()
+        buffers.clear()
 
 
 def test_memory_is_the_peak_of_state_and_temporaries() -> None:
@@ -282,20 +282,20 @@ def test_memory_is_the_peak_of_state_and_temporaries() -> None:
 
 def test_a_machine_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "peak_extra_bytes", lambda *arguments: 8 * TINY.parameters)
-    chosen, counts = [contenders()[name] for name in ("foreach", "copied")], ("memory", "launches", "replays")
-    case = steps.measure(chosen, TINY, Small(cuda=True), 3, references=("copied",), counts=counts)
+    entrants, counts = [contenders()[name] for name in ("foreach", "copied")], ("memory", "launches", "replays")
+    case = steps.measure(entrants, TINY, Small(cuda=True), 3, references=("copied",), counts=counts)
     for row in case["rows"]:
         assert row["launches"] == 3 and row["extra_bytes_per_parameter"] == 8.0
         assert row["host_seconds"]["unchanged"] > 0 and row["host_seconds"]["changed"] > 0
-        assert all(row[how]["to"]["copied"]["median"] > 0 for how in ("eager", "replayed"))
+        assert all(row[mode]["to"]["copied"]["median"] > 0 for mode in ("eager", "replayed"))
     machine = Small(cuda=True)
     case = KernelCase(OPS["update"], Size("rows100", "", TINY.shapes, rows=2), "scattered")
-    found = ops.measure(case, machine, 3, 9.0)
-    rows = {row["name"]: row for row in found["rows"]}
+    result = ops.measure(case, machine, 3, 9.0)
+    rows = {row["name"]: row for row in result["rows"]}
     assert rows["reference"]["launches"] == 3 and "replayed" not in rows["reference"]
-    replayed = sum("replayed" in row for row in rows.values())
-    assert replayed and machine.captured == replayed
-    assert machine.queued == found["rounds"] + replayed * (1 + found["rounds"]), "replays begin behind other work"
+    replay_count = sum("replayed" in row for row in rows.values())
+    assert replay_count and machine.captured == replay_count
+    assert machine.queued == result["rounds"] + replay_count * (1 + result["rounds"]), "replays begin behind other work"
 
 
 def test_the_peer_of_the_device_is_the_one_by_hand() -> None:
@@ -313,13 +313,13 @@ def test_the_peer_of_the_device_is_the_one_by_hand() -> None:
 @pytest.mark.of_each_kind
 def test_the_launch_of_a_replay_is_off_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an emulated device: a queue with a time, in microseconds, which the host fills and does not wait for."""
-    log, now = [], {"host": 0.0, "device": 0.0}
+    log, clocks = [], {"host": 0.0, "device": 0.0}
 
-    def queue(what: str, microseconds: float, call: float = 10.0) -> float:
-        log.append(what)
-        now["host"] += call
-        now["device"] = max(now["device"], now["host"]) + microseconds
-        return now["device"]
+    def queue(label: str, microseconds: float, call: float = 10.0) -> float:
+        log.append(label)
+        clocks["host"] += call
+        clocks["device"] = max(clocks["device"], clocks["host"]) + microseconds
+        return clocks["device"]
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
@@ -333,14 +333,14 @@ def test_the_launch_of_a_replay_is_off_the_clock(monkeypatch: pytest.MonkeyPatch
 
     machine: Any = object.__new__(Machine)
     machine.cuda, machine._source, machine._sweep = True, read("read"), read("sweep")
-    machine.wait = lambda: now.update(host=max(now.values()))
+    machine.wait = lambda: clocks.update(host=max(clocks.values()))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     replay = lambda: queue("body", 5.0, call=100.0)  # noqa: E731 - its launch takes the host far longer than the device
     assert machine.sample(replay, is_queued=True) == pytest.approx(5e-6)
     assert machine.sample(replay) > 100e-6, "what an idle device would do to a replay too"
     assert machine.sample(replay, cold=True, is_queued=True) == pytest.approx(5e-6)
-    timed = ["event", "body", "event"]
-    assert log == ["read", "read", *timed, *timed, "read", "read", "sweep", *timed]
+    timing_log = ["event", "body", "event"]
+    assert log == ["read", "read", *timing_log, *timing_log, "read", "read", "sweep", *timing_log]
 
 
 # ---- the cases
@@ -348,20 +348,20 @@ def test_the_launch_of_a_replay_is_off_the_clock(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.of_each_kind
 def test_every_kernel_case_once_and_what_matters_first() -> None:
-    found = list(kernel_cases(list(KERNEL_SIZES.values()), list(OPS.values())))
-    names = [case.name for case in found]
+    kernel_list = list(kernel_cases(list(KERNEL_SIZES.values()), list(OPS.values())))
+    names = [case.name for case in kernel_list]
     assert len(set(names)) == len(names)
     whole = [size for size in KERNEL_SIZES if not size.startswith("cut")]
-    wanted = {f"{op}-{size}-{layout}" for op in OPS for size in whole for layout in ("scattered", "flat")}
-    assert wanted - set(names) == {f"accumulate-{size}-scattered" for size in whole}, "it knows whole fields only"
+    expected = {f"{op}-{size}-{layout}" for op in OPS for size in whole for layout in ("scattered", "flat")}
+    assert expected - set(names) == {f"accumulate-{size}-scattered" for size in whole}, "it knows whole fields only"
     first = names.index("norm-resnet18-flat")
-    assert all(case.op.name in STEP and case.layout == "scattered" for case in found[:first])
+    assert all(case.op.name in STEP and case.layout == "scattered" for case in kernel_list[:first])
     case = KernelCase(OPS["perturb"], TINY, "flat")
     assert len(Operator(case, CPU, cache_bytes=8192).sets) == -(-ROTATION * 8192 // (3 * 4 * TINY.parameters))
     assert len(Operator(case, CPU, cache_bytes=1 << 30).sets) == MAX_SETS
 
 
 def test_every_variant_is_there() -> None:
-    found = (getattr(variants, name) for name in variants.__all__)
-    kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, SAM)}
+    members = (getattr(variants, name) for name in variants.__all__)
+    kinds = {kind for kind in members if isinstance(kind, type) and issubclass(kind, SAM)}
     assert {type(sam) for sam, *_ in VARIANTS.values()} == kinds

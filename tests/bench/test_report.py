@@ -24,8 +24,8 @@ def case(part: str, *rows: dict[str, Any], title: str = "a case", **facts: Any) 
     }  # fmt: skip
 
 
-def federated(device: str = "cpu") -> dict[str, Any]:
-    """A record with every part and every way to fail."""
+def federated_record(device: str = "cpu") -> dict[str, Any]:
+    """Return a record with every part and every way to fail."""
     fast = {"name": "fastsam, vmap", "speed": summary(3.21), "seconds": summary(0.1), "peak_mib": 231.4, "at": 10.0}
     cost = {"name": "fedcm", "step": summary(1.0312), "round": summary(1.0312)}
     gpu = {"name": "graph, 4", "executor": "graph", "at": 4, "seconds": 0.0123}
@@ -43,21 +43,21 @@ def federated(device: str = "cpu") -> dict[str, Any]:
 def test_pages_hold_what_was_measured() -> None:
     for path, text in report.pages().items():
         assert text == path.read_text(), f"{path.name} differs from the results: python -m bench.report --publish"
-    named = {name for path in report.pages() for name in report.places(path.read_text())}
-    wanted = {f"bench:{name}" for name in ("step", "variants", "kernels", "federated", "accuracy")}
-    assert wanted | {f"bench:{name}-cuda" for name in ("variants", "kernels", "federated", "ncu")} <= named
+    names = {name for path in report.pages() for name in report.places(path.read_text())}
+    expected = {f"bench:{name}" for name in ("step", "variants", "kernels", "federated", "accuracy")}
+    assert expected | {f"bench:{name}-cuda" for name in ("variants", "kernels", "federated", "ncu")} <= names
 
 
 def test_published_results_were_all_measured() -> None:
-    found = records.read(records.RESULTS / "step.json")
-    assert [case["part"] for case in found["cases"]] == ["step"] * 6 + ["whole"] * 3
-    assert {row["name"] for row in records.rows(found) if records.has_failed(row)} == {"fastsam_triton"}
+    record = records.read(records.RESULTS / "step.json")
+    assert [case["part"] for case in record["cases"]] == ["step"] * 6 + ["whole"] * 3
+    assert {row["name"] for row in records.rows(record) if records.has_failed(row)} == {"fastsam_triton"}
 
 
 def test_other_places_and_the_rest_of_a_page_are_left() -> None:
     text = "before\n<!-- bench:step -->\nold\n<!-- /bench -->\nafter <!-- gpu:x -->\nold\n<!-- /gpu -->\n"
-    filled = report.fill(text, {"bench:step": "new"})
-    assert filled == text.replace("old", "new", 1) and report.fill(filled, {"bench:step": "new"}) == filled
+    page = report.fill(text, {"bench:step": "new"})
+    assert page == text.replace("old", "new", 1) and report.fill(page, {"bench:step": "new"}) == page
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", '{"kind": "something else"}'])
@@ -72,7 +72,7 @@ def test_publishing_stores_the_file_and_writes_its_pages(tmp_path: Path, monkeyp
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("a page without a place\n")
     (tmp_path / "docs" / "a.md").write_text("<!-- bench:federated -->\nold\n<!-- /bench -->\n")
-    (tmp_path / "new.json").write_text(json.dumps(federated()))
+    (tmp_path / "new.json").write_text(json.dumps(federated_record()))
     assert report.main([str(tmp_path / "new.json"), "--publish"]) == 0
     page = (tmp_path / "docs" / "a.md").read_text()
     for text in (
@@ -82,7 +82,7 @@ def test_publishing_stores_the_file_and_writes_its_pages(tmp_path: Path, monkeyp
         "Not measured: flower: no | actors", "Not measured: vmap, 8: no time left.",
     ):  # fmt: skip
         assert text in page, text
-    full = report.markdown(federated())
+    full = report.markdown(federated_record())
     for text in (
         "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |", "| flower | failed | failed | failed |",
         "| fedcm | 1.031 | 0.928–1.134 | 1.031 | 0.928–1.134 |", "| hidden | – | – | 1.030 | 0.927–1.133 |",
@@ -96,10 +96,10 @@ def test_publishing_stores_the_file_and_writes_its_pages(tmp_path: Path, monkeyp
 def test_tables_of_a_gpu(tmp_path: Path) -> None:
     """Replayed figures before eager ones, launches and host times."""
 
-    def of(seconds: float) -> dict[str, Any]:
+    def timing(seconds: float) -> dict[str, Any]:
         return {"seconds": summary(seconds), "fraction": summary(0.5), "to": {"foreach": summary(0.5)}}
 
-    row = {"name": "native", "eager": of(3e-6), "replayed": of(2e-6), "launches": 3}
+    row = {"name": "native", "eager": timing(3e-6), "replayed": timing(2e-6), "launches": 3}
     row |= {"host_seconds": {"unchanged": 3e-5, "changed": 3.5e-5}, "extra_bytes_per_parameter": 8.0}
     size = {"size": "50k", "tensors": 20, "parameters": 51_994, "copy": summary(4e12), "rounds": 3}
     op = case(
@@ -120,9 +120,9 @@ def test_calls_add_up(tmp_path: Path) -> None:
     good, better, bad = {"name": "a", "seconds": 1}, {"name": "a", "seconds": 2}, {"name": "a", "problem": "red"}
     first, second, third = (record_of("kernels", case("ops", row)) for row in (good, bad, better))
     second["cases"].append(case("ops", {"name": "b", "seconds": 3}, title="another"))
-    joined = records.join(records.join(first, second), third)
-    assert [row.get("seconds") for row in records.rows(joined)] == [2, 3] and len(joined["added"]) == 2
+    record = records.join(records.join(first, second), third)
+    assert [row.get("seconds") for row in records.rows(record)] == [2, 3] and len(record["added"]) == 2
     other = record_of("kernels")
     other["environment"]["machine"]["gpus"] = ["another GPU"]
     with pytest.raises(ValueError, match="another GPU, torch 2.13 cannot be added to a record of"):
-        records.join(joined, other)
+        records.join(record, other)

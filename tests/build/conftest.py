@@ -17,7 +17,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small stand-in for csrc/."""
+    """Make a small stand-in for csrc/."""
     folder = tmp_path / "a checkout" / "csrc"
     (folder / "cpu").mkdir(parents=True)
     (folder / "ops.cpp").write_text('#include "one.h"\nint ops() { return ONE; }\n')

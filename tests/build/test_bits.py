@@ -17,12 +17,12 @@ def test_a_changed_tree_differs_only_in_changed_cases(tmp_path: Path, capsys: py
     (tree / "csrc").symlink_to(ROOT / "csrc")
     path = tree / "fastsam/fed/algorithms/fedavgm.py"
     path.write_text(path.read_text().replace("hparam(0.9,", "hparam(0.8,"))
-    here, there = bits.Worker(ROOT, tmp_path / "here"), bits.Worker(tree, tmp_path / "there")
-    assert bits.compare_bits(here, there, "FedAvg") > 0
-    named = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FedAvgM ")]
-    assert named == ["FedAvgM sequential", "FedAvgM vmap", "FedAvgM threads resumed"]
-    assert bits.compare_bits(here, there, "FedSAM sequential") == 0
-    for worker in (here, there):
+    first, second = bits.Worker(ROOT, tmp_path / "here"), bits.Worker(tree, tmp_path / "there")
+    assert bits.compare_bits(first, second, "FedAvg") > 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FedAvgM ")]
+    assert lines == ["FedAvgM sequential", "FedAvgM vmap", "FedAvgM threads resumed"]
+    assert bits.compare_bits(first, second, "FedSAM sequential") == 0
+    for worker in (first, second):
         worker.stop()
 
 
@@ -31,9 +31,9 @@ def test_hashes_follow_weights_states_and_records() -> None:
     hashes = {name: cases[name]().split() for name in ("FedAvg sequential", "FedAvgM sequential", "FedNova sequential")}
     assert cases["FedAvg sequential"]().split() == hashes["FedAvg sequential"]
     for position, part in enumerate(("weights", "states", "records")):
-        found = {of_case[position] for of_case in hashes.values()}
-        assert len(found) == 3
-        assert all(value.startswith(f"{part}=") for value in found)
+        values = {of_case[position] for of_case in hashes.values()}
+        assert len(values) == 3
+        assert all(value.startswith(f"{part}=") for value in values)
 
 
 def test_every_case_has_a_name_of_its_own() -> None:

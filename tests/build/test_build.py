@@ -31,10 +31,10 @@ def test_build_publishes_and_is_found_until_a_source_changes(
     (sources / "one.h").write_text("#define ONE 11\n")
     stale = build.installed(out)
     assert stale.paths == {} and "other sources" in stale.message and build.COMMAND in stale.message
-    before = result.paths["cpu"].read_bytes()
+    old_bytes = result.paths["cpu"].read_bytes()
     build.build(out, cuda=False, work_dir=work)
     assert build.installed(out).paths == result.paths
-    assert result.paths["cpu"].read_bytes() != before, "a changed header must be compiled in"
+    assert result.paths["cpu"].read_bytes() != old_bytes, "a changed header must be compiled in"
 
 
 @needs_compiler
@@ -58,12 +58,12 @@ def test_a_failure_shows_the_compilers_words_and_leaves_the_old_library(
     if not ninja:
         without_ninja(monkeypatch)
     path = build.build(tmp_path / "out", cuda=False).paths["cpu"]
-    before = path.read_bytes()
+    old_bytes = path.read_bytes()
     (sources / "cpu" / "two.cpp").write_text("int two() { return undeclared_name; }\n")
-    with pytest.raises(build.BuildError, match="undeclared_name") as caught:
+    with pytest.raises(build.BuildError, match="undeclared_name") as error_info:
         build.build(tmp_path / "out", cuda=False)
-    assert "undeclared_name" in str(caught.value).splitlines()[0], "the first line says what is wrong"
-    assert path.read_bytes() == before
+    assert "undeclared_name" in str(error_info.value).splitlines()[0], "the first line says what is wrong"
+    assert path.read_bytes() == old_bytes
 
 
 def test_what_is_missing_is_named(sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -99,8 +99,8 @@ def test_torch_missing_or_too_old_is_named(tmp_path: Path, monkeypatch: MonkeyPa
 @pytest.mark.parametrize("content", ["", "{", '{"libraries": []}', "[]"])
 def test_an_unreadable_report_offers_nothing(sources: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / build.REPORT).write_text(content)
-    found = build.installed(tmp_path)
-    assert found.paths == {} and "cannot be read" in found.message
+    result = build.installed(tmp_path)
+    assert result.paths == {} and "cannot be read" in result.message
 
 
 def test_a_lost_library_is_not_offered(sources: Path, tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_lost_library_is_not_offered(sources: Path, tmp_path: Path) -> None:
     library.write_bytes(b"x")
     build.publish(build.BuildResult({"cpu": library}, "built"), tmp_path / "out")
     (tmp_path / "out" / library.name).unlink()
-    found = build.installed(tmp_path / "out")
-    assert found.paths == {} and "libfastsam_cpu.so is gone" in found.message
+    result = build.installed(tmp_path / "out")
+    assert result.paths == {} and "libfastsam_cpu.so is gone" in result.message
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -76,21 +76,21 @@ def test_a_failing_nvcc_costs_only_the_cuda_library(sources: Path, tmp_path: Pat
     result = build.build(tmp_path / "out")
     assert set(result.paths) == {"cpu"}
     assert "the CUDA library could not be built" in result.message and "too old" in result.message
-    with pytest.raises(build.BuildError, match="too old") as refused:
+    with pytest.raises(build.BuildError, match="too old") as error_info:
         build.build(tmp_path / "asked", cuda=True)
-    assert set(build.installed(tmp_path / "asked").paths) == set(refused.value.built) == {"cpu"}
+    assert set(build.installed(tmp_path / "asked").paths) == set(error_info.value.built) == {"cpu"}
 
 
 def test_a_toolkit_without_nvcc_is_passed_over(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """`CUDA_HOME` is set for many reasons, also where only the run time is."""
-    found = fake_nvcc(tmp_path / "nvcc", "")
+    nvcc = fake_nvcc(tmp_path / "nvcc", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "lost"))
-    assert toolchain.find_nvcc() == found
+    assert toolchain.find_nvcc() == nvcc
     (tmp_path / "toolkit" / "bin").mkdir(parents=True)
-    own = fake_nvcc(tmp_path / "toolkit" / "bin" / "nvcc", "")
+    toolkit_nvcc = fake_nvcc(tmp_path / "toolkit" / "bin" / "nvcc", "")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
-    assert toolchain.find_nvcc() == own
+    assert toolchain.find_nvcc() == toolkit_nvcc
     monkeypatch.setenv("CUDACXX", "no-such-nvcc")
     assert toolchain.find_nvcc() is None
 
@@ -121,7 +121,7 @@ __attribute__((constructor)) void keep() { if (false) call(nullptr); }
 @pytest.mark.gpu_code
 @needs_compiler
 def test_cuda_library_needs_torchs_cuda_and_keeps_its_run_time_private(sources: Path, tmp_path: Path) -> None:
-    """Also where torch is a CPU build: what nvcc makes there must load beside a CUDA build."""
+    """This holds for a CPU build of torch too: the library from nvcc must also load with a CUDA build."""
     if not toolchain.find_nvcc():
         pytest.skip("no nvcc")
     if not shutil.which("readelf"):
@@ -131,8 +131,8 @@ def test_cuda_library_needs_torchs_cuda_and_keeps_its_run_time_private(sources: 
     (sources / "cuda" / "ops_cuda.cpp").write_text(REGISTRATION)
     library = build.build(tmp_path / "out", cuda=True).paths["cuda"]
     dynamic = toolchain.output_of(["readelf", "--dynamic", str(library)])
-    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
-    assert "libtorch_cuda.so" in needed and not [name for name in needed if name.startswith("libcudart")]
+    libraries = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert "libtorch_cuda.so" in libraries and not [name for name in libraries if name.startswith("libcudart")]
     assert "RUNPATH" not in dynamic and "RPATH" not in dynamic, "torch is found because it is loaded, wherever it lies"
     symbols = toolchain.output_of(["readelf", "--dyn-syms", "--wide", str(library)]).splitlines()
     assert not [line for line in symbols if re.search(r" (GLOBAL|WEAK) +DEFAULT +\d+ +cuda", line)]

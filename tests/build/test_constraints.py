@@ -14,7 +14,7 @@ PINS = "# versions\ntorch==2.13.0\ntriton==3.7.1  # torch's own\npytest==9.2.0\n
 
 
 @pytest.mark.parametrize(
-    ("installed", "expected"),
+    ("torch_version", "expected"),
     [
         (None, PINS),
         ("2.13.0", PINS),
@@ -23,8 +23,8 @@ PINS = "# versions\ntorch==2.13.0\ntriton==3.7.1  # torch's own\npytest==9.2.0\n
         ("2.13.1", "# versions\npytest==9.2.0\ntorch==2.13.1\n"),
     ],
 )
-def test_constraints_keep_an_installed_torch(installed: str | None, expected: str) -> None:
-    assert keep_installed_torch(PINS, installed) == expected
+def test_constraints_keep_an_installed_torch(torch_version: str | None, expected: str) -> None:
+    assert keep_installed_torch(PINS, torch_version) == expected
 
 
 def test_constraints_refuse_an_old_torch() -> None:

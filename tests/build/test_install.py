@@ -53,10 +53,10 @@ print(json.dumps({
 
 
 def use(python: Path, cwd: Path, **settings: str) -> dict:
-    """Run `USE` there; asserts that five steps on one batch lower the loss."""
-    seen = json.loads(run(python, "-c", USE, cwd=cwd, **settings).splitlines()[-1])
-    assert seen["losses"][-1] < seen["losses"][0]
-    return seen
+    """Run `USE` in the folder `cwd`, and assert that five steps on one batch lower the loss."""
+    info = json.loads(run(python, "-c", USE, cwd=cwd, **settings).splitlines()[-1])
+    assert info["losses"][-1] < info["losses"][0]
+    return info
 
 
 # A user's script, of the kind that `mypy --strict` has nothing to say about when the libraries are typed. What it
@@ -105,158 +105,158 @@ TYPES = ("Tensor | None", "dict[str, Any]", "str", "str | None")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository; builds inside it share their object files."""
+    """Make a copy of the repository; builds inside it share their object files."""
     require_pip_and_setuptools()
     return copy_checkout(tmp_path_factory.mktemp("repository") / "fastsam")
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
+def work_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     return folder
 
 
 def other_pythons() -> list[str]:
-    """The other Pythons of this machine that fastsam serves, and this one."""
-    found = {f"{sys.version_info.major}.{sys.version_info.minor}": sys.executable}
+    """Return this Python and the other Pythons of this machine that fastsam supports."""
+    pythons = {f"{sys.version_info.major}.{sys.version_info.minor}": sys.executable}
     for version in ("3.10", "3.11", "3.12", "3.13"):
-        managed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-        for path in (shutil.which(f"python{version}"), *managed):
+        pyenv_paths = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+        for path in (shutil.which(f"python{version}"), *pyenv_paths):
             # A shim on PATH may stand for a Python that is not there.
             if (
                 path
-                and version not in found
+                and version not in pythons
                 and subprocess.run([path, "-c", "import venv"], capture_output=True).returncode == 0
             ):
-                found[version] = str(path)
-    return list(found.values())
+                pythons[version] = str(path)
+    return list(pythons.values())
 
 
 @pytest.mark.parametrize("python", other_pythons())
-def test_no_torch_no_compiler(checkout: Path, tmp_path: Path, elsewhere: Path, python: str) -> None:
+def test_no_torch_no_compiler(checkout: Path, tmp_path: Path, work_dir: Path, python: str) -> None:
     """Installs, imports what needs no torch, and says what is missing."""
     env = layered(tmp_path / "env", python=python, only=("setuptools", "_distutils_hack", "wheel", "packaging"))
-    printed = install(env, checkout, cwd=elsewhere, CXX="no-such-compiler")
-    assert "py3-none-any" in printed and "torch is not installed in the environment of the build" in printed
-    reason = run(env, "-c", "from fastsam_kernels import build; print(build.why_not())", cwd=elsewhere)
+    output = install(env, checkout, cwd=work_dir, CXX="no-such-compiler")
+    assert "py3-none-any" in output and "torch is not installed in the environment of the build" in output
+    reason = run(env, "-c", "from fastsam_kernels import build; print(build.why_not())", cwd=work_dir)
     assert "torch is not installed in the environment of the build" in reason
-    printed = run(env.with_name("fastsam"), "info", cwd=elsewhere, ok=False)
-    assert "pip install 'torch>=2.10'" in printed and "Traceback" not in printed
+    output = run(env.with_name("fastsam"), "info", cwd=work_dir, ok=False)
+    assert "pip install 'torch>=2.10'" in output and "Traceback" not in output
 
 
-def test_torch_and_no_compiler(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
+def test_torch_and_no_compiler(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
     env = layered(tmp_path / "env")
-    printed = install(env, checkout, cwd=elsewhere, CXX="no-such-compiler")
-    assert "py3-none-any" in printed and "no-such-compiler not found" in printed
-    seen = use(env, elsewhere, CXX="no-such-compiler")
-    assert seen["backend"] == "foreach" and len(seen["warnings"]) == 1
-    assert "no-such-compiler not found" in seen["warnings"][0] and "apt-get install g++" in seen["warnings"][0]
+    output = install(env, checkout, cwd=work_dir, CXX="no-such-compiler")
+    assert "py3-none-any" in output and "no-such-compiler not found" in output
+    info = use(env, work_dir, CXX="no-such-compiler")
+    assert info["backend"] == "foreach" and len(info["warnings"]) == 1
+    assert "no-such-compiler not found" in info["warnings"][0] and "apt-get install g++" in info["warnings"][0]
 
 
 @needs_compiler
 def test_pure_install_beside_a_compiler_warns_once_with_the_command_and_the_command_works(
-    checkout: Path, tmp_path: Path, elsewhere: Path
+    checkout: Path, tmp_path: Path, work_dir: Path
 ) -> None:
     """A plain `pip install .` builds in isolation, without torch, and gives a pure package."""
     env = layered(tmp_path / "env")
-    install(env, checkout, cwd=elsewhere, FASTSAM_NATIVE="0")
-    seen = use(env, elsewhere)
-    assert seen["backend"] == "foreach" and len(seen["warnings"]) == 1
-    assert "python -m fastsam_kernels.build" in seen["warnings"][0]
-    run(env, "-m", "fastsam_kernels.build", cwd=elsewhere)
-    seen = use(env, elsewhere)
-    assert seen["backend"] == "native" and seen["warnings"] == []
+    install(env, checkout, cwd=work_dir, FASTSAM_NATIVE="0")
+    info = use(env, work_dir)
+    assert info["backend"] == "foreach" and len(info["warnings"]) == 1
+    assert "python -m fastsam_kernels.build" in info["warnings"][0]
+    run(env, "-m", "fastsam_kernels.build", cwd=work_dir)
+    info = use(env, work_dir)
+    assert info["backend"] == "native" and info["warnings"] == []
 
 
 @needs_compiler
-def test_wheel_with_torch_and_compiler_used_elsewhere(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
+def test_wheel_with_torch_and_compiler_used_elsewhere(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
     wheel, _ = build_wheel(checkout, tmp_path / "out", FASTSAM_NATIVE="1")
     assert "cp310-abi3-linux_" in wheel.name
     env = layered(tmp_path / "env")
-    install(env, wheel, cwd=elsewhere)
-    seen = use(env, elsewhere, CXX="no-such-compiler")
-    assert seen["backend"] == "native" and seen["warnings"] == []
-    assert all(Path(seen[name]).is_relative_to(tmp_path / "env") for name in ("fastsam", "kernels"))
-    printed = run(env.with_name("fastsam"), "info", cwd=elsewhere)
-    assert seen["version"] in printed and "native" in printed
+    install(env, wheel, cwd=work_dir)
+    info = use(env, work_dir, CXX="no-such-compiler")
+    assert info["backend"] == "native" and info["warnings"] == []
+    assert all(Path(info[name]).is_relative_to(tmp_path / "env") for name in ("fastsam", "kernels"))
+    output = run(env.with_name("fastsam"), "info", cwd=work_dir)
+    assert info["version"] in output and "native" in output
 
 
-def test_a_users_script_is_checked_against_the_installed_wheel(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
+def test_a_users_script_is_checked_against_the_installed_wheel(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
     """`mypy --strict` sees the types of both packages, and the one mistake in the script."""
     wheel, _ = build_wheel(checkout, tmp_path / "out", FASTSAM_NATIVE="0")
     env = layered(tmp_path / "env")
-    install(env, wheel, cwd=elsewhere)
-    (elsewhere / "script.py").write_text(TYPED)
-    printed = run(env, "-m", "mypy", "--strict", "script.py", cwd=elsewhere, ok=False)
-    notes = [line.split("Revealed type is ")[1] for line in printed.splitlines() if "Revealed type" in line]
+    install(env, wheel, cwd=work_dir)
+    (work_dir / "script.py").write_text(TYPED)
+    output = run(env, "-m", "mypy", "--strict", "script.py", cwd=work_dir, ok=False)
+    notes = [line.split("Revealed type is ")[1] for line in output.splitlines() if "Revealed type" in line]
     assert [
         note.replace("torch._tensor.", "").replace("builtins.", "").replace("typing.", "").strip('"') for note in notes
     ] == list(TYPES)
-    errors = [line for line in printed.splitlines() if ": error:" in line]
-    assert len(errors) == 1 and 'Argument "zero_grad" to "first_step"' in errors[0], printed
+    errors = [line for line in output.splitlines() if ": error:" in line]
+    assert len(errors) == 1 and 'Argument "zero_grad" to "first_step"' in errors[0], output
 
 
 @needs_compiler
-def test_editable(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
+def test_editable(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
     env = layered(tmp_path / "env")
-    install(env, "-e", checkout, cwd=elsewhere, FASTSAM_NATIVE="1")
-    seen = use(env, elsewhere)
-    assert seen["backend"] == "native"
-    assert Path(seen["fastsam"]).parent == checkout / "fastsam" and Path(seen["kernels"]).parent == checkout / "kernels"
+    install(env, "-e", checkout, cwd=work_dir, FASTSAM_NATIVE="1")
+    info = use(env, work_dir)
+    assert info["backend"] == "native"
+    assert Path(info["fastsam"]).parent == checkout / "fastsam" and Path(info["kernels"]).parent == checkout / "kernels"
     assert use(env, checkout)["backend"] == "native", "from the root of the repository too"
     header = checkout / "csrc" / "kernel_math.h"
     original = header.read_text()
     try:
         header.write_text(original + "// edited\n")
-        seen = use(env, elsewhere)
-        assert seen["backend"] == "foreach" and "other sources" in seen["warnings"][0]
+        info = use(env, work_dir)
+        assert info["backend"] == "foreach" and "other sources" in info["warnings"][0]
     finally:
         header.write_text(original)
 
 
 @needs_compiler
-def test_sdist(checkout: Path, tmp_path: Path, elsewhere: Path) -> None:
+def test_sdist(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
     make = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
     run(sys.executable, "-c", make, tmp_path, cwd=checkout)
     (archive,) = tmp_path.glob("fused_sam-*.tar.gz")
     with tarfile.open(archive) as tar:
         assert not [name for name in tar.getnames() if name.endswith((".so", "native.json"))]
     env = layered(tmp_path / "env")
-    install(env, archive, cwd=elsewhere, FASTSAM_NATIVE="1")
-    assert use(env, elsewhere)["backend"] == "native"
+    install(env, archive, cwd=work_dir, FASTSAM_NATIVE="1")
+    assert use(env, work_dir)["backend"] == "native"
 
 
 @needs_compiler
 @pytest.mark.parametrize("ninja", [True, False])
-def test_jit_at_first_use_by_two_processes(checkout: Path, tmp_path: Path, elsewhere: Path, ninja: bool) -> None:
+def test_jit_at_first_use_by_two_processes(checkout: Path, tmp_path: Path, work_dir: Path, ninja: bool) -> None:
     if ninja and not shutil.which("ninja", path=environ()["PATH"]):
         pytest.skip("ninja is not installed")
     env = layered(tmp_path / "env")
-    install(env, checkout, cwd=elsewhere, FASTSAM_NATIVE="0")
+    install(env, checkout, cwd=work_dir, FASTSAM_NATIVE="0")
     settings = {"FASTSAM_JIT": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     if not ninja:
         settings["PATH"] = str(path_without_ninja(tmp_path))
-    started = [
+    processes = [
         subprocess.Popen(
-            [env, "-c", USE], cwd=elsewhere, env=environ(**settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [env, "-c", USE], cwd=work_dir, env=environ(**settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for _ in range(2)
     ]
-    for process in started:
+    for process in processes:
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err.decode()
-        seen = json.loads(out.splitlines()[-1])
-        assert seen["backend"] == "native" and seen["warnings"] == []
-    (built,) = (path for path in (tmp_path / "cache" / "fastsam").iterdir() if path.is_dir())
-    date = (built / "libfastsam_cpu.so").stat().st_mtime_ns
+        info = json.loads(out.splitlines()[-1])
+        assert info["backend"] == "native" and info["warnings"] == []
+    (folder,) = (path for path in (tmp_path / "cache" / "fastsam").iterdir() if path.is_dir())
+    date = (folder / "libfastsam_cpu.so").stat().st_mtime_ns
     # The second time the compiler is asked for its version and nothing else.
-    assert use(env, elsewhere, **settings)["backend"] == "native"
-    assert (built / "libfastsam_cpu.so").stat().st_mtime_ns == date
+    assert use(env, work_dir, **settings)["backend"] == "native"
+    assert (folder / "libfastsam_cpu.so").stat().st_mtime_ns == date
 
 
 def path_without_ninja(tmp_path: Path) -> Path:
-    """A folder for PATH that has every program of this machine except ninja."""
+    """Make a folder for PATH that has every program of this machine except ninja."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for directory in os.environ["PATH"].split(os.pathsep):

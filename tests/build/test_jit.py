@@ -48,23 +48,23 @@ def test_jit_says_when_the_cache_cannot_be_written(sources: Path, tmp_path: Path
 
 
 @needs_compiler
-@pytest.mark.parametrize("who", ["others can write to the cache", "belongs to user", "is a link"])
-@pytest.mark.parametrize("where", ["the cache", "its libraries"])
+@pytest.mark.parametrize("problem", ["others can write to the cache", "belongs to user", "is a link"])
+@pytest.mark.parametrize("place", ["the cache", "its libraries"])
 def test_jit_loads_nothing_that_others_could_have_put_there(
-    sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch, where: str, who: str
+    sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch, place: str, problem: str
 ) -> None:
-    """A library at the path that everybody can predict: refused before it is looked at."""
+    """A library at a predictable path is refused before its file is read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = build.cache_dir() if where == "the cache" else build.cache_dir() / build._cache_key(build.find_torch())
+    folder = build.cache_dir() if place == "the cache" else build.cache_dir() / build._cache_key(build.find_torch())
     folder.mkdir(parents=True, mode=0o700)
-    if who == "belongs to user":
+    if problem == "belongs to user":
         monkeypatch.setattr(build.os, "geteuid", lambda: 12345)
-    elif who == "is a link":
+    elif problem == "is a link":
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
     else:
         folder.chmod(0o777)
-    with pytest.raises(build.BuildError, match=f"{who}.*XDG_CACHE_HOME"):
+    with pytest.raises(build.BuildError, match=f"{problem}.*XDG_CACHE_HOME"):
         build.jit()
 
 
@@ -72,10 +72,10 @@ def test_jit_loads_nothing_that_others_could_have_put_there(
 def test_jits_folders_are_the_users_alone(sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FASTSAM_CUDA", "0")
-    before = os.umask(0o002)
+    old_mask = os.umask(0o002)
     try:
         library = build.jit().paths["cpu"]
         assert build.jit().paths["cpu"] == library
     finally:
-        os.umask(before)
+        os.umask(old_mask)
     assert [path.stat().st_mode & 0o777 for path in (build.cache_dir(), library.parent)] == [0o700, 0o700]

@@ -79,11 +79,11 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_without_extras_the_core_works_and_the_rest_names_its_command(tmp_path: Path) -> None:
     config = ROOT / "examples" / "digits.toml"
     for words in (["compare", str(config), "--algorithms", "fedavg"], ["run", str(config), "--rounds", "1"]):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", WITHOUT_EXTRAS, *words], cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-        assert "is not installed: pip install 'fused-sam[lab]'" in done.stderr
+        assert process.returncode == 1 and "Traceback" not in process.stderr, process.stderr
+        assert "is not installed: pip install 'fused-sam[lab]'" in process.stderr
 
 
 def test_building_needs_setuptools_alone() -> None:
@@ -137,17 +137,17 @@ def test_the_package_called_kernels_may_be_installed(checkout: Path, tmp_path: P
 def test_missing_or_failing_compiler_gives_the_pure_wheel_and_says_so(
     checkout: Path, tmp_path: Path, compiler: str, reason: str
 ) -> None:
-    wheel, printed = build_wheel(checkout, tmp_path / "out", CXX=compiler)
+    wheel, output = build_wheel(checkout, tmp_path / "out", CXX=compiler)
     assert_pure(wheel)
-    assert reason in printed and reason in read(wheel, "native.json")
+    assert reason in output and reason in read(wheel, "native.json")
 
 
 @pytest.mark.slow
 def test_a_compiler_error_is_shown(checkout: Path, tmp_path: Path) -> None:
     (checkout / "csrc" / "ops.cpp").write_text("int one() { return undeclared_name; }\n")
-    wheel, printed = build_wheel(checkout, tmp_path / "out")
+    wheel, output = build_wheel(checkout, tmp_path / "out")
     assert_pure(wheel)
-    assert "undeclared_name" in read(wheel, "native.json") and "ops.cpp" in printed
+    assert "undeclared_name" in read(wheel, "native.json") and "ops.cpp" in output
 
 
 @pytest.mark.slow
@@ -163,11 +163,11 @@ def test_asking_for_native_makes_a_failure_an_error(checkout: Path) -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_compiled_wheels_have_platform_tags_and_pure_wheels_none(checkout: Path, tmp_path: Path) -> None:
-    wheel, printed = build_wheel(checkout, tmp_path / "out", FASTSAM_NATIVE="1", FASTSAM_CUDA="0")
+    wheel, output = build_wheel(checkout, tmp_path / "out", FASTSAM_NATIVE="1", FASTSAM_CUDA="0")
     tag = wheel.stem.split("-", 2)[2]
     assert tag.startswith("cp310-abi3-linux_"), tag
     assert "Root-Is-Purelib: false" in read(wheel, ".dist-info/WHEEL")
-    assert "built libfastsam_cpu.so" in printed
+    assert "built libfastsam_cpu.so" in output
     (library,) = (name for name in names(wheel) if name.endswith(".so"))
     assert library == "fastsam_kernels/libfastsam_cpu.so"
     content = zipfile.ZipFile(wheel).read(library)

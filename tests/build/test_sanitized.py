@@ -23,15 +23,15 @@ extern "C" int too_large(int x) { volatile int y = x; return y + 2147483647; }
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [("beyond(4)", "heap-buffer-overflow"), ("too_large(1)", "signed integer overflow"), ("beyond(0)", None)],
 )
-def test_a_finding_ends_the_process(tmp_path: Path, call: str, told: str | None) -> None:
+def test_a_finding_ends_the_process(tmp_path: Path, call: str, message: str | None) -> None:
     (tmp_path / "wrong.cpp").write_text(SOURCE)
     library = tmp_path / "wrong.so"
     wrong = tmp_path / "wrong.cpp"
     subprocess.run([sanitized.compiler(tmp_path), "-shared", "-fPIC", wrong, "-o", library], check=True)
     script = f"import ctypes; ctypes.CDLL({str(library)!r}).{call}"
     options = {"env": sanitized.environment(tmp_path), "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", script], **options)
-    assert (done.returncode == 0) is (told is None) and (told or "") in done.stderr, done.stderr
+    process = subprocess.run([sys.executable, "-c", script], **options)
+    assert (process.returncode == 0) is (message is None) and (message or "") in process.stderr, process.stderr

@@ -29,7 +29,7 @@ MEANINGS = ("works", "clear error", "warning")  # nothing may be silently wrong
 
 
 def check(record: dict[str, Any]) -> None:
-    """Raises ValueError for a row whose test did not pass or whose library is not in the list."""
+    """Raise ValueError for a row whose test did not pass or whose library is not in the list."""
     for row in record["rows"]:
         if row["outcome"] != "passed":
             raise ValueError(f"{row['test']} is {row['outcome']}: a page is made from a run in which every test passed")

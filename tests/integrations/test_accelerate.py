@@ -19,7 +19,7 @@ BATCHES = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
 CLIP = 0.05
 
 
-def made(start: nn.Module | None = None) -> tuple[nn.Module, FusedSAM]:
+def make_training(start: nn.Module | None = None) -> tuple[nn.Module, FusedSAM]:
     torch.manual_seed(0)
     model = copy.deepcopy(start) if start else nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     return model, FusedSAM(model.parameters(), torch.optim.SGD, rho=0.3, lr=0.1, momentum=0.9)
@@ -29,12 +29,12 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return (model(batch) - 1).square().mean()
 
 
-def plain_loop(model: nn.Module, opt: FusedSAM, accumulated: int) -> None:
-    for batches in BATCHES.split(accumulated):
+def plain_loop(model: nn.Module, opt: FusedSAM, accumulation_steps: int) -> None:
+    for batches in BATCHES.split(accumulation_steps):
         for second in (False, True):
             opt.zero_grad()
             for batch in batches:
-                (loss_of(model, batch) / accumulated).backward()
+                (loss_of(model, batch) / accumulation_steps).backward()
             if second:
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 opt.second_step()
@@ -43,12 +43,12 @@ def plain_loop(model: nn.Module, opt: FusedSAM, accumulated: int) -> None:
 
 
 @pytest.mark.shows("Accelerate", "`unwrap_optimizer`: both halves, accumulation, clipping", "works")
-@pytest.mark.parametrize("accumulated", [1, 3])
-def test_the_steps_of_a_plain_loop(accumulated: int) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_the_steps_of_a_plain_loop(accumulation_steps: int) -> None:
     """The recipe of the page: all micro-batches, first_step, all of them again, step."""
-    start, _ = made()
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
-    model, opt = accelerator.prepare(*made(start))
+    start, _ = make_training()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation_steps)
+    model, opt = accelerator.prepare(*make_training(start))
     sam = unwrap_optimizer(opt)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(sam, 1))
 
@@ -58,15 +58,15 @@ def test_the_steps_of_a_plain_loop(accumulated: int) -> None:
                 accelerator.backward(loss_of(model, batch))
         accelerator.backward(loss_of(model, batches[-1]))
 
-    for batches in BATCHES.split(accumulated):
+    for batches in BATCHES.split(accumulation_steps):
         backward(batches)
         sam.first_step(zero_grad=True)
         backward(batches)
         accelerator.clip_grad_norm_(model.parameters(), CLIP)
         opt.step()
         opt.zero_grad()
-    expected, plain = made(start)
-    plain_loop(expected, plain, accumulated)
+    expected, plain = make_training(start)
+    plain_loop(expected, plain, accumulation_steps)
     assert same_bits(list(model.parameters()), list(expected.parameters()))
     assert schedule is not None and sam is opt.optimizer
     assert all(p.grad is None for p in model.parameters())
@@ -83,7 +83,7 @@ def test_a_state_saved_and_loaded_by_accelerate(tmp_path: Any) -> None:
             opt.zero_grad()
 
     accelerator = accelerate.Accelerator(cpu=True)
-    model, opt = accelerator.prepare(*made())
+    model, opt = accelerator.prepare(*make_training())
     steps(model, opt, BATCHES[:3])
     accelerator.save_state(str(tmp_path))
     steps(model, opt, BATCHES[3:])
@@ -96,9 +96,9 @@ def test_a_state_saved_and_loaded_by_accelerate(tmp_path: Any) -> None:
 @pytest.mark.shows("Accelerate", "`step(closure)` of the prepared optimizer", "works")
 def test_closures_through_the_prepared_optimizer() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
-    start, _ = made()
-    model, opt = accelerator.prepare(*made(start))
-    expected, plain = made(start)
+    start, _ = make_training()
+    model, opt = accelerator.prepare(*make_training(start))
+    expected, plain = make_training(start)
     for batch in BATCHES:
         opt.step(lambda batch=batch: accelerator.backward(loss_of(model, batch)))
         plain.step(lambda batch=batch: loss_of(expected, batch).backward())
@@ -108,7 +108,7 @@ def test_closures_through_the_prepared_optimizer() -> None:
 @pytest.mark.shows("Accelerate", "`accumulate()` with a closure", "warning")
 def test_accumulate_with_a_closure_warns_of_the_lost_micro_batches() -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, opt = accelerator.prepare(*made())
+    model, opt = accelerator.prepare(*make_training())
 
     def train() -> None:
         for batch in BATCHES:
@@ -124,31 +124,31 @@ def test_accumulate_with_a_closure_warns_of_the_lost_micro_batches() -> None:
 @pytest.mark.shows("Accelerate", "its GradScaler, with and without clipping", "works")
 @pytest.mark.parametrize("clip", [False, True])
 def test_its_grad_scaler_unscales_the_second_gradient(clip: bool) -> None:
-    """As `mixed_precision="fp16"` wraps an optimizer; it needs a GPU for the rest, and this does not. A power of two,
-    so nothing is rounded."""
-    start, _ = made()
+    """The optimizer is wrapped by hand, because `mixed_precision="fp16"` needs a GPU. The scale is a power of two, so
+    nothing is rounded."""
+    start, _ = make_training()
     accelerate.Accelerator(cpu=True)
-    model, opt = made(start)
+    model, opt = make_training(start)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    wrapped = accelerate.optimizer.AcceleratedOptimizer(opt, scaler=scaler)
+    wrapped_opt = accelerate.optimizer.AcceleratedOptimizer(opt, scaler=scaler)
     for batch in BATCHES:
         scaler.scale(loss_of(model, batch)).backward()
-        unwrap_optimizer(wrapped).first_step(zero_grad=True)
+        unwrap_optimizer(wrapped_opt).first_step(zero_grad=True)
         scaler.scale(loss_of(model, batch)).backward()
         if clip:
             scaler.unscale_(opt)
         nn.utils.clip_grad_norm_(model.parameters(), CLIP if clip else torch.inf)
-        wrapped.step()
-        wrapped.zero_grad()
-    expected, plain = made(start)
+        wrapped_opt.step()
+        wrapped_opt.zero_grad()
+    expected, plain = make_training(start)
     for batch in BATCHES:
         loss_of(expected, batch).backward()
         plain.first_step(zero_grad=True)
         loss_of(expected, batch).backward()
         nn.utils.clip_grad_norm_(expected.parameters(), CLIP if clip else torch.inf)
         plain.second_step(zero_grad=True)
-    for ours, theirs in zip(model.parameters(), expected.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for weights, expected_weights in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.shows(
@@ -156,19 +156,19 @@ def test_its_grad_scaler_unscales_the_second_gradient(clip: bool) -> None:
 )
 def test_its_grad_scaler_skips_an_infinite_gradient() -> None:
     accelerate.Accelerator(cpu=True)
-    model, opt = made()
+    model, opt = make_training()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    wrapped = accelerate.optimizer.AcceleratedOptimizer(opt, scaler=scaler)
-    before = copy.deepcopy(model)
+    wrapped_opt = accelerate.optimizer.AcceleratedOptimizer(opt, scaler=scaler)
+    old_model = copy.deepcopy(model)
     scaler.scale(loss_of(model, BATCHES[0])).backward()
-    unwrap_optimizer(wrapped).first_step(zero_grad=True)
+    unwrap_optimizer(wrapped_opt).first_step(zero_grad=True)
     scaler.scale(loss_of(model, BATCHES[0]) * torch.inf).backward()
-    wrapped.step()
-    assert same_bits(list(model.parameters()), list(before.parameters()))
+    wrapped_opt.step()
+    assert same_bits(list(model.parameters()), list(old_model.parameters()))
     assert scaler.get_scale() == 2.0**9
     # Accelerate asks whether `step` was called, which it is, as torch's fused optimizers are: its schedulers count the
     # step.
-    assert not wrapped.step_was_skipped
+    assert not wrapped_opt.step_was_skipped
 
 
 @pytest.mark.shows("Accelerate", "`unwrap_optimizer` of another optimizer", "clear error")
@@ -183,7 +183,7 @@ def test_what_has_no_fused_sam_in_it_is_refused() -> None:
 @pytest.mark.shows("Accelerate", "`step()` of the prepared optimizer without a first half", "clear error")
 def test_the_prepared_optimizer_alone_says_that_a_pass_is_missing() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
-    model, opt = accelerator.prepare(*made())
+    model, opt = accelerator.prepare(*make_training())
     accelerator.backward(loss_of(model, BATCHES[0]))
     with pytest.raises(RuntimeError, match=r"step\(\) has nothing to do: no closure"):
         opt.step()

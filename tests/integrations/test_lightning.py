@@ -84,7 +84,7 @@ def fit(model: Model, *callbacks: Any, ckpt_path: str | None = None, **settings:
 
 
 def plain(model: Model, batches: Tensor = BATCHES, clip: float = 0.0, bf16: bool = False) -> Model:
-    """The same steps without a trainer."""
+    """Take the same steps without a trainer."""
     model = copy.deepcopy(model)
     opt = model.configure_optimizers()
 
@@ -158,14 +158,14 @@ def test_automatic_mode_with_the_callback(settings: dict[str, Any]) -> None:
 def test_the_first_pass_alone_is_logged() -> None:
     first_passes: list[Tensor] = []
 
-    class Noting(Model):
+    class LoggingModel(Model):
         def training_step(self, batch: Tensor, number: int) -> Tensor:
             loss = super().training_step(batch, number)
             if not self.optimizers().is_perturbed:
                 first_passes.append(loss.detach())
             return loss
 
-    trainer = fit(Noting(), SAMCallback())
+    trainer = fit(LoggingModel(), SAMCallback())
     torch.testing.assert_close(trainer.callback_metrics["loss"], torch.stack(first_passes).sum())
     assert len(first_passes) == len(BATCHES)
 
@@ -180,27 +180,27 @@ def _adam(self: Model) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, manual: bool) -> None:
     model = OnePass(manual)
-    saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
-    fit(model, SAMCallback(), saving, enable_checkpointing=True)
+    checkpoint_callback = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    fit(model, SAMCallback(), checkpoint_callback, enable_checkpointing=True)
     clean = OnePass()
     opt = clean.configure_optimizers()
     for batch in BATCHES:
         clean.loss(batch).backward()
         opt.step()
         opt.zero_grad()
-    perturbed = copy.deepcopy(dict(clean.named_parameters()))
+    perturbed_weights = copy.deepcopy(dict(clean.named_parameters()))
     opt.eval()
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+    checkpoint_weights = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
     for name, value in clean.named_parameters():
-        assert same_bits(saved[name], value) and same_bits(model.get_parameter(name), value)
-        assert not torch.equal(perturbed[name], value)
+        assert same_bits(checkpoint_weights[name], value) and same_bits(model.get_parameter(name), value)
+        assert not torch.equal(perturbed_weights[name], value)
 
 
 def test_a_variant_of_one_pass_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     whole, first, second = (OnePass() for _ in range(3))
     fit(whole, SAMCallback(), max_epochs=2)
-    saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
-    fit(first, SAMCallback(), saving, enable_checkpointing=True)
+    checkpoint_callback = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    fit(first, SAMCallback(), checkpoint_callback, enable_checkpointing=True)
     fit(second, SAMCallback(), ckpt_path=str(tmp_path / "last.ckpt"), max_epochs=2)
     for a, b in zip(whole.parameters(), second.parameters(), strict=True):
         assert same_bits(a, b)
@@ -223,7 +223,7 @@ def test_the_callback_refuses_what_cannot_work(
         fit(Model(), SAMCallback(), **settings)
 
 
-def scaled() -> list[Any]:
+def make_plugins() -> list[Any]:
     """Return a plugin as `precision="16-mixed"` makes it on a GPU; on a CPU the trainer would take bf16.
 
     The scale is a power of two, so it rounds nothing.
@@ -236,10 +236,10 @@ def scaled() -> list[Any]:
 def test_manual_mode_unscales_the_second_gradient() -> None:
     model = Model(manual=True)
     expected = plain(model)
-    trainer = fit(model, plugins=scaled())
-    for ours, theirs in zip(model.parameters(), expected.parameters()):
+    trainer = fit(model, plugins=make_plugins())
+    for weights, expected_weights in zip(model.parameters(), expected.parameters()):
         torch.testing.assert_close(
-            ours, theirs, rtol=0.0, atol=1e-3
+            weights, expected_weights, rtol=0.0, atol=1e-3
         )  # float16 autocast; a scaled gradient is a thousand times larger
     assert trainer.precision_plugin.scaler.get_scale() == 2.0**10 and trainer.global_step == len(BATCHES)
 
@@ -257,10 +257,10 @@ def test_manual_mode_unscales_the_second_gradient() -> None:
 )
 def test_automatic_mode_refuses_a_scaler(callbacks: tuple[Any, ...], error: type[Exception], message: str) -> None:
     model = Model()
-    before = copy.deepcopy(model)
+    old_model = copy.deepcopy(model)
     with pytest.raises(error, match=message):
-        fit(model, *(made() for made in callbacks), plugins=scaled())
-    assert same_bits(list(model.parameters()), list(before.parameters()))
+        fit(model, *(make() for make in callbacks), plugins=make_plugins())
+    assert same_bits(list(model.parameters()), list(old_model.parameters()))
 
 
 @pytest.mark.shows("Lightning", "`accumulate_grad_batches` without the callback", "warning")

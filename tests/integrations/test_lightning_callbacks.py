@@ -36,10 +36,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_callback_is_a_class_that_can_be_subclassed_and_pickled() -> None:
     from fastsam.integrations.lightning import SAMCallback
 
-    class Own(SAMCallback):  # type: ignore[misc, unused-ignore]
+    class OwnCallback(SAMCallback):  # type: ignore[misc, unused-ignore]
         pass
 
-    assert SAMCallback is lightning.SAMCallback and isinstance(Own(), SAMCallback)
+    assert SAMCallback is lightning.SAMCallback and isinstance(OwnCallback(), SAMCallback)
     assert isinstance(SAMCallback(), sys.modules["lightning.pytorch"].Callback)
     assert pickle.loads(pickle.dumps(SAMCallback))() is not None
 
@@ -56,13 +56,13 @@ def test_without_lightning_only_the_callback_is_missing(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
-    ("callback", "sam", "refused"),
+    ("callback", "sam", "is_refused"),
     [
         ("GradientAccumulationScheduler", SAM(), True), ("EMAWeightAveraging", MSAM(), True),
         ("EMAWeightAveraging", SAM(), False), ("StochasticWeightAveraging", MSAM(), True), ("Own", MSAM(), False),
     ],
 )  # fmt: skip
-def test_a_callback_is_refused_by_its_name(callback: str, sam: SAM, refused: bool) -> None:
+def test_a_callback_is_refused_by_its_name(callback: str, sam: SAM, is_refused: bool) -> None:
     model: Any = nn.Linear(2, 1)
     model.automatic_optimization, model.log = True, print
     opt = FusedSAM(model.parameters(), torch.optim.SGD, variant=sam, lr=0.1, momentum=0.9)
@@ -70,8 +70,8 @@ def test_a_callback_is_refused_by_its_name(callback: str, sam: SAM, refused: boo
         optimizers=[opt], callbacks=[KINDS[callback]()], accumulate_grad_batches=1, precision_plugin=None,
         gradient_clip_algorithm=None, gradient_clip_val=1.0,
     )  # fmt: skip
-    made = lightning.SAMCallback()
-    if not refused:
-        return made.on_fit_start(trainer, model)
+    sam_callback = lightning.SAMCallback()
+    if not is_refused:
+        return sam_callback.on_fit_start(trainer, model)
     with pytest.raises(ValueError, match=f"^{callback} with {'MSAM' if isinstance(sam, MSAM) else 'FusedSAM'}"):
-        made.on_fit_start(trainer, model)
+        sam_callback.on_fit_start(trainer, model)

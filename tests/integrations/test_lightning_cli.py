@@ -31,8 +31,8 @@ QUIET = {
 }  # fmt: skip
 
 
-def trained_by(*arguments: str) -> dict[str, Any]:
-    """The options of the optimizer with which the command line trained."""
+def parse_options(*arguments: str) -> dict[str, Any]:
+    """Return the options of the optimizer with which the command line trains."""
     from lightning.pytorch.cli import LightningCLI
 
     settings = [
@@ -59,12 +59,12 @@ def trained_by(*arguments: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_command_line_sets_the_options(arguments: list[str], expected: dict[str, Any]) -> None:
-    found = trained_by(*(f"--optimizer.{argument}" for argument in arguments))
-    assert {name: found[name] for name in expected} == expected
+    options = parse_options(*(f"--optimizer.{argument}" for argument in arguments))
+    assert {name: options[name] for name in expected} == expected
 
 
 @pytest.mark.shows("Lightning", "LightningCLI: a variant by its import path, `subclasses_enabled=[SAM]`", "works")
 def test_a_command_line_names_a_variant() -> None:
     jsonargparse.set_parsing_settings(subclasses_enabled=[SAM])
-    found = trained_by("--optimizer.lr=0.3", "--optimizer.variant=fastsam.GSAM", "--optimizer.variant.rho=0.07")
-    assert (type(found["variant"]), found["rho"], found["lr"]) == (GSAM, 0.07, 0.3)
+    options = parse_options("--optimizer.lr=0.3", "--optimizer.variant=fastsam.GSAM", "--optimizer.variant.rho=0.07")
+    assert (type(options["variant"]), options["rho"], options["lr"]) == (GSAM, 0.07, 0.3)

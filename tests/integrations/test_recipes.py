@@ -54,13 +54,13 @@ def test_timms_scaler(clip: float | None) -> None:
         scaler(loss_of(model, batch), opt, clip_grad=clip, parameters=model.parameters())
         opt.zero_grad()
     assert scaler.state_dict()["scale"] > 2, "gradients were scaled"
-    for ours, theirs in zip(model.parameters(), expected.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for weights, expected_weights in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.shows("timm", "`create_optimizer_v2` makes the base optimizer", "works")
-@pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("lamb", False)])
-def test_the_base_from_timms_factory(name: str, fused: bool) -> None:
+@pytest.mark.parametrize(("name", "has_rule"), [("adamw", True), ("lamb", False)])
+def test_the_base_from_timms_factory(name: str, has_rule: bool) -> None:
     library("timm")
     from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
 
@@ -72,7 +72,7 @@ def test_the_base_from_timms_factory(name: str, fused: bool) -> None:
     plain_loop(model, opt)
     plain_loop(expected, optimizer(expected, get_optimizer_class(name)))
     assert same(model, expected)
-    assert (opt._engine.rule is not None) == fused
+    assert (opt._engine.rule is not None) == has_rule
     assert [group["weight_decay"] for group in opt.param_groups] == [0.0, 0.05]
 
 
@@ -94,19 +94,19 @@ def test_adapters_alone_move(frozen_too: bool) -> None:
     for batch in BATCHES:
         grads = torch.autograd.grad(loss_of(expected, batch), adapters)
         norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-        kept = [p.detach().clone() for p in adapters]
+        old_weights = [p.detach().clone() for p in adapters]
         with torch.no_grad():
             for p, g in zip(adapters, grads):
                 p.add_(0.3 * g / norm)
         second = torch.autograd.grad(loss_of(expected, batch), adapters)
         with torch.no_grad():
-            for p, w, g in zip(adapters, kept, second):
+            for p, w, g in zip(adapters, old_weights, second):
                 p.copy_(w)
                 p.grad = g
         base.step()
-    for ours, theirs, was in zip(model.parameters(), expected.parameters(), start.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-        assert ours.requires_grad or torch.equal(ours, was)
+    for weights, expected_weights, start_weights in zip(model.parameters(), expected.parameters(), start.parameters()):
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
+        assert weights.requires_grad or torch.equal(weights, start_weights)
 
 
 @pytest.mark.shows("Flower", "`ClientApp`: local training with FusedSAM", "works")
@@ -131,12 +131,12 @@ def test_a_client_app(monkeypatch: pytest.MonkeyPatch) -> None:
         return Message(content=RecordDict(content), reply_to=message)
 
     torch.manual_seed(1)
-    sent = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    expected = copy.deepcopy(sent)
+    global_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    expected = copy.deepcopy(global_model)
     plain_loop(expected, FusedSAM(expected.parameters(), torch.optim.SGD, rho=0.3, lr=0.1))
-    content = RecordDict({"arrays": ArrayRecord(sent.state_dict())})
+    content = RecordDict({"arrays": ArrayRecord(global_model.state_dict())})
     context = Context(run_id=0, node_id=1, node_config={}, state=RecordDict(), run_config={})
     reply = app(Message(content, dst_node_id=1, message_type="train"), context)
-    trained = tiny_model()
-    trained.load_state_dict(reply.content["arrays"].to_torch_state_dict())
-    assert same(trained, expected)
+    client_model = tiny_model()
+    client_model.load_state_dict(reply.content["arrays"].to_torch_state_dict())
+    assert same(client_model, expected)

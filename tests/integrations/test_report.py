@@ -11,16 +11,16 @@ from tests.helpers.places import ROOT
 from tests.integrations.report import PACKAGES, PAGE, table
 
 
-def marked() -> dict[str, tuple[str, ...]]:
-    """The marks `shows` in the sources, by test."""
-    found = {}
+def read_marks() -> dict[str, tuple[str, ...]]:
+    """Return the marks `shows` in the sources, by test."""
+    marks = {}
     for path in sorted((ROOT / "tests" / "integrations").glob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
             for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.shows":
                     test = f"{path.relative_to(ROOT).as_posix()}::{node.name}"
-                    found[test] = tuple(ast.literal_eval(argument) for argument in mark.args)
-    return found
+                    marks[test] = tuple(ast.literal_eval(argument) for argument in mark.args)
+    return marks
 
 
 def test_the_page_is_its_record() -> None:
@@ -30,7 +30,7 @@ def test_the_page_is_its_record() -> None:
 
 def test_the_record_has_every_marked_test_as_it_is_marked() -> None:
     rows = {row["test"]: (row["library"], row["feature"], row["result"]) for row in PAGE.read(PAGE.results)["rows"]}
-    assert rows == marked()
+    assert rows == read_marks()
     assert {library for library, *_ in rows.values()} == set(PACKAGES)
 
 
@@ -50,5 +50,5 @@ def test_a_row_shows_the_version_that_was_tried() -> None:
     record = PAGE.read(PAGE.results)
     row = record["rows"][0]
     version = record["versions"][PACKAGES[row["library"]]]
-    shown = table(record).partition(f"**{row['library']} {version}**")[2].partition("**")[0]
-    assert f"- {row['feature']}: *{row['result']}*\n" in shown
+    section = table(record).partition(f"**{row['library']} {version}**")[2].partition("**")[0]
+    assert f"- {row['feature']}: *{row['result']}*\n" in section

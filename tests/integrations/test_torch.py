@@ -150,9 +150,9 @@ def test_many_closures_a_step_are_refused() -> None:
 @pytest.mark.shows("torch", "`torch.compile` of the model, `step(closure)`", "works")
 def test_a_compiled_model() -> None:
     loop = Loop()
-    compiled = torch.compile(loop.model, backend="aot_eager")
+    compiled_model = torch.compile(loop.model, backend="aot_eager")
     for batch in BATCHES:
-        loop.opt.step(lambda batch=batch: (compiled(batch) - 1).square().mean().backward())
+        loop.opt.step(lambda batch=batch: (compiled_model(batch) - 1).square().mean().backward())
     loop.assert_as(Loop().train())
 
 
@@ -172,9 +172,9 @@ def test_a_checkpoint_without_the_bases_state_is_told() -> None:
     params = list(loop.model.parameters())
     (group,) = SGD(params, **OPTIONS).state_dict()["param_groups"]
     state = {i: {"old_p": p.detach().clone()} for i, p in enumerate(params)}
-    saved = {"state": state, "param_groups": [{**group, "rho": 0.3, "adaptive": False}]}
+    state_dict = {"state": state, "param_groups": [{**group, "rho": 0.3, "adaptive": False}]}
     with pytest.warns(UserWarning, match=r"base_optimizer\.state_dict\(\)"):
-        loop.opt.load_state_dict(saved)
+        loop.opt.load_state_dict(state_dict)
 
 
 @pytest.mark.shows("the copied SAM class", "`base_optimizer.state_dict()`: momentum goes on", "works")
@@ -213,7 +213,7 @@ def test_an_interval(interval: int) -> None:
         loop.opt.zero_grad()
 
         expected.closure(batch)
-        kept = [p.detach().clone() for p in params]
+        old_weights = [p.detach().clone() for p in params]
         if (t + 1) % interval == 0:
             grads = [p.grad.clone() for p in params]
             norm = torch.stack([g.norm() for g in grads]).norm()
@@ -223,7 +223,7 @@ def test_an_interval(interval: int) -> None:
             base.zero_grad()
             expected.closure(batch)
             with torch.no_grad():
-                for p, w in zip(params, kept):
+                for p, w in zip(params, old_weights):
                     p.copy_(w)
         base.step()
         base.zero_grad()

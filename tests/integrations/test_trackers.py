@@ -16,9 +16,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     result = start(tmp_path / "run", rounds=3, callbacks=[fed.callbacks.TensorBoard(tmp_path / "events")])
-    found = EventAccumulator(str(tmp_path / "events"))
-    found.Reload()
-    scalars = found.Scalars("train_loss")
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    scalars = events.Scalars("train_loss")
     assert [event.step for event in scalars] == [1, 2, 3]
     assert [event.value for event in scalars] == pytest.approx([r["train_loss"] for r in result.history], rel=1e-6)
 
@@ -45,5 +45,5 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("fed").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["algorithm"] == "MoFedSAM"
-    found = client.get_metric_history(run.info.run_id, "train_loss")
-    assert [metric.value for metric in found] == [record["train_loss"] for record in result.history]
+    history = client.get_metric_history(run.info.run_id, "train_loss")
+    assert [metric.value for metric in history] == [record["train_loss"] for record in result.history]

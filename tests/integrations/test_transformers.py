@@ -34,7 +34,7 @@ SAMPLES = [
 
 
 def tiny_model(dropout: float = 0.0) -> nn.Module:
-    """A classifier of BERT's kind with some hundred parameters."""
+    """Make a classifier of BERT's kind with some hundred parameters."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3,
@@ -67,32 +67,32 @@ class Trainer(InOrder, SAMTrainer):
     pass
 
 
-def trained(folder: Path, model: nn.Module, sam: fastsam.SAM | None = None, **settings: Any) -> Any:
+def train(folder: Path, model: nn.Module, sam: fastsam.SAM | None = None, **settings: Any) -> Any:
     trainer = Trainer(model=model, args=arguments(folder, **settings), train_dataset=SAMPLES, variant=sam)
     trainer.train()
     return trainer
 
 
-def windows(accumulated: int) -> Iterator[list[dict[str, Tensor]]]:
-    """The micro-batches of each step of an epoch; its last step may have fewer."""
+def windows(accumulation_steps: int) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield the micro-batches of each step of an epoch; its last step may have fewer."""
     rows = [SAMPLES[i : i + SIZE] for i in range(0, COUNT, SIZE)]
     batches = [{name: torch.stack([row[name] for row in group]) for name in group[0]} for group in rows]
-    for i in range(0, len(batches), accumulated):
-        yield batches[i : i + accumulated]
+    for i in range(0, len(batches), accumulation_steps):
+        yield batches[i : i + accumulation_steps]
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """As the trainer makes them: no decay of biases and of layer norms."""
-    named = list(model.named_parameters())
-    plain = {name for name, _ in named if name.endswith("bias") or "LayerNorm" in name}
-    decayed, others = ([p for name, p in named if (name in plain) == wanted] for wanted in (False, True))
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    """Return the parameter groups that the trainer makes: biases and layer norms have no weight decay."""
+    pairs = list(model.named_parameters())
+    plain = {name for name, _ in pairs if name.endswith("bias") or "LayerNorm" in name}
+    decay_params, rest = ([p for name, p in pairs if (name in plain) == flag] for flag in (False, True))
+    return [{"params": decay_params, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 
 def plain_loop(
     model: nn.Module, steps: Iterable[list[dict[str, Tensor]]], sam: Any = None, clip: float = 1.0, bf16: bool = False
 ) -> tuple[nn.Module, list[float], list[float]]:
-    """The same steps by hand: the model, the losses of the first passes, the norms of the second gradients."""
+    """Take the same steps by hand. Return the model, the losses of first passes, and the norms of second gradients."""
     model = copy.deepcopy(model).train()
     opt = FusedSAM(groups(model), torch.optim.AdamW, variant=sam, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
     losses, norms = [], []
@@ -121,7 +121,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return same_bits(list(a.parameters()), list(b.parameters()))
 
 
-def logged(trainer: Any, name: str) -> list[float]:
+def get_log(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
@@ -129,24 +129,26 @@ def logged(trainer: Any, name: str) -> list[float]:
     "transformers", "`SAMTrainer`: the steps, losses and norms of a plain loop; accumulation, clipping, bf16", "works"
 )
 @pytest.mark.parametrize(
-    ("accumulated", "settings"),
+    ("accumulation_steps", "settings"),
     [(1, {"max_grad_norm": 0.5}), (1, {"bf16": True}), (2, {}), (4, {"max_grad_norm": 0.5}),
      (2, {"bf16": True, "max_grad_norm": 0.5})],
 )  # fmt: skip
-def test_the_steps_of_a_plain_loop(tmp_path: Path, accumulated: int, settings: dict[str, Any]) -> None:
+def test_the_steps_of_a_plain_loop(tmp_path: Path, accumulation_steps: int, settings: dict[str, Any]) -> None:
     """With four micro-batches the last step of the epoch has two."""
-    start, steps = tiny_model(), list(windows(accumulated))
+    start, steps = tiny_model(), list(windows(accumulation_steps))
     model, losses, norms = plain_loop(start, steps, clip=settings.get("max_grad_norm", 1.0), bf16="bf16" in settings)
-    settings = {"max_steps": len(steps), "gradient_accumulation_steps": accumulated, **settings}
-    trainer = trained(tmp_path, copy.deepcopy(start), **settings)
+    settings = {"max_steps": len(steps), "gradient_accumulation_steps": accumulation_steps, **settings}
+    trainer = train(tmp_path, copy.deepcopy(start), **settings)
     assert same(trainer.model, model)
     assert trainer.state.global_step == len(steps)
-    assert logged(trainer, "loss") == pytest.approx(losses, abs=1e-4), "the first pass's, to the digits that are logged"
-    assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=1e-6), "the second gradient's"
+    assert get_log(trainer, "loss") == pytest.approx(losses, abs=1e-4), (
+        "the first pass's, to the digits that are logged"
+    )
+    assert get_log(trainer, "grad_norm") == pytest.approx(norms, rel=1e-6), "the second gradient's"
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
-class Scaled(Trainer):
+class ScalerTrainer(Trainer):
     """A trainer whose Accelerate has a gradient scaler, as `fp16=True` has on a GPU.
 
     The scale is a power of two, so it rounds nothing.
@@ -159,30 +161,30 @@ class Scaled(Trainer):
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer` with `fp16` (GradScaler): accumulation, clipping", "works")
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_grad_scaler_unscales_the_second_gradient(tmp_path: Path, accumulated: int) -> None:
-    start, steps = tiny_model(), list(windows(accumulated))
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_grad_scaler_unscales_the_second_gradient(tmp_path: Path, accumulation_steps: int) -> None:
+    start, steps = tiny_model(), list(windows(accumulation_steps))
     _, losses, norms = plain_loop(start, steps)
-    settings = {"gradient_accumulation_steps": accumulated, "max_steps": len(steps)}
-    trainer = Scaled(model=copy.deepcopy(start), args=arguments(tmp_path, **settings), train_dataset=SAMPLES)
+    settings = {"gradient_accumulation_steps": accumulation_steps, "max_steps": len(steps)}
+    trainer = ScalerTrainer(model=copy.deepcopy(start), args=arguments(tmp_path, **settings), train_dataset=SAMPLES)
     trainer.train()
     assert trainer.accelerator.scaler.get_scale() == 2.0**10 and trainer.state.global_step == len(steps)
-    assert logged(trainer, "loss") == pytest.approx(losses, rel=1e-2), "in float16's digits"
-    assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=2e-2), "not a thousand times as large"
+    assert get_log(trainer, "loss") == pytest.approx(losses, rel=1e-2), "in float16's digits"
+    assert get_log(trainer, "grad_norm") == pytest.approx(norms, rel=2e-2), "not a thousand times as large"
 
 
 def test_sam_moves_elsewhere_than_the_trainer_alone(tmp_path: Path) -> None:
     """The tests above would not notice if both loops left out the second pass."""
     start = tiny_model()
-    with_sam, without = copy.deepcopy(start), copy.deepcopy(start)
-    trained(tmp_path, with_sam, fastsam.SAM(rho=0.5))
+    with_sam, plain_model = copy.deepcopy(start), copy.deepcopy(start)
+    train(tmp_path, with_sam, fastsam.SAM(rho=0.5))
 
     class Plain(InOrder, transformers.Trainer):
         pass
 
-    Plain(model=without, args=arguments(tmp_path), train_dataset=SAMPLES).train()
-    moved = [(a - b).abs().max().item() for a, b in zip(with_sam.parameters(), without.parameters())]
-    assert max(moved) > 1e-3
+    Plain(model=plain_model, args=arguments(tmp_path), train_dataset=SAMPLES).train()
+    distances = [(a - b).abs().max().item() for a, b in zip(with_sam.parameters(), plain_model.parameters())]
+    assert max(distances) > 1e-3
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer` with `interval=2`", "works")
@@ -196,15 +198,15 @@ def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
 
     model, _, _ = plain_loop(start, list(windows(1))[:4], sam)
     start.register_forward_hook(count)
-    assert same(trained(tmp_path, start, sam).model, model)
+    assert same(train(tmp_path, start, sam).model, model)
     assert calls == 4 + 2
 
 
 @pytest.mark.shows(
     "transformers", "`SAMTrainer` with `MSAM`: the clean weights are evaluated, saved and left in the model", "works"
 )
-@pytest.mark.parametrize("evaluated", ["no", "steps"])
-def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated: str) -> None:
+@pytest.mark.parametrize("eval_strategy", ["no", "steps"])
+def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, eval_strategy: str) -> None:
     start = tiny_model()
     clean = copy.deepcopy(start)
     sam = fastsam.MSAM(rho=0.3)
@@ -214,19 +216,19 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated
         clean(**batches[0]).loss.backward()
         nn.utils.clip_grad_norm_(clean.parameters(), 1.0)
         opt.step()
-    perturbed = copy.deepcopy(clean)
+    perturbed_model = copy.deepcopy(clean)
     opt.eval()
 
-    settings = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": evaluated, "eval_steps": 4}
-    best = {"load_best_model_at_end": True} if evaluated == "steps" else {}
+    settings = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": eval_strategy, "eval_steps": 4}
+    best = {"load_best_model_at_end": True} if eval_strategy == "steps" else {}
     args = arguments(tmp_path, **settings, **best)
     trainer = Trainer(model=start, args=args, train_dataset=SAMPLES, eval_dataset=SAMPLES, variant=sam)
     trainer.train()
-    assert same(trainer.model, clean) and not same(trainer.model, perturbed)
+    assert same(trainer.model, clean) and not same(trainer.model, perturbed_model)
     trainer.save_model(str(tmp_path / "end"))
     for folder in ("checkpoint-4", "end"):
-        saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / folder)
-        assert same(saved, clean), folder
+        saved_model = transformers.BertForSequenceClassification.from_pretrained(tmp_path / folder)
+        assert same(saved_model, clean), folder
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: a loss over the tokens of all micro-batches", "works")
@@ -270,12 +272,12 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, sam: fastsam.S
         args = arguments(tmp_path / folder, save_steps=5, **settings)
         return SAMTrainer(model=tiny_model(dropout=0.3), args=args, train_dataset=SAMPLES, variant=sam)
 
-    whole, resumed = trainer("whole"), trainer("resumed")
+    whole, new_trainer = trainer("whole"), trainer("resumed")
     whole.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
-    assert same(whole.model, resumed.model)
-    assert logged(whole, "loss") == logged(resumed, "loss") and len(logged(whole, "loss")) == 7
-    whole_state, state = (t.optimizer.state_dict()["state"] for t in (whole, resumed))
+    new_trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
+    assert same(whole.model, new_trainer.model)
+    assert get_log(whole, "loss") == get_log(new_trainer, "loss") and len(get_log(whole, "loss")) == 7
+    whole_state, state = (t.optimizer.state_dict()["state"] for t in (whole, new_trainer))
     assert all(same_bits(list(whole_state[i].values()), list(state[i].values())) for i in whole_state)
 
 
@@ -288,10 +290,10 @@ import torch
 from tests.helpers.libraries import with_torchvision
 
 with_torchvision()
-from tests.integrations.test_transformers import fastsam, tiny_model, trained
+from tests.integrations.test_transformers import fastsam, tiny_model, train
 
 folder = Path(sys.argv[1])
-trainer = trained(folder, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=2)
+trainer = train(folder, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=2)
 result = list(trainer.model.state_dict().values()), trainer.args.world_size
 torch.save(result, folder / f"{trainer.args.process_index}.pt")
 """
@@ -304,29 +306,29 @@ def test_two_processes_make_the_step_of_the_whole_batch(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     options: Any = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([*launch, str(tmp_path / "rank.py"), str(tmp_path)], **options)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([*launch, str(tmp_path / "rank.py"), str(tmp_path)], **options)
+    assert process.returncode == 0, process.stderr
     (first, ranks), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert ranks == 2 and same_bits(first, second)
-    alone = trained(tmp_path, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=4)
-    for ours, theirs in zip(first, alone.model.state_dict().values()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    single_trainer = train(tmp_path, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=4)
+    for weights, expected_weights in zip(first, single_trainer.model.state_dict().values()):
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: an exception in the second pass leaves the weights", "works")
 def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
-    class Failing(Trainer):
+    class BadTrainer(Trainer):
         def compute_loss(self, *arguments: Any, **options: Any) -> Any:
             if unwrap_optimizer(self.optimizer).is_perturbed:
                 raise RuntimeError("out of memory")
             return super().compute_loss(*arguments, **options)
 
     start = tiny_model()
-    before = copy.deepcopy(start)
-    trainer = Failing(model=start, args=arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=SAMPLES)
+    old_model = copy.deepcopy(start)
+    trainer = BadTrainer(model=start, args=arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=SAMPLES)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
-    assert same(start, before) and not unwrap_optimizer(trainer.optimizer).is_perturbed
+    assert same(start, old_model) and not unwrap_optimizer(trainer.optimizer).is_perturbed
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: running statistics take only the first pass", "works")
@@ -341,20 +343,20 @@ def test_running_statistics_take_the_first_pass_alone(tmp_path: Path) -> None:
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
     model = Model()
-    trained(tmp_path, model, gradient_accumulation_steps=3, max_steps=2)
+    train(tmp_path, model, gradient_accumulation_steps=3, max_steps=2)
     assert int(model.norm.num_batches_tracked) == 6
 
 
 @pytest.mark.shows("transformers", "`SAMTrainerMixin` before `Seq2SeqTrainer`; a FusedSAM that you made", "works")
 def test_a_trainer_of_another_class_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
-    class Mine(InOrder, SAMTrainerMixin, transformers.Seq2SeqTrainer):
+    class OwnTrainer(InOrder, SAMTrainerMixin, transformers.Seq2SeqTrainer):
         pass
 
     start = tiny_model()
     model, _, _ = plain_loop(start, windows(1), fastsam.SAM(rho=0.2))
     args = transformers.Seq2SeqTrainingArguments(**{**arguments(tmp_path, max_steps=6).to_dict(), "use_cpu": True})
     opt = FusedSAM(groups(start), torch.optim.AdamW, rho=0.2, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
-    trainer = Mine(model=start, args=args, train_dataset=SAMPLES, optimizers=(opt, None))
+    trainer = OwnTrainer(model=start, args=args, train_dataset=SAMPLES, optimizers=(opt, None))
     trainer.train()
     assert same(trainer.model, model)
 
@@ -383,12 +385,12 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, keywo
 @pytest.mark.shows(
     "transformers", "`SAMTrainer` with an optimizer that chooses its parameters itself (GaLore)", "clear error"
 )
-@pytest.mark.parametrize("chosen", [(SGD, {"lr": 0.1, "params": []}), (lambda: SGD, {"lr": 0.1})])
-def test_an_optimizer_that_chooses_its_parameters_is_refused(tmp_path: Path, chosen: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("pair", [(SGD, {"lr": 0.1, "params": []}), (lambda: SGD, {"lr": 0.1})])
+def test_an_optimizer_that_chooses_its_parameters_is_refused(tmp_path: Path, pair: Any, monkeypatch: Any) -> None:
     """The answer equals transformers' answer for GaLore and for its factories, which are not installed here."""
-    monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: chosen))
+    monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: pair))
     with pytest.raises(ValueError, match="optim='.*adamw_torch' chooses its parameters itself"):
-        trained(tmp_path, tiny_model())
+        train(tmp_path, tiny_model())
 
 
 @pytest.mark.shows("transformers", "`Trainer` with a FusedSAM", "clear error")

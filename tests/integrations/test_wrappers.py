@@ -33,8 +33,8 @@ def private(model: nn.Module, opt: FusedSAM, **options: Any) -> tuple[nn.Module,
     opacus = library("opacus")
     options = {"noise_multiplier": 0.0, "max_grad_norm": 1e6, "poisson_sampling": False} | options
     data = DataLoader(TensorDataset(X), batch_size=len(X))
-    module, wrapped, _ = opacus.PrivacyEngine().make_private(module=model, optimizer=opt, data_loader=data, **options)
-    return module, wrapped
+    module, wrapper, _ = opacus.PrivacyEngine().make_private(module=model, optimizer=opt, data_loader=data, **options)
+    return module, wrapper
 
 
 @pytest.mark.shows("Opacus", "`DPOptimizer` as the base", "clear error")
@@ -57,7 +57,7 @@ def test_two_passes_inside_a_private_optimizer_are_refused() -> None:
     """Opacus would add the gradients of both passes, through its wrapper and with separate first and second steps."""
     model = tiny_model()
     opt = FusedSAM(model.parameters(), SGD, rho=0.3, **OPTIONS)
-    module, wrapped = private(model, opt)
+    module, wrapper = private(model, opt)
     start = [p.detach().clone() for p in model.parameters()]
 
     def closure() -> Tensor:
@@ -66,8 +66,8 @@ def test_two_passes_inside_a_private_optimizer_are_refused() -> None:
         return loss
 
     with pytest.raises(RuntimeError, match="step.. has nothing to do"):
-        wrapped.step(closure)
-    wrapped.zero_grad()
+        wrapper.step(closure)
+    wrapper.zero_grad()
     closure()
     with pytest.raises(ValueError, match=r"DPOptimizer of Opacus.*variant of one pass"):
         opt.first_step(zero_grad=True)
@@ -83,11 +83,11 @@ def test_one_pass_inside_a_private_optimizer() -> None:
     for is_private in (True, False):
         model = tiny_model()
         opt = FusedSAM(model.parameters(), SGD, variant=variants.MSAM(rho=0.3), **OPTIONS)
-        module, stepped = private(model, opt) if is_private else (model, opt)
+        module, active_opt = private(model, opt) if is_private else (model, opt)
         for _ in range(4):
-            stepped.zero_grad()
+            active_opt.zero_grad()
             loss_of(module, X).backward()
-            stepped.step()
+            active_opt.step()
         opt.eval()
         ends.append([p.detach() for p in model.parameters()])
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)

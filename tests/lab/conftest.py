@@ -25,7 +25,7 @@ def name_file(figure: Any, path: str | Path, **options: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def a_short_run_is_sequential() -> Iterator[None]:
-    """Recording passes for stacked clients takes longer than the few rounds of these commands."""
+    """Train clients one by one, because recording passes for stacked clients takes longer than these short runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "rule", lambda setup: ("sequential", "the run is short"))
         yield

@@ -31,7 +31,7 @@ rho = 0.1
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Enter a new directory with a config file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(CONFIG)
@@ -39,15 +39,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    """metrics.jsonl without the only field that may differ."""
+    """Return the records of metrics.jsonl without the only field that may differ."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if not key.startswith("seconds")} for record in records]
 
 
-def test_run_writes_the_run_directory_and_says_where(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_run_writes_the_run_directory_and_says_where(cwd: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["run", "small.toml", "--algorithm", "fedsam", "--lr", "0.2"]) == 0
     out = capsys.readouterr().out
-    run_dir = here / "runs" / "small-fedsam-001"
+    run_dir = cwd / "runs" / "small-fedsam-001"
     assert "run directory: runs/small-fedsam-001" in out and "fedsam: round 3/3" in out and "to 10 %" in out
     expected = {
         "config.json", "metrics.jsonl", "summary.json", "model.safetensors", "environment.json", "curves.png",
@@ -55,20 +55,20 @@ def test_run_writes_the_run_directory_and_says_where(here: Path, capsys: pytest.
     }  # fmt: skip
     assert expected <= {path.name for path in run_dir.iterdir()}
     assert [record["round"] for record in metrics(run_dir)] == [1, 2, 3]
-    stored = json.loads((run_dir / "config.json").read_text())
-    assert (stored["lr"], stored["algorithm"], stored["fedsam"]["rho"], stored["clients"]) == (0.2, "fedsam", 0.1, 6)
+    config = json.loads((run_dir / "config.json").read_text())
+    assert (config["lr"], config["algorithm"], config["fedsam"]["rho"], config["clients"]) == (0.2, "fedsam", 0.1, 6)
 
 
-def test_the_stored_config_repeats_the_run_in_the_next_directory(here: Path) -> None:
+def test_the_stored_config_repeats_the_run_in_the_next_directory(cwd: Path) -> None:
     assert cli.main(["run", "small.toml", "--algorithm", "fedsam"]) == 0
     assert cli.main(["run", "runs/small-fedsam-001/config.json"]) == 0
-    first, second = (here / "runs" / f"small-fedsam-00{i}" for i in (1, 2))
+    first, second = (cwd / "runs" / f"small-fedsam-00{i}" for i in (1, 2))
     assert metrics(first) == metrics(second)
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     assert json.loads((first / "config.json").read_text()) == json.loads((second / "config.json").read_text())
 
 
-def test_compare_runs_every_algorithm_and_seed(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_compare_runs_every_algorithm_and_seed(cwd: Path, capsys: pytest.CaptureFixture) -> None:
     command = [
         "compare", "small.toml", "--algorithms", "fedavg,mofedsam", "--seeds", "0,1", "--run-dir", "cmp", "--rounds",
         "2",
@@ -76,21 +76,21 @@ def test_compare_runs_every_algorithm_and_seed(here: Path, capsys: pytest.Captur
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert re.search(r"fedavg +\d+\.\d\d ± \d+\.\d\d", out) and "run directory: cmp" in out
-    names = {path.name for path in (here / "cmp").iterdir()}
+    names = {path.name for path in (cwd / "cmp").iterdir()}
     runs = {"fedavg-seed0", "fedavg-seed1", "mofedsam-seed0", "mofedsam-seed1"}
-    drawn = {f"{name}{suffix}" for name in ("curves", "classes") for suffix in (".png", ".svg", ".pdf")}
-    assert names == runs | drawn | {"config.json", "report.md", "report.html", "summary.json"}
-    stored = json.loads((here / "cmp" / "summary.json").read_text())
-    assert len(stored["runs"]) == 4 and set(stored["algorithms"]) == {"fedavg", "mofedsam"}
-    assert "| mofedsam |" in (here / "cmp" / "report.md").read_text()
+    pictures = {f"{name}{suffix}" for name in ("curves", "classes") for suffix in (".png", ".svg", ".pdf")}
+    assert names == runs | pictures | {"config.json", "report.md", "report.html", "summary.json"}
+    summary = json.loads((cwd / "cmp" / "summary.json").read_text())
+    assert len(summary["runs"]) == 4 and set(summary["algorithms"]) == {"fedavg", "mofedsam"}
+    assert "| mofedsam |" in (cwd / "cmp" / "report.md").read_text()
     for name in runs:
-        assert len(metrics(here / "cmp" / name)) == 2
+        assert len(metrics(cwd / "cmp" / name)) == 2
 
 
-def test_compare_refuses_an_existing_directory_without_resume(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_compare_refuses_an_existing_directory_without_resume(cwd: Path, capsys: pytest.CaptureFixture) -> None:
     command = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--run-dir", "cmp"]
     assert cli.main(command) == 0
-    finished = {path: path.read_bytes() for path in (here / "cmp").rglob("*.jsonl")}
+    run_files = {path: path.read_bytes() for path in (cwd / "cmp").rglob("*.jsonl")}
     capsys.readouterr()
     assert cli.main(command) == 1
     error = capsys.readouterr().err
@@ -98,55 +98,55 @@ def test_compare_refuses_an_existing_directory_without_resume(here: Path, capsys
     more = ["compare", "small.toml", "--algorithms", "fedavg,fedsam,mofedsam", "--run-dir", "cmp", "--resume"]
     assert cli.main(more) == 0
     assert {
-        path: path.read_bytes() for path in finished
-    } == finished  # finished runs are reused, the new algorithm is added
+        path: path.read_bytes() for path in run_files
+    } == run_files  # finished runs are reused, the new algorithm is added
     out = capsys.readouterr().out
     assert "fedsam-seed0: all 3 rounds were done before" in out
     assert "fedsam-seed0: round" not in out.replace("mofedsam", "")
-    assert len(metrics(here / "cmp" / "mofedsam-seed0")) == 3
+    assert len(metrics(cwd / "cmp" / "mofedsam-seed0")) == 3
 
 
-def test_compare_goes_on_when_a_run_diverges(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_compare_goes_on_when_a_run_diverges(cwd: Path, capsys: pytest.CaptureFixture) -> None:
     names = ["compare", "small.toml", "--algorithms", "fedavg,fedsam,mofedsam", "--run-dir", "cmp"]
     assert cli.main([*names, "--fedsam.lr", "1e30"]) == 1
-    captured = capsys.readouterr()
-    assert "error: fedsam-seed0: round 1: all" in captured.err and "diverged" in captured.err
-    assert re.search(r"^ *fedavg +\d", captured.out, re.M) and re.search(r"^ *mofedsam +\d", captured.out, re.M)
-    assert "- failed: fedsam-seed0: round 1: all" in (here / "cmp" / "report.md").read_text()
+    output = capsys.readouterr()
+    assert "error: fedsam-seed0: round 1: all" in output.err and "diverged" in output.err
+    assert re.search(r"^ *fedavg +\d", output.out, re.M) and re.search(r"^ *mofedsam +\d", output.out, re.M)
+    assert "- failed: fedsam-seed0: round 1: all" in (cwd / "cmp" / "report.md").read_text()
     assert cli.main([*names[:3], "fedsam", "--lr", "1e30"]) == 1
     assert "no run of the comparison in runs/small-compare-001 was finished" in capsys.readouterr().err
 
 
-def test_compare_leaves_foreign_directories_and_other_runs_alone(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_compare_leaves_foreign_directories_and_other_runs_alone(cwd: Path, capsys: pytest.CaptureFixture) -> None:
     command = ["compare", "small.toml", "--algorithms", "fedavg", "--rounds", "1", "--run-dir"]
-    (here / "empty").mkdir()
+    (cwd / "empty").mkdir()
     assert cli.main([*command, "empty"]) == 0
-    (here / "mine").mkdir()
-    (here / "mine" / "thesis.txt").write_text("all of it")
+    (cwd / "mine").mkdir()
+    (cwd / "mine" / "thesis.txt").write_text("all of it")
     assert cli.main([*command, "mine", "--resume"]) == 1
     assert "mine is not the directory of a comparison" in capsys.readouterr().err
-    before = {path: path.read_bytes() for path in (here / "empty").rglob("*") if path.is_file()}
+    old_files = {path: path.read_bytes() for path in (cwd / "empty").rglob("*") if path.is_file()}
     assert cli.main([*command, "empty", "--resume", "--lr", "0.05"]) == 1
     assert "cannot be resumed with another lr: it was started with 0.1, now it is 0.05" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in (here / "empty").rglob("*") if path.is_file()} == before
-    assert [path.name for path in (here / "mine").iterdir()] == ["thesis.txt"]
+    assert {path: path.read_bytes() for path in (cwd / "empty").rglob("*") if path.is_file()} == old_files
+    assert [path.name for path in (cwd / "mine").iterdir()] == ["thesis.txt"]
 
 
-def test_resume_extends_a_finished_run(here: Path) -> None:
+def test_resume_extends_a_finished_run(cwd: Path) -> None:
     assert cli.main(["run", "small.toml", "--run-dir", "longer"]) == 0
     assert cli.main(["run", "longer/config.json", "--run-dir", "longer", "--resume", "--rounds", "5"]) == 0
     assert cli.main(["run", "small.toml", "--run-dir", "whole", "--rounds", "5"]) == 0
-    assert metrics(here / "longer") == metrics(here / "whole")
-    assert (here / "longer" / "config.json").read_bytes() == (here / "whole" / "config.json").read_bytes()
+    assert metrics(cwd / "longer") == metrics(cwd / "whole")
+    assert (cwd / "longer" / "config.json").read_bytes() == (cwd / "whole" / "config.json").read_bytes()
 
 
-def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(cwd: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["run", "small.toml", "--run-dir", "mine"]) == 0
-    before = {path: path.read_bytes() for path in (here / "mine").rglob("*") if path.is_file()}
+    old_files = {path: path.read_bytes() for path in (cwd / "mine").rglob("*") if path.is_file()}
     capsys.readouterr()
     assert cli.main(["run", "small.toml", "--run-dir", "mine", "--seed", "5"]) == 1
     assert "mine" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in (here / "mine").rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in (cwd / "mine").rglob("*") if path.is_file()} == old_files
 
 
 @pytest.mark.parametrize(
@@ -192,20 +192,20 @@ def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(here: Path, ca
     ],
 )
 def test_bad_input_is_one_clear_message_and_nothing_is_written(
-    here: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture
+    cwd: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture
 ) -> None:
-    np.savez(here / "bad.npz", x=np.zeros((30, 4)), y=np.array([0, 1, 7] * 10))
-    np.savez(here / "short.npz", x=np.zeros((3, 4)), y=np.array([0, 1]))
+    np.savez(cwd / "bad.npz", x=np.zeros((30, 4)), y=np.array([0, 1, 7] * 10))
+    np.savez(cwd / "short.npz", x=np.zeros((3, 4)), y=np.array([0, 1]))
     if "bad.npz" in arguments:
         arguments = [*arguments, "--classes", "2"]
     try:
         assert cli.main(arguments) == code
-    except SystemExit as left:  # argparse leaves this way
-        assert left.code == code
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Traceback" not in captured.err
-    assert not (here / "runs").exists()
+    except SystemExit as error:  # argparse leaves this way
+        assert error.code == code
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert not (cwd / "runs").exists()
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture) -> None:
@@ -214,9 +214,9 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture) -> None:
     assert "Traceback" in error and error.rstrip().endswith("take at most 1437 clients")
 
 
-def test_an_error_in_a_users_code_names_its_type(here: Path, capsys: pytest.CaptureFixture) -> None:
-    (here / "own.py").write_text("def make():\n    return {}['nothing']\n")
-    (here / "own.toml").write_text("data = 'own.py:make'\n")
+def test_an_error_in_a_users_code_names_its_type(cwd: Path, capsys: pytest.CaptureFixture) -> None:
+    (cwd / "own.py").write_text("def make():\n    return {}['nothing']\n")
+    (cwd / "own.toml").write_text("data = 'own.py:make'\n")
     assert cli.main(["run", "own.toml"]) == 1
     error = capsys.readouterr().err
     assert "error: KeyError: 'nothing'" in error and "--debug" in error
@@ -235,7 +235,7 @@ def test_a_run_directory_that_cannot_be_made_is_told(
 
 @pytest.mark.parametrize("command", [["run"], ["compare", "--algorithms", "scaffold"]])
 def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
-    here: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, command: list[str]
+    cwd: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     from fastsam.fed.rundir import checkpoint
 
@@ -251,18 +251,18 @@ def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
     monkeypatch.setattr(checkpoint, "write_bytes", full)
     assert cli.main(arguments) == 1
     message = capsys.readouterr().err.strip().splitlines()
-    where = "full" if name == "run" else "full/scaffold-seed0"
-    assert message[-2].startswith(f"error: no space is left for {where} (No space left on device). Its last checkpoint")
+    path = "full" if name == "run" else "full/scaffold-seed0"
+    assert message[-2].startswith(f"error: no space is left for {path} (No space left on device). Its last checkpoint")
     monkeypatch.undo()
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(cwd)
     assert cli.main(shlex.split(message[-1])[1:]) == 0
-    assert [record["round"] for record in metrics(here / where)] == [1, 2, 3]
+    assert [record["round"] for record in metrics(cwd / path)] == [1, 2, 3]
 
 
-def test_numbered_directories(here: Path) -> None:
+def test_numbered_directories(cwd: Path) -> None:
     assert cli.numbered_directory("a", resume=False) == Path("runs/a-001") == cli.numbered_directory("a", resume=True)
     for name in ("a-001", "a-007", "a-b-009", "a-x"):
-        (here / "runs" / name).mkdir(parents=True)
+        (cwd / "runs" / name).mkdir(parents=True)
     assert cli.numbered_directory("a", resume=False) == Path("runs/a-008")
     assert cli.numbered_directory("a", resume=True) == Path("runs/a-007")
 
@@ -281,29 +281,29 @@ def interrupt(arguments: list[str], run_dir: Path, rounds: int) -> subprocess.Co
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def test_ctrl_c_leaves_a_state_from_which_resume_ends_in_the_same_bits(here: Path) -> None:
+def test_ctrl_c_leaves_a_state_from_which_resume_ends_in_the_same_bits(cwd: Path) -> None:
     arguments = ["run", "small.toml", "--algorithm", "mofedsam", "--rounds", "40"]
-    stopped = interrupt([*arguments, "--run-dir", "stopped"], here / "stopped", 3)
-    assert stopped.returncode == 130
-    assert "Traceback" not in stopped.stderr
-    assert len(metrics(here / "stopped")) < 40 and not (here / "stopped" / "summary.json").exists()
-    command = shlex.split(stopped.stderr.strip().splitlines()[-1])
+    process = interrupt([*arguments, "--run-dir", "stopped"], cwd / "stopped", 3)
+    assert process.returncode == 130
+    assert "Traceback" not in process.stderr
+    assert len(metrics(cwd / "stopped")) < 40 and not (cwd / "stopped" / "summary.json").exists()
+    command = shlex.split(process.stderr.strip().splitlines()[-1])
     assert command == ["fastsam", "run", "stopped/config.json", "--run-dir", "stopped", "--resume"]
     assert cli.main(command[1:]) == 0
     assert cli.main([*arguments, "--run-dir", "whole"]) == 0
-    assert metrics(here / "stopped") == metrics(here / "whole")
-    assert (here / "stopped" / "model.safetensors").read_bytes() == (here / "whole" / "model.safetensors").read_bytes()
+    assert metrics(cwd / "stopped") == metrics(cwd / "whole")
+    assert (cwd / "stopped" / "model.safetensors").read_bytes() == (cwd / "whole" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_comparison_resumes_with_the_command_it_prints(here: Path) -> None:
+def test_ctrl_c_in_a_comparison_resumes_with_the_command_it_prints(cwd: Path) -> None:
     arguments = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--rounds", "40"]
-    stopped = interrupt([*arguments, "--run-dir", "cmp"], here / "cmp" / "fedsam-seed0", 2)
-    assert stopped.returncode == 130
-    command = shlex.split(stopped.stderr.strip().splitlines()[-1])
+    process = interrupt([*arguments, "--run-dir", "cmp"], cwd / "cmp" / "fedsam-seed0", 2)
+    assert process.returncode == 130
+    command = shlex.split(process.stderr.strip().splitlines()[-1])
     assert command == ["fastsam", "compare", "cmp/config.json", "--run-dir", "cmp", "--resume"]
-    first = (here / "cmp" / "fedavg-seed0" / "metrics.jsonl").read_bytes()
+    first = (cwd / "cmp" / "fedavg-seed0" / "metrics.jsonl").read_bytes()
     assert cli.main(command[1:]) == 0
-    assert (here / "cmp" / "fedavg-seed0" / "metrics.jsonl").read_bytes() == first
-    assert [len(metrics(here / "cmp" / f"{name}-seed0")) for name in ("fedavg", "fedsam")] == [40, 40]
-    assert (here / "cmp" / "report.md").exists()
+    assert (cwd / "cmp" / "fedavg-seed0" / "metrics.jsonl").read_bytes() == first
+    assert [len(metrics(cwd / "cmp" / f"{name}-seed0")) for name in ("fedavg", "fedsam")] == [40, 40]
+    assert (cwd / "cmp" / "report.md").exists()

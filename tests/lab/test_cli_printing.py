@@ -35,22 +35,22 @@ def test_info_as_json_says_the_same(capsys: CaptureFixture) -> None:
     from fastsam import backends
 
     assert cli.main(["info", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(b["name"], b["device"], b["available"]) for b in found["backends"]] == [
+    info = json.loads(capsys.readouterr().out)
+    assert [(b["name"], b["device"], b["available"]) for b in info["backends"]] == [
         (b.name, b.device, b.available) for b in backends.table()
     ]
-    assert found["auto"] == backends.backend() and found["advice"] and found["versions"]["numpy"]
+    assert info["auto"] == backends.backend() and info["advice"] and info["versions"]["numpy"]
 
 
 def test_a_printed_config_repeats_the_run(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--rounds", "7", "--algorithm", "fedsam", "--rho", "0.3"]
     assert cli.main(["run", str(ROOT / "examples" / "digits.toml"), *words, "--print-config"]) == 0
-    printed = capsys.readouterr().out
-    Path("config.json").write_text(printed)
-    assert json.loads(printed)["rounds"] == 7 and not Path("runs").exists()
+    output = capsys.readouterr().out
+    Path("config.json").write_text(output)
+    assert json.loads(output)["rounds"] == 7 and not Path("runs").exists()
     assert cli.main(["run", "config.json", "--print-config"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(printed)
+    assert json.loads(capsys.readouterr().out) == json.loads(output)
     assert cli.main(["compare", "config.json", "--algorithms", "fedavg,fedsam", "--print-config"]) == 0
     assert json.loads(capsys.readouterr().out)["compare"]["algorithms"] == ["fedavg", "fedsam"]
 
@@ -59,17 +59,17 @@ def test_help_lists_every_key_and_algorithm(capsys: CaptureFixture) -> None:
     from fastsam.fed import algorithms
     from fastsam.lab.run_config import KEYS
 
-    def said(*words: str) -> str:
-        with pytest.raises(SystemExit) as left:
+    def help_text(*words: str) -> str:
+        with pytest.raises(SystemExit) as error:
             cli.main(["run", "--help", *words])
-        assert left.value.code == 0
+        assert error.value.code == 0
         return capsys.readouterr().out
 
-    everything = said("all")
+    full_text = help_text("all")
     for name in [*KEYS, *algorithms.registry]:
-        assert re.search(rf"^  {name} ", everything, re.M), name
-    pages = [said(topic) for topic in TOPICS if topic != "all"]
-    assert "".join(pages) == everything and len(said().splitlines()) < 40
+        assert re.search(rf"^  {name} ", full_text, re.M), name
+    pages = [help_text(topic) for topic in TOPICS if topic != "all"]
+    assert "".join(pages) == full_text and len(help_text().splitlines()) < 40
     assert re.search(r"^  alpha ", pages[0], re.M) and not re.search(r"^  rounds ", pages[0], re.M)
     with pytest.raises(SystemExit):
         cli.main(["run", "--help", "date"])
@@ -108,9 +108,9 @@ def test_no_command_prints_help_and_version_prints_the_version(capsys: CaptureFi
 @pytest.mark.parametrize("command", [["info"], ["run", "small.toml"], ["run", "--help", "all"]])
 def test_without_torch_the_message_is_clear(command: list[str]) -> None:
     code = f"import sys; sys.modules['torch'] = None\nfrom fastsam.lab.cli import main\nsys.exit(main({command!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "fastsam needs PyTorch: pip install 'torch>=2.10'" in done.stderr and "Traceback" not in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "fastsam needs PyTorch: pip install 'torch>=2.10'" in process.stderr and "Traceback" not in process.stderr
 
 
 def test_a_warning_is_one_line(capsys: CaptureFixture, monkeypatch: MonkeyPatch) -> None:
@@ -138,9 +138,9 @@ print({"matplotlib", "sklearn", "rich"} & set(sys.modules))
 
 
 def test_modules_are_imported_when_asked_for_and_heavy_libraries_when_needed() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["set()", "set()"]
+    process = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["set()", "set()"]
 
 
 @pytest.mark.parametrize(
@@ -155,5 +155,5 @@ def test_what_only_prints_starts_at_once(words: list[str], heavy: set[str]) -> N
         f"import atexit, sys\natexit.register(lambda: print({heavy!r} & set(sys.modules)))\nfrom fastsam.lab.cli "
         f"import main\nmain({words!r})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stdout[-200:] + done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0 and process.stdout.endswith("set()\n"), process.stdout[-200:] + process.stderr

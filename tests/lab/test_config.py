@@ -58,24 +58,24 @@ def test_every_key_has_its_help_and_a_good_default() -> None:
 
 
 @dataclass(frozen=True)
-class Own:
+class Opts:
     size: int = option(3, "of it", at_least=1)
     share: float | None = option(None, "of all; none: no limit", above=0, at_most=1)
     kind: str = option("round", "of what", choices=("round", "square"))
     exact: bool = option(True, "or about")
     parts: dict[str, int] = option({}, "by name", resumable=True)
-    kept: int = 5
+    plain: int = 5
 
     def __post_init__(self) -> None:
         check(self)
 
 
 def test_a_row_is_all_that_an_option_needs() -> None:
-    assert list(table(Own)) == ["size", "share", "kind", "exact", "parts"]
-    assert [row.default_text for row in table(Own).values()] == ["3", "none", "round", "true", "empty"]
-    assert table(Own)["kind"].meaning == "of what (round, square)" and table(Own)["parts"].resumable
-    made = Own(size=np.int64(4), share=np.float32(0.5))
-    assert (type(made.size), type(made.share), made.parts) == (int, float, {}) and Own().parts is not made.parts
+    assert list(table(Opts)) == ["size", "share", "kind", "exact", "parts"]
+    assert [row.default_text for row in table(Opts).values()] == ["3", "none", "round", "true", "empty"]
+    assert table(Opts)["kind"].meaning == "of what (round, square)" and table(Opts)["parts"].resumable
+    opts = Opts(size=np.int64(4), share=np.float32(0.5))
+    assert (type(opts.size), type(opts.share), opts.parts) == (int, float, {}) and Opts().parts is not opts.parts
     for values, words in [
         ({"size": 0}, "size must be an integer >= 1, got 0"),
         ({"share": 2}, r"share \(of all; none: no limit\) must be a finite number > 0 and <= 1, got 2"),
@@ -83,7 +83,7 @@ def test_a_row_is_all_that_an_option_needs() -> None:
         ({"exact": 1}, "exact must be one of True, False, got 1"),
     ]:
         with pytest.raises(ValueError, match=words):
-            Own(**values)
+            Opts(**values)
 
 
 def test_layers_the_later_wins(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_layers_the_later_wins(tmp_path: Path) -> None:
     assert sam.options == {"rho": 0.3, "adaptive": False, "eta": 0.0} and sam.lr == 0.2
     momentum = resolve(tmp_path, FILE, algorithm="mofedsam")
     assert (momentum.lr, momentum.options["beta"]) == (0.5, 0.4)
-    flagged = resolve(tmp_path, FILE, "--lr", "0.9", "--beta=0.7", algorithm="mofedsam")
-    assert (flagged.lr, flagged.options["beta"]) == (0.9, 0.7)
+    flag_cfg = resolve(tmp_path, FILE, "--lr", "0.9", "--beta=0.7", algorithm="mofedsam")
+    assert (flag_cfg.lr, flag_cfg.options["beta"]) == (0.9, 0.7)
     flags = ["--lr", "0.9", "--mofedsam.lr", "0.8", "--mofedsam.beta", "0.6"]
     table = resolve(tmp_path, FILE, *flags, algorithm="mofedsam")
     assert (table.lr, table.options["beta"]) == (0.8, 0.6)
@@ -105,11 +105,11 @@ def test_flags_take_dashes_and_underscores_and_every_type(tmp_path: Path) -> Non
         "--local-epochs", "3", "--batch_size=4", "--clip-norm", "10", "--shuffle", "false", "--model-options",
         '{"hidden": 8}',
     ]  # fmt: skip
-    made = resolve(tmp_path, FILE, *flags, "--target", "none", "--balanced", "--split", "iid", "--seed", "-1")
-    assert (made.local_epochs, made.batch_size, made.clip_norm, made.shuffle, made.model_options) == (
+    cfg = resolve(tmp_path, FILE, *flags, "--target", "none", "--balanced", "--split", "iid", "--seed", "-1")
+    assert (cfg.local_epochs, cfg.batch_size, cfg.clip_norm, cfg.shuffle, cfg.model_options) == (
         3, 4, 10.0, False, {"hidden": 8},
     )  # fmt: skip
-    assert made.target is None and made.balanced is True and made.seed == -1
+    assert cfg.target is None and cfg.balanced is True and cfg.seed == -1
 
 
 @pytest.mark.parametrize(
@@ -165,17 +165,17 @@ def test_bad_files_name_the_key_and_what_would_work(tmp_path: Path, text: str, m
 
 
 def test_a_table_of_options_is_also_flags(tmp_path):
-    made = resolve(
+    cfg = resolve(
         tmp_path, FILE + "\n[privacy]\nclip = 0.5\n", "--privacy.noise-multiplier", "2", "--privacy.noise=local"
     )
-    assert made.privacy == {"clip": 0.5, "noise_multiplier": 2.0, "noise": "local"}
+    assert cfg.privacy == {"clip": 0.5, "noise_multiplier": 2.0, "noise": "local"}
     with pytest.raises(ConfigError, match=r"in \[privacy\]: unknown key 'clipp' .did you mean 'clip'"):
         resolve(tmp_path, FILE, "--privacy.clipp", "0.5")
 
 
 def test_flags_that_may_be_a_word_or_a_list(tmp_path: Path) -> None:
-    for value, wanted in (("samples", "samples"), ("a.py:f", "a.py:f"), ("[1, 2]", [1, 2]), ("[3]", [3])):
-        assert resolve(tmp_path, FILE, "--weighting", value).weighting == wanted
+    for value, expected in (("samples", "samples"), ("a.py:f", "a.py:f"), ("[1, 2]", [1, 2]), ("[3]", [3])):
+        assert resolve(tmp_path, FILE, "--weighting", value).weighting == expected
     assert resolve(tmp_path, FILE, "--lr", "cosine(0.1, 0.01, 5)").lr == "cosine(0.1, 0.01, 5)"
     assert resolve(tmp_path, FILE, "--local-parameters", "out").local_parameters == "out"
     assert resolve(tmp_path, FILE, "--local-parameters", "out,hidden").local_parameters == ["out", "hidden"]
@@ -213,9 +213,9 @@ def test_missing_file_directory_and_foreign_json(tmp_path: Path) -> None:
     "flags", [[], ["--split", "iid", "--balanced"], ["--clip-norm", "3", "--model-options", '{"hidden": 9}']]
 )
 def test_the_record_gives_the_same_config(tmp_path: Path, algorithm: str, flags: list[str]) -> None:
-    made = resolve(tmp_path, FILE, *flags, algorithm=algorithm)
-    (tmp_path / "config.json").write_text(json.dumps(made.record()))
-    assert config.resolve(config.read(tmp_path / "config.json")) == made
+    cfg = resolve(tmp_path, FILE, *flags, algorithm=algorithm)
+    (tmp_path / "config.json").write_text(json.dumps(cfg.record()))
+    assert config.resolve(config.read(tmp_path / "config.json")) == cfg
 
 
 def test_every_key_of_the_record_that_has_a_meaning_is_there(tmp_path: Path) -> None:
@@ -238,11 +238,11 @@ class MySAM(fed.FedSAM):
 def test_a_users_algorithm_and_an_option_with_the_name_of_a_key(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     name = f"{tmp_path / 'own.py'}:MySAM"
-    made = resolve(tmp_path, f"algorithm = '{name}'\nrho = 0.25\nalpha = 0.6\n[mysam]\nalpha = 5.0")
-    assert made.options == {"rho": 0.25, "adaptive": False, "eta": 0.0, "alpha": 5.0}
-    assert made.alpha == 0.6  # outside the table it is the split's
-    (tmp_path / "config.json").write_text(json.dumps(made.record()))
-    assert config.resolve(config.read(tmp_path / "config.json")) == made
+    cfg = resolve(tmp_path, f"algorithm = '{name}'\nrho = 0.25\nalpha = 0.6\n[mysam]\nalpha = 5.0")
+    assert cfg.options == {"rho": 0.25, "adaptive": False, "eta": 0.0, "alpha": 5.0}
+    assert cfg.alpha == 0.6  # outside the table it is the split's
+    (tmp_path / "config.json").write_text(json.dumps(cfg.record()))
+    assert config.resolve(config.read(tmp_path / "config.json")) == cfg
 
 
 def test_a_comparison_is_planned_before_it_runs(tmp_path: Path) -> None:
@@ -315,13 +315,13 @@ def test_numbers_of_a_run_are_checked_before_it_starts(tmp_path: Path, line: str
 def test_a_users_loss_and_sampler(tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text("def everybody(round, generator): return range(3)\ndef loss(a, b): return 1")
     text = f"sampler = '{tmp_path}/parts.py:everybody'\nloss = '{tmp_path}/parts.py:loss'"
-    made = experiment.keywords(resolve(tmp_path, text))
-    assert list(made["sampler"](0, None)) == [0, 1, 2] and made["loss"](0, 0) == 1
+    arguments = experiment.keywords(resolve(tmp_path, text))
+    assert list(arguments["sampler"](0, None)) == [0, 1, 2] and arguments["loss"](0, 0) == 1
 
 
 def test_dtype_reaches_the_model(tmp_path: Path) -> None:
-    made = experiment.build(resolve(tmp_path, "dtype = 'float64'\nmodel = 'mlp'"))
-    assert {str(p.dtype) for p in made.model.parameters()} == {"torch.float64"}
+    trial = experiment.build(resolve(tmp_path, "dtype = 'float64'\nmodel = 'mlp'"))
+    assert {str(p.dtype) for p in trial.model.parameters()} == {"torch.float64"}
 
 
 DOCS = ROOT / "docs" / "federated.md"

@@ -22,10 +22,10 @@ EXAMPLES = ROOT / "examples"
 
 def run(name: str) -> str:
     """Return the output of the example."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return printed.getvalue()
+    return output.getvalue()
 
 
 def test_own_data_learns() -> None:
@@ -44,15 +44,15 @@ def test_own_algorithm_is_fedavgm() -> None:
     x, y = torch.randn(12, 5, dtype=torch.float64), torch.arange(12) % 3
     model = models.build("mlp", (5,), 3, seed=1, hidden=[4]).double()
     settings = {"local_epochs": 2, "batch_size": 4, "lr": 0.3, "participation": 1.0, "shuffle": False}
-    ours = fed.run(model, [(x, y)], fed_avg_m(beta=0.7), rounds=3, server_lr=0.5, **settings).model
+    own_model = fed.run(model, [(x, y)], fed_avg_m(beta=0.7), rounds=3, server_lr=0.5, **settings).model
     momentum = [torch.zeros_like(p) for p in model.parameters()]
     for _ in range(3):
-        trained = fed.run(model, [(x, y)], fed.FedAvg(), rounds=1, **settings).model
+        fedavg_model = fed.run(model, [(x, y)], fed.FedAvg(), rounds=1, **settings).model
         with torch.no_grad():
-            for p, q, m in zip(model.parameters(), trained.parameters(), momentum, strict=True):
+            for p, q, m in zip(model.parameters(), fedavg_model.parameters(), momentum, strict=True):
                 m.mul_(0.7).add_(q - p)
                 p.add_(0.5 * m)
-    for a, b in zip(ours.parameters(), model.parameters(), strict=True):
+    for a, b in zip(own_model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
@@ -60,10 +60,10 @@ def test_the_commands_in_the_examples_work(tmp_path: Path, monkeypatch: MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(EXAMPLES)  # runs/ must not land in the checkout
     assert cli.main(["run", "examples/own_data.toml", "--rounds", "2"]) == 0
-    own = "examples/own_algorithm.py:FedAvgM"
-    assert cli.main(["run", "examples/digits.toml", "--algorithm", own, "--beta", "0.2", "--rounds", "1"]) == 0
+    algorithm = "examples/own_algorithm.py:FedAvgM"
+    assert cli.main(["run", "examples/digits.toml", "--algorithm", algorithm, "--beta", "0.2", "--rounds", "1"]) == 0
     flags = ["--rounds", "1", "--clients", "5", "--fedavgm.beta", "0.3"]
-    assert cli.main(["compare", "examples/digits.toml", "--algorithms", f"fedavg,{own}", *flags]) == 0
+    assert cli.main(["compare", "examples/digits.toml", "--algorithms", f"fedavg,{algorithm}", *flags]) == 0
     assert re.search(r"^ *fedavgm +\d", capsys.readouterr().out, re.M)
     assert (tmp_path / "runs" / "digits-compare-001" / "fedavgm-seed0" / "summary.json").exists()
 
@@ -93,22 +93,22 @@ def test_fused_sam_learns() -> None:
 
 @pytest.fixture
 def one_after_the_other(monkeypatch: MonkeyPatch) -> None:
-    """Nothing is recorded for so few rounds."""
+    """Train clients one by one, so that no passes are recorded for these few rounds."""
     train = fed.run
-    monkeypatch.setattr(fed, "run", lambda *given, **options: train(*given, **options, executor="sequential"))
+    monkeypatch.setattr(fed, "run", lambda *args, **options: train(*args, **options, executor="sequential"))
 
 
 def test_text_is_padded_and_learnt(one_after_the_other: None) -> None:
-    made = runpy.run_path(str(EXAMPLES / "text.py"))["train"](rounds=4)
-    losses = [line["test_loss"] for line in made.history]
-    assert losses[-1] < losses[0] - 0.05 and made.history[-1]["test_accuracy"] > 0.3
-    assert made.history[-1]["client_accuracy_std"] > 0
+    result = runpy.run_path(str(EXAMPLES / "text.py"))["train"](rounds=4)
+    losses = [line["test_loss"] for line in result.history]
+    assert losses[-1] < losses[0] - 0.05 and result.history[-1]["test_accuracy"] > 0.3
+    assert result.history[-1]["client_accuracy_std"] > 0
 
 
 def test_lora_trains_and_sends_the_adapters_alone(one_after_the_other: None) -> None:
-    made, parameters = runpy.run_path(str(EXAMPLES / "lora.py"))["train"](rounds=6)
-    assert made.history[-1]["test_accuracy"] > made.history[0]["test_accuracy"] + 0.2
-    adapters = sum(p.numel() for name, p in made.model.named_parameters() if name.endswith(("up", "down")))
-    assert made.summary()["parameters"] == adapters < parameters / 5
-    active = made.history[0]["clients"]
-    assert made.history[0]["megabytes_up"] == pytest.approx(active * adapters * 4 / 1e6)
+    result, parameters = runpy.run_path(str(EXAMPLES / "lora.py"))["train"](rounds=6)
+    assert result.history[-1]["test_accuracy"] > result.history[0]["test_accuracy"] + 0.2
+    adapters = sum(p.numel() for name, p in result.model.named_parameters() if name.endswith(("up", "down")))
+    assert result.summary()["parameters"] == adapters < parameters / 5
+    active = result.history[0]["clients"]
+    assert result.history[0]["megabytes_up"] == pytest.approx(active * adapters * 4 / 1e6)

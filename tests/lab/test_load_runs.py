@@ -16,7 +16,7 @@ from tests.helpers.fed_rundir import start
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("saved")
     runs = (("sam-seed0", fed.FedSAM(), 0), ("sam-seed1", fed.FedSAM(), 1), ("avg", fed.FedAvg(), 5))
     for name, algorithm, seed in runs:
@@ -25,13 +25,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs(trained: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(trained, tmp_path / "runs")
+def runs(source_runs: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(source_runs, tmp_path / "runs")
 
 
 def test_what_is_read(runs: Path) -> None:
-    found = load_runs.runs_in(runs)
-    assert [(run.label, run.seed, len(run.history)) for run in found] == [("avg", 5, 2), ("sam", 0, 2), ("sam", 1, 2)]
+    results = load_runs.runs_in(runs)
+    assert [(run.label, run.seed, len(run.history)) for run in results] == [("avg", 5, 2), ("sam", 0, 2), ("sam", 1, 2)]
     (one,) = load_runs.runs_in(runs / "avg")
     assert one.label == "fedavg" and one.summary["accuracy_final"] == one.history[-1]["test_accuracy"]
     (runs / "avg" / "summary.json").unlink()  # killed before the end
@@ -43,17 +43,17 @@ def test_what_is_read(runs: Path) -> None:
 def test_the_command_draws_what_was_recorded(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    drawn = []
+    panel_sets = []
     draw = curves.curves
-    monkeypatch.setattr(curves, "curves", lambda panels, *more: drawn.append(panels) or draw(panels, *more))
+    monkeypatch.setattr(curves, "curves", lambda panels, *more: panel_sets.append(panels) or draw(panels, *more))
     assert cli.main(["plots", str(runs / "avg")]) == 0
     assert {f"curves.{end}" for end in ("png", "svg", "pdf")} <= {path.name for path in (runs / "avg").iterdir()}
     assert str(runs / "avg" / "curves.png") in capsys.readouterr().out
     assert cli.main(["plots", str(runs / "avg"), str(runs / "sam-seed0"), "--out", str(tmp_path / "both")]) == 0
     assert cli.main(["plots", str(runs)]) == 0
-    labels = [{label: len(histories) for label, histories in panels[""].items()} for panels in drawn]
+    labels = [{label: len(histories) for label, histories in panels[""].items()} for panels in panel_sets]
     assert labels == [{"fedavg": 1}, {"avg": 1, "sam-seed0": 1}, {"avg": 1, "sam": 2}]
-    assert [record["round"] for record in drawn[0][""]["fedavg"][0]] == [1, 2]
+    assert [record["round"] for record in panel_sets[0][""]["fedavg"][0]] == [1, 2]
     assert (tmp_path / "both" / "curves.png").is_file()
 
 
@@ -66,26 +66,26 @@ def test_what_cannot_be_drawn(words: list[str], message: str, runs: Path, capsys
     assert message in capsys.readouterr().err
 
 
-def settled(weights: str) -> experiment.Experiment:
+def make_experiment(weights: str) -> experiment.Experiment:
     flags = ["--model", "mlp", "--clients", "5", "--weights", weights]
     return experiment.build(config.resolve(config.ConfigSource(flags=config.parse_flags(flags)[0])))
 
 
 def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
-    fresh = settled("none").model
-    wanted = {name: torch.randn_like(t) for name, t in fresh.state_dict().items()}
-    safetensors.torch.save_file(wanted, tmp_path / "model.safetensors")
+    fresh = make_experiment("none").model
+    expected = {name: torch.randn_like(t) for name, t in fresh.state_dict().items()}
+    safetensors.torch.save_file(expected, tmp_path / "model.safetensors")
     for weights in (tmp_path, tmp_path / "model.safetensors"):
-        found = settled(str(weights)).model.state_dict()
-        assert all(torch.equal(found[name], t) for name, t in wanted.items())
+        state = make_experiment(str(weights)).model.state_dict()
+        assert all(torch.equal(state[name], t) for name, t in expected.items())
 
 
 def test_weights_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weights must be a .safetensors file, or .* of a run .*cannot be read"):
-        settled(str(tmp_path))
+        make_experiment(str(tmp_path))
     (tmp_path / "bad.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match="bad.safetensors cannot be read"):
-        settled(str(tmp_path / "bad.safetensors"))
+        make_experiment(str(tmp_path / "bad.safetensors"))
     safetensors.torch.save_file({"x": torch.from_numpy(np.zeros(3))}, tmp_path / "other.safetensors")
     with pytest.raises(ConfigError, match="other.safetensors does not fit the model"):
-        settled(str(tmp_path / "other.safetensors"))
+        make_experiment(str(tmp_path / "other.safetensors"))

@@ -35,19 +35,19 @@ def test_what_is_missing_comes_first(
     monkeypatch.delenv("CXX", raising=False)
     reasons = dict.fromkeys(unavailable, "why")
     monkeypatch.setattr("shutil.which", lambda name: name if name in programs else None)
-    found = next_steps.steps(reasons, torch_cuda=torch_cuda, gpu=gpu)
-    assert found[-1] == next_steps.START
+    steps = next_steps.steps(reasons, torch_cuda=torch_cuda, gpu=gpu)
+    assert steps[-1] == next_steps.START
     if expected is None:
-        assert len(found) == 1
+        assert len(steps) == 1
     else:
-        assert len(found) == 2 and found[0].startswith(expected)
+        assert len(steps) == 2 and steps[0].startswith(expected)
 
 
 def test_a_compiler_of_another_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "my-c++ -v")
     monkeypatch.setattr("shutil.which", lambda name: name if name == "my-c++" else None)
-    found = next_steps.steps({NATIVE: "why"}, torch_cuda=None, gpu=False)
-    assert "compiles the CPU kernels" in found[0]
+    steps = next_steps.steps({NATIVE: "why"}, torch_cuda=None, gpu=False)
+    assert "compiles the CPU kernels" in steps[0]
 
 
 def test_info_ends_with_it_and_what_it_names_works(capsys: pytest.CaptureFixture) -> None:

@@ -29,14 +29,14 @@ OWN_SPLIT = "\n".join(line for line in CONFIG.splitlines() if not line.startswit
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
+def cwd(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(CONFIG)
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "error"),
     [
         ("run small.toml --batch-size " + HUGE, f"batch_size must be an integer >= 1 that fits 64 bits, got {HUGE}"),
         ("run small.toml --seed " + HUGE, f"seed must be an integer that fits 64 bits, got {HUGE}"),
@@ -65,11 +65,11 @@ def here(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     ],
     ids=lambda text: text[:60],
 )
-def test_is_told_in_one_line(here: Path, capsys: CaptureFixture, words: str, told: str) -> None:
+def test_is_told_in_one_line(cwd: Path, capsys: CaptureFixture, words: str, error: str) -> None:
     assert cli.main(words.split(" ")) == 1
-    printed = capsys.readouterr().err.strip()
-    assert re.search(f"^error: .*{told}", printed) and "\n" not in printed
-    assert sorted(path.name for path in here.iterdir()) == ["small.toml"]
+    output = capsys.readouterr().err.strip()
+    assert re.search(f"^error: .*{error}", output) and "\n" not in output
+    assert sorted(path.name for path in cwd.iterdir()) == ["small.toml"]
 
 
 def test_a_seed_may_be_negative_and_fill_its_bits() -> None:
@@ -77,19 +77,19 @@ def test_a_seed_may_be_negative_and_fill_its_bits() -> None:
         assert cli.main(["run", "small.toml", "--seed", str(seed), "--run-dir", f"run{seed}"]) == 0
 
 
-def test_names_in_letters_of_any_language(here: Path) -> None:
-    (here / "größe.toml").write_text(CONFIG)
+def test_names_in_letters_of_any_language(cwd: Path) -> None:
+    (cwd / "größe.toml").write_text(CONFIG)
     assert cli.main(["run", "größe.toml"]) == 0
-    assert json.loads((here / "runs" / "größe-fedavg-001" / "config.json").read_text())["name"] == "größe"
+    assert json.loads((cwd / "runs" / "größe-fedavg-001" / "config.json").read_text())["name"] == "größe"
 
 
-def test_a_flag_sets_aside_what_the_file_says_for_another_split(here: Path) -> None:
+def test_a_flag_sets_aside_what_the_file_says_for_another_split(cwd: Path) -> None:
     config = resolve(read("small.toml", ["--split", "pathological", "--classes-per-client", "2"]))
     assert config.split == "pathological" and "alpha" not in config.record()
-    (here / "config.json").write_text(json.dumps(config.record()))
+    (cwd / "config.json").write_text(json.dumps(config.record()))
     assert resolve(read("config.json")) == config
-    own = resolve(read("small.toml", ["--split", "own", "--indices", "mine.json"]))
-    assert not {"clients", "alpha"} & own.record().keys()
+    own_config = resolve(read("small.toml", ["--split", "own", "--indices", "mine.json"]))
+    assert not {"clients", "alpha"} & own_config.record().keys()
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_a_flag_sets_aside_what_the_file_says_for_another_split(here: Path) -> N
         ("", ["--split", "iid", "--alpha", "0.6"]),
     ],
 )
-def test_a_key_without_meaning_is_still_an_error_where_it_was_meant(here: Path, text: str, flags: list[str]) -> None:
-    (here / "other.toml").write_text(text)
+def test_a_key_without_meaning_is_still_an_error_where_it_was_meant(cwd: Path, text: str, flags: list[str]) -> None:
+    (cwd / "other.toml").write_text(text)
     with pytest.raises(ConfigError, match="alpha has no meaning here"):
         resolve(read("other.toml", flags))
 
@@ -135,9 +135,9 @@ def test_a_missing_package_is_one_message(capsys: CaptureFixture, monkeypatch: M
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchvision", None)
     assert cli.main(["run", "small.toml", "--data", "cifar10"]) == 1
-    printed = capsys.readouterr().err.strip()
+    output = capsys.readouterr().err.strip()
     assert re.fullmatch(
-        "error: the data set 'cifar10' needs torchvision, which is not installed.*: pip install --no-deps .*", printed
+        "error: the data set 'cifar10' needs torchvision, which is not installed.*: pip install --no-deps .*", output
     )
 
 
@@ -150,15 +150,15 @@ def test_a_missing_package_is_one_message(capsys: CaptureFixture, monkeypatch: M
         ("pipe.npz", "run small.toml --split own --indices pipe.npz"),
     ],
 )
-def test_a_named_pipe_is_refused(here: Path, capsys: CaptureFixture, name: str, words: str) -> None:
-    os.mkfifo(here / name)
-    (here / "small.toml").write_text(OWN_SPLIT)
+def test_a_named_pipe_is_refused(cwd: Path, capsys: CaptureFixture, name: str, words: str) -> None:
+    os.mkfifo(cwd / name)
+    (cwd / "small.toml").write_text(OWN_SPLIT)
     assert cli.main(words.split()) == 1
     assert re.search(f"is not a regular file.*{name}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "told"),
+    ("name", "words", "error"),
     [
         ("deep.json", "run deep.json", "deep.json cannot be read as JSON: it is nested too deeply"),
         ("deep.toml", "run deep.toml", "deep.toml cannot be read as TOML: "),
@@ -169,12 +169,12 @@ def test_a_named_pipe_is_refused(here: Path, capsys: CaptureFixture, name: str, 
         ),
     ],
 )
-def test_too_deep_nesting_is_an_error(here: Path, capsys: CaptureFixture, name: str, words: str, told: str) -> None:
-    (here / name).write_text(("a = " if name.endswith("toml") else "") + 100_000 * "[")
-    (here / "small.toml").write_text(OWN_SPLIT)
+def test_too_deep_nesting_is_an_error(cwd: Path, capsys: CaptureFixture, name: str, words: str, error: str) -> None:
+    (cwd / name).write_text(("a = " if name.endswith("toml") else "") + 100_000 * "[")
+    (cwd / "small.toml").write_text(OWN_SPLIT)
     assert cli.main(words.split()) == 1
-    printed = capsys.readouterr().err
-    assert re.search(told, printed) and "Traceback" not in printed
+    output = capsys.readouterr().err
+    assert re.search(error, output) and "Traceback" not in output
 
 
 def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:
@@ -183,29 +183,29 @@ def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:
     assert run.returncode == 0 and run.stderr == ""
 
 
-def test_clients_of_a_config_without_samples_and_with_one(here: Path, capsys: CaptureFixture) -> None:
+def test_clients_of_a_config_without_samples_and_with_one(cwd: Path, capsys: CaptureFixture) -> None:
     """An empty one is named in one line, as a file and in a list; one sample, or fewer than a batch, is trained on."""
     rng = np.random.RandomState(0)
     for name, size in (("c0", 12), ("c1", 0), ("c2", 1), ("test", 9)):
-        np.savez(here / f"{name}.npz", x=rng.randn(size, 6).astype("f4"), y=np.arange(size) % 3)
-    mine = CONFIG.replace("clients = 4\nalpha = 0.3", "")
-    (here / "files.toml").write_text(f"test_data = 'test.npz'\nclasses = 3\n{mine}")
-    (here / "lists.toml").write_text(f"split = 'own'\nindices = 'own.json'\n{mine}")
-    (here / "own.json").write_text("[[0, 1], []]")
-    for words, told in (
+        np.savez(cwd / f"{name}.npz", x=rng.randn(size, 6).astype("f4"), y=np.arange(size) % 3)
+    text = CONFIG.replace("clients = 4\nalpha = 0.3", "")
+    (cwd / "files.toml").write_text(f"test_data = 'test.npz'\nclasses = 3\n{text}")
+    (cwd / "lists.toml").write_text(f"split = 'own'\nindices = 'own.json'\n{text}")
+    (cwd / "own.json").write_text("[[0, 1], []]")
+    for words, error in (
         (["files.toml", "--data", "c*.npz"], "c1.npz: labels: there are no samples"),
         (["lists.toml"], "indices of client 1 must be a list with one position or more, got []"),
     ):
         assert cli.main(["run", *words, "--run-dir", "run"]) == 1
-        assert capsys.readouterr().err.strip() == f"error: {told}" and not (here / "run").exists()
+        assert capsys.readouterr().err.strip() == f"error: {error}" and not (cwd / "run").exists()
     assert cli.main(["run", "files.toml", "--data", "c[02].npz", "--run-dir", "run"]) == 0
-    record = json.loads((here / "run" / "metrics.jsonl").read_text())
+    record = json.loads((cwd / "run" / "metrics.jsonl").read_text())
     assert (record["clients"], record["samples"], record["steps"], record["excluded"]) == (2, 13, 2, [])
 
 
-def test_a_refused_algorithm_does_not_stop_a_comparison(here: Path, capsys: CaptureFixture) -> None:
+def test_a_refused_algorithm_does_not_stop_a_comparison(cwd: Path, capsys: CaptureFixture) -> None:
     words = "compare small.toml --algorithms feddyn,fedavg --server-lr 0.5 --run-dir both"
     assert cli.main(words.split()) == 1
     assert re.search("error: feddyn-seed0: the server's step of FedDyn has no learning rate", capsys.readouterr().err)
-    assert (here / "both" / "fedavg-seed0" / "summary.json").exists()
-    assert "has no learning rate" in (here / "both" / "report.md").read_text()
+    assert (cwd / "both" / "fedavg-seed0" / "summary.json").exists()
+    assert "has no learning rate" in (cwd / "both" / "report.md").read_text()

@@ -21,30 +21,30 @@ from fastsam.lab.report.finished import FinishedRun, title_of
 from fastsam.lab.report.surface import loss_surface
 
 
-def finished(
+def make_run(
     label: str,
     seed: int,
     accuracy: list[float | None],
-    reached: int | None = None,
+    target_round: int | None = None,
     target: float | None = 0.5,
     point: dict | None = None,
     **more: object,
 ) -> FinishedRun:
     history = [{"round": i + 1, "train_loss": 1.0 / (i + 1), "test_accuracy": a} for i, a in enumerate(accuracy)]
-    known = [a for a in accuracy if a is not None]
+    values = [a for a in accuracy if a is not None]
     summary = {
-        "algorithm": label, "accuracy_final": known[-1], "accuracy_best": max(known),
+        "algorithm": label, "accuracy_final": values[-1], "accuracy_best": max(values),
         "client_accuracy_mean": 0.6, "client_accuracy_std": 0.1 + 0.1 * seed,
-        "validation": "prior", "target": target, "rounds_to_target": reached, "seconds_per_round": 0.25,
+        "validation": "prior", "target": target, "rounds_to_target": target_round, "seconds_per_round": 0.25,
         "megabytes": 12.0, "seed": seed,
         **more,
     }  # fmt: skip
-    where, algorithm = Path("cmp") / f"{label}-seed{seed}", label.split(" ")[0]
-    return FinishedRun(label, seed, summary, history, where, algorithm, point or {}, 0.1)
+    run_dir, algorithm = Path("cmp") / f"{label}-seed{seed}", label.split(" ")[0]
+    return FinishedRun(label, seed, summary, history, run_dir, algorithm, point or {}, 0.1)
 
 
 def test_table_of_single_runs() -> None:
-    short = tables.short_table([finished("a", 0, [0.25, 0.75, 0.5], 2), finished("b", 0, [0.125, 0.25], None)])
+    short = tables.short_table([make_run("a", 0, [0.25, 0.75, 0.5], 2), make_run("b", 0, [0.125, 0.25], None)])
     header, rows = short.head, short.rows
     heads = [
         "algorithm", "test final %", "test best %", "clients % (prior)", "rounds to 50 %", "s per round", "MB sent",
@@ -57,7 +57,7 @@ def test_table_of_single_runs() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_printed_table_cuts_no_number(width: int) -> None:
     names = ["fedavg", "fedlesam-d", "centralised-sam"]
-    runs = [finished(name, seed, [0.123 + seed, 0.456 + seed], 1) for name in names for seed in range(2)]
+    runs = [make_run(name, seed, [0.123 + seed, 0.456 + seed], 1) for name in names for seed in range(2)]
     lines = tables.short_table(runs, "three", width).text(width).splitlines()
     assert max(map(len, lines)) <= width
     rows = ["".join(line.split()) for line in lines]
@@ -67,36 +67,36 @@ def test_a_printed_table_cuts_no_number(width: int) -> None:
 
 def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
     numbers = (("a", 0, 0.5, 1), ("a", 1, 0.7, 4), ("b", 0, 0.5, 1), ("b", 1, 0.3, None))
-    runs = [finished(name, seed, [accuracy], rounds) for name, seed, accuracy, rounds in numbers]
+    runs = [make_run(name, seed, [accuracy], rounds) for name, seed, accuracy, rounds in numbers]
     rows = tables.short_table(runs).rows
     assert rows[0] == ["a", "60.00 ± 14.14", "60.00 ± 14.14", "60.00 ± 15.00", "2.5", "0.250", "12.0"]
     assert rows[1][4] == "1 / –"
 
 
 def test_one_sentence_per_algorithm_says_what_came_out() -> None:
-    base = [finished("fedavg", seed, [0.25, 0.5], 2, 0.5) for seed in (0, 1)]
-    sam = [finished("fedsam", 0, [0.5, 0.75], 1, 0.5), finished("fedsam", 1, [0.25, 0.25], None, 0.5)]
-    assert tables.sentences([*base, *sam, finished("fedprox", 5, [0.125], None, 0.5)]) == [
+    base = [make_run("fedavg", seed, [0.25, 0.5], 2, 0.5) for seed in (0, 1)]
+    sam = [make_run("fedsam", 0, [0.5, 0.75], 1, 0.5), make_run("fedsam", 1, [0.25, 0.25], None, 0.5)]
+    assert tables.sentences([*base, *sam, make_run("fedprox", 5, [0.125], None, 0.5)]) == [
         "fedavg: 50.00 ± 0.00 % test accuracy, 50 % after 2.0 rounds.",
         "fedsam: 50.00 ± 35.36 % test accuracy, +0.00 points against fedavg (higher in 1 of 2 seeds), 50 % after"
         " 1.0 rounds (in 1 of 2 seeds).",
         "fedprox: 12.50 % test accuracy, 50 % not reached.",
     ]
-    assert tables.sentences([finished("a", 0, [0.25], target=None)]) == ["a: 25.00 % test accuracy."]
+    assert tables.sentences([make_run("a", 0, [0.25], target=None)]) == ["a: 25.00 % test accuracy."]
 
 
 def test_rounds_to_the_target_are_a_mean_and_no_median() -> None:
-    runs = [finished("a", seed, [0.5], reached) for seed, reached in enumerate((1, 2, 9))]
+    runs = [make_run("a", seed, [0.5], target_round) for seed, target_round in enumerate((1, 2, 9))]
     assert tables.short_table(runs).rows[0][4] == "4.0"
     assert tables.to_target(runs).rows[0][1] == "4.0"  # type: ignore[union-attr]
 
 
 def test_small_sizes_keep_two_digits() -> None:
-    sent = {
+    traffic = {
         "megabytes": 0.02834, "state_megabytes": 0.0, "client_megabytes": 0.00251, "seconds_training": 0.1,
         "backprops": 1,
     }  # fmt: skip
-    runs = [finished("a", 0, [0.5], 1, **sent, megabytes_to_target=0.0141, seconds_to_target=1.0)]
+    runs = [make_run("a", 0, [0.5], 1, **traffic, megabytes_to_target=0.0141, seconds_to_target=1.0)]
     assert tables.short_table(runs).rows[0][-1] == "0.028"
     assert tables.to_target(runs).rows[0][5] == "0.014"  # type: ignore[union-attr]
     assert tables.cost(runs).rows[0][-3:] == ["0.028", "0.00", "0.0025"]
@@ -104,7 +104,7 @@ def test_small_sizes_keep_two_digits() -> None:
 
 
 def test_no_target_no_column_and_missing_numbers_are_dashes() -> None:
-    run = finished("a", 0, [0.5], target=None)
+    run = make_run("a", 0, [0.5], target=None)
     run.summary["client_accuracy_std"] = None
     run.summary["client_accuracy_mean"] = None
     short = tables.short_table([run])
@@ -112,32 +112,32 @@ def test_no_target_no_column_and_missing_numbers_are_dashes() -> None:
 
 
 def test_accuracy_table_names_the_worst_and_the_best_client_of_each_seed() -> None:
-    over = {"accuracy_last10": 0.5, "client_accuracy_min": 0.25, "client_accuracy_max": 1.0, "client_best": 3}
-    runs = [finished("a", i, [0.5], client_worst=7 + i, **over) for i in (0, 1)]
-    made = tables.accuracy([*runs, finished("b", 0, [0.25])])
+    metrics = {"accuracy_last10": 0.5, "client_accuracy_min": 0.25, "client_accuracy_max": 1.0, "client_best": 3}
+    runs = [make_run("a", i, [0.5], client_worst=7 + i, **metrics) for i in (0, 1)]
+    table = tables.accuracy([*runs, make_run("b", 0, [0.25])])
     same = "50.00 ± 0.00"
-    assert made.rows[0] == ["a", same, same, same, "60.00 ± 15.00", "25.00 (client 7, 8)", "100.00 (client 3, 3)"]
-    assert made.rows[1][3:] == ["–", "60.00 ± 10.00", "–", "–"] and "'prior'" in made.note
+    assert table.rows[0] == ["a", same, same, same, "60.00 ± 15.00", "25.00 (client 7, 8)", "100.00 (client 3, 3)"]
+    assert table.rows[1][3:] == ["–", "60.00 ± 10.00", "–", "–"] and "'prior'" in table.note
 
 
 def test_what_the_target_took_is_relative_to_fedavg_wherever_it_stands() -> None:
-    took = {"seconds_to_target": 3.0, "megabytes_to_target": 8.0}
+    costs = {"seconds_to_target": 3.0, "megabytes_to_target": 8.0}
     runs = [
-        finished("mine", 0, [0.5], 3, **took), finished("mine", 1, [0.5], 6, **took),
-        finished("fedavg", 0, [0.5], 10, seconds_to_target=2.0, megabytes_to_target=4.0),
-        finished("late", 0, [0.5], 5, **took), finished("late", 1, [0.4], None),
+        make_run("mine", 0, [0.5], 3, **costs), make_run("mine", 1, [0.5], 6, **costs),
+        make_run("fedavg", 0, [0.5], 10, seconds_to_target=2.0, megabytes_to_target=4.0),
+        make_run("late", 0, [0.5], 5, **costs), make_run("late", 1, [0.4], None),
     ]  # fmt: skip
-    made = tables.to_target(runs)
-    assert made is not None and list(made.head) == ["algorithm", "rounds", "× fedavg", "computing s", "× fedavg",
+    table = tables.to_target(runs)
+    assert table is not None and list(table.head) == ["algorithm", "rounds", "× fedavg", "computing s", "× fedavg",
         "MB sent", "× fedavg"]  # fmt: skip
-    assert made.rows[0] == ["mine", "4.5", "0.45", "3.00", "1.50", "8.0", "2.00"]
-    assert made.rows[1][:3] == ["fedavg", "10", "1.00"]
-    assert made.rows[2] == ["late", "5 / –", "–", "–", "–", "–", "–"]  # one seed of two did not get there
-    assert tables.to_target([finished("a", 0, [0.5], target=None)]) is None
+    assert table.rows[0] == ["mine", "4.5", "0.45", "3.00", "1.50", "8.0", "2.00"]
+    assert table.rows[1][:3] == ["fedavg", "10", "1.00"]
+    assert table.rows[2] == ["late", "5 / –", "–", "–", "–", "–", "–"]  # one seed of two did not get there
+    assert tables.to_target([make_run("a", 0, [0.5], target=None)]) is None
 
 
-def swept(names: tuple[str, ...] = ("fedavg", "fedsam"), rhos: tuple[float | None, ...] = (None,)) -> list[FinishedRun]:
-    """Runs over two values of alpha; with alpha = 1 everything takes a quarter of the rounds."""
+def sweep(names: tuple[str, ...] = ("fedavg", "fedsam"), rhos: tuple[float | None, ...] = (None,)) -> list[FinishedRun]:
+    """Return runs over two values of alpha; with alpha = 1 a run takes a quarter of the rounds."""
     runs = []
     for alpha, fast in ((0.1, 1), (1.0, 4)):
         for rho in rhos:
@@ -145,87 +145,87 @@ def swept(names: tuple[str, ...] = ("fedavg", "fedsam"), rhos: tuple[float | Non
                 point = {"alpha": alpha} | ({"rho": rho} if rho is not None and name == "fedsam" else {})
                 label = " ".join([name, *(f"{k}={v:g}" for k, v in point.items())])
                 if label not in [run.label for run in runs]:
-                    took = {"seconds_to_target": 8.0 / fast, "megabytes_to_target": 8.0 / fast}
-                    runs.append(finished(label, 0, [0.5, 0.6], (8 + 4 * i) // fast, point=point, **took))
+                    costs = {"seconds_to_target": 8.0 / fast, "megabytes_to_target": 8.0 / fast}
+                    runs.append(make_run(label, 0, [0.5, 0.6], (8 + 4 * i) // fast, point=point, **costs))
     return runs
 
 
 def test_what_the_target_took_is_relative_to_the_run_with_the_same_swept_values() -> None:
     """It was relative to FedAvg with the first alpha."""
-    made = tables.to_target(swept(rhos=(0.1, 0.2)))
-    assert made is not None and made.head[2] == "× fedavg" and "same swept values" in made.note
-    assert [(row[0], row[2]) for row in made.rows] == [
+    table = tables.to_target(sweep(rhos=(0.1, 0.2)))
+    assert table is not None and table.head[2] == "× fedavg" and "same swept values" in table.note
+    assert [(row[0], row[2]) for row in table.rows] == [
         ("fedavg alpha=0.1", "1.00"), ("fedsam alpha=0.1 rho=0.1", "1.50"), ("fedsam alpha=0.1 rho=0.2", "1.50"),
         ("fedavg alpha=1", "1.00"), ("fedsam alpha=1 rho=0.1", "1.50"), ("fedsam alpha=1 rho=0.2", "1.50"),
     ]  # fmt: skip
-    without = tables.to_target([run for run in swept() if run.label != "fedavg alpha=1"])
-    assert without is not None and [row[2] for row in without.rows] == ["1.00", "1.50", "–"]
-    alone = tables.to_target(swept(("fedsam",)))
-    assert alone.head[2] == "× fedsam alpha=0.1" and [row[2] for row in alone.rows] == ["1.00", "0.25"]
+    partial_table = tables.to_target([run for run in sweep() if run.label != "fedavg alpha=1"])
+    assert partial_table is not None and [row[2] for row in partial_table.rows] == ["1.00", "1.50", "–"]
+    fedsam_table = tables.to_target(sweep(("fedsam",)))
+    assert fedsam_table.head[2] == "× fedsam alpha=0.1" and [row[2] for row in fedsam_table.rows] == ["1.00", "0.25"]
 
 
 def test_common_sweeps_are_panels_and_others_variants(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    seen: dict = {}
+    figs: dict = {}
 
     def keep(panels: dict, path: Path, *more: object) -> Path:
-        return seen.setdefault(path.name, panels) and path
+        return figs.setdefault(path.name, panels) and path
 
     monkeypatch.setattr(curves, "curves", keep)
     monkeypatch.setattr(classes, "classes", keep)
     counts = {"alpha = 0.1": np.eye(3), "alpha = 1": np.eye(3)}
-    files.draw_plots(swept(rhos=(0.1, 0.2)), counts, tmp_path, "t")
+    files.draw_plots(sweep(rhos=(0.1, 0.2)), counts, tmp_path, "t")
     lines = ["fedavg", "fedsam rho=0.1", "fedsam rho=0.2"]
-    assert {name: [*panel] for name, panel in seen["curves.png"].items()} == {"alpha = 0.1": lines, "alpha = 1": lines}
-    assert seen["classes.png"] is counts
-    stored = files.summary([replace(run, run_dir=tmp_path / run.run_dir) for run in swept()], tmp_path)
-    assert [run["swept"] for run in stored["runs"]] == [{"alpha": 0.1}, {"alpha": 0.1}, {"alpha": 1.0}, {"alpha": 1.0}]
+    assert {name: [*panel] for name, panel in figs["curves.png"].items()} == {"alpha = 0.1": lines, "alpha = 1": lines}
+    assert figs["classes.png"] is counts
+    summary = files.summary([replace(run, run_dir=tmp_path / run.run_dir) for run in sweep()], tmp_path)
+    assert [run["swept"] for run in summary["runs"]] == [{"alpha": 0.1}, {"alpha": 0.1}, {"alpha": 1.0}, {"alpha": 1.0}]
 
 
 def test_every_figure_says_what_it_is_of(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A scaled figure is not the paper's, wherever its file goes."""
-    above: dict[str, str] = {}
+    headings: dict[str, str] = {}
 
     def save(figure: Figure, path: Path) -> Path:
-        above[path.name] = figure.get_suptitle().replace("\n", " ")
+        headings[path.name] = figure.get_suptitle().replace("\n", " ")
         return path
 
     monkeypatch.setattr(figures, "save", save)
-    runs = swept(rhos=(0.1, 0.2))
+    runs = sweep(rhos=(0.1, 0.2))
     runs = [replace(run, history=[{**record, "sharpness": 1.0} for record in run.history]) for run in runs]
     hyper = [{**run.summary, "hyperparameters": {"rho": run.point.get("rho")}} for run in runs]
     runs = [replace(run, summary=summary) for run, summary in zip(runs, hyper, strict=True)]
     title = "CIFAR-10, Dirichlet 0.6, 100 clients (scaled to digits)"
     files.draw_plots(runs, {"": np.eye(3)}, tmp_path, title)
     files.draw_ablations(runs, tmp_path, title)
-    drawn = {"curves", "measures", "classes", "ablation-alpha", "ablation-rho", "ablation-rho-lr"}
-    assert above.keys() == {f"{name}.png" for name in drawn} and all(title in text for text in above.values())
+    names = {"curves", "measures", "classes", "ablation-alpha", "ablation-rho", "ablation-rho-lr"}
+    assert headings.keys() == {f"{name}.png" for name in names} and all(title in text for text in headings.values())
 
 
 def test_a_title_names_a_few_algorithms_and_counts_many() -> None:
-    runs = [finished(name, 0, [0.5]) for name in "abcde"]
+    runs = [make_run(name, 0, [0.5]) for name in "abcde"]
     assert title_of([*runs, *runs], "digits") == "a, b, c, d, e on digits"
-    assert title_of([*runs, finished("f", 0, [0.5])], "digits") == "6 algorithms on digits"
+    assert title_of([*runs, make_run("f", 0, [0.5])], "digits") == "6 algorithms on digits"
 
 
 def test_cost_and_measures_tables() -> None:
-    paid = {"seconds_training": 0.125, "backprops": 12000, "state_megabytes": 1.5, "client_megabytes": 0.75}
-    runs = [finished("a", i, [0.5], **paid, measures={"sharpness": 0.25 + 0.5 * i}) for i in (0, 1)]
+    costs = {"seconds_training": 0.125, "backprops": 12000, "state_megabytes": 1.5, "client_megabytes": 0.75}
+    runs = [make_run("a", i, [0.5], **costs, measures={"sharpness": 0.25 + 0.5 * i}) for i in (0, 1)]
     assert tables.cost(runs).rows == [["a", "0.125", "0.250", "12,000", "12.0", "1.50", "0.75"]]
-    made = tables.last_measures([*runs, finished("b", 0, [0.5])])
-    assert made is not None and list(made.head) == ["algorithm", "global sharpness, one step"]
-    assert made.rows == [["a", "0.5 ± 0.35"], ["b", "–"]]
-    assert tables.last_measures([finished("b", 0, [0.5])]) is None
+    table = tables.last_measures([*runs, make_run("b", 0, [0.5])])
+    assert table is not None and list(table.head) == ["algorithm", "global sharpness, one step"]
+    assert table.rows == [["a", "0.5 ± 0.35"], ["b", "–"]]
+    assert tables.last_measures([make_run("b", 0, [0.5])]) is None
 
 
 def test_comparison_files(tmp_path: Path) -> None:
-    runs = [finished("a", 0, [0.25, 0.75]), finished("a", 1, [0.25, None, 0.5])]
-    runs += [finished("b", 0, [0.1, 0.2]), finished("b", 1, [0.3, 0.4])]
+    runs = [make_run("a", 0, [0.25, 0.75]), make_run("a", 1, [0.25, None, 0.5])]
+    runs += [make_run("b", 0, [0.1, 0.2]), make_run("b", 1, [0.3, 0.4])]
     runs = [replace(run, run_dir=tmp_path / run.run_dir.name) for run in runs]
     facts = {"clients": 4, "note": "<script>alert(1)</script>"}
     command, counts = "fastsam compare x/config.json", {"": np.eye(4, 3, dtype=int)}
     files.write_comparison(runs, tmp_path, "a, b on digits", facts, command, counts, {})
-    drawn = {f"{name}{suffix}" for name in ("curves", "classes") for suffix in (".png", ".svg", ".pdf")}
-    assert {*os.listdir(tmp_path)} == {*files.COMPARISON_FILES.values()} | drawn
+    pictures = {f"{name}{suffix}" for name in ("curves", "classes") for suffix in (".png", ".svg", ".pdf")}
+    assert {*os.listdir(tmp_path)} == {*files.COMPARISON_FILES.values()} | pictures
     text, page = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
     assert (
         "| algorithm | final % |" in text
@@ -241,23 +241,23 @@ def test_comparison_files(tmp_path: Path) -> None:
         assert f"](<{name}.png>)" in text
         assert f'src="data:image/png;base64,{data}"' in page
     assert "http" not in page and page.count("src=") == page.count('src="data:') == 2 and "<link" not in page
-    stored = json.loads((tmp_path / "summary.json").read_text())
-    assert stored["algorithms"]["a"]["accuracy_final"] == {"mean": 0.625, "std": pytest.approx(0.125 * 2**0.5)}
-    assert stored["algorithms"]["a"]["seeds"] == [0, 1] and "rounds_to_target" not in stored["algorithms"]["b"]
-    assert [run["run_dir"] for run in stored["runs"]] == ["a-seed0", "a-seed1", "b-seed0", "b-seed1"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["algorithms"]["a"]["accuracy_final"] == {"mean": 0.625, "std": pytest.approx(0.125 * 2**0.5)}
+    assert summary["algorithms"]["a"]["seeds"] == [0, 1] and "rounds_to_target" not in summary["algorithms"]["b"]
+    assert [run["run_dir"] for run in summary["runs"]] == ["a-seed0", "a-seed1", "b-seed0", "b-seed1"]
 
 
 def test_a_sweep_is_drawn_over_its_key_and_over_rho_by_lr(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(ablations, "ablation", lambda lines, key, path, title: seen.append((key, lines)) or path)
-    monkeypatch.setattr(ablations, "ratio", lambda lines, path, title="": seen.append(("ratio", lines)) or path)
-    runs = [finished("fedavg", 0, [0.5])]
+    calls = []
+    monkeypatch.setattr(ablations, "ablation", lambda lines, key, path, title: calls.append((key, lines)) or path)
+    monkeypatch.setattr(ablations, "ratio", lambda lines, path, title="": calls.append(("ratio", lines)) or path)
+    runs = [make_run("fedavg", 0, [0.5])]
     for rho in (0.01, 0.1):
         options = {"point": {"rho": rho}, "hyperparameters": {"rho": rho}}
-        runs += [finished(f"fedsam rho={rho:g}", i, [0.5 + rho], **options) for i in (0, 1)]
+        runs += [make_run(f"fedsam rho={rho:g}", i, [0.5 + rho], **options) for i in (0, 1)]
     figures = files.draw_ablations(runs, tmp_path)
     assert [figure.path.name for figure in figures] == ["ablation-rho.png", "ablation-rho-lr.png"]
-    (key, panels), (_, ratios) = seen
+    (key, panels), (_, ratios) = calls
     lines = panels[""]
     assert key == "rho" and lines["fedavg"] == [Point(None, [0.5])]
     assert lines["fedsam"] == [Point(0.01, [0.51, 0.51]), Point(0.1, [0.6, 0.6])]

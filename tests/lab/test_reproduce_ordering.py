@@ -13,7 +13,7 @@ from fastsam.lab.reproduce.table import PaperTable, Part, load
 
 
 def outcomes_of(table: PaperTable, numbers: dict[str, list[float]], key: str) -> dict[Part, Outcome]:
-    """Every part ended with these numbers, one for each seed."""
+    """Return outcomes in which every part has these `numbers`, one for each seed."""
     runs = [
         FinishedRun(name, seed, {key: number}, [], Path(), name)
         for name, each in numbers.items()
@@ -36,15 +36,15 @@ SECONDS = {  # the paper: 20.34, 25.71, 28.73, 29.88, 29.67, 20.99, 25.81, 25.70
 
 def test_claims_are_the_papers_own_methods_ahead_of_others() -> None:
     table = load("fedlesam-table8", "digits")
-    found = {(c.winner, c.loser): c for c in ordering.claims(table, outcomes_of(table, SECONDS, "seconds_per_round"))}
-    assert not any(other == "fedavg" for _, other in found), "nothing is quicker than FedAvg in the paper"
-    assert ("fedlesam-s", "fedsam") not in found and ("fedlesam-d", "fedsam") in found
-    claim = found["fedlesam-d", "fedsam"]
+    claims = {(c.winner, c.loser): c for c in ordering.claims(table, outcomes_of(table, SECONDS, "seconds_per_round"))}
+    assert not any(other == "fedavg" for _, other in claims), "nothing is quicker than FedAvg in the paper"
+    assert ("fedlesam-s", "fedsam") not in claims and ("fedlesam-d", "fedsam") in claims
+    claim = claims["fedlesam-d", "fedsam"]
     assert claim.paper_margin == pytest.approx((25.71 - 25.70) / 20.34)
     assert claim.measured_margins == pytest.approx((0.5, 0.9)) and claim.is_reproduced
-    last = found["fedlesam", "fedgamma"]
+    last = claims["fedlesam", "fedgamma"]
     assert last.measured_margins == pytest.approx((-0.1, -0.3)) and not last.is_reproduced
-    assert found["fedlesam-s", "mofedsam"].measured_margins == pytest.approx((0.9, -0.1))
+    assert claims["fedlesam-s", "mofedsam"].measured_margins == pytest.approx((0.9, -0.1))
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_the_size_of_the_test_set_decides_what_a_tie_is() -> None:
     outcomes = {
         part: replace(outcome, samples=360) for part, outcome in outcomes_of(table, numbers, "accuracy_final").items()
     }
-    found = [c for c in ordering.claims(table, outcomes) if c.winner == "fedlesam"]
-    assert found and all(c.is_tie for c in found) and len(table.seeds) == 3
+    claims = [c for c in ordering.claims(table, outcomes) if c.winner == "fedlesam"]
+    assert claims and all(c.is_tie for c in claims) and len(table.seeds) == 3
     assert ordering.text_tables(table, outcomes)[0].title.startswith("Undecided, by one test sample or less: ")
 
 
@@ -79,10 +79,10 @@ def test_what_did_not_hold_is_said_first() -> None:
 def test_cells_not_to_be_trusted_claim_nothing() -> None:
     table = load("fedsam-table1", "digits")
     outcomes = outcomes_of(table, {name: [0.5] for name in table.algorithms}, "client_accuracy_mean")
-    found = {(c.section, c.metric, c.winner, c.loser) for c in ordering.claims(table, outcomes)}
-    assert ("CIFAR-10", "train", "fedsam", "fedavg") in found and (
+    claims = {(c.section, c.metric, c.winner, c.loser) for c in ordering.claims(table, outcomes)}
+    assert ("CIFAR-10", "train", "fedsam", "fedavg") in claims and (
         "CIFAR-10", "validation", "fedsam", "fedavg",
-    ) not in found  # fmt: skip
+    ) not in claims  # fmt: skip
 
 
 def test_equal_numbers_hold_nothing_and_a_run_without_a_number_is_left_out() -> None:

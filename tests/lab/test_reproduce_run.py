@@ -23,48 +23,48 @@ QUICK = ["--scale", "--rounds", "2", "--seeds", "0"]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A scaled table with two rounds."""
+def table_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run a scaled table with two rounds and return its folder."""
     directory = tmp_path_factory.mktemp("reproduce") / "t5"
     assert cli.main(["reproduce", "fedlesam-table5", *QUICK, "--run-dir", str(directory)]) == 0
     return directory
 
 
-def test_the_report_has_the_papers_cells_beside_ours(finished: Path) -> None:
-    text = (finished / "report.md").read_text()
+def test_the_report_has_the_papers_cells_beside_ours(table_dir: Path) -> None:
+    text = (table_dir / "report.md").read_text()
     assert text.startswith("# fedlesam-table5: ") and "(scaled to digits: not the paper's setting)" in text
     row = next(line for line in text.splitlines() if line.startswith("| FedLESAM-D |") and "0.31x" in line)
     assert [c.strip() for c in row.split("|")[2:8:2]] == ["0.31x", "0.60x", "0.30x †1"]
     assert "†1: 0.30x the time for 0.31x the rounds contradicts" in text
     assert "| data | cifar10 | digits | everywhere |" in text and "| rounds | 800 | 2 | everywhere |" in text
     assert "fastsam reproduce fedlesam-table5 --scale digits --seeds 0 --rounds 2" in text
-    page = (finished / "report.html").read_text()
+    page = (table_dir / "report.html").read_text()
     assert "data:image/png;base64," in page and not re.search(r'(src|href)="(?!data:)', page)
-    assert not list(finished.glob("classes.png")), "a figure that the table does not name"
+    assert not list(table_dir.glob("classes.png")), "a figure that the table does not name"
 
 
-def test_the_summary_has_every_cell(finished: Path) -> None:
-    summary = json.loads((finished / "summary.json").read_text())
+def test_the_summary_has_every_cell(table_dir: Path) -> None:
+    summary = json.loads((table_dir / "summary.json").read_text())
     table = load("fedlesam-table5", "digits")
     assert len(summary["cells"]) == 2 * 3 * 7 and (summary["scale"], summary["seeds"]) == ("digits", [0])
     section, column = table.sections[0].title, "74 %"
-    wanted = {"section": section, "column": column, "algorithm": "fedlesam-d", "metric": "relative_compute"}
-    found = [c for c in summary["cells"] if {k: c[k] for k in wanted} == wanted]
-    assert len(found) == 1 and found[0]["paper"] == "0.30x" and len(found[0]["not_to_be_trusted"]) == 1
+    fields = {"section": section, "column": column, "algorithm": "fedlesam-d", "metric": "relative_compute"}
+    cells = [c for c in summary["cells"] if {k: c[k] for k in fields} == fields]
+    assert len(cells) == 1 and cells[0]["paper"] == "0.30x" and len(cells[0]["not_to_be_trusted"]) == 1
     assert {claim["ahead"] for claim in summary["ordering"]["claims"]} == {"fedlesam-s", "fedlesam-d"}
 
 
-def test_resuming_reuses_the_runs_and_extends_them(finished: Path, tmp_path: Path) -> None:
+def test_resuming_reuses_the_runs_and_extends_them(table_dir: Path, tmp_path: Path) -> None:
     copy = tmp_path / "t5"
-    shutil.copytree(finished, copy)
+    shutil.copytree(table_dir, copy)
     part = next(path for path in copy.iterdir() if path.is_dir())
-    before = (part / "fedsam-seed0" / "metrics.jsonl").read_text()
+    old_text = (part / "fedsam-seed0" / "metrics.jsonl").read_text()
     shutil.rmtree(part / "fedavg-seed0")
     command = ["reproduce", "fedlesam-table5", "--scale", "--seeds", "0", "--run-dir", str(copy)]
     assert cli.main([*command, "--rounds", "3"]) == 1, "the directory exists"
     assert cli.main([*command, "--rounds", "3", "--resume"]) == 0
     lines = (part / "fedsam-seed0" / "metrics.jsonl").read_text().splitlines()
-    assert lines[:2] == before.splitlines() and len(lines) == 3
+    assert lines[:2] == old_text.splitlines() and len(lines) == 3
     assert len((part / "fedavg-seed0" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -76,10 +76,10 @@ def test_resuming_reuses_the_runs_and_extends_them(finished: Path, tmp_path: Pat
             "cannot be resumed with another lr"),
     ],
 )  # fmt: skip
-def test_a_directory_of_something_else(finished: Path, words: list[str], message: str, capsys: Any) -> None:
-    before = (finished / "config.json").read_bytes()
-    assert cli.main(["reproduce", *words, "--run-dir", str(finished), "--resume"]) == 1
-    assert message in capsys.readouterr().err and (finished / "config.json").read_bytes() == before
+def test_a_directory_of_something_else(table_dir: Path, words: list[str], message: str, capsys: Any) -> None:
+    old_config = (table_dir / "config.json").read_bytes()
+    assert cli.main(["reproduce", *words, "--run-dir", str(table_dir), "--resume"]) == 1
+    assert message in capsys.readouterr().err and (table_dir / "config.json").read_bytes() == old_config
 
 
 @pytest.mark.parametrize(
@@ -91,21 +91,21 @@ def test_a_directory_of_something_else(finished: Path, words: list[str], message
     ],
 )
 def test_a_missing_archive_is_told_first(name: str, words: list[str], tmp_path: Path, capsys: Any) -> None:
-    """The paper's scale without its data: the folder to fill is named, and nothing is left behind."""
+    """Without data for the paper's scale, the message names the folder to fill, and no file is left."""
     torchvision()
-    where = tmp_path / "archives"
+    data_dir = tmp_path / "archives"
     run_dir = tmp_path / "out"
-    assert cli.main(["reproduce", name, "--data-dir", str(where), "--run-dir", str(run_dir)]) == 1
+    assert cli.main(["reproduce", name, "--data-dir", str(data_dir), "--run-dir", str(run_dir)]) == 1
     error = capsys.readouterr().err.lower()
-    assert all(word.format(where=where).lower() in error for word in words) and not run_dir.exists()
+    assert all(word.format(where=data_dir).lower() in error for word in words) and not run_dir.exists()
 
 
 def test_what_the_command_says_of_wrong_words(capsys: Any) -> None:
     assert cli.main(["reproduce"]) == 1 and "which table? Choose from fedsam-table1" in capsys.readouterr().err
     for extra in (["extra"], ["--rounds", "3"], ["fedsam-fig2", "--rho", "1"], ["--scale"], ["--seeds", "1"]):
         assert cli.main(["reproduce", "--list", *extra]) == 1
-        printed = capsys.readouterr()
-        assert "--list shows all tables and figures and takes nothing else" in printed.err and not printed.out
+        output = capsys.readouterr()
+        assert "--list shows all tables and figures and takes nothing else" in output.err and not output.out
     assert cli.main(["reproduce", "fedsam-table9"]) == 1 and "no table 'fedsam-table9'" in capsys.readouterr().err
     assert cli.main(["reproduce", "fedsam-fig2", "--seeds", "one"]) == 1
     assert "--seeds takes integers" in capsys.readouterr().err
@@ -115,12 +115,12 @@ def test_what_the_command_says_of_wrong_words(capsys: Any) -> None:
 def test_a_run_that_fails_leaves_its_cells_empty(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     start = experiment.start
 
-    def failing(built: Any, *more: Any) -> Any:
-        if built.config.algorithm == "fedsam":
+    def failing_start(trial: Any, *more: Any) -> Any:
+        if trial.config.algorithm == "fedsam":
             raise RuntimeError("all clients of round 1 were excluded")
-        return start(built, *more)
+        return start(trial, *more)
 
-    monkeypatch.setattr(experiment, "start", failing)
+    monkeypatch.setattr(experiment, "start", failing_start)
     directory = tmp_path / "t"
     assert cli.main(["reproduce", "fedlesam-table7", "--scale", "--run-dir", str(directory)]) == 1
     text = (directory / "report.md").read_text()
@@ -132,25 +132,25 @@ def test_a_run_that_fails_leaves_its_cells_empty(tmp_path: Path, monkeypatch: An
 
 @pytest.mark.slow
 def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted_start(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(experiment, "start", interrupted)
+    monkeypatch.setattr(experiment, "start", interrupted_start)
     directory = tmp_path / "t"
     words = ["reproduce", "fedlesam-table7", "--scale", "--rounds", "1", "--run-dir", str(directory)]
     assert cli.main(words) == 130
-    printed = f"fastsam reproduce fedlesam-table7 --scale digits --seeds 0 --rounds 1 --run-dir {directory} --resume"
-    assert printed in capsys.readouterr().err
+    command = f"fastsam reproduce fedlesam-table7 --scale digits --seeds 0 --rounds 1 --run-dir {directory} --resume"
+    assert command in capsys.readouterr().err
     monkeypatch.undo()
-    assert cli.main([*printed.split()[1:]]) == 0 and (directory / "report.html").exists()
+    assert cli.main([*command.split()[1:]]) == 0 and (directory / "report.html").exists()
 
 
 @pytest.mark.slow
 def test_a_figure_draws_what_it_names(tmp_path: Path) -> None:
     directory = tmp_path / "classes"
     assert cli.main(["reproduce", "fedlesam-fig5", "--scale", "--run-dir", str(directory)]) == 0
-    drawn = sorted(path.name for path in directory.glob("*.png"))
-    assert len(drawn) == 8 and all(name.endswith("-classes.png") for name in drawn)
+    pictures = sorted(path.name for path in directory.glob("*.png"))
+    assert len(pictures) == 8 and all(name.endswith("-classes.png") for name in pictures)
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_two_names_for_one_axis(tmp_path: Path) -> None:
 
 
 def _run(algorithm: str, seed: int, accuracies: list[float], **summary: Any) -> FinishedRun:
-    """A run whose rounds cost 2 s and 3 MB each."""
+    """Return a run whose rounds cost 2 s and 3 MB each."""
     history = [
         {"round": i, "test_accuracy": a, "seconds_training": 2.0, "megabytes_down": 1.0, "megabytes_up": 2.0}
         for i, a in enumerate(accuracies, 1)
@@ -178,31 +178,31 @@ def _run(algorithm: str, seed: int, accuracies: list[float], **summary: Any) -> 
 
 def test_cells() -> None:
     base = [[_run("fedavg", 0, [0.1, 0.5, 0.9]), _run("fedavg", 1, [0.1, 0.5, 0.7])]]
-    own = [[_run("fedsam", 0, [0.5, 0.6, 0.8]), _run("fedsam", 1, [0.1, 0.2, 0.3])]]
+    own_runs = [[_run("fedsam", 0, [0.5, 0.6, 0.8]), _run("fedsam", 1, [0.1, 0.2, 0.3])]]
     assert cell(METRICS["accuracy"], base, base, None) == (pytest.approx(80.0), "80.00 ± 14.14")
     assert cell(METRICS["rounds"], base, base, 0.5) == (2.0, "2")
     assert cell(METRICS["rounds"], base, base, 0.8) == (None, "3 / –")
     assert cell(METRICS["rounds"], base, base, 0.95) == (None, "–")
-    assert cell(METRICS["relative_rounds"], [own[0][:1]], [base[0][:1]], 0.5) == (1.0, "1.0 (0.50x)")
+    assert cell(METRICS["relative_rounds"], [own_runs[0][:1]], [base[0][:1]], 0.5) == (1.0, "1.0 (0.50x)")
     assert cell(METRICS["relative_traffic"], base, base, 0.5) == (6.0, "6.00 (1.00x)")
     assert cell(METRICS["relative_compute"], base, base, 0.5) == (4.0, "4.00 (1.00x)")
 
 
 def test_a_multiple_is_one_of_means_over_the_same_seeds() -> None:
-    own = [[_run("fedsam", seed, [0.9], backprops=60.0) for seed in (0, 1)]]
+    own_runs = [[_run("fedsam", seed, [0.9], backprops=60.0) for seed in (0, 1)]]
     base = [[_run("fedavg", 0, [0.1, 0.9], backprops=10.0), _run("fedavg", 1, [0.1, 0.1, 0.1, 0.9], backprops=30.0)]]
-    assert cell(METRICS["backprops"], own, base, None) == (60.0, "3x")
-    assert cell(METRICS["relative_rounds"], own, base, 0.5) == (1.0, "1.0 (0.33x)")
+    assert cell(METRICS["backprops"], own_runs, base, None) == (60.0, "3x")
+    assert cell(METRICS["relative_rounds"], own_runs, base, 0.5) == (1.0, "1.0 (0.33x)")
     # Only one seed of FedAvg reached the accuracy, so there is no comparison.
-    late = [[base[0][0], _run("fedavg", 1, [0.1])]]
-    assert cell(METRICS["relative_rounds"], own, late, 0.5) == (1.0, "1.0")
+    late_base = [[base[0][0], _run("fedavg", 1, [0.1])]]
+    assert cell(METRICS["relative_rounds"], own_runs, late_base, 0.5) == (1.0, "1.0")
 
 
 def test_a_column_averages_its_parts_seed_by_seed() -> None:
     parts = [[_run("fedavg", 0, [0.2]), _run("fedavg", 1, [0.4])], [_run("fedavg", 0, [0.6]), _run("fedavg", 1, [0.8])]]
     assert cell(METRICS["accuracy"], parts, parts, None) == (pytest.approx(50.0), "50.00 ± 14.14")
-    failed = [parts[0], parts[1][1:]]  # seed 0 of the second part is missing: its mean would be of another setting
-    assert cell(METRICS["accuracy"], failed, failed, None) == (None, "– / 60.00")
+    short_parts = [parts[0], parts[1][1:]]  # seed 0 of the second part is missing: its mean would be of another setting
+    assert cell(METRICS["accuracy"], short_parts, short_parts, None) == (None, "– / 60.00")
 
 
 def test_clients_training_accuracy_is_a_mean_and_a_spread() -> None:
@@ -215,8 +215,8 @@ def test_clients_training_accuracy_is_a_mean_and_a_spread() -> None:
     model = torch.nn.Linear(3, 3, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.eye(3))
-    found = runner._client_accuracies(model, data, None)
-    np.testing.assert_array_equal(found, [1.0, 0.5])
+    accuracies = runner._client_accuracies(model, data, None)
+    np.testing.assert_array_equal(accuracies, [1.0, 0.5])
 
 
 def test_stored_memory_is_counted_from_the_declarations() -> None:

@@ -52,8 +52,8 @@ def test_every_table_and_figure_is_there() -> None:
 def test_a_table_resolves(name: str, scale: str | None) -> None:
     table = load(name, scale)
     plans = runner.plans(table, (), table.seeds)
-    used = {config.data for plan in plans.values() for config in plan.configs}
-    assert used <= (IMAGES if scale is None else {"digits", "digits-domains"})
+    data_names = {config.data for plan in plans.values() for config in plan.configs}
+    assert data_names <= (IMAGES if scale is None else {"digits", "digits-domains"})
     assert len({part.slug for part in table.parts}) == len(table.parts), "two parts would share a directory"
     assert {config.algorithm for plan in plans.values() for config in plan.configs} <= set(registry)
     assert set(table.metrics) <= set(METRICS) and set(table.figures) <= FIGURES and (table.metrics or table.figures)
@@ -61,8 +61,8 @@ def test_a_table_resolves(name: str, scale: str | None) -> None:
         assert set(section.published) <= set(table.algorithms)
         for cells in section.published.values():
             assert len(cells) == len(section.columns) * len(table.metrics)
-    changed = runner.changes(table, plans)
-    assert [row for row in changed if row[0] == "data"] if scale else changed == []
+    changes = runner.changes(table, plans)
+    assert [row for row in changes if row[0] == "data"] if scale else changes == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -101,15 +101,15 @@ def test_doubts_name_cells_that_exist(name: str) -> None:
     parts = [(s, c) for s in table.sections for c in s.columns]
     cells = [(s.title, c.name, a, m) for s, c in parts for a in s.published for m in table.metrics]
     for entry in table.distrust:
-        covered = [cell for cell in cells if entry.covers(*cell)]
+        hits = [cell for cell in cells if entry.covers(*cell)]
         titles = {entry.section} if entry.section else {s.title for s in table.sections}
-        assert covered and {cell[0] for cell in covered} == titles
-        assert {c[1] for c in covered} >= set(entry.columns) and {c[2] for c in covered} >= set(entry.algorithms)
-        assert {c[3] for c in covered} >= set(entry.metrics)
+        assert hits and {cell[0] for cell in hits} == titles
+        assert {c[1] for c in hits} >= set(entry.columns) and {c[2] for c in hits} >= set(entry.algorithms)
+        assert {c[3] for c in hits} >= set(entry.metrics)
 
 
 @pytest.mark.parametrize(
-    ("name", "cell", "doubted"),
+    ("name", "cell", "is_doubted"),
     [
         ("fedlesam-table2", ("CIFAR-10, 100 clients, 10 % active", "Dirichlet 0.1", "fedcm", "accuracy"), True),
         ("fedlesam-table2", ("CIFAR-10, 100 clients, 10 % active", "Dirichlet 0.6", "fedcm", "accuracy"), False),
@@ -137,8 +137,8 @@ def test_doubts_name_cells_that_exist(name: str) -> None:
         ("fedlesam-table4", ("Averages", "CIFAR-10", "fedlesam-d", "accuracy"), False),
     ],
 )  # fmt: skip
-def test_cells_not_to_be_trusted(name: str, cell: tuple[str, str, str, str], doubted: bool) -> None:
-    assert any(entry.covers(*cell) for entry in load(name).distrust) is doubted
+def test_cells_not_to_be_trusted(name: str, cell: tuple[str, str, str, str], is_doubted: bool) -> None:
+    assert any(entry.covers(*cell) for entry in load(name).distrust) is is_doubted
 
 
 def test_settings_of_fedlesam_on_cifar() -> None:
@@ -206,8 +206,8 @@ def test_changes_name_sections_where_they_are_whole() -> None:
 
 def test_a_flag_for_an_algorithm_that_a_part_does_not_run() -> None:
     table = load("fedsam-fig3", "digits")
-    made = runner.plans(table, ["--fedcm.alpha", "0.3"], [0])
-    assert {c.options["alpha"] for p in made.values() for c in p.configs if c.algorithm == "fedcm"} > {0.3}
+    plans = runner.plans(table, ["--fedcm.alpha", "0.3"], [0])
+    assert {c.options["alpha"] for p in plans.values() for c in p.configs if c.algorithm == "fedcm"} > {0.3}
     with pytest.raises(ConfigError, match="unknown key 'roundz'.*rounds"):
         runner.plans(table, ["--roundz", "1"], [0])
 

@@ -109,10 +109,10 @@ def test_the_text_of_an_axis_is_read_again(name: str, values: list[str]) -> None
 def test_bad_sweeps(tmp_path: Path, sweep: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
     read(tmp_path)
     flags = [part for text in sweep for part in ("--sweep", text)]
-    where = tmp_path / "cmp"
+    run_dir = tmp_path / "cmp"
     assert cli.main(["compare", str(tmp_path / "small.toml"), "--algorithms", "fedavg,fedsam", *flags, "--run-dir",
-        str(where)]) == 1  # fmt: skip
-    assert message in capsys.readouterr().err and not where.exists()
+        str(run_dir)]) == 1  # fmt: skip
+    assert message in capsys.readouterr().err and not run_dir.exists()
 
 
 def test_a_data_key_that_is_not_swept_must_still_agree(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_the_command_line_draws_it_all(
     }
     assert {name: size for name, size in sizes.items() if f"clients={size}" in name} == sizes and len(sizes) == 6
     assert "fedsam rho=0.01 clients=5" in capsys.readouterr().out
-    again = ["compare", "cmp/config.json", "--run-dir", "cmp", "--resume"]
-    assert cli.main(again) == 0 and "all 2 rounds were done before" in capsys.readouterr().out
+    resume_command = ["compare", "cmp/config.json", "--run-dir", "cmp", "--resume"]
+    assert cli.main(resume_command) == 0 and "all 2 rounds were done before" in capsys.readouterr().out
 
 
 def test_surface_needs_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

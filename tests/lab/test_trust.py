@@ -28,7 +28,7 @@ CONFIG = "data = 'own.py:make'\nmodel = 'mlp'\nrounds = 1\nparticipation = 1.0\n
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Enter a new folder with a module and a config."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
@@ -46,18 +46,18 @@ NEVER = [
 
 @pytest.mark.parametrize("path", NEVER)
 @pytest.mark.parametrize("key", ["data", "model", "loss", "sampler", "augment", "algorithm"])
-def test_the_standard_library_is_never_imported(key: str, path: str, here: Path, capsys: pytest.CaptureFixture) -> None:
-    (here / "bad.toml").write_text(f"{'' if key == 'data' else CONFIG.replace(key, '# ' + key)}\n{key} = {path!r}\n")
+def test_the_standard_library_is_never_imported(key: str, path: str, cwd: Path, capsys: pytest.CaptureFixture) -> None:
+    (cwd / "bad.toml").write_text(f"{'' if key == 'data' else CONFIG.replace(key, '# ' + key)}\n{key} = {path!r}\n")
     assert cli.main(["run", "bad.toml", "--trust", "own"]) == 1
     error = capsys.readouterr().err
     assert f"error: {key}: " in error and "the standard library, and a config may not use it" in error
-    assert not (here / "runs").exists()
+    assert not (cwd / "runs").exists()
 
 
-def test_a_command_in_the_options_of_a_data_function_does_not_run(here: Path) -> None:
-    (here / "bad.toml").write_text("data = 'os:system'\n[data_options]\ncommand = 'touch ran'\n")
+def test_a_command_in_the_options_of_a_data_function_does_not_run(cwd: Path) -> None:
+    (cwd / "bad.toml").write_text("data = 'os:system'\n[data_options]\ncommand = 'touch ran'\n")
     assert cli.main(["run", "bad.toml"]) == 1
-    assert not (here / "ran").exists()
+    assert not (cwd / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["os", "builtins", "subprocess"])
@@ -75,25 +75,25 @@ def test_an_installed_package_must_be_named(capsys: pytest.CaptureFixture) -> No
     assert cli.main([*command, "c", "--trust", "torch"]) == 0
 
 
-def test_a_config_cannot_trust(here: Path, capsys: pytest.CaptureFixture) -> None:
-    (here / "bad.toml").write_text("trust = ['torch']\n" + CONFIG)
+def test_a_config_cannot_trust(cwd: Path, capsys: pytest.CaptureFixture) -> None:
+    (cwd / "bad.toml").write_text("trust = ['torch']\n" + CONFIG)
     assert cli.main(["run", "bad.toml"]) == 1
     assert "unknown key 'trust'" in capsys.readouterr().err
 
 
-def test_what_is_found_out_is_found_out_before_the_import(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_out_is_found_out_before_the_import(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is in an installation's folder and would create a file if it were imported."""
-    package = here / "lib" / "site-packages" / "leaves"
+    package = cwd / "lib" / "site-packages" / "leaves"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("open('left', 'w')\ndef make(): pass\n")
     monkeypatch.syspath_prepend(str(package.parent))
     for path in ("leaves:make", "leaves.inner:make", "lib/site-packages/leaves/__init__.py:make"):
         with pytest.raises(ValueError, match="data: .*leaves.* add --trust "):
             import_object(path, "data")
-    assert not (here / "left").exists() and "leaves" not in sys.modules
+    assert not (cwd / "left").exists() and "leaves" not in sys.modules
     with trust_names("leaves"):
         assert import_object("leaves:make", "data").__name__ == "make"
-    assert (here / "left").exists()
+    assert (cwd / "left").exists()
     del sys.modules["leaves"]
 
 
@@ -132,8 +132,8 @@ def around(*a): pass
 @pytest.mark.parametrize(
     "name", ["load", "started", "cached", "without_graph", "read", "opened", "inherited", "tensor"]
 )
-def test_a_name_that_was_imported_into_ones_own_file_is_its_packages(name: str, here: Path) -> None:
-    (here / "imported.py").write_text(IMPORTED)
+def test_a_name_that_was_imported_into_ones_own_file_is_its_packages(name: str, cwd: Path) -> None:
+    (cwd / "imported.py").write_text(IMPORTED)
     for path in (f"imported.py:{name}", f"imported:{name}"):
         with pytest.raises(ValueError, match=f"data: {path} is .*, which is not defined in your own file"):
             import_object(path, "data")
@@ -143,45 +143,45 @@ def test_a_name_that_was_imported_into_ones_own_file_is_its_packages(name: str, 
 
 
 @pytest.mark.parametrize("name", ["Own", "made", "ready", "method", "here", "decorated", "kept", "managed", "around"])
-def test_what_is_defined_in_ones_own_file_is_ones_own(name: str, here: Path) -> None:
-    (here / "imported.py").write_text(IMPORTED)
+def test_what_is_defined_in_ones_own_file_is_ones_own(name: str, cwd: Path) -> None:
+    (cwd / "imported.py").write_text(IMPORTED)
     assert import_object(f"imported.py:{name}", "data") is not None
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system knows no owners of files")
-def test_a_file_of_somebody_else_must_be_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = here / "project"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    path = f"{here / 'own.py'}:make"
+def test_a_file_of_somebody_else_must_be_named(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = cwd / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    path = f"{cwd / 'own.py'}:make"
     assert import_object(path, "data")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(
         ValueError, match="own.py is not your own file; look at it, and if you trust it add --trust /.*own.py"
     ):
         import_object(path, "data")
-    for named in (here / "own.py", here):
-        with trust_names(str(named)):
+    for trusted_path in (cwd / "own.py", cwd):
+        with trust_names(str(trusted_path)):
             assert import_object(path, "data")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system knows no owners of files")
 def test_a_run_of_somebody_else_is_resumed_when_its_imports_were_looked_at(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     assert cli.main(["run", "own.toml", "--run-dir", "theirs"]) == 0
     command = ["run", "theirs/config.json", "--run-dir", "theirs", "--resume", "--rounds", "2"]
-    assert json.loads((here / "theirs" / "config.json").read_text())["data"] == "own.py:make"
+    assert json.loads((cwd / "theirs" / "config.json").read_text())["data"] == "own.py:make"
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     capsys.readouterr()
-    (here / "own.py").write_text(OWN + "open('ran', 'w')\n")
-    sys.modules.pop(f"fastsam_user_{here / 'own.py'}", None)
+    (cwd / "own.py").write_text(OWN + "open('ran', 'w')\n")
+    sys.modules.pop(f"fastsam_user_{cwd / 'own.py'}", None)
     assert cli.main(command) == 1
     error = capsys.readouterr().err
     assert "was made by another user" in error and "data imports own.py:make" in error and "add --trust own.py" in error
-    assert not (here / "ran").exists()
+    assert not (cwd / "ran").exists()
     assert cli.main([*command, "--trust", "own.py"]) == 0
-    assert (here / "ran").exists() and "data imports own.py:make" in capsys.readouterr().err
+    assert (cwd / "ran").exists() and "data imports own.py:make" in capsys.readouterr().err
 
 
 def test_a_resumed_run_shows_what_it_imports(capsys: pytest.CaptureFixture) -> None:

@@ -21,6 +21,6 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.fixture
-def worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors, which are quick to test with, are exchanged too."""
+def small_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the optimizer exchange small tensors too, which are quick to test with."""
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)

@@ -33,22 +33,22 @@ class Loop:
 
 
 @contextmanager
-def told(times: int) -> Iterator[None]:
-    with warnings.catch_warnings(record=True) as caught:
+def expect_warnings(times: int) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         yield
-    assert [w.category for w in caught] == [UserWarning] * times
-    for w in caught:
+    assert [w.category for w in records] == [UserWarning] * times
+    for w in records:
         assert "inside the closure" in str(w.message) and w.filename == __file__
 
 
-@pytest.mark.parametrize("before", [0, 1, 3], ids=lambda n: f"after {n} steps")
-def test_accumulated_gradients_are_told_once(before: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 3], ids=lambda n: f"after {n} steps")
+def test_accumulated_gradients_are_told_once(steps: int) -> None:
     loop = Loop()
-    with told(0):
-        for _ in range(before):
+    with expect_warnings(0):
+        for _ in range(steps):
             loop.step()
-    with told(1):
+    with expect_warnings(1):
         for _ in range(3):
             loop.opt.zero_grad()
             loop.closure()  # a micro-batch whose gradient no step will see
@@ -58,7 +58,7 @@ def test_accumulated_gradients_are_told_once(before: int) -> None:
 def test_accumulation_into_the_gradients_of_the_last_step_is_told() -> None:
     loop = Loop()
     loop.step()
-    with told(1):
+    with expect_warnings(1):
         loop.params[1].grad.add_(1)  # only the last parameter: a new version of the same tensors
         loop.step()
 
@@ -76,20 +76,20 @@ def test_new_gradients_in_the_place_of_old_ones_are_told() -> None:
     opt.step(closure)
     opt.zero_grad()
     p.square().sum().backward()
-    with told(1):
+    with expect_warnings(1):
         opt.step(closure)
 
 
-def _uncleared(loop: Loop) -> None:
+def _keep_grads(loop: Loop) -> None:
     loop.step()
 
 
-def _cleared(loop: Loop) -> None:
+def _clear_grads(loop: Loop) -> None:
     loop.opt.zero_grad()
     loop.step()
 
 
-def _zeroed(loop: Loop) -> None:
+def _zero_grads(loop: Loop) -> None:
     loop.opt.zero_grad(set_to_none=False)
     loop.step()
 
@@ -102,25 +102,25 @@ def _in_two_halves(loop: Loop) -> None:
     loop.opt.second_step()
 
 
-def _failing(loop: Loop) -> None:
-    def failing() -> Tensor:
+def _raise_error(loop: Loop) -> None:
+    def failing_closure() -> Tensor:
         loop.closure()
         raise KeyError
 
     with pytest.raises(KeyError):
-        loop.opt.step(failing)
+        loop.opt.step(failing_closure)
     loop.step()
 
 
-def _copied(loop: Loop) -> None:
+def _copy_loop(loop: Loop) -> None:
     loop.params, loop.opt = copy.deepcopy((loop.params, loop.opt))
     loop.step()
 
 
-@pytest.mark.parametrize("one", [_uncleared, _cleared, _zeroed, _in_two_halves, _failing, _copied])
+@pytest.mark.parametrize("one", [_keep_grads, _clear_grads, _zero_grads, _in_two_halves, _raise_error, _copy_loop])
 def test_nothing_is_told_where_nothing_is_lost(one: Callable[[Loop], None]) -> None:
     loop = Loop()
-    with told(0):
+    with expect_warnings(0):
         for _ in range(6):
             one(loop)
 
@@ -128,6 +128,6 @@ def test_nothing_is_told_where_nothing_is_lost(one: Callable[[Loop], None]) -> N
 def test_watching_keeps_no_gradient() -> None:
     loop = Loop()
     loop.step()
-    gone = [weakref.ref(p.grad) for p in loop.params]
+    references = [weakref.ref(p.grad) for p in loop.params]
     loop.opt.zero_grad()
-    assert [g() for g in gone] == [None, None]
+    assert [g() for g in references] == [None, None]

@@ -1,4 +1,4 @@
-"""With a GradScaler: unscaled once, skipped where it must be, and never left perturbed."""
+"""Steps with a GradScaler: unscaled once, skipped where it must be, and never left perturbed."""
 
 import math
 import weakref
@@ -30,7 +30,7 @@ def scaled_backward(params: list[nn.Parameter], scaler: Any, step: int) -> None:
     scaler.scale(landscape(params, step)).backward()
 
 
-def made(
+def make_training(
     backend: Backend, base: Any = SGD, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[list[nn.Parameter], FusedSAM, Any]:
     params = make_parameters([(5, 3), (8,)], dtype, backend.device)
@@ -40,14 +40,14 @@ def made(
 
 def plain_step(params: list[nn.Parameter], opt: FusedSAM, scaler: Any, bad: bool = False) -> None:
     """Take a step. Non-finite first gradients perturb nothing, so it equals SGD with the second gradients."""
-    before = copies(params)
+    old_weights = copies(params)
     scaled_backward(params, scaler, 0)
     if bad:
         params[0].grad[1] = math.inf
     opt.first_step()
-    assert same_bits(before, params) is bad
+    assert same_bits(old_weights, params) is bad
     scaled_backward(params, scaler, 0)
-    expected = [b - 0.1 * p.grad / 1024 for b, p in zip(before, params)]
+    expected = [b - 0.1 * p.grad / 1024 for b, p in zip(old_weights, params)]
     scaler.step(opt)
     scaler.update()
     for p, e in zip(params, expected):
@@ -55,14 +55,14 @@ def plain_step(params: list[nn.Parameter], opt: FusedSAM, scaler: Any, bad: bool
 
 
 def test_a_bad_first_pass_alone_is_a_plain_step(backend: Backend) -> None:
-    plain_step(*made(backend), bad=True)
+    plain_step(*make_training(backend), bad=True)
 
 
-@pytest.mark.parametrize("how", ["positional", "keyword"])
-def test_a_closure_with_a_scaler_is_an_error(how: str, backend: Backend) -> None:
+@pytest.mark.parametrize("call_style", ["positional", "keyword"])
+def test_a_closure_with_a_scaler_is_an_error(call_style: str, backend: Backend) -> None:
     """A trainer that passes its closure on would step with scaled gradients: an error with a remedy."""
-    params, opt, scaler = made(backend)
-    before = copies(params)
+    params, opt, scaler = make_training(backend)
+    old_weights = copies(params)
 
     def closure() -> Tensor:
         loss = landscape(params, 0)
@@ -71,8 +71,8 @@ def test_a_closure_with_a_scaler_is_an_error(how: str, backend: Backend) -> None
 
     closure()
     with pytest.raises(RuntimeError, match="[Cc]losure"):
-        scaler.step(opt, closure) if how == "positional" else scaler.step(opt, closure=closure)
-    assert same_bits(before, params)
+        scaler.step(opt, closure) if call_style == "positional" else scaler.step(opt, closure=closure)
+    assert same_bits(old_weights, params)
     # state of the refused call does not scale the next step
     plain_step(params, opt, torch.amp.GradScaler(backend.device, init_scale=1024.0))
 
@@ -81,7 +81,7 @@ def test_a_disabled_scaler_hands_the_closure_on(backend: Backend) -> None:
     scaler = torch.amp.GradScaler(backend.device, enabled=False)
     ends = []
     for step in (scaler.step, lambda o, c: o.step(c)):
-        params, opt, _ = made(backend)
+        params, opt, _ = make_training(backend)
 
         def closure(params: list[nn.Parameter] = params) -> Tensor:
             loss = landscape(params, 0)
@@ -94,15 +94,15 @@ def test_a_disabled_scaler_hands_the_closure_on(backend: Backend) -> None:
 
 
 def test_an_error_inside_a_scaled_step_leaves_no_scale_behind(backend: Backend) -> None:
-    params, opt, scaler = made(backend)
-    before = copies(params)
+    params, opt, scaler = make_training(backend)
+    old_weights = copies(params)
     scaled_backward(params, scaler, 0)
     opt.first_step()
     scaled_backward(params, scaler, 0)
     opt.param_groups[0]["lr"] = math.nan
     with pytest.raises(ValueError, match="NaN"):
         scaler.step(opt)
-    assert same_bits(before, params)
+    assert same_bits(old_weights, params)
     assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
 
 
@@ -133,7 +133,7 @@ def test_half_precision_parameters(dtype: torch.dtype, backend: Backend) -> None
 @pytest.mark.parametrize("name", BASES)
 def test_unscaling_before_the_first_step_is_an_error(name: str, clip: bool, backend: Backend) -> None:
     """The scaler would not unscale the second gradient: it would be applied with its scale."""
-    params, opt, scaler = made(backend, BASES[name][0], torch.float32, rho=0.3, **BASES[name][1])
+    params, opt, scaler = make_training(backend, BASES[name][0], torch.float32, rho=0.3, **BASES[name][1])
 
     def step(number: int, unscale_first: bool) -> None:
         scaled_backward(params, scaler, number)
@@ -148,28 +148,28 @@ def test_unscaling_before_the_first_step_is_an_error(name: str, clip: bool, back
         scaler.update()
 
     for number in (0, 1):  # before the optimizer has met the scaler, and after
-        before, kept = copies(params), state(opt)
+        old_weights, old_state = copies(params), state(opt)
         with pytest.raises(RuntimeError, match="unscale_.* before first_step"):
             step(number, unscale_first=True)
-        assert same_bits(before, params) and same_bits(kept, state(opt))
+        assert same_bits(old_weights, params) and same_bits(old_state, state(opt))
         scaler.update()
         opt.first_step()  # the refused step is not under way
         opt.restore()
         step(number, unscale_first=False)
-        assert not same_bits(before, params)
+        assert not same_bits(old_weights, params)
 
 
 def test_a_scaler_that_is_gone_is_not_kept(backend: Backend) -> None:
-    params, opt, _ = made(backend)
+    params, opt, _ = make_training(backend)
     for _ in range(2):
         scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
-        gone = weakref.ref(scaler)
+        reference = weakref.ref(scaler)
         scaled_backward(params, scaler, 0)
         opt.first_step()
         scaled_backward(params, scaler, 0)
         scaler.step(opt)
         del scaler
-        assert gone() is None
+        assert reference() is None
 
 
 @pytest.mark.parametrize("variant", [SAM(0.3), MSAM(0.3)], ids=lambda variant: type(variant).__name__)

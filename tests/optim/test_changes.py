@@ -41,10 +41,10 @@ def test_data_that_comes_to_overlap_is_an_error(backend: Backend) -> None:
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     train(model, opt, range(2))
     model.params[1].data = model.params[0].data.flatten()[:8]
-    before = copies(model.params)
+    old_weights = copies(model.params)
     with pytest.raises(ValueError, match="shares memory"):
         opt.first_step()
-    assert same_bits(before, model.params)
+    assert same_bits(old_weights, model.params)
 
 
 # --- load_state_dict(assign=True) ---
@@ -60,34 +60,34 @@ def quick_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("quick_collection")
 @pytest.mark.parametrize("clear_with", ["opt", "model"])
-@pytest.mark.parametrize("when", ["before the first step", "after two steps"])
-def test_assigned_parameters_are_noticed(when: str, clear_with: str, backend: Backend) -> None:
+@pytest.mark.parametrize("moment", ["before the first step", "after two steps"])
+def test_assigned_parameters_are_noticed(moment: str, clear_with: str, backend: Backend) -> None:
     """The module then has other Parameters, and the optimizer's are dead: an error instead of steps that train
     nothing."""
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    if when == "after two steps":
+    if moment == "after two steps":
         train(model, opt, range(2))
     elif clear_with == "model":
         pytest.skip("there are no gradients to clear before the first step")
-    saved = {n: t.clone() for n, t in model.state_dict().items()}
-    model.load_state_dict(saved, assign=True)
+    state_dict = {n: t.clone() for n, t in model.state_dict().items()}
+    model.load_state_dict(state_dict, assign=True)
     gc.collect()
     (opt if clear_with == "opt" else model).zero_grad()
     dead = [p.detach() for p in opt.param_groups[0]["params"]]
-    before = copies(dead)
+    old_weights = copies(dead)
     backward(model.params, 2)
     with pytest.raises(
         RuntimeError, match=r"only this optimizer still refers to its parameters \[0, 1, 2\].*Build a new FusedSAM"
     ):
         opt.first_step()
-    assert same_bits(before, dead)
+    assert same_bits(old_weights, dead)
 
     fresh = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     fresh.load_state_dict(opt.state_dict())
     reference = Model(torch.float32, backend.device)
     reference_opt = FusedSAM(reference.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    if when == "after two steps":
+    if moment == "after two steps":
         train(reference, reference_opt, range(2))
         assert opt.state_dict()["state"]
     train(model, fresh, range(2, 4))
@@ -108,7 +108,7 @@ def test_an_assigned_half_of_the_model_is_noticed(backend: Backend) -> None:
 
 
 def test_parameters_that_are_the_optimizers_own_are_not_dead(backend: Backend) -> None:
-    """As in a short script that keeps its parameters nowhere else."""
+    """A short script may keep its parameters only in the optimizer."""
     params = make_parameters([(3,), (4,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=1.0, momentum=0.5, backend=backend.name)
     for _ in range(3):
@@ -118,10 +118,10 @@ def test_parameters_that_are_the_optimizers_own_are_not_dead(backend: Backend) -
         opt.first_step()
         opt.second_step()
         opt.zero_grad()
-    before = copies(opt.param_groups[0]["params"])
+    old_weights = copies(opt.param_groups[0]["params"])
     opt.first_step()
     opt.second_step()
-    assert same_bits(before, opt.param_groups[0]["params"])
+    assert same_bits(old_weights, opt.param_groups[0]["params"])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -130,16 +130,16 @@ def test_parameters_without_gradients_that_live_are_not_dead(backend: Backend) -
     model = Model(torch.float32, backend.device)
     script = torch.jit.trace(nn.Linear(3, 2).to(backend.device), torch.zeros(1, 3, device=backend.device))
     opt = FusedSAM([*model.parameters(), *script.parameters()], SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    before = copies([*model.params, *script.parameters()])
+    old_weights = copies([*model.params, *script.parameters()])
     for step in range(3):
         backward(model.params, step)
         model.params[1].grad = None
         opt.first_step()
         opt.second_step()
         opt.state.clear()
-    pairs = zip(before, [*model.params, *script.parameters()], strict=True)
-    moved = [not same_bits([old], [new]) for old, new in pairs]
-    assert moved == [True, False] + [True] * (len(model.params) - 2) + [False] * len(list(script.parameters()))
+    pairs = zip(old_weights, [*model.params, *script.parameters()], strict=True)
+    changes = [not same_bits([old], [new]) for old, new in pairs]
+    assert changes == [True, False] + [True] * (len(model.params) - 2) + [False] * len(list(script.parameters()))
 
 
 # --- frozen parameters, several optimizers ---
@@ -197,12 +197,12 @@ def test_a_base_that_stops_being_fused(backend: Backend) -> None:
 def test_parameters_taken_out_while_perturbed_get_their_weights_back(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, backend=backend.name)
-    before = copies(model.params)
+    old_weights = copies(model.params)
     backward(model.params, 0)
     opt.first_step()
     del opt.param_groups[0]["params"][1]
     opt.restore()
-    assert same_bits(before, model.params)
+    assert same_bits(old_weights, model.params)
 
 
 def test_moving_to_another_device() -> None:

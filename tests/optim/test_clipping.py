@@ -27,9 +27,9 @@ def test_it_clips_the_combined_gradient(name: str, base: str, backend: backends.
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
     case = CASES[name]
-    found = fused(case.sam, base, 6, backend.name, max_grad_norm=LIMIT).params
+    weights = fused(case.sam, base, 6, backend.name, max_grad_norm=LIMIT).params
     expected, free = (loop(case.paper(), base, 6, limit) for limit in (LIMIT, math.inf))
-    for p, q, r in zip(found, expected, free, strict=True):
+    for p, q, r in zip(weights, expected, free, strict=True):
         torch.testing.assert_close(p.detach(), q, rtol=1e-9, atol=1e-11)
         assert not torch.allclose(q, r, rtol=1e-3)
 
@@ -37,10 +37,10 @@ def test_it_clips_the_combined_gradient(name: str, base: str, backend: backends.
 @pytest.mark.parametrize("base", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", ONE_PASS)
 def test_it_clips_the_gradient_of_a_variant_of_one_pass(name: str, base: str) -> None:
-    variant, ahead = ONE_PASS[name]
+    variant, prefetcher = ONE_PASS[name]
     training = fused(variant, base, 6, max_grad_norm=LIMIT)
     training.opt.eval()
-    for p, q in zip(training.params, one_pass_loop(ahead, base, 6, LIMIT), strict=True):
+    for p, q in zip(training.params, one_pass_loop(prefetcher, base, 6, LIMIT), strict=True):
         torch.testing.assert_close(p.detach(), q, rtol=1e-9, atol=1e-11)
 
 
@@ -48,8 +48,8 @@ def test_it_clips_the_gradient_of_a_variant_of_one_pass(name: str, base: str) ->
 @pytest.mark.parametrize("base", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_limit_that_is_not_reached_changes_no_bit(name: str, base: str, dtype: torch.dtype) -> None:
-    clipped, free = (fused(VARIANTS[name], base, 4, dtype=dtype, **options) for options in ({"max_grad_norm": 1e9}, {}))
-    assert same_bits(clipped.params, free.params)
+    loose, free = (fused(VARIANTS[name], base, 4, dtype=dtype, **options) for options in ({"max_grad_norm": 1e9}, {}))
+    assert same_bits(loose.params, free.params)
 
 
 @pytest.mark.parametrize("variant", [SAM(0.1), GSAM(0.1), WSAM(0.1), WSAM(0.1, decouple=False)], ids=str)
@@ -86,9 +86,9 @@ def test_it_can_be_changed_between_steps_and_is_copied() -> None:
     steps = []
     for limit in (1.0, 2.0, None):
         opt.max_grad_norm = limit
-        before = w.item()
+        old_weight = w.item()
         opt.step(lambda: w.square().sum().backward())
-        steps.append(before - w.item())
+        steps.append(old_weight - w.item())
     assert steps[:2] == pytest.approx([1.0, 2.0]) and steps[2] > 10
     opt.max_grad_norm = 3
     assert copy.deepcopy(opt).max_grad_norm == 3.0
@@ -135,9 +135,9 @@ def test_clipping_by_hand_is_told_once(variant: SAM) -> None:
     _step_by_hand(opt, w, clips=False)
     with pytest.warns(
         UserWarning, match=f"written between.*{type(variant).__name__} combines .*max_grad_norm="
-    ) as told:
+    ) as records:
         _step_by_hand(opt, w, clips=True)
-    assert len(told) == 1 and told[0].filename == __file__
+    assert len(records) == 1 and records[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _step_by_hand(opt, w, clips=True)

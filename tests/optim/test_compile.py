@@ -26,9 +26,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def losses(name: str, tensors: bool, compiled: Any, warm: int, zero_grad: bool = False) -> list[float]:
-    """Eight steps with a schedule of lr and rho; the ones after `warm` are compiled. zero_grad: the halves clear the
-    gradients."""
+def losses(name: str, tensors: bool, compiler: Any, warm: int, zero_grad: bool = False) -> list[float]:
+    """Return the losses of eight steps with a schedule of lr and rho. Steps after the first `warm` ones are compiled.
+    If `zero_grad` is True, the halves clear the gradients."""
     base, options = BASES[name]
     params = make_parameters([(5, 3), (8,), (2, 3, 4, 4)], torch.float32)
     first = {"lr": 0.05, "rho": 0.1}
@@ -48,16 +48,16 @@ def losses(name: str, tensors: bool, compiled: Any, warm: int, zero_grad: bool =
         opt.second_step(zero_grad)
         return loss.detach()
 
-    fast = compiled(step) if compiled else step
-    found = []
+    fast = compiler(step) if compiler else step
+    results = []
     for i in range(8):
-        for name, at, value in (("lr", 4, 0.01), ("rho", 6, 0.5)):
-            if i == at and tensors:
+        for name, change_step, value in (("lr", 4, 0.01), ("rho", 6, 0.5)):
+            if i == change_step and tensors:
                 opt.param_groups[0][name].fill_(value)
-            elif i == at:
+            elif i == change_step:
                 opt.param_groups[0][name] = value
-        found.append(float((step if i < warm else fast)()))
-    return found
+        results.append(float((step if i < warm else fast)()))
+    return results
 
 
 USUAL = (("adamw", True, 2),)  # the other combinations are slow
@@ -106,12 +106,12 @@ def test_forward_backward_and_step_in_one_graph(name: str, zero_grad: bool, othe
 
 def end_of_the_page(in_one_graph: bool) -> list[Tensor]:
     """Return the weights after the compiled step that docs/fused_sam.md shows."""
-    first, *others = [block for block in blocks("docs/fused_sam.md") if block.language == "python"]
-    (recipe,) = [block for block in others if "fullgraph=True" in block.code]
-    compiled = partial(torch.compile, backend="aot_eager") if in_one_graph else lambda step, fullgraph: step
+    first, *more_blocks = [block for block in blocks("docs/fused_sam.md") if block.language == "python"]
+    (recipe,) = [block for block in more_blocks if "fullgraph=True" in block.code]
+    compiler = partial(torch.compile, backend="aot_eager") if in_one_graph else lambda step, fullgraph: step
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "page"}
-    with torch._dynamo.config.patch(trace_autograd_ops=False), mock.patch("torch.compile", compiled):
+    with torch._dynamo.config.patch(trace_autograd_ops=False), mock.patch("torch.compile", compiler):
         first.run(names)
         recipe.run(names)
     return [p.detach() for p in names["model"].parameters()]
@@ -129,11 +129,11 @@ def test_a_model_compiled_before_its_optimizer() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
     opt = FusedSAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled_model = torch.compile(model, backend="aot_eager")
     x = torch.randn(16, 4)
 
     def closure() -> Tensor:
-        loss = compiled(x).square().mean()
+        loss = compiled_model(x).square().mean()
         loss.backward()
         return loss
 
@@ -143,7 +143,7 @@ def test_a_model_compiled_before_its_optimizer() -> None:
     assert last < first
 
 
-def closure_losses(compiled: Callable[[Any], Any] | None) -> list[float]:
+def closure_losses(compiler: Callable[[Any], Any] | None) -> list[float]:
     """Return the losses of six steps with a closure; the first step is not compiled."""
     params = make_parameters([(5, 3), (8,)], torch.float32)
     opt = FusedSAM(params, torch.optim.SGD, lr=torch.tensor(0.05), rho=torch.tensor(0.1), momentum=0.9)
@@ -156,7 +156,7 @@ def closure_losses(compiled: Callable[[Any], Any] | None) -> list[float]:
     def step() -> Tensor:
         return opt.step(closure).detach()
 
-    fast = compiled(step) if compiled else step
+    fast = compiler(step) if compiler else step
     return [float((fast if i else step)()) for i in range(6)]
 
 

@@ -17,14 +17,14 @@ from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.trainings import OPTIONS, VARIANTS, Spec, awkward, by_hand, every_training, loss_of, outcome, state
 from tests.helpers.variant_cases import Training
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "worth")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "small_exchanges")
 
 
 # --- saved, copied, moved ---
 
 
 def through_a_file(training: Training, spec: Spec) -> Training:
-    """Into an optimizer with other options, which the state replaces."""
+    """Load the state from a file into an optimizer with other options, which the state replaces."""
     file = io.BytesIO()
     torch.save(training.opt.state_dict(), file)
     file.seek(0)
@@ -37,22 +37,22 @@ def through_a_file(training: Training, spec: Spec) -> Training:
     return other
 
 
-def distributed(training: Training, spec: Spec) -> Training:
-    """Through torch.distributed.checkpoint's functions, which take a model."""
+def through_dcp(training: Training, spec: Spec) -> Training:
+    """Copy the state by torch.distributed.checkpoint's functions, which take a model."""
     dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     other = spec.make()
     fresh = copies(other.params)
     models = [nn.ParameterList(each.params) for each in (training, other)]
     dcp.get_optimizer_state_dict(models[1], other.opt)
     assert same_bits(fresh, other.params), "to ask for the state writes no weights"
-    saved = copy.deepcopy(dcp.get_optimizer_state_dict(models[0], training.opt))
+    optimizer_state = copy.deepcopy(dcp.get_optimizer_state_dict(models[0], training.opt))
     models[1].load_state_dict(models[0].state_dict())
-    dcp.set_optimizer_state_dict(models[1], other.opt, saved)
+    dcp.set_optimizer_state_dict(models[1], other.opt, optimizer_state)
     return other
 
 
-def moved(training: Training, spec: Spec) -> Training:
-    """All parameters but one elsewhere, and their old memory filled."""
+def move_storages(training: Training, spec: Spec) -> Training:
+    """Move all parameters but one to new memory, and fill their old memory."""
     for p in training.params[1:]:
         old, p.data = p.data, p.data.clone()
         old.fill_(torch.nan)
@@ -61,7 +61,7 @@ def moved(training: Training, spec: Spec) -> Training:
 
 WAYS: dict[str, Callable[[Training, Spec], Training]] = {
     "state dict": through_a_file, "pickle": lambda training, spec: pickle.loads(pickle.dumps(training)),
-    "deepcopy": lambda training, spec: copy.deepcopy(training), "moved": moved, "distributed": distributed,
+    "deepcopy": lambda training, spec: copy.deepcopy(training), "moved": move_storages, "distributed": through_dcp,
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_a_training_goes_on_where_it_was_saved(spec: Spec, way: str) -> None:
         if moment == "between":
             training.backward(3)
             training.opt.first_step(zero_grad=True)
-        other, before = WAYS[way](training, spec), copies(training.params)
+        other, old_weights = WAYS[way](training, spec), copies(training.params)
         if moment == "evaluated":
             other.opt.train()
         if moment == "between":
@@ -92,7 +92,7 @@ def test_a_training_goes_on_where_it_was_saved(spec: Spec, way: str) -> None:
             other.opt.second_step()
         other.steps(range(start + (moment == "between"), 6))
         assert same_bits(other.params, whole.params), moment
-        assert way == "moved" or same_bits(before, training.params), moment
+        assert way == "moved" or same_bits(old_weights, training.params), moment
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
@@ -104,8 +104,8 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @every_training
-@pytest.mark.parametrize("to", CONVERSIONS)
-def test_a_converted_training_is_that_of_its_state(spec: Spec, to: str) -> None:
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_a_converted_training_is_that_of_its_state(spec: Spec, conversion: str) -> None:
     """By assigning `.data` or by swapping tensors, as torch converts; between two steps, and between two passes, where
     the weights that come back are converted too."""
     if not spec.fused:
@@ -118,11 +118,11 @@ def test_a_converted_training_is_that_of_its_state(spec: Spec, to: str) -> None:
         for each in (training, plain):
             each.opt.eval()
             each.opt.zero_grad()
-        saved = plain.opt.state_dict()
+        plain_state = plain.opt.state_dict()
         torch.__future__.set_swap_module_params_on_conversion(moment == "idle")
         try:
             for each in (training, plain):
-                CONVERSIONS[to](nn.ParameterList(each.params))
+                CONVERSIONS[conversion](nn.ParameterList(each.params))
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
         if moment == "between":
@@ -132,7 +132,7 @@ def test_a_converted_training_is_that_of_its_state(spec: Spec, to: str) -> None:
         with torch.no_grad():
             for p, q in zip(other.params, plain.params, strict=True):
                 p.copy_(q)
-        other.opt.load_state_dict(saved)
+        other.opt.load_state_dict(plain_state)
         for each in (training, other):
             each.opt.train()
             each.steps(range(3, 5))
@@ -146,7 +146,7 @@ def test_a_converted_training_is_that_of_its_state(spec: Spec, to: str) -> None:
 @every_training
 def test_a_closure_is_the_two_halves(spec: Spec) -> None:
     whole, calls = spec.make(4), []
-    closure, halves, kept, cleared, context = (spec.make() for _ in range(5))
+    closure, halves, kept_grads, cleared_grads, context = (spec.make() for _ in range(5))
     for t in range(4):
         perturbs = halves.opt.perturbs
 
@@ -156,29 +156,29 @@ def test_a_closure_is_the_two_halves(spec: Spec) -> None:
             value.backward()
             return value
 
-        before = loss_of(closure, t).item()
-        assert closure.opt.step(each).item() == before, "the loss at the weights"
+        first_loss = loss_of(closure, t).item()
+        assert closure.opt.step(each).item() == first_loss, "the loss at the weights"
         assert calls[-1 - perturbs :] == [False, True][: 1 + perturbs]
         by_hand(halves, t)
         assert halves.opt.phase == "first" and not halves.opt.is_perturbed
         assert all(p.grad is None for p in halves.params)
-        by_hand(kept, t, zero_grad=False, spoil=lambda _: None)
-        while cleared.opt.phase == "first" and not spec.one_pass:  # asked in every step, cleared in place
-            cleared.opt.zero_grad(set_to_none=False)
-            loss_of(cleared, t).backward()
-            grads = [p.grad for p in cleared.params]
+        by_hand(kept_grads, t, zero_grad=False, spoil=lambda _: None)
+        while cleared_grads.opt.phase == "first" and not spec.one_pass:  # asked in every step, cleared in place
+            cleared_grads.opt.zero_grad(set_to_none=False)
+            loss_of(cleared_grads, t).backward()
+            grads = [p.grad for p in cleared_grads.params]
             values = copies(grads)
-            cleared.opt.first_step()
-            assert same_bits(grads, values) and all(p.grad is g for p, g in zip(cleared.params, grads))
-        cleared.opt.zero_grad(set_to_none=False)
-        loss_of(cleared, t).backward()
-        cleared.opt.step()
+            cleared_grads.opt.first_step()
+            assert same_bits(grads, values) and all(p.grad is g for p, g in zip(cleared_grads.params, grads))
+        cleared_grads.opt.zero_grad(set_to_none=False)
+        loss_of(cleared_grads, t).backward()
+        cleared_grads.opt.step()
         context.backward(t)
         with context.opt.perturbed() if not spec.one_pass else nullcontext():
             context.backward(t)
             context.opt.step()
     assert len(calls) == sum(1 + (not spec.one_pass and p) for p in perturbations(spec, 4))
-    for training in (closure, halves, kept, cleared, context):
+    for training in (closure, halves, kept_grads, cleared_grads, context):
         assert same_bits(training.params, whole.params)
 
 
@@ -190,11 +190,11 @@ def perturbations(spec: Spec, steps: int) -> list[bool]:
 # --- backends, dtypes, layouts ---
 
 
-def assert_follows(found: Training, expected: Training, start: Training, part: float) -> None:
-    """Off by at most `part` of the way that the training went."""
-    for training in (found, expected):
+def assert_follows(result: Training, expected: Training, start: Training, part: float) -> None:
+    """Assert that `result` is off by at most `part` of the distance that the training went."""
+    for training in (result, expected):
         training.opt.eval()
-    f, e, s = (torch.cat([p.detach().double().flatten() for p in each.params]) for each in (found, expected, start))
+    f, e, s = (torch.cat([p.detach().double().flatten() for p in each.params]) for each in (result, expected, start))
     assert (f - e).norm() <= part * (e - s).norm()
 
 
@@ -242,26 +242,26 @@ def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
 
     for t, (first, second) in enumerate(absent, 1):
         with training.opt.evaluating():
-            before = copies([training.params[i] for i in second])
+            old_weights = copies([training.params[i] for i in second])
         training.backward(t)
         if training.opt.perturbs:
-            kept = drop(first)
+            first_weights = drop(first)
             training.opt.first_step(zero_grad=True)
-            assert same_bits(kept, [training.params[i] for i in first]), "not perturbed"
+            assert same_bits(first_weights, [training.params[i] for i in first]), "not perturbed"
             for p, g in zip(training.params, torch.autograd.grad(loss_of(training, t), training.params)):
                 p.grad = g
         drop(second)
         training.opt.second_step()
         with training.opt.evaluating():
-            assert same_bits(before, [training.params[i] for i in second]), "not updated"
-    late, present = spec.make(), spec.make()
-    late.params[1].requires_grad_(False)
+            assert same_bits(old_weights, [training.params[i] for i in second]), "not updated"
+    late_training, present = spec.make(), spec.make()
+    late_training.params[1].requires_grad_(False)
     for t in range(4):
-        late.params[1].requires_grad_(t > 1)
-        for each in (late, present):
+        late_training.params[1].requires_grad_(t > 1)
+        for each in (late_training, present):
             by_hand(each, t, spoil=lambda _, each=each, t=t: t > 1 or setattr(each.params[1], "grad", None))
     if spec.options not in ("in backward", "stochastic"):  # updated already; noise depends on the layout
-        assert same_bits(outcome(late), outcome(present))
+        assert same_bits(outcome(late_training), outcome(present))
 
 
 @every_training
@@ -292,22 +292,22 @@ def test_gradients_that_are_not_finite_leave_everything(spec: Spec) -> None:
     """In the second pass or in both, found by a scaler or by `skip_nonfinite`: the step was never made."""
     if spec.options in ("in backward", "stochastic"):
         pytest.skip("optimizer_in_backward=True refuses both; another perturbation has another noise")
-    for how, passes, start in itertools.product(("scaler", "skip_nonfinite"), ((1,), (0, 1)), (0, 3)):
-        training, other = spec.make(start, skip_nonfinite=how == "skip_nonfinite"), spec.make(start)
+    for kind, passes, start in itertools.product(("scaler", "skip_nonfinite"), ((1,), (0, 1)), (0, 3)):
+        training, other = spec.make(start, skip_nonfinite=kind == "skip_nonfinite"), spec.make(start)
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         scaler.scale(torch.ones(()))  # makes its scale
-        before, old, kept = copies(training.params), state(training.opt), places(training.params)
+        old_weights, old, addresses = copies(training.params), state(training.opt), places(training.params)
         for number in range(2) if training.opt.perturbs else (1,):
             training.backward(start)
             if number in passes:
                 training.params[1].grad[2] = torch.nan if start else torch.inf
             if number:
-                scaler.step(training.opt) if how == "scaler" else training.opt.second_step()
+                scaler.step(training.opt) if kind == "scaler" else training.opt.second_step()
             else:
                 training.opt.first_step(zero_grad=True)
-        assert same_bits(before, training.params) and places(training.params) == kept, (how, passes, start)
-        assert not start or same_bits(old, state(training.opt)), (how, passes)  # the first look makes its entries
+        assert same_bits(old_weights, training.params) and places(training.params) == addresses, (kind, passes, start)
+        assert not start or same_bits(old, state(training.opt)), (kind, passes)  # the first look makes its entries
         other.opt._engine.steps = training.opt._engine.steps  # a step that was skipped counts
         for each in (training, other):
             each.steps(range(start + 1, start + 3))
-        assert same_bits(training.params, other.params), (how, passes, start)
+        assert same_bits(training.params, other.params), (kind, passes, start)

@@ -18,7 +18,7 @@ from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.trainings import Spec, by_hand, every_training, loss_of, outcome
 from tests.helpers.variant_cases import Training
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "worth")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "small_exchanges")
 
 
 # --- steps that do not come to their end ---
@@ -40,7 +40,7 @@ def test_a_step_interrupted_at_any_line_is_made_or_not_made(spec: Spec, style: s
         assert plan.interrupted(Tracer(line, plan.folders))
 
 
-def restored(training: Training) -> None:
+def restore(training: Training) -> None:
     training.backward(9)
     training.opt.first_step()
     training.opt.restore()
@@ -48,9 +48,9 @@ def restored(training: Training) -> None:
 
 def looked_at(training: Training) -> None:
     training.backward(9)
-    before = copies(training.params)
+    old_weights = copies(training.params)
     with pytest.raises(KeyError), training.opt.perturbed():
-        assert same_bits(before, training.params) is not training.opt.perturbs
+        assert same_bits(old_weights, training.params) is not training.opt.perturbs
         training.backward(9)
         raise KeyError
 
@@ -74,7 +74,7 @@ def raising_in(pass_: int) -> Callable[[Training], None]:
 
 
 def unusable(spoil: Callable[[Tensor], Tensor], first: bool = False) -> Callable[[Training], None]:
-    """A gradient of one of the passes that no step can use."""
+    """Give one of the passes a gradient that no step can use."""
 
     def end(training: Training) -> None:
         training.backward(9)
@@ -89,12 +89,12 @@ def unusable(spoil: Callable[[Tensor], Tensor], first: bool = False) -> Callable
     return end
 
 
-def freed(grad: Tensor) -> Tensor:
+def free_data(grad: Tensor) -> Tensor:
     grad.untyped_storage().resize_(0)
     return grad
 
 
-def hooked(training: Training) -> None:
+def raise_in_hook(training: Training) -> None:
     handle = training.opt.register_step_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         training.steps(range(9, 10))
@@ -104,9 +104,9 @@ def hooked(training: Training) -> None:
 
 
 ENDS: dict[str, Callable[[Training], None]] = {
-    "restored": restored, "looked at": looked_at, "raising": raising_in(0), "raising later": raising_in(1),
-    "sparse": unusable(Tensor.to_sparse), "freed": unusable(freed), "freed first": unusable(freed, first=True),
-    "hooked": hooked,
+    "restored": restore, "looked at": looked_at, "raising": raising_in(0), "raising later": raising_in(1),
+    "sparse": unusable(Tensor.to_sparse), "freed": unusable(free_data), "freed first": unusable(free_data, first=True),
+    "hooked": raise_in_hook,
 }  # fmt: skip
 
 
@@ -120,9 +120,9 @@ def test_a_step_without_an_update_leaves_everything(spec: Spec, end: str) -> Non
         pytest.skip("torch's own step reads the gradient")
     start = 2 + list(ENDS).index(end) % 2  # with an interval, one of two steps does not perturb
     training = spec.make(start)
-    kept, before = places(training.params), outcome(training)
+    addresses, old_outcome = places(training.params), outcome(training)
     ENDS[end](training)
-    assert places(training.params) == kept and same_bits(before, outcome(training))
+    assert places(training.params) == addresses and same_bits(old_outcome, outcome(training))
     assert not training.opt.is_perturbed
     training.opt.zero_grad()
     training.steps(range(start, start + 2))
@@ -132,7 +132,7 @@ def test_a_step_without_an_update_leaves_everything(spec: Spec, end: str) -> Non
 # --- options and surroundings ---
 
 
-class Watching(TorchDispatchMode):
+class PassThroughMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -147,7 +147,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 SURROUNDINGS: dict[str, Callable[[], Any]] = {
-    "a mode": Watching,
+    "a mode": PassThroughMode,
     "a profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
     "no guards": lambda: mock.patch("fastsam.optim.param_guard.TensorGuards", None),  # torch's own, and private
     "float64": lambda: default_dtype(torch.float64),
@@ -172,9 +172,9 @@ def test_surroundings_change_no_bit(spec: Spec, name: str) -> None:
             loss_of(training, t).backward()
         with SURROUNDINGS[name]() if t != 2 else nullcontext():
             training.opt.second_step()
-            saved = training.opt.state_dict()
+            state_dict = training.opt.state_dict()
             if t == 2 and not spec.one_pass and spec.base != "nadam":  # torch's loading casts a part of its state
-                training.opt.load_state_dict(saved)
+                training.opt.load_state_dict(state_dict)
     assert same_bits(training.params, spec.make(4).params)
 
 
@@ -183,17 +183,17 @@ def test_exclusive_parameters_and_groups_change_no_bit(spec: Spec) -> None:
     """Groups with the same options, given by name or set later; memory that is exchanged, or not worth it; updates in
     the backward pass; and all parameters at home between the steps."""
     whole = spec.make(4)
-    chosen: list[dict[str, Any]] = [{}]
+    option_sets: list[dict[str, Any]] = [{}]
     if not spec.one_pass:
-        chosen += [{"assume_no_alias": True}]
+        option_sets += [{"assume_no_alias": True}]
         if spec._replace(options="in backward").valid:
-            chosen += [{"assume_no_alias": True, "optimizer_in_backward": True}]
-    for options in chosen:
+            option_sets += [{"assume_no_alias": True, "optimizer_in_backward": True}]
+    for options in option_sets:
         training = spec.make(0, **options)
-        kept = places(training.params)
+        addresses = places(training.params)
         for t in range(4):
             training.steps(range(t, t + 1)) if t % 2 else by_hand(training, t)
-            assert places(training.params) == kept, options
+            assert places(training.params) == addresses, options
         assert same_bits(training.params, whole.params), options
     groups = spec.make(0, groups=[[0], [1, 2]])
     groups.opt.param_groups[0]["lr"], lr = 0.0, groups.opt.param_groups[0]["lr"]
@@ -205,21 +205,21 @@ def test_exclusive_parameters_and_groups_change_no_bit(spec: Spec) -> None:
 def test_a_group_that_is_added_leaves_the_others(spec: Spec) -> None:
     """Between two steps, and between the passes of one; it is trained with its own options."""
     for moment in ("idle",) if spec.one_pass else ("idle", "between"):
-        training, late = spec.make(3), nn.Parameter(torch.ones(4, dtype=spec.dtype))
+        training, new_param = spec.make(3), nn.Parameter(torch.ones(4, dtype=spec.dtype))
         if moment == "between":
             training.backward(3)
             training.opt.first_step(zero_grad=True)
-        training.opt.add_param_group({"params": [late], "lr": 0.25})
+        training.opt.add_param_group({"params": [new_param], "lr": 0.25})
         if moment == "between":
             loss_of(training, 3).backward()
             training.opt.second_step()
         training.steps(range(3 + (moment == "between"), 5))
         if spec.options != "stochastic":
             assert same_bits(training.params, spec.make(5).params), moment
-        assert training.opt.state_dict()["param_groups"][1]["params"] == [3] and bool((late == 1).all())
+        assert training.opt.state_dict()["param_groups"][1]["params"] == [3] and bool((new_param == 1).all())
         training.opt.zero_grad()
         for _ in range(1 + training.opt.perturbs):
-            late.grad = torch.ones_like(late)
+            new_param.grad = torch.ones_like(new_param)
             training.opt.step() if training.opt.is_perturbed or not training.opt.perturbs else training.opt.first_step()
         with training.opt.evaluating():
-            assert not bool((late == 1).any())
+            assert not bool((new_param == 1).any())

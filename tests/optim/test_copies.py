@@ -26,10 +26,10 @@ def test_a_copy_works_with_hooks_and_schedulers(backend: Backend) -> None:
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     torch.optim.lr_scheduler.StepLR(opt, 1)
     other, other_opt = copy.deepcopy((model, opt))
-    fired: list[int] = []
-    other_opt.register_step_post_hook(lambda *_: fired.append(1))
+    calls: list[int] = []
+    other_opt.register_step_post_hook(lambda *_: calls.append(1))
     train(other, other_opt, range(2))
-    assert len(fired) == 2
+    assert len(calls) == 2
     assert repr(other_opt).startswith("FusedSAM (")
 
 
@@ -59,32 +59,32 @@ def test_the_base_optimizer_may_step_by_itself(name: str, backend: Backend) -> N
     assert opt.base_optimizer.state is opt.state
 
 
-@pytest.mark.parametrize("how", ["new dict", "clear", "one parameter", "one tensor", "deleted tensor", "set to None"])
-def test_state_that_a_user_resets(how: str, backend: Backend) -> None:
+@pytest.mark.parametrize("reset", ["new dict", "clear", "one parameter", "one tensor", "deleted tensor", "set to None"])
+def test_state_that_a_user_resets(reset: str, backend: Backend) -> None:
     model = Model(torch.float64, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     train(model, opt, range(3))
     first = model.params[0]
     assert not torch.equal(opt.state[first]["momentum_buffer"], torch.zeros_like(first))
-    if how == "new dict":
+    if reset == "new dict":
         opt.state = type(opt.state)(dict)
-    elif how == "clear":
+    elif reset == "clear":
         opt.state.clear()
-    elif how == "one parameter":
+    elif reset == "one parameter":
         opt.state[first] = {}
-    elif how == "one tensor":
+    elif reset == "one tensor":
         opt.state[first]["momentum_buffer"] = torch.zeros_like(first)
-    elif how == "deleted tensor":
+    elif reset == "deleted tensor":
         del opt.state[first]["momentum_buffer"]
     else:
         opt.state[first]["momentum_buffer"] = None
-    before = first.detach().clone()
+    old_weight = first.detach().clone()
     backward(model.params, 3)
     opt.first_step()
     backward(model.params, 3)
     gradient = first.grad.clone()
     opt.second_step()
-    torch.testing.assert_close(first.detach(), before - 0.1 * gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(first.detach(), old_weight - 0.1 * gradient, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(opt.state[first]["momentum_buffer"], gradient, rtol=1e-12, atol=1e-12)
     assert opt.base_optimizer.state is opt.state
 
@@ -96,9 +96,9 @@ def test_named_parameters(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.named_parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     train(model, opt, range(2))
-    saved = opt.state_dict()
-    assert saved["param_groups"][0]["param_names"] == ["weights.0", "weights.1", "weights.2"]
-    opt.load_state_dict(saved)
+    state_dict = opt.state_dict()
+    assert state_dict["param_groups"][0]["param_names"] == ["weights.0", "weights.1", "weights.2"]
+    opt.load_state_dict(state_dict)
     train(model, opt, range(2))
 
 
@@ -108,13 +108,13 @@ def test_a_group_appended_by_hand_is_noticed(backend: Backend) -> None:
     extra = make_parameters([(6,)], torch.float64, backend.device, seed=5)[0]
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     train(model, opt, range(2))
-    kept = opt.state[model.params[0]]["momentum_buffer"].clone()
+    momentum = opt.state[model.params[0]]["momentum_buffer"].clone()
     opt.param_groups[0]["params"].append(extra)
     extra.grad = torch.ones_like(extra)
-    before: Tensor = extra.detach().clone()
+    old_weight: Tensor = extra.detach().clone()
     for p in model.params:
         p.grad = None
     opt.first_step()
     opt.second_step()
-    torch.testing.assert_close(extra.detach(), before - 0.1)
-    assert same_bits([kept], [opt.state[model.params[0]]["momentum_buffer"]])
+    torch.testing.assert_close(extra.detach(), old_weight - 0.1)
+    assert same_bits([momentum], [opt.state[model.params[0]]["momentum_buffer"]])

@@ -53,34 +53,34 @@ def test_a_step_is_three_kernels_for_any_number_of_tensors(tensors: int, base: t
 
 @native
 def test_unobserved_it_is_two_calls_and_no_op_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, called, real = model(20), [], direct_calls._function
-    monkeypatch.setattr(direct_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
+    params, calls, real = model(20), [], direct_calls._function
+    monkeypatch.setattr(direct_calls, "_function", lambda name: lambda *args: calls.append(name) or real(name)(*args))
     opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9)
     step(opt, params)
-    called.clear()
+    calls.clear()
     step(opt, params, 1)
-    assert called == ["norm_perturb", "update"]
+    assert calls == ["norm_perturb", "update"]
 
 
 @native
 def test_a_step_of_one_pass_is_two_calls_that_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The saved weights are updated where they are, and the parameters are written once, with the next perturbed
     point."""
-    params, called, real = model(20), [], direct_calls._function
+    params, calls, real = model(20), [], direct_calls._function
     opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, variant=MSAM())
 
-    def watched(name: str) -> Any:
-        return lambda *args: called.append((name, args[-1])) or real(name)(*args)
+    def recorder(name: str) -> Any:
+        return lambda *args: calls.append((name, args[-1])) or real(name)(*args)
 
-    monkeypatch.setattr(direct_calls, "_function", watched)
+    monkeypatch.setattr(direct_calls, "_function", recorder)
     for number in range(3):
-        called.clear()
+        calls.clear()
         for p in params:
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
-        before = [p._version for p in params]
+        versions = [p._version for p in params]
         opt.step()
-        assert number == 0 or [p._version for p in params] == [version + 1 for version in before]
-    assert called == [("update", False), ("norm_perturb", False)]  # keeps no master, saves no weights
+        assert number == 0 or [p._version for p in params] == [version + 1 for version in versions]
+    assert calls == [("update", False), ("norm_perturb", False)]  # keeps no master, saves no weights
 
 
 @native
@@ -112,23 +112,23 @@ OTHER_GRADIENTS = {
 @pytest.mark.parametrize("kind", OTHER_GRADIENTS)
 def test_gradients_that_become_others_after_steady_steps(kind: str, half: int) -> None:
     """A pass that sees the parameters as they were looks at them in a shorter way."""
-    found = []
+    results = []
     for lazy in (True, False):
         params = model(4)
         opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9)
         for number in range(5):
-            for now, move in enumerate((opt.first_step, opt.second_step)):
-                generator = torch.Generator().manual_seed(2 * number + now)
+            for k, move in enumerate((opt.first_step, opt.second_step)):
+                generator = torch.Generator().manual_seed(2 * number + k)
                 for i, p in enumerate(params):
                     p.grad = torch.randn(p.shape, generator=generator)
-                    if (number, now, i) == (3, half, 2):
+                    if (number, k, i) == (3, half, 2):
                         other = OTHER_GRADIENTS[kind](p.grad)
                         p.grad = other if lazy or other is None else torch.Tensor(other.detach().contiguous())
                 guard = opt._engine._guard
-                assert (number, now) != (3, half) or (guard and (now == 0) in guard.expectations), "expected before"
+                assert (number, k) != (3, half) or (guard and (k == 0) in guard.expectations), "expected before"
                 move()
-        found.append([p.detach().clone() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([p.detach().clone() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @native
@@ -140,9 +140,9 @@ def test_a_parameter_that_goes_to_the_next_group_takes_its_options() -> None:
         step(opt, params, number)
     first, second = opt.param_groups
     second["params"].insert(0, first["params"].pop())
-    before = [p.detach().clone() for p in params]
+    old_weights = [p.detach().clone() for p in params]
     step(opt, params, 3)
-    assert [torch.equal(a, p) for a, p in zip(before, params, strict=True)] == [False, True, True]
+    assert [torch.equal(a, p) for a, p in zip(old_weights, params, strict=True)] == [False, True, True]
 
 
 @native

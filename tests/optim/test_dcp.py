@@ -69,11 +69,11 @@ def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, fl
     for number in range(4):
         step(net, opt, number)
     form = state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
-    saved = state_dict.get_optimizer_state_dict(net, opt, options=form)
-    torch.distributed.checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
-    found = state_dict.get_optimizer_state_dict(other, fresh, options=form)
-    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
-    state_dict.set_optimizer_state_dict(other, fresh, found, options=form)
+    source_state = state_dict.get_optimizer_state_dict(net, opt, options=form)
+    torch.distributed.checkpoint.save(source_state, checkpoint_id=tmp_path, no_dist=True)
+    target_state = state_dict.get_optimizer_state_dict(other, fresh, options=form)
+    torch.distributed.checkpoint.load(target_state, checkpoint_id=tmp_path, no_dist=True)
+    state_dict.set_optimizer_state_dict(other, fresh, target_state, options=form)
     other.load_state_dict(net.state_dict())
     for number in range(4, 8):
         assert fresh.perturbs == opt.perturbs

@@ -18,7 +18,7 @@ from fastsam.optim.storage_swap import grad_storage_reusable
 from tests.helpers.sam_cases import ADAM, HALF, SGD, SHAPES, first_half, halves, native, places
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
-pytestmark = [native, pytest.mark.usefixtures("poisoned_memory", "worth")]
+pytestmark = [native, pytest.mark.usefixtures("poisoned_memory", "small_exchanges")]
 Params = list[nn.Parameter]
 
 
@@ -38,41 +38,41 @@ def test_the_gradient_becomes_the_perturbed_weights() -> None:
     params = make_parameters(SHAPES, torch.float32)
     opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=True)
     backward(params, 0)
-    at, before, memory = [p.grad.data_ptr() for p in params], copies(params), [p.detach() for p in params]
+    addresses, old_weights, memory = [p.grad.data_ptr() for p in params], copies(params), [p.detach() for p in params]
     opt.first_step(zero_grad=True)
-    assert places(params) == at and same_bits(memory, before) and not same_bits(params, before)
-    perturbed = copies(params)
+    assert places(params) == addresses and same_bits(memory, old_weights) and not same_bits(params, old_weights)
+    perturbed_weights = copies(params)
     backward(params, 1)
-    assert same_bits(params, perturbed), "the second pass adds to nothing that is there"
+    assert same_bits(params, perturbed_weights), "the second pass adds to nothing that is there"
     opt.restore()
-    assert same_bits(params, before) and not saves_weights(opt)
+    assert same_bits(params, old_weights) and not saves_weights(opt)
 
 
-@pytest.mark.parametrize("early", [0, 1])
-def test_on_a_gpu_the_memory_waits_for_the_stream_that_updates(monkeypatch: pytest.MonkeyPatch, early: int) -> None:
+@pytest.mark.parametrize("slots", [0, 1])
+def test_on_a_gpu_the_memory_waits_for_the_stream_that_updates(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     """Storage of gradients waits for the stream, because its allocator may know a different stream; a buffer never
     waits."""
 
-    class Lent(Tensor):
+    class RecordedTensor(Tensor):
         is_cuda = True  # type: ignore[assignment]
 
         def record_stream(self, stream: Any) -> None:
-            waited.append((self.data_ptr(), stream))
+            waits.append((self.data_ptr(), stream))
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "now")
-    for lent in (True, False):
-        params, waited = make_parameters([(3,), (4,)], torch.float32), []
+    for is_donated in (True, False):
+        params, waits = make_parameters([(3,), (4,)], torch.float32), []
         swap = storage_swap.StorageSwap(params, (0, 1), [p.detach() for p in params])
-        apart = [torch.zeros(p.shape).as_subclass(Lent) for p in params]
-        at = places(apart)
-        swap.set_targets(apart, lent)
-        for p, other in zip(params, apart, strict=True):
+        targets = [torch.zeros(p.shape).as_subclass(RecordedTensor) for p in params]
+        addresses = places(targets)
+        swap.set_targets(targets, is_donated)
+        for p, other in zip(params, targets, strict=True):
             p.data = other.as_subclass(Tensor)
-        for slot in range(early):
+        for slot in range(slots):
             assert swap.swap_back_one(slot)
-            assert [where for where, _ in waited] == (at[:1] if lent else [])
+            assert [address for address, _ in waits] == (addresses[:1] if is_donated else [])
         swap.swap_back()
-        assert sorted(waited) == sorted((where, "now") for where in at if lent)
+        assert sorted(waits) == sorted((address, "now") for address in addresses if is_donated)
 
 
 def test_gradients_that_a_trainer_clears_in_place() -> None:
@@ -91,19 +91,19 @@ def test_without_zero_grad_gradients_stay() -> None:
     params = make_parameters(SHAPES, torch.float32)
     opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=True)
     backward(params, 0)
-    before = [p.grad.clone() for p in params]
+    old_gradients = [p.grad.clone() for p in params]
     opt.first_step()
-    assert same_bits([p.grad for p in params], before) and saves_weights(opt)
+    assert same_bits([p.grad for p in params], old_gradients) and saves_weights(opt)
 
 
-def shared(params: Params) -> list[Tensor]:
-    """Two parameters, one gradient."""
+def share_gradient(params: Params) -> list[Tensor]:
+    """Give two parameters one gradient."""
     params[1].grad = params[0].grad
     return [params[0].grad]
 
 
-def bucketed(params: Params) -> list[Tensor]:
-    """As DistributedDataParallel(gradient_as_bucket_view=True) has them."""
+def bucket_gradients(params: Params) -> list[Tensor]:
+    """Make gradients views of one bucket, like DistributedDataParallel(gradient_as_bucket_view=True)."""
     flat = torch.cat([p.grad.flatten() for p in params])
     for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
         p.grad = part.view_as(p)
@@ -117,27 +117,27 @@ def from_numpy(params: Params) -> list[Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
-def aliased(params: Params) -> list[Tensor]:
+def alias_gradient(params: Params) -> list[Tensor]:
     return [params[1].grad.detach()]
 
 
-def viewed(params: Params) -> list[Tensor]:
+def view_gradient(params: Params) -> list[Tensor]:
     return [params[0].grad[:2]]
 
 
-@pytest.mark.parametrize("how", [shared, bucketed, from_numpy, aliased, viewed])
-def test_memory_that_others_hold_is_not_taken(how: Callable[[Params], list[Tensor]]) -> None:
+@pytest.mark.parametrize("hold_memory", [share_gradient, bucket_gradients, from_numpy, alias_gradient, view_gradient])
+def test_memory_that_others_hold_is_not_taken(hold_memory: Callable[[Params], list[Tensor]]) -> None:
     """The step then swaps with separate memory."""
     results = []
     for exclusive in (True, False):
         params = make_parameters([(4, 3), (4, 3)], torch.float32)
         opt = FusedSAM(params, SGD, lr=0.1, rho=0.2, assume_no_alias=exclusive)
         backward(params, 0)
-        held = how(params)
-        before = copies(held)
+        tensors = hold_memory(params)
+        old_values = copies(tensors)
         assert not grad_storage_reusable(params, range(2), [p.grad for p in params])
         opt.first_step(zero_grad=True)
-        assert same_bits(held, before) and saves_weights(opt)
+        assert same_bits(tensors, old_values) and saves_weights(opt)
         results.append(copies(params))
         backward(params, 1)
         opt.second_step()
@@ -154,12 +154,12 @@ def test_a_compiled_model_is_not_compiled_again() -> None:
     for exclusive in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        compiled = torch.compile(model, backend=counter if exclusive else "eager")
+        compiled_model = torch.compile(model, backend=counter if exclusive else "eager")
         opt = FusedSAM(model.parameters(), SGD, lr=0.1, assume_no_alias=exclusive)
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
 
-        def closure(compiled: Any = compiled, x: Tensor = x) -> Tensor:
-            loss = compiled(x).square().mean()
+        def closure(compiled_model: Any = compiled_model, x: Tensor = x) -> Tensor:
+            loss = compiled_model(x).square().mean()
             loss.backward()
             return loss
 
@@ -177,25 +177,25 @@ def test_weights_are_exchanged_and_keep_their_memory(groups: int) -> None:
     params = make_parameters(SHAPES, torch.float32)
     parts = [{"params": params[i::groups]} for i in range(groups)]
     opt = FusedSAM(parts, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=True)
-    kept, memory, before = places(params), [p.detach() for p in params], copies(params)
+    addresses, memory, old_weights = places(params), [p.detach() for p in params], copies(params)
     first_half(opt, params)
-    assert all(p.data_ptr() != at for p, at in zip(params, kept, strict=True) if p.numel())
-    assert same_bits(memory, before) and not same_bits(params, before)
+    assert all(p.data_ptr() != address for p, address in zip(params, addresses, strict=True) if p.numel())
+    assert same_bits(memory, old_weights) and not same_bits(params, old_weights)
     backward(params, 0)
     opt.second_step()
-    assert places(params) == kept and same_bits(memory, params) and not same_bits(params, before)
+    assert places(params) == addresses and same_bits(memory, params) and not same_bits(params, old_weights)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float32, HALF)], ids=str)
 def test_several_dtypes_take_the_ordinary_way(dtypes: tuple[torch.dtype, ...], backend: Backend) -> None:
-    def trained(exclusive: bool) -> list[nn.Parameter]:
+    def train_weights(exclusive: bool) -> list[nn.Parameter]:
         params = [make_parameters([(5, 3)], dtype, backend.device, seed=i)[0] for i, dtype in enumerate(dtypes)]
         opt = FusedSAM(params, ADAM, lr=0.1, backend=backend.name, assume_no_alias=exclusive)
         for step in range(3):
             halves(opt, params, step)
         return params
 
-    assert same_bits(trained(True), trained(False))
+    assert same_bits(train_weights(True), train_weights(False))
 
 
 def test_parameters_that_the_model_gave_up_are_noticed() -> None:

@@ -26,7 +26,7 @@ def test_written_half_precision_weights_are_taken_over(write: str, backend: Back
         model = Model(HALF, backend.device)
         opt = FusedSAM(model.params, SGD, lr=0.1, momentum=0.9, backend=backend.name, assume_no_alias=exclusive)
         train(model, opt, range(2))
-        saved = opt.state_dict(), Model(HALF, backend.device, seed=5).state_dict()
+        states = opt.state_dict(), Model(HALF, backend.device, seed=5).state_dict()
         train(model, opt, range(2, 4))
         if write == "copy_":
             with torch.no_grad():
@@ -34,9 +34,9 @@ def test_written_half_precision_weights_are_taken_over(write: str, backend: Back
         elif write == "data":
             model.params[1].data = torch.ones(8, dtype=HALF, device=backend.device)
         else:
-            model.load_state_dict(saved[1])
+            model.load_state_dict(states[1])
             if write == "loaded twice":
-                opt.load_state_dict(saved[0])
+                opt.load_state_dict(states[0])
         train(model, opt, range(4, 6))
         results.append(model.params)
     assert same_bits(*results)
@@ -71,23 +71,23 @@ def test_thirty_six_bytes_with_an_exchange(monkeypatch: pytest.MonkeyPatch) -> N
     and an update of the weights.
     """
     monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
-    params, called, real = make_parameters(SHAPES, torch.float32), [], direct_calls._function
-    monkeypatch.setattr(direct_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
+    params, calls, real = make_parameters(SHAPES, torch.float32), [], direct_calls._function
+    monkeypatch.setattr(direct_calls, "_function", lambda name: lambda *args: calls.append(name) or real(name)(*args))
     opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=True)
     halves(opt, params)
     plain, plain_opt = copy.deepcopy((params, opt))
-    called.clear()
-    memory, before = [p.detach() for p in params], copies(params)
+    calls.clear()
+    memory, old_weights = [p.detach() for p in params], copies(params)
     first_half(opt, params, 1)
     first_half(plain_opt, plain, 1)
-    assert same_bits(memory, before)
-    perturbed = [p.detach() for p in params]
+    assert same_bits(memory, old_weights)
+    perturbed_weights = [p.detach() for p in params]
     for p, q in zip(params, plain, strict=True):
         p.grad, q.grad = torch.ones_like(p), torch.ones_like(p)
-    for p in perturbed:
+    for p in perturbed_weights:
         p.fill_(torch.nan)
     opt.second_step()
     plain_opt.second_step()
-    assert same_bits(params, plain) and all(p.isnan().all() for p in perturbed)
-    assert called == ["norm_perturb", "norm_perturb", "update", "update"]
+    assert same_bits(params, plain) and all(p.isnan().all() for p in perturbed_weights)
+    assert calls == ["norm_perturb", "norm_perturb", "update", "update"]
     assert sum(OPS[name].bytes_per_parameter for name in ("norm", "perturb_separate", "update")) == 36

@@ -21,16 +21,16 @@ LARGE, SMALL = MIN_MEAN_NUMEL_CPU * 2 - 3, 3  # two tensors at the limit
 SIDES = {"exchanged": (LARGE, SMALL), "in place": (LARGE - 1, SMALL)}
 
 
-def made(sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+def make_params(sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return make_parameters([(n,) for n in sizes], dtype)
 
 
-def moved(params: Sequence[Tensor], opt: FusedSAM) -> list[bool]:
+def find_swaps(params: Sequence[Tensor], opt: FusedSAM) -> list[bool]:
     """Return, per parameter, True if its storage is swapped at the perturbed point."""
     backward([p for p in params if p.requires_grad], 0)
-    before = places(params)
+    addresses = places(params)
     with opt.perturbed():
-        return [p.data_ptr() != at for p, at in zip(params, before, strict=True)]
+        return [p.data_ptr() != address for p, address in zip(params, addresses, strict=True)]
 
 
 @native
@@ -38,28 +38,28 @@ def moved(params: Sequence[Tensor], opt: FusedSAM) -> list[bool]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("side", SIDES)
 def test_both_sides_of_the_limit(side: str, dtype: torch.dtype, base: type[torch.optim.Optimizer]) -> None:
-    params, plain = made(SIDES[side], dtype), made(SIDES[side], dtype)
-    ours, other = (FusedSAM(p, base, lr=0.1, rho=0.2, assume_no_alias=p is params) for p in (params, plain))
+    params, plain = make_params(SIDES[side], dtype), make_params(SIDES[side], dtype)
+    exclusive_opt, other = (FusedSAM(p, base, lr=0.1, rho=0.2, assume_no_alias=p is params) for p in (params, plain))
     for step in range(2):
-        halves(ours, params, step)
+        halves(exclusive_opt, params, step)
         halves(other, plain, step)
-    assert same_bits(params, plain) and same_bits([ours.grad_norm], [other.grad_norm])
-    assert moved(params, ours) == [side == "exchanged"] * 2
+    assert same_bits(params, plain) and same_bits([exclusive_opt.grad_norm], [other.grad_norm])
+    assert find_swaps(params, exclusive_opt) == [side == "exchanged"] * 2
     assert same_bits(params, plain), "looking at the perturbed point changes nothing"
 
 
 @native
 def test_frozen_parameters_do_not_count() -> None:
     """Only the parameters that a step perturbs decide."""
-    params = made((LARGE, SMALL, SMALL))
+    params = make_params((LARGE, SMALL, SMALL))
     opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=True)
-    assert moved(params, opt) == [False] * 3
+    assert find_swaps(params, opt) == [False] * 3
     params[2].requires_grad_(False)
     params[2].grad = None
-    assert moved(params, opt) == [True, True, False]
+    assert find_swaps(params, opt) == [True, True, False]
     params[0].requires_grad_(False)
     params[0].grad = None
-    assert moved(params, opt) == [False] * 3
+    assert find_swaps(params, opt) == [False] * 3
 
 
 @native
@@ -67,18 +67,18 @@ def test_frozen_parameters_do_not_count() -> None:
 @pytest.mark.parametrize("absent", [0, 1])
 def test_the_second_pass_may_have_fewer_gradients(absent: int, sizes: tuple[int, ...]) -> None:
     """The parameters with a second gradient would by themselves lead to a different choice."""
-    params, plain = made(sizes), made(sizes)
+    params, plain = make_params(sizes), make_params(sizes)
     optimizers = [FusedSAM(p, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=p is params) for p in (params, plain)]
-    before, places_before = copies(params), places(params)
+    old_weights, places_before = copies(params), places(params)
     for step in range(2):
-        for opt, mine in zip(optimizers, (params, plain), strict=True):
-            backward(mine, step)
+        for opt, opt_params in zip(optimizers, (params, plain), strict=True):
+            backward(opt_params, step)
             opt.first_step(zero_grad=True)
-            backward(mine, step)
-            mine[absent].grad = None
+            backward(opt_params, step)
+            opt_params[absent].grad = None
             opt.second_step(zero_grad=True)
     assert same_bits(params, plain) and places(params) == places_before
-    assert same_bits([params[absent]], [before[absent]]) and not same_bits(params[2 - len(sizes) :], before)
+    assert same_bits([params[absent]], [old_weights[absent]]) and not same_bits(params[2 - len(sizes) :], old_weights)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_pays_on_a_gpu_follows_from_its_prediction() -> None:
 @native
 @pytest.mark.parametrize("side", SIDES)
 def test_the_memory_is_the_same(side: str) -> None:
-    weights = copies(made(SIDES[side]))
+    weights = copies(make_params(SIDES[side]))
 
     def build(initial: Sequence[Tensor]) -> OptimizerStepper:
         return OptimizerStepper(initial, lambda p: FusedSAM(p, SGD, lr=0.1, momentum=0.9, assume_no_alias=True))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SHAPES = [(5, 3), (8,), (4, 2, 3)]
 
 
-class Adapted(nn.Module):
+class AdapterModel(nn.Module):
     """A frozen layer with many weights, and a trained layer with a hundredth of them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -65,53 +65,53 @@ def tensor_bytes() -> int:
 )
 def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SAM, each: int) -> None:
     """`each`: bytes per parameter that is trained (docs/fused_sam_memory.md)."""
-    model, (cls, options) = Adapted(dtype), BASES[base]
-    before = tensor_bytes()
+    model, (cls, options) = AdapterModel(dtype), BASES[base]
+    old_bytes = tensor_bytes()
     opt = FusedSAM(model.parameters(), cls, variant=sam, **options)
     step(model, opt, 0)
     opt.zero_grad()
-    trained = model.adapter.weight.numel()
-    assert tensor_bytes() - before < (each + 2) * trained + 4096, "padding and options are small"
-    assert model.base.weight.numel() + model.late.weight.numel() > 99 * trained
+    trainable_size = model.adapter.weight.numel()
+    assert tensor_bytes() - old_bytes < (each + 2) * trainable_size + 4096, "padding and options are small"
+    assert model.base.weight.numel() + model.late.weight.numel() > 99 * trainable_size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BASES)
 def test_a_checkpoint_has_no_line_for_them(name: str, dtype: torch.dtype) -> None:
-    model, (base, options) = Adapted(dtype), BASES[name]
+    model, (base, options) = AdapterModel(dtype), BASES[name]
     opt = FusedSAM(model.parameters(), base, **options)
     step(model, opt, 0)
     assert list(opt.state) == [model.adapter.weight]
-    saved = opt.state_dict()
-    assert list(saved["state"]) == [1] and saved["fastsam"]["left_out"] == [0, 2]
-    plain = base(Adapted(dtype).parameters(), **options)
-    plain.load_state_dict(saved)
+    state_dict = opt.state_dict()
+    assert list(state_dict["state"]) == [1] and state_dict["fastsam"]["left_out"] == [0, 2]
+    plain = base(AdapterModel(dtype).parameters(), **options)
+    plain.load_state_dict(state_dict)
     assert len(plain.state) == 1
 
 
 def test_no_kernel_reads_or_writes_them(backend: Backend) -> None:
     """Their memory may even be given away between two steps, as offloading libraries do."""
     params = make_parameters(SHAPES, torch.float32, backend.device)
-    frozen = params[1].requires_grad_(False)
+    frozen_param = params[1].requires_grad_(False)
     opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    others, memory = [params[0], params[2]], frozen.untyped_storage()
+    trainable_params, memory = [params[0], params[2]], frozen_param.untyped_storage()
     size = memory.nbytes()
     try:
         for number in range(3):
             for move in (opt.first_step, opt.second_step):
-                backward(others, number)
+                backward(trainable_params, number)
                 memory.resize_(size if number == 0 else 0)
                 move()
     finally:
         memory.resize_(size)  # a failure is shown with its values
-    assert frozen._version == 0
+    assert frozen_param._version == 0
 
 
-def trained(
+def train(
     sam: SAM, base: Any, frozen_until: tuple[int, int] | None, backend: str = "auto", dtype: torch.dtype = torch.float32
 ) -> tuple[list[nn.Parameter], FusedSAM]:
-    """Six steps. The second parameter needs no gradient before this backward pass (step, pass); None: it has none
-    before (3, 0), and needs one."""
+    """Take six steps. The second parameter is frozen before the backward pass `frozen_until` (step, pass). If it is
+    None, the parameter needs a gradient, and has none before (3, 0)."""
     cls, options = base
     params = make_parameters(SHAPES, dtype)
     opt = FusedSAM(params, cls, variant=sam, backend=backend, **options)
@@ -119,10 +119,10 @@ def trained(
     for number in range(6):
         passes = 2 if opt.perturbs else 1
         for half in range(passes):
-            late = (number, half) < start
-            params[1].requires_grad_(not (late and frozen_until))
+            is_late = (number, half) < start
+            params[1].requires_grad_(not (is_late and frozen_until))
             backward(params, number)
-            if late:
+            if is_late:
                 params[1].grad = None
             opt.first_step() if half < passes - 1 else opt.step()
     return params, opt
@@ -130,29 +130,29 @@ def trained(
 
 def test_it_may_join_in_the_second_pass() -> None:
     """It was not perturbed then, and is updated from where it is."""
-    params, opt = trained(SAM(0.2), BASES["sgd"], (3, 1))
+    params, opt = train(SAM(0.2), BASES["sgd"], (3, 1))
     assert len(opt.state) == 3 and opt._engine.uninitialized_numbers() == []
-    before = make_parameters(SHAPES, torch.float32)
-    other = FusedSAM(before, SGD, rho=0.2, **BASES["sgd"][1])
+    other_params = make_parameters(SHAPES, torch.float32)
+    other = FusedSAM(other_params, SGD, rho=0.2, **BASES["sgd"][1])
     for number in range(6):
         for half in range(2):
-            backward(before, number)
+            backward(other_params, number)
             if (number, half) < (3, 1):
-                before[1].grad = None
+                other_params[1].grad = None
             (other.second_step if half else other.first_step)()
-    assert same_bits(params, before)
+    assert same_bits(params, other_params)
 
 
 def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
-    params, opt = trained(SAM(0.2), BASES["sgd"], (3, 0))
+    params, opt = train(SAM(0.2), BASES["sgd"], (3, 0))
     momentum = opt.state[params[1]]["momentum_buffer"].clone()
     params[1].requires_grad_(False)
-    kept = copies(params)
+    old_weights = copies(params)
     for move in (opt.first_step, opt.second_step):
         backward(params, 6)
         assert params[1].grad is None
         move()
-    assert [torch.equal(p, q) for p, q in zip(params, kept, strict=True)] == [False, True, False]
+    assert [torch.equal(p, q) for p, q in zip(params, old_weights, strict=True)] == [False, True, False]
     assert torch.equal(opt.state[params[1]]["momentum_buffer"], momentum)
     new = make_parameters([(2,)], torch.float32)
     opt.add_param_group({"params": new})  # new buffers
@@ -160,7 +160,7 @@ def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
     for move in (opt.first_step, opt.second_step):
         backward(params, 7)
         move()
-    assert not torch.equal(params[1], kept[1])
+    assert not torch.equal(params[1], old_weights[1])
 
 
 def test_steps_beside_frozen_parameters_are_short() -> None:
@@ -176,8 +176,8 @@ def test_steps_beside_frozen_parameters_are_short() -> None:
             move()
     guard = opt._engine._guard
     params[0].grad = torch.ones_like(params[0])
-    kept = params[0].detach().clone()
+    old_weights = params[0].detach().clone()
     opt.first_step()
-    assert opt._engine._guard is not guard and not torch.equal(params[0], kept)
+    assert opt._engine._guard is not guard and not torch.equal(params[0], old_weights)
     opt.restore()
-    assert torch.equal(params[0], kept)
+    assert torch.equal(params[0], old_weights)

@@ -20,22 +20,22 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def test_no_gradients_at_all(backend: Backend) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    fired: list[int] = []
-    opt.register_step_post_hook(lambda *_: fired.append(1))
-    before = copies(params)
+    calls: list[int] = []
+    opt.register_step_post_hook(lambda *_: calls.append(1))
+    old_weights = copies(params)
     opt.first_step()
     assert opt.grad_norm is not None and opt.grad_norm.item() == 0
     opt.second_step()
-    assert same_bits(before, params) and len(fired) == 1 and not opt.state
+    assert same_bits(old_weights, params) and len(calls) == 1 and not opt.state
 
 
 def test_a_zero_gradient_does_not_perturb(backend: Backend) -> None:
     params = make_parameters([(5,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    before = copies(params)
+    old_weights = copies(params)
     params[0].grad = torch.zeros_like(params[0])
     opt.first_step()
-    assert same_bits(before, params)
+    assert same_bits(old_weights, params)
     opt.restore()
 
 
@@ -43,33 +43,33 @@ def test_a_zero_gradient_does_not_perturb(backend: Backend) -> None:
 def test_a_first_gradient_that_is_not_finite_perturbs_nothing(bad: float, backend: Backend) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    before = copies(params)
+    old_weights = copies(params)
     backward(params, 0)
     params[1].grad[0] = bad
     opt.first_step()
-    assert same_bits(before, params)
+    assert same_bits(old_weights, params)
     backward(params, 0)
-    expected = [b - 0.1 * p.grad for b, p in zip(before, params)]
+    expected = [b - 0.1 * p.grad for b, p in zip(old_weights, params)]
     opt.second_step()
     for p, e in zip(params, expected):
         torch.testing.assert_close(p.detach(), e)
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["", "moved between the passes"])
+@pytest.mark.parametrize("is_moved", [False, True], ids=["", "moved between the passes"])
 @pytest.mark.parametrize("name", BASES)
-def test_check_finite_makes_the_update_of_parameters_with_gaps(name: str, moved: bool, backend: Backend) -> None:
+def test_check_finite_makes_the_update_of_parameters_with_gaps(name: str, is_moved: bool, backend: Backend) -> None:
     base, options = BASES[name]
     params = [nn.Parameter(torch.ones(6, 8, device=backend.device)[:, 2:5])]
     opt = FusedSAM(params, base, backend=backend.name, skip_nonfinite=True, **options)
     for step in range(2):
-        before = copies(params)
+        old_weights = copies(params)
         backward(params, step)
         opt.first_step()
-        if moved:
+        if is_moved:
             params[0].data = torch.empty(6, 8, device=backend.device)[:, 2:5].copy_(params[0].data)
         backward(params, step)
         opt.second_step()
-        assert not same_bits(before, params)
+        assert not same_bits(old_weights, params)
 
 
 def test_large_half_precision_gradients_do_not_overflow_the_norm(backend: Backend) -> None:
@@ -101,7 +101,7 @@ def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend:
 
 
 def test_tied_parameters_are_one(backend: Backend) -> None:
-    class Tied(nn.Module):
+    class TiedLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
@@ -111,7 +111,7 @@ def test_tied_parameters_are_one(backend: Backend) -> None:
             return self.b(torch.tanh(self.a(x)))
 
     torch.manual_seed(0)
-    model = Tied().double().to(backend.device)
+    model = TiedLayers().double().to(backend.device)
     x = torch.randn(8, 4, dtype=torch.float64, device=backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, backend=backend.name)
     oracle = Oracle([{"params": list(model.parameters())}], SGD, {"lr": 0.1})

@@ -16,7 +16,7 @@ from tests.helpers.interrupting import Interrupt
 from tests.helpers.sam_cases import ADAMW, SGD, SHAPES, closure_of, native, places
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
-pytestmark = [native, pytest.mark.usefixtures("poisoned_memory", "worth")]
+pytestmark = [native, pytest.mark.usefixtures("poisoned_memory", "small_exchanges")]
 Params = list[nn.Parameter]
 BASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.1}),
@@ -30,9 +30,9 @@ def by_closure(opt: FusedSAM, params: Params) -> None:
     opt.step(closure_of(params))
 
 
-def made(params: Params, base: str = "momentum", **options: Any) -> FusedSAM:
-    kind, own = BASES[base]
-    return FusedSAM(params, kind, rho=0.2, assume_no_alias=True, optimizer_in_backward=True, **own, **options)
+def make_optimizer(params: Params, base: str = "momentum", **options: Any) -> FusedSAM:
+    kind, base_options = BASES[base]
+    return FusedSAM(params, kind, rho=0.2, assume_no_alias=True, optimizer_in_backward=True, **base_options, **options)
 
 
 def hooks(params: Params) -> int:
@@ -42,12 +42,12 @@ def hooks(params: Params) -> int:
 def test_updates_come_with_their_gradients_which_are_freed() -> None:
     """In the order of the backward pass; a layer that waits for its own is at the perturbed point still."""
     first, last = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    opt = made([first, last], "sgd")
-    seen: list[tuple[bool, bool]] = []
-    before = copies([first, last])
+    opt = make_optimizer([first, last], "sgd")
+    records: list[tuple[bool, bool]] = []
+    old_weights = copies([first, last])
 
     def look(gradient: Tensor) -> None:
-        seen.append((last.grad is None, first.data_ptr() != home))
+        records.append((last.grad is None, first.data_ptr() != home))
 
     home = first.data_ptr()
     ((first * 2).tanh() * last).sum().backward()
@@ -56,25 +56,25 @@ def test_updates_come_with_their_gradients_which_are_freed() -> None:
     hidden = (first * 2).tanh()
     hidden.register_hook(look)
     (hidden * last).sum().backward()
-    assert seen[-1][1] and first.grad is None and last.grad is None
-    assert places([first])[0] == home and not same_bits([first, last], before), "updated before second_step()"
-    after = copies([first, last])
+    assert records[-1][1] and first.grad is None and last.grad is None
+    assert places([first])[0] == home and not same_bits([first, last], old_weights), "updated before second_step()"
+    new_weights = copies([first, last])
     opt.second_step()
-    assert same_bits([first, last], after)
+    assert same_bits([first, last], new_weights)
 
 
-@pytest.mark.parametrize("what", ["a gradient by hand", "another rate"])
+@pytest.mark.parametrize("change", ["a gradient by hand", "another rate"])
 @pytest.mark.parametrize("base", BASES)
-def test_what_changes_between_the_passes(base: str, what: str) -> None:
+def test_what_changes_between_the_passes(base: str, change: str) -> None:
     """A gradient that no backward pass made is used by the second step."""
     results = []
-    for early_ in (True, False):
+    for eager in (True, False):
         params = make_parameters([(4,), (3,)], torch.float32)
-        opt = FusedSAM(params, BASES[base][0], assume_no_alias=early_, optimizer_in_backward=early_, **BASES[base][1])
+        opt = FusedSAM(params, BASES[base][0], assume_no_alias=eager, optimizer_in_backward=eager, **BASES[base][1])
         for _ in range(2):
             backward(params, 0)
             opt.first_step(zero_grad=True)
-            if what == "another rate":
+            if change == "another rate":
                 opt.param_groups[0]["lr"] /= 2
                 landscape(params, 0).backward()
             else:
@@ -88,26 +88,26 @@ def test_what_changes_between_the_passes(base: str, what: str) -> None:
 def test_without_cleared_gradients_it_changes_nothing() -> None:
     """Backward passes in `perturbed()` do not train."""
     params = make_parameters(SHAPES, torch.float32)
-    opt, before = made(params), copies(params)
+    opt, old_weights = make_optimizer(params), copies(params)
     backward(params, 0)
     with opt.perturbed():
         landscape(params, 0).backward()
         assert hooks(params) == 0
-    assert same_bits(params, before)
+    assert same_bits(params, old_weights)
 
 
 def test_an_exception_in_the_second_pass_leaves_whole_updates_and_original_weights() -> None:
     """Each parameter one of both, in its own memory; and the next step is an ordinary one."""
     params, whole = make_parameters([(4,), (4,)], torch.float32), make_parameters([(4,), (4,)], torch.float32)
-    opt, other = made(params), made(whole)
+    opt, other = make_optimizer(params), make_optimizer(whole)
 
-    def closure_with(mine: Params, raises: bool) -> Callable[[], Tensor]:
+    def closure_with(weights: Params, raises: bool) -> Callable[[], Tensor]:
         calls: list[int] = []
 
         def closure() -> Tensor:
             calls.append(1)
-            hidden = (mine[0] * 2).tanh()
-            loss: Tensor = (hidden * mine[1]).sum()
+            hidden = (weights[0] * 2).tanh()
+            loss: Tensor = (hidden * weights[1]).sum()
             if raises and len(calls) == 2:
                 hidden.register_hook(fail)
             loss.backward()
@@ -118,42 +118,42 @@ def test_an_exception_in_the_second_pass_leaves_whole_updates_and_original_weigh
     def fail(gradient: Tensor) -> None:
         raise Interrupt
 
-    kept, before = places(params), copies(params)
+    addresses, start = places(params), copies(params)
     with pytest.raises(Interrupt):
         opt.step(closure_with(params, True))
     other.step(closure_with(whole, False))
-    assert places(params) == kept and hooks(params) == 0
-    assert same_bits(params[:1], before[:1]) and (same_bits(params[1:], whole[1:]) or same_bits(params[1:], before[1:]))
+    assert places(params) == addresses and hooks(params) == 0
+    assert same_bits(params[:1], start[:1]) and (same_bits(params[1:], whole[1:]) or same_bits(params[1:], start[1:]))
     opt.step(closure_with(params, False))
-    assert not same_bits(params[:1], before[:1])
+    assert not same_bits(params[:1], start[:1])
 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_trained_alike() -> None:
     """Compiled backward passes give their gradients to the same hooks."""
     results = []
-    for early_ in (True, False):
+    for eager in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        params, compiled = list(model.parameters()), torch.compile(model, backend="aot_eager")
-        opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=early_, optimizer_in_backward=early_)
+        params, compiled_model = list(model.parameters()), torch.compile(model, backend="aot_eager")
+        opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=eager, optimizer_in_backward=eager)
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
 
-        def closure(compiled: Any = compiled, x: Tensor = x) -> Tensor:
-            loss: Tensor = compiled(x).square().mean()
+        def closure(compiled_model: Any = compiled_model, x: Tensor = x) -> Tensor:
+            loss: Tensor = compiled_model(x).square().mean()
             loss.backward()
             return loss
 
         for _ in range(3):
             opt.step(closure)
-        assert [p.grad is None for p in params] == [early_] * len(params)
+        assert [p.grad is None for p in params] == [eager] * len(params)
         results.append(params)
     assert same_bits(*results)
 
 
 def test_a_second_backward_pass_is_refused() -> None:
     params = make_parameters([(4,)], torch.float32)
-    opt = made(params)
+    opt = make_optimizer(params)
     backward(params, 0)
     opt.first_step(zero_grad=True)
     landscape(params, 0).backward()
@@ -163,7 +163,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 def test_a_scaler_is_refused() -> None:
     params = make_parameters([(4,)], torch.float32)
-    opt, scaler = made(params), torch.amp.GradScaler("cpu", init_scale=4.0)
+    opt, scaler = make_optimizer(params), torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(landscape(params, 0)).backward()
     opt.first_step(zero_grad=True)
     scaler.scale(landscape(params, 0)).backward()
@@ -178,7 +178,7 @@ def test_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_parameters([(4,)], torch.float32)
     with pytest.raises(RuntimeError, match="several ranks"):
         in_backward.InBackwardHooks().register(None, (), lambda bucket, slot: True)  # type: ignore[arg-type]
-    opt, before = made(params), copies(params)
+    opt, old_weights = make_optimizer(params), copies(params)
     with pytest.raises(RuntimeError, match="several ranks"):
         by_closure(opt, params)
-    assert same_bits(params, before)
+    assert same_bits(params, old_weights)

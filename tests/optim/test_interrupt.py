@@ -42,10 +42,10 @@ def test_raising_at_every_line(spec: Spec, style: str, warm: int, backend: str |
 @pytest.mark.parametrize(
     ("backend", "spec"), [*(("reference", spec) for spec in SPECS), ("foreach", SPECS[2])], ids=str
 )
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("checks_finite", [False, True])
 @pytest.mark.parametrize("warm", [0, 2])
 def test_the_reference_interrupted_in_its_update_writes_nothing(
-    backend: str, spec: Spec, warm: int, checked: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, spec: Spec, warm: int, checks_finite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference writes the state of a segment before its weights, and segments one after the other.
 
@@ -53,22 +53,22 @@ def test_the_reference_interrupted_in_its_update_writes_nothing(
     """
     write, calls, last = reference._write, [], 0
 
-    def interrupted(*operands: Any) -> None:
+    def interrupted_write(*operands: Any) -> None:
         write(*operands)
         calls.append(1)
         if len(calls) == last:
             raise Interrupt
 
-    monkeypatch.setattr(reference, "_write", interrupted)
-    undisturbed, training = (spec.make(warm, backend=backend, skip_nonfinite=checked) for _ in range(2))
-    before, old = copies(training.params), state(training)
+    monkeypatch.setattr(reference, "_write", interrupted_write)
+    expected, training = (spec.make(warm, backend=backend, skip_nonfinite=checks_finite) for _ in range(2))
+    old_weights, old = copies(training.params), state(training)
     calls.clear()
-    undisturbed.steps(range(warm, warm + 1))
+    expected.steps(range(warm, warm + 1))
     last = len(calls)
     calls.clear()
     with pytest.raises(Interrupt):
         training.steps(range(warm, warm + 1))
-    assert same_bits(before, training.params) and same_bits(old, state(training))
+    assert same_bits(old_weights, training.params) and same_bits(old, state(training))
 
 
 def test_raising_inside_kernels_of_torchs_functions() -> None:
@@ -76,15 +76,15 @@ def test_raising_inside_kernels_of_torchs_functions() -> None:
     spec = SGD._replace(options="foreach")
     with Tracer(None, (KERNELS,)) as tracer:
         spec.make(2)
-    undisturbed = spec.make(1)
+    expected = spec.make(1)
     with Tracer(None, (KERNELS,)) as tracer:
-        undisturbed.steps(range(1, 2))
+        expected.steps(range(1, 2))
     for line in range(0, tracer.lines, 8):
         training = spec.make(1)
-        before = copies(training.params)
+        old_weights = copies(training.params)
         with pytest.raises(Interrupt), Tracer(line, (KERNELS,)) as tracer_here:
             training.steps(range(1, 2))
-        assert same_bits(before, training.params), f"raised at {tracer_here.where}"
+        assert same_bits(old_weights, training.params), f"raised at {tracer_here.where}"
 
 
 @pytest.mark.parametrize("style", ["step", "by_hand", "in_context"])
@@ -99,9 +99,9 @@ def test_autograd_is_on_after_an_interrupt_where_torch_switches_it(backend: str,
         training = plan.make()
         with pytest.raises(Interrupt), Tracer(line, plan.folders):
             plan.act(training, plan.warm)
-        on = torch.is_grad_enabled()
+        is_enabled = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
-        assert on, f"switched off at switch {line} of {lines}"
+        assert is_enabled, f"switched off at switch {line} of {lines}"
 
 
 @pytest.mark.parametrize("dtype", [F32, HALF], ids=str)
@@ -110,10 +110,10 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
     params, opt = training = SGD._replace(dtype=dtype).make(1, backend=backend.name)
-    before, bucket = copies(params), opt._engine.buckets[0]
+    old_weights, bucket = copies(params), opt._engine.buckets[0]
     real = bucket.kernels
 
-    class Interrupting:
+    class InterruptingKernels:
         def __getattr__(self, op: str) -> Any:
             return getattr(real, op)
 
@@ -123,7 +123,7 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.
             real.update_(*args, **options)
             raise KeyboardInterrupt
 
-    bucket.kernels = Interrupting()  # type: ignore[assignment]
+    bucket.kernels = InterruptingKernels()  # type: ignore[assignment]
     for part in bucket._selections.values():
         part.direct_calls.clear()
     assert opt._engine._guard is not None
@@ -132,29 +132,29 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.
         training.steps(range(1, 2))
     bucket.kernels = real
     if dtype == F32:
-        assert same_bits(before, params)
+        assert same_bits(old_weights, params)
     else:  # the master copy has the new weights: the step was made
         masters = [opt.state_dict()["state"][i]["master"] for i in range(len(params))]
         assert same_bits([m.to(HALF) for m in masters], params)
     training.steps(range(1, 2))
 
 
-@pytest.mark.parametrize("where", ["pad_state", "_function"])  # before and after the addresses are others
-def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(where: str) -> None:
+@pytest.mark.parametrize("function_name", ["pad_state", "_function"])  # before and after the addresses are others
+def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(function_name: str) -> None:
     """Cached calls of the step before have a different kind, or addresses of a state that has been freed."""
     if backends.select("auto", torch.device("cpu"), torch.float32).name != "native":
         pytest.skip("the compiled kernels alone are called past torch")
 
     @contextmanager
     def in_the_middle() -> Iterator[None]:
-        def interrupted(*arguments: Any) -> Any:
-            if where == "pad_state" or str(arguments[0]).startswith("update"):
-                raise Interrupt(where)
-            return found(*arguments)
+        def interrupted_call(*arguments: Any) -> Any:
+            if function_name == "pad_state" or str(arguments[0]).startswith("update"):
+                raise Interrupt(function_name)
+            return function(*arguments)
 
-        found = getattr(direct_calls, where)
+        function = getattr(direct_calls, function_name)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(direct_calls, where, interrupted)
+            patch.setattr(direct_calls, function_name, interrupted_call)
             yield
 
     assert Plan(SGD._replace(variant="every other"), "step", 2).interrupted(in_the_middle())
@@ -163,7 +163,7 @@ def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(where: str)
 def test_an_interrupted_second_step_leaves_no_flag_for_later_steps() -> None:
     """A step that does not perturb may be made without a first half, which would clear the flag."""
     results = []
-    for interrupted in (False, True):
+    for is_finishing in (False, True):
         p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
         opt = FusedSAM([p], torch.optim.SGD, lr=0.1, variant=SAM(interval=3))
 
@@ -173,7 +173,7 @@ def test_an_interrupted_second_step_leaves_no_flag_for_later_steps() -> None:
             return loss
 
         opt.step(closure)
-        opt._engine.is_finishing = interrupted
+        opt._engine.is_finishing = is_finishing
         opt.step()
         opt.step(closure)  # with gradients cleared, and not a trainer's closure
         results.append(p)

@@ -24,7 +24,7 @@ BASES: dict[str, tuple[Any, dict[str, Any]]] = {
 TARGETS = [torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64), torch.tensor([[1.0], [4.0]], dtype=torch.float64)]
 
 
-def _saved(name: str) -> dict[str, Any]:
+def _read_record(name: str) -> dict[str, Any]:
     """Return what the file holds of one optimizer.
 
     The script that wrote it, with `TARGETS`, `VARIANTS`, `BASES`, `_backward` and `_finish` as here, and
@@ -49,8 +49,8 @@ def _saved(name: str) -> dict[str, Any]:
     The values of all names went through `torch.save` and `gzip -9`.
     """
     with gzip.open(Path(__file__).with_name("checkpoints_59d46cb.pt.gz")) as file:
-        stored: dict[str, Any] = torch.load(file, weights_only=True)[name]
-    return stored
+        record: dict[str, Any] = torch.load(file, weights_only=True)[name]
+    return record
 
 
 def _backward(params: list[nn.Parameter]) -> None:
@@ -76,22 +76,22 @@ def _assert_same(params: list[nn.Parameter], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_pickle_of_an_older_version_trains_on(name: str) -> None:
-    stored = _saved(name)
-    loaded = torch.load(io.BytesIO(stored["pickle"]), weights_only=False)
-    params, opt = loaded["params"], loaded["optimizer"]
+    record = _read_record(name)
+    objects = torch.load(io.BytesIO(record["pickle"]), weights_only=False)
+    params, opt = objects["params"], objects["optimizer"]
     assert repr(opt._engine.variant) == repr(VARIANTS[name])
     assert opt.skip_nonfinite == BASES[name][1].get("skip_nonfinite", False)
     _finish(params, opt)
-    _assert_same(params, stored["after"])
+    _assert_same(params, record["after"])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_state_dict_of_an_older_version_trains_on(name: str) -> None:
-    stored = _saved(name)
+    record = _read_record(name)
     base, options = BASES[name]
-    params = [nn.Parameter(weights.clone()) for weights in stored["weights"]]
+    params = [nn.Parameter(weights.clone()) for weights in record["weights"]]
     opt = FusedSAM(params, base, variant=VARIANTS[name], backend="reference", lr=1.0, **options)
-    opt.load_state_dict(stored["state_dict"])
+    opt.load_state_dict(record["state_dict"])
     assert opt.is_perturbed == (name == "halves")
     _finish(params, opt)
-    _assert_same(params, stored["after"])
+    _assert_same(params, record["after"])

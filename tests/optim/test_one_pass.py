@@ -20,10 +20,10 @@ def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
     training = trained(name, 6, base, backend=backend.name)
-    found = clean(training)
-    for p, expected in zip(found, one_pass_loop(ONE_PASS[name][1], base, 6), strict=True):
+    weights = clean(training)
+    for p, expected in zip(weights, one_pass_loop(ONE_PASS[name][1], base, 6), strict=True):
         torch.testing.assert_close(p, expected, rtol=1e-9, atol=1e-11)
-    assert float((flat(copies(training.params)) - flat(found)).norm()) == pytest.approx(RHO)
+    assert float((flat(copies(training.params)) - flat(weights)).norm()) == pytest.approx(RHO)
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}, {"dampening": 0.5}], ids=str)
@@ -38,8 +38,8 @@ def test_msam_is_its_equations(options: dict[str, Any]) -> None:
             p.grad = None
         loss(params, t).backward()
         g = flat([p.grad for p in params if p.grad is not None])
-        rested = w - RHO * v / (v.norm() + 1e-12)
-        torch.testing.assert_close(flat(params).detach(), rested, rtol=1e-10, atol=1e-12)
+        perturbed_weights = w - RHO * v / (v.norm() + 1e-12)
+        torch.testing.assert_close(flat(params).detach(), perturbed_weights, rtol=1e-10, atol=1e-12)
         g = -g if options.get("maximize") else g
         v = 0.9 * v + (1 if t == 0 else 1 - options.get("dampening", 0.0)) * g
         w = w - 0.1 * (g + 0.9 * v if options.get("nesterov") else v)
@@ -54,8 +54,8 @@ def test_asam_scales_the_vector(name: str, dtype: torch.dtype) -> None:
     key, sign = ("momentum_buffer", -1) if name == "msam" else ("sam_memory", 1)
     d, scale = flat([entry[key].double() for entry in state]), w.abs() + 0.1
     eps = sign * RHO * scale**2 * d / (scale * d).norm()
-    rested = flat([p.detach().double() for p in training.params])
-    assert (rested - w - eps).abs().max() < (1e-6 if dtype == torch.float32 else 0.02)
+    perturbed_weights = flat([p.detach().double() for p in training.params])
+    assert (perturbed_weights - w - eps).abs().max() < (1e-6 if dtype == torch.float32 else 0.02)
 
 
 # --- a step ---
@@ -71,11 +71,11 @@ def test_parameters_without_a_gradient(name: str) -> None:
         for p, g in zip(params, grads, strict=True):
             p.grad = None if g is None else torch.full_like(p, g)
         with opt.evaluating():
-            before = copies(params)
+            old_weights = copies(params)
         opt.step()
     with opt.evaluating():
         w = copies(params)
-    assert torch.equal(w[1], before[1]) and not torch.equal(w[0], before[0])
+    assert torch.equal(w[1], old_weights[1]) and not torch.equal(w[0], old_weights[0])
     v = torch.tensor([((1 * 0.9 + 3) * 0.9 + 1)] * 4 + [2.0] * 3, dtype=torch.float64)
     d = -v if name == "msam" else torch.tensor([1.0] * 4 + [0.0] * 3, dtype=torch.float64)
     torch.testing.assert_close(flat(params).detach(), flat(w) + 0.5 * d / d.norm())
@@ -84,7 +84,7 @@ def test_parameters_without_a_gradient(name: str) -> None:
 # --- what comes out of order ---
 
 
-def scaled(training: Training) -> None:
+def step_with_scaler(training: Training) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(problem()[1](training.params, 1)).backward()
     scaler.step(training.opt, lambda: None)
@@ -99,7 +99,7 @@ CALLS: list[tuple[bool, Callable[[Training], Any], str]] = [
                         ("perturbed", lambda t: t.opt.perturbed().__enter__()))),
     (False, lambda t: t.opt.load_state_dict(t.opt.state_dict()), r"call eval\(\) first"),
     (False, lambda t: t.opt.step(t.opt.eval), r"eval\(\) inside a closure"),
-    (False, scaled, r"backward\(\), scaler\.step"),
+    (False, step_with_scaler, r"backward\(\), scaler\.step"),
 ]  # fmt: skip
 
 
@@ -108,10 +108,10 @@ def test_calls_that_are_refused(evaluates: bool, call: Callable[[Training], Any]
     training = trained("msam", 2)
     if evaluates:
         training.opt.eval()
-    before = copies(training.params)
+    old_weights = copies(training.params)
     with pytest.raises(RuntimeError, match=words):
         call(training)
-    assert same_bits(before, training.params) and training.opt.training is not evaluates
+    assert same_bits(old_weights, training.params) and training.opt.training is not evaluates
     training.opt.train()
     training.steps(range(2, 3))
     assert same_bits(training.params, trained("msam", 3).params)
@@ -119,7 +119,7 @@ def test_calls_that_are_refused(evaluates: bool, call: Callable[[Training], Any]
 
 def test_weights_written_where_a_step_would_lose_it() -> None:
     training = trained("msam", 2)
-    rested = copies(training.params)
+    perturbed_weights = copies(training.params)
     with torch.no_grad():
         training.params[1].mul_(0.5)
     training.backward(2)
@@ -130,18 +130,18 @@ def test_weights_written_where_a_step_would_lose_it() -> None:
         training.params[1].mul_(0.5)
     training.opt.train()
     half = copies(training.params)[1]
-    assert float((half / rested[1]).median()) == pytest.approx(0.5, abs=0.2)
+    assert float((half / perturbed_weights[1]).median()) == pytest.approx(0.5, abs=0.2)
     training.steps(range(2, 3))
 
 
 def test_weights_swapped_and_put_back_are_no_harm() -> None:
-    """As averages do for an evaluation."""
+    """Averages of weights do so for an evaluation."""
     training = trained("msam", 2)
-    rested = copies(training.params)
+    perturbed_weights = copies(training.params)
     with torch.no_grad():
         for p, value in [(p, 0.0) for p in training.params]:
             p.fill_(value)
-        for p, old in zip(training.params, rested, strict=True):
+        for p, old in zip(training.params, perturbed_weights, strict=True):
             p.copy_(old)
     training.steps(range(2, 3))
     assert same_bits(training.params, trained("msam", 3).params)
@@ -191,9 +191,9 @@ def test_the_state_of_another_variant() -> None:
 def test_a_compiled_step_is_the_same(name: str) -> None:
     torch._dynamo.reset()
     training, eager = trained(name, 1), trained(name, 6)
-    compiled = torch.compile(training.opt.step, fullgraph=True, backend="aot_eager")
+    compiled_step = torch.compile(training.opt.step, fullgraph=True, backend="aot_eager")
     for t in range(1, 6):
         training.backward(t)
-        compiled()
-    for found, expected in zip(training.params, eager.params, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        compiled_step()
+    for weights, expected in zip(training.params, eager.params, strict=True):
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)

@@ -25,24 +25,24 @@ def test_evaluation_changes_no_bit_of_the_training(name: str, base: str, dtype: 
     for t in range(4):
         training.opt.train()
         training.steps(range(t, t + 1))
-        rested = copies(training.params)
+        point = copies(training.params)
         training.opt.eval()
         weights = copies(training.params)
         training.opt.eval()  # again: nothing
-        assert not training.opt.training and same_bits(weights, training.params) and not same_bits(weights, rested)
+        assert not training.opt.training and same_bits(weights, training.params) and not same_bits(weights, point)
         training.opt.train()
         training.opt.train()
-        assert training.opt.training and same_bits(rested, training.params)
+        assert training.opt.training and same_bits(point, training.params)
     assert same_bits(whole.params, training.params)
 
 
 def test_evaluating_leaves_the_mode_that_it_found() -> None:
     training = trained("msam", 1)
-    rested = copies(training.params)
+    perturbed_weights = copies(training.params)
     with pytest.raises(ZeroDivisionError), training.opt.evaluating():
-        assert not training.opt.training and not same_bits(rested, training.params)
+        assert not training.opt.training and not same_bits(perturbed_weights, training.params)
         _ = 1 / 0
-    assert training.opt.training and same_bits(rested, training.params)
+    assert training.opt.training and same_bits(perturbed_weights, training.params)
     training.opt.eval()
     with training.opt.evaluating():
         pass
@@ -51,9 +51,9 @@ def test_evaluating_leaves_the_mode_that_it_found() -> None:
 
 def test_variants_of_two_passes_have_no_modes() -> None:
     training = fused(SAM(RHO), "sgd", 2)
-    before = copies(training.params)
+    old_weights = copies(training.params)
     training.opt.eval()
-    assert training.opt.training and same_bits(before, training.params)
+    assert training.opt.training and same_bits(old_weights, training.params)
     training.opt.train()
     training.steps(range(2, 3))
 
@@ -72,7 +72,7 @@ def step_of(model: nn.Module, opt: FusedSAM) -> None:
     opt.step()
 
 
-def hooked() -> tuple[nn.Sequential, FusedSAM]:
+def make_hooked_model() -> tuple[nn.Sequential, FusedSAM]:
     model = network()
     opt = FusedSAM(model.parameters(), torch.optim.SGD, variant=MSAM(RHO), lr=0.1, momentum=0.9, model=model)
     for _ in range(2):
@@ -81,37 +81,37 @@ def hooked() -> tuple[nn.Sequential, FusedSAM]:
 
 
 def test_the_models_modes_are_the_optimizers() -> None:
-    model, opt = hooked()
-    rested = copies(model.parameters())
+    model, opt = make_hooked_model()
+    perturbed_weights = copies(model.parameters())
     assert model.eval() is model and not model.training and not model[0].training and not opt.training
     weights = copies(model.parameters())
-    assert not same_bits(weights, rested)
+    assert not same_bits(weights, perturbed_weights)
     nn.Sequential(model).train()  # as a wrapper's
-    assert opt.training and same_bits(rested, copies(model.parameters()))
+    assert opt.training and same_bits(perturbed_weights, copies(model.parameters()))
     with opt.evaluating():
         assert same_bits(weights, copies(model.parameters()))
     step_of(model, opt)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_of_the_model_moves_no_weights_of_the_other(how: str) -> None:
-    model, opt = hooked()
-    rested = copies(model.parameters())
-    other: nn.Sequential = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+@pytest.mark.parametrize("copy_method", ["deepcopy", "pickle"])
+def test_a_copy_of_the_model_moves_no_weights_of_the_other(copy_method: str) -> None:
+    model, opt = make_hooked_model()
+    perturbed_weights = copies(model.parameters())
+    other: nn.Sequential = copy.deepcopy(model) if copy_method == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert other.eval() is other and not other[0].training and model.training
-    assert opt.training and same_bits(rested, copies(model.parameters()))
-    assert same_bits(rested, copies(other.parameters()))
+    assert opt.training and same_bits(perturbed_weights, copies(model.parameters()))
+    assert same_bits(perturbed_weights, copies(other.parameters()))
     both: tuple[nn.Sequential, FusedSAM] = (
-        copy.deepcopy((model, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
+        copy.deepcopy((model, opt)) if copy_method == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
     )
     both[0].eval()
-    assert not both[1].training and opt.training and not same_bits(rested, copies(both[0].parameters()))
+    assert not both[1].training and opt.training and not same_bits(perturbed_weights, copies(both[0].parameters()))
     model.eval()
     assert same_bits(copies(model.parameters()), copies(both[0].parameters()))
 
 
 def test_a_model_outlives_its_optimizer() -> None:
-    model, opt = hooked()
+    model, opt = make_hooked_model()
     del opt
     model.eval()
     assert not model.training

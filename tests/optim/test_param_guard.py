@@ -21,10 +21,10 @@ class Case:
 
     def __init__(self, first: bool, dtypes: tuple[torch.dtype, ...] = (torch.float32,), missing: bool = False) -> None:
         self.first = first
-        made = [torch.randn(shape, dtype=dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)]
-        self.given = [nn.Parameter(tensor) for tensor in made]
-        self.missing = self.given[3] if missing else None
-        opt = FusedSAM(self.given, torch.optim.SGD, lr=0.0, momentum=0.9)
+        tensors = [torch.randn(shape, dtype=dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)]
+        self.all_params = [nn.Parameter(tensor) for tensor in tensors]
+        self.missing = self.all_params[3] if missing else None
+        opt = FusedSAM(self.all_params, torch.optim.SGD, lr=0.0, momentum=0.9)
         for _ in range(2):
             for half in (opt.first_step, opt.second_step):
                 self.backward()
@@ -37,10 +37,10 @@ class Case:
         self.params: list[Any] = opt.param_groups[0]["params"]
 
     def backward(self) -> None:
-        for p in self.given:
+        for p in self.all_params:
             p.grad = None if p is self.missing else torch.randn_like(p)
 
-    def found(self) -> list[Tensor] | None:
+    def read_guard(self) -> list[Tensor] | None:
         calls = self.guard.gradients(self.groups, self.state, self.first)
         return None if calls is None else [g for _, _, grads in calls for g in grads]
 
@@ -79,29 +79,29 @@ CHANGES: dict[str, Callable[[Case], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_it_finds_nothing_when_something_changed(change: str, first: bool) -> None:
     case = Case(first)
-    found = case.found()
-    assert found is not None and all(g is p.grad for g, p in zip(found, case.params, strict=True))
+    gradients = case.read_guard()
+    assert gradients is not None and all(g is p.grad for g, p in zip(gradients, case.params, strict=True))
     CHANGES[change](case)
-    assert case.found() is None
+    assert case.read_guard() is None
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
 def test_two_dtypes_and_a_missing_gradient_are_expected_too(first: bool) -> None:
     case = Case(first, (torch.float32, torch.bfloat16), missing=True)
-    found = case.found()
-    assert found is not None and len(found) == len(SHAPES) - 1
-    assert set(map(id, found)) == {id(p.grad) for p in case.given if p is not case.missing}
-    case.given[3].grad = torch.ones_like(case.given[3])
-    assert case.found() is None
-    case.given[3].grad, case.given[2].grad = None, None
-    assert case.found() is None
+    gradients = case.read_guard()
+    assert gradients is not None and len(gradients) == len(SHAPES) - 1
+    assert set(map(id, gradients)) == {id(p.grad) for p in case.all_params if p is not case.missing}
+    case.all_params[3].grad = torch.ones_like(case.all_params[3])
+    assert case.read_guard() is None
+    case.all_params[3].grad, case.all_params[2].grad = None, None
+    assert case.read_guard() is None
 
 
 def test_a_parameter_of_another_kind_at_its_address_is_seen_in_the_first_pass() -> None:
     case = Case(True)
     case.params[0].data = case.params[0].data.view(4, 3)
     case.params[0].grad = torch.ones(4, 3)
-    assert case.found() is None
+    assert case.read_guard() is None
 
 
 def test_groups_that_become_one_take_its_options() -> None:
@@ -112,12 +112,12 @@ def test_groups_that_become_one_take_its_options() -> None:
         if number == 3:
             assert expected(opt)
             opt.param_groups[0]["params"].extend(opt.param_groups.pop()["params"])
-            before = params[2].detach().clone()
+            old_weights = params[2].detach().clone()
         for half in (opt.first_step, opt.second_step):
             for p in params:
                 p.grad = torch.ones_like(p)
             half()
-    assert torch.equal(params[2], before)
+    assert torch.equal(params[2], old_weights)
 
 
 @pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
@@ -136,8 +136,8 @@ def test_a_step_keeps_no_gradient_alive(backend: str) -> None:
             assert [ref() for ref in refs] == [None, None]
 
 
-@pytest.mark.parametrize(("change", "found"), [("another entry", True), ("one entry less", False)])
-def test_a_pass_that_does_not_read_the_state_counts_its_entries(change: str, found: bool) -> None:
+@pytest.mark.parametrize(("change", "has_gradients"), [("another entry", True), ("one entry less", False)])
+def test_a_pass_that_does_not_read_the_state_counts_its_entries(change: str, has_gradients: bool) -> None:
     case = Case(True)
     CHANGES[change](case)
-    assert (case.guard.gradients(case.groups, case.state, True, reads_state=False) is not None) is found
+    assert (case.guard.gradients(case.groups, case.state, True, reads_state=False) is not None) is has_gradients

@@ -42,9 +42,9 @@ PEERS: list[tuple[Any, dict[str, Any], SAM, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("base", "options", "sam", "name", "theirs"), PEERS)
+@pytest.mark.parametrize(("base", "options", "sam", "name", "extras"), PEERS)
 def test_the_same_trajectory_as_pytorch_optimizer(
-    base: Any, options: dict[str, Any], sam: SAM, name: str, theirs: dict[str, Any]
+    base: Any, options: dict[str, Any], sam: SAM, name: str, extras: dict[str, Any]
 ) -> None:
     """In float64, each on its own: the losses they see and the weights they end with."""
     library = pytest.importorskip("pytorch_optimizer", reason="not installed; it is in the extra `test`")
@@ -61,13 +61,13 @@ def test_the_same_trajectory_as_pytorch_optimizer(
 
     def peer(params: list[nn.Parameter]) -> Any:
         more = {"foreach": False} if name == "SAM" else {"model": nn.ParameterList(params)} if name == "WSAM" else {}
-        return getattr(library, name)(params=params, base_optimizer=base, rho=sam.rho, **theirs, **more, **options)
+        return getattr(library, name)(params=params, base_optimizer=base, rho=sam.rho, **extras, **more, **options)
 
     losses, their_params = train(peer)
-    ours, our_params = train(lambda p: FusedSAM(p, base, variant=sam, **options))
+    our_losses, our_params = train(lambda p: FusedSAM(p, base, variant=sam, **options))
     # a difference in the last bit grows over the steps; coupled, 4*g2 - 3*g1 multiplies it
     tolerance = {"rtol": 1e-7, "atol": 1e-7} if name == "SAM" else {"rtol": 1e-5, "atol": 1e-7}
-    torch.testing.assert_close([*ours, *our_params], [*losses, *their_params], **tolerance)
+    torch.testing.assert_close([*our_losses, *our_params], [*losses, *their_params], **tolerance)
 
 
 def test_the_tests_of_pytorch_optimizer_pass() -> None:
@@ -77,6 +77,6 @@ def test_the_tests_of_pytorch_optimizer_pass() -> None:
             f"or name an unpacked one "
             "in FASTSAM_PEER_SDIST"
         )
-    done = subprocess.run([sys.executable, str(RUNNER), str(SDIST), "-q"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "19 tests of pytorch-optimizer" in done.stdout
+    proc = subprocess.run([sys.executable, str(RUNNER), str(SDIST), "-q"], capture_output=True, text=True, timeout=300)
+    assert proc.returncode == 0, proc.stdout + proc.stderr
+    assert "19 tests of pytorch-optimizer" in proc.stdout

@@ -54,9 +54,9 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (SGD, {"base_kwargs": ["lr"]}, TypeError, "base_kwargs must be a dict"),
     (SGD, {"base_kwargs": {"learning_rate": 0.2}}, TypeError, "did you mean lr"),
     (SGD, {"betas": (0.9, 0.99)}, TypeError, "neither FusedSAM nor SGD has such an option .there are lr, momentum"),
-    *((base, {name: 0.5}, TypeError, f"unexpected keyword '{name}'.*; did you mean {meant}\\?")
+    *((base, {name: 0.5}, TypeError, f"unexpected keyword '{name}'.*; did you mean {suggestion}\\?")
       for base in (SGD, partial(SGD, momentum=0.9), RMSPROP)
-      for name, meant in (("learning_rate", "lr"), ("LR", "lr"), ("wd", "weight_decay"), ("momentun", "momentum"),
+      for name, suggestion in (("learning_rate", "lr"), ("LR", "lr"), ("wd", "weight_decay"), ("momentun", "momentum"),
                           ("weightdecay", "weight_decay"), ("mom", "momentum"), ("adaptve", "adaptive"),
                           ("base_optimiser", "base_optimizer"), ("assume_no_alia", "assume_no_alias"))),
     # bases
@@ -128,7 +128,7 @@ def test_a_variant_out_of_its_range(kind: Any, options: dict[str, Any], error: t
 
 
 def test_a_base_optimizer_without_a_learning_rate_serves_no_decoupled_sharpness() -> None:
-    class Fixed(torch.optim.Optimizer):
+    class OptimizerWithoutRate(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
 
@@ -136,14 +136,14 @@ def test_a_base_optimizer_without_a_learning_rate_serves_no_decoupled_sharpness(
 
     params = make_parameters([(3,)], torch.float32)
     with pytest.raises(ValueError, match="WSAM needs a base optimizer with a learning rate"):
-        FusedSAM(params, Fixed, variant=WSAM())
-    FusedSAM(params, Fixed, variant=WSAM(decouple=False))
+        FusedSAM(params, OptimizerWithoutRate, variant=WSAM())
+    FusedSAM(params, OptimizerWithoutRate, variant=WSAM(decouple=False))
 
 
 def test_parameters_that_are_refused() -> None:
     a, b = make_parameters([(6,), (4,)], torch.float32)
     whole = torch.randn(4, 6)
-    view, disjoint, overlapping = (nn.Parameter(t) for t in (whole[:, :3], whole[:, 3:], whole[1:, 2:5]))
+    view, disjoint, overlap = (nn.Parameter(t) for t in (whole[:, :3], whole[:, 3:], whole[1:, 2:5]))
     flat = nn.Parameter(torch.ones(4))
     flat._is_flat_param = True  # type: ignore[attr-defined]  # what FullyShardedDataParallel marks its parameters with
     collection = "params must be parameters or parameter groups, got"
@@ -156,7 +156,7 @@ def test_parameters_that_are_refused() -> None:
         ([nn.Parameter(torch.ones(1).expand(5))], ValueError, "expanded"),
         ([a, nn.Parameter(a.data)], ValueError, "shares memory"),
         ([a, nn.Parameter(a.data[2:4])], ValueError, "shares memory"),
-        ([view, overlapping], ValueError, "shares memory"),
+        ([view, overlap], ValueError, "shares memory"),
         ([a, nn.Parameter(torch.ones(3, device="meta"))], ValueError, "several devices"),
         ([nn.Parameter(torch.ones(3, device="meta"))], RuntimeError, "meta"),
         (a, TypeError, "iterable"),
@@ -208,17 +208,17 @@ def test_sharded_parameters(tmp_path: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        parted, shard = (nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [p])) for p in (Partial(), Shard(0)))
+        summand, shard = (nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [p])) for p in (Partial(), Shard(0)))
         with pytest.raises(TypeError, match=r"parameter 1 is a DTensor placed as .*Partial.*call redistribute\(\)"):
-            FusedSAM([nn.Parameter(torch.ones(2)), parted], SGD, lr=0.1)
+            FusedSAM([nn.Parameter(torch.ones(2)), summand], SGD, lr=0.1)
         FusedSAM([shard], SGD, lr=0.1)
         with pytest.raises(ValueError, match="several devices"):
             FusedSAM([shard, nn.Parameter(torch.ones(2, device="meta"))], SGD, lr=0.1)
-        for name, why in (("stochastic_rounding", "random bits"), ("assume_no_alias", "memory is managed elsewhere")):
-            with pytest.raises(ValueError, match=why):
+        for name, text in (("stochastic_rounding", "random bits"), ("assume_no_alias", "memory is managed elsewhere")):
+            with pytest.raises(ValueError, match=text):
                 FusedSAM([shard], SGD, lr=0.1, **{name: True})
             opt = FusedSAM([nn.Parameter(torch.ones(2))], SGD, lr=0.1, **{name: True})
-            with pytest.raises(ValueError, match=why):
+            with pytest.raises(ValueError, match=text):
                 opt.add_param_group({"params": [shard]})
             assert len(opt.param_groups) == 1
     finally:
@@ -237,10 +237,10 @@ def test_what_is_accepted() -> None:
     FusedSAM(params, SGD, rho=np.float32(0.5), lr=np.float32(0.25), momentum=np.float64(0.5)).step(closure_of(params))
     assert FusedSAM(params, partial(SGD, momentum=0.9, nesterov=True), lr=0.1).param_groups[0]["nesterov"] is True
 
-    def anything(groups: Any, **options: Any) -> torch.optim.Optimizer:
+    def base_factory(groups: Any, **options: Any) -> torch.optim.Optimizer:
         return SGD(groups, lr=options["learning_rate"])
 
-    assert FusedSAM(params, anything, learning_rate=0.5).param_groups[0]["lr"] == 0.5, "it decides itself"
+    assert FusedSAM(params, base_factory, learning_rate=0.5).param_groups[0]["lr"] == 0.5, "it decides itself"
     options: dict[str, Any] = {"lr": 0.3, "momentum": 0.8, "dampening": 0.5}
     by_name = FusedSAM(params, SGD, **options).defaults
     assert FusedSAM(params, SGD, base_kwargs=options).defaults == by_name and by_name["dampening"] == 0.5
@@ -267,7 +267,7 @@ def test_a_bad_option(base: Any, name: str, value: Any, words: str, number: int,
     params = make_parameters([(3,), (4,)], torch.float32, backend.device)
     opt = FusedSAM([{"params": [p]} for p in params], base, lr=0.1, backend=backend.name)
     opt.step(closure_of(params))
-    before, good = copies(params), opt.param_groups[number].pop(name)
+    old_weights, good = copies(params), opt.param_groups[number].pop(name)
     backward(params, 0)
     if half == "second_step":
         opt.param_groups[number][name] = good
@@ -277,16 +277,16 @@ def test_a_bad_option(base: Any, name: str, value: Any, words: str, number: int,
         opt.param_groups[number][name] = value
     with pytest.raises(ValueError, match=words.format(number, number)):
         getattr(opt, half)()
-    assert same_bits(before, params)
+    assert same_bits(old_weights, params)
     opt.param_groups[number][name] = good
     opt.step(closure_of(params))
-    assert not same_bits(before, params)
+    assert not same_bits(old_weights, params)
 
 
 def test_calls_out_of_order(backend: Backend) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    before, number = copies(params), 5
+    old_weights, number = copies(params), 5
     idle: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (opt.second_step, RuntimeError, "second_step\\(\\) without first_step\\(\\)"),
         (opt.step, RuntimeError, "no closure.*step\\(closure\\)"),
@@ -296,16 +296,16 @@ def test_calls_out_of_order(backend: Backend) -> None:
     for call, error, words in idle:
         with pytest.raises(error, match=words):
             call()
-    assert same_bits(before, params)
+    assert same_bits(old_weights, params)
     backward(params, 0)
     opt.first_step()
-    perturbed = copies(params)
-    for again in (opt.first_step, lambda: opt.step(closure_of(params)), lambda: opt.perturbed().__enter__()):
+    perturbed_weights = copies(params)
+    for repeat_call in (opt.first_step, lambda: opt.step(closure_of(params)), lambda: opt.perturbed().__enter__()):
         with pytest.raises(RuntimeError, match="restore\\(\\)"):
-            again()
-        assert same_bits(perturbed, params), "a call out of order changes nothing"
+            repeat_call()
+        assert same_bits(perturbed_weights, params), "a call out of order changes nothing"
     opt.restore()
-    assert same_bits(before, params)
+    assert same_bits(old_weights, params)
 
 
 def test_halves_out_of_order_in_a_step_that_does_not_perturb() -> None:
@@ -352,26 +352,26 @@ def test_a_closure_that_steps(exclusive: bool, call: int, method: str, base: Any
     opt.step(closure_of(params))
 
 
-@pytest.mark.parametrize("waiting", [SAM(), SAM(interval=2), MSAM()], ids=["SAM", "interval", "MSAM"])
-def test_two_optimizers_between_their_halves_over_one_parameter(waiting: SAM, backend: Backend) -> None:
+@pytest.mark.parametrize("first_variant", [SAM(), SAM(interval=2), MSAM()], ids=["SAM", "interval", "MSAM"])
+def test_two_optimizers_between_their_halves_over_one_parameter(first_variant: SAM, backend: Backend) -> None:
     params = make_parameters([(3,), (4,), (5,)], torch.float32, backend.device)
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "backend": backend.name}
-    first = FusedSAM(params[:2], SGD, variant=waiting, **options)
-    shares, apart = FusedSAM(params[1:], SGD, **options), FusedSAM(params[2:], SGD, **options)
-    begin, end = (first.step, first.eval) if isinstance(waiting, MSAM) else (first.first_step, first.second_step)
+    first = FusedSAM(params[:2], SGD, variant=first_variant, **options)
+    shares, separate_opt = FusedSAM(params[1:], SGD, **options), FusedSAM(params[2:], SGD, **options)
+    begin, end = (first.step, first.eval) if isinstance(first_variant, MSAM) else (first.first_step, first.second_step)
     for _ in range(2):
-        before = copies(params[1:2])
+        old_weights = copies(params[1:2])
         backward(params, 0)
         begin()
-        apart.first_step()
-        apart.second_step()
+        separate_opt.first_step()
+        separate_opt.second_step()
         with pytest.raises(RuntimeError, match="another FusedSAM has perturbed some of these parameters"):
             shares.first_step()
         end()
-        assert not same_bits(before, params[1:2]), "its update is made"
+        assert not same_bits(old_weights, params[1:2]), "its update is made"
         shares.first_step()
         with pytest.raises(RuntimeError, match=r"Call its second_step\(\) or restore\(\) first"):
-            (first.train if isinstance(waiting, MSAM) else begin)()
+            (first.train if isinstance(first_variant, MSAM) else begin)()
         shares.restore()
         first.train()
     first.eval()
@@ -389,12 +389,12 @@ def test_gradients_of_another_dtype(dtype: torch.dtype, backend: Backend) -> Non
     opt = FusedSAM([p], SGD, lr=1.0, rho=0.0, backend=backend.name)
     p.grad_dtype = dtype
     p.grad = torch.full((5,), 0.5, dtype=dtype, device=backend.device)
-    before = p.detach().clone()
+    old_weights = p.detach().clone()
     if dtype.is_complex:
         with pytest.raises(RuntimeError, match="gradient of parameter 0 is complex"):
             opt.first_step()
-        assert torch.equal(p.detach(), before)
+        assert torch.equal(p.detach(), old_weights)
     else:
         opt.first_step()
         opt.second_step()
-        assert torch.equal(p.detach(), before - 0.5)
+        assert torch.equal(p.detach(), old_weights - 0.5)

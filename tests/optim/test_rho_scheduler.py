@@ -49,10 +49,10 @@ def test_it_goes_on_from_its_state(name: str) -> None:
         schedule.step()
     other = optimizer()[0]
     other.load_state_dict(opt.state_dict())
-    resumed = make(other)
-    resumed.load_state_dict(schedule.state_dict())
+    new_schedule = make(other)
+    new_schedule.load_state_dict(schedule.state_dict())
     assert other.param_groups[0]["rho"] == pytest.approx(expected(2))
-    assert resumed.last_step == 2 and resumed.max_rhos == [0.4]
+    assert new_schedule.last_step == 2 and new_schedule.max_rhos == [0.4]
 
 
 def test_a_tensor_is_written_in_place_and_new_groups_are_followed() -> None:

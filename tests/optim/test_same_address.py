@@ -36,7 +36,7 @@ WITHOUT_MEMORY: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.fixture(params=["guards", "python"])
 def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both looks: by torch's own guards, and without them."""
+    """Look for changes in both ways: by torch's own guards, and without them."""
     if request.param == "python":
         monkeypatch.setattr(param_guard, "TensorGuards", None)
     elif param_guard.TensorGuards is None:
@@ -51,7 +51,7 @@ def model(device: str) -> list[nn.Parameter]:
     return [nn.Parameter(numbers[:SIDE]), nn.Parameter(last)]
 
 
-def trained(backend: Backend) -> tuple[list[nn.Parameter], FusedSAM]:
+def train(backend: Backend) -> tuple[list[nn.Parameter], FusedSAM]:
     params = model(backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, rho=0.5, backend=backend.name)
     for step in range(3):
@@ -71,51 +71,51 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 @pytest.mark.parametrize("halfway", [False, True])
 def test_another_shape_is_an_error(halfway: bool, change: str, backend: Backend) -> None:
     """Between the passes all others are restored."""
-    params, opt = trained(backend)
-    at, before = params[0].data_ptr(), copies(params)
+    params, opt = train(backend)
+    address, old_weights = params[0].data_ptr(), copies(params)
     if halfway:
         give_gradients(params)
         opt.first_step()
     opt.zero_grad()
     RESHAPED[change](params[0])
-    assert params[0].data_ptr() == at
-    shaped = copies(params[:1])
+    assert params[0].data_ptr() == address
+    new_weights = copies(params[:1])
     give_gradients(params)
     with pytest.raises(RuntimeError, match=r"parameter 0 had shape \(12, 12\) when it was last stepped"):
         (opt.second_step if halfway else opt.first_step)()
-    assert same_bits(before[1:], params[1:]) and (halfway or same_bits(shaped, params[:1]))
+    assert same_bits(old_weights[1:], params[1:]) and (halfway or same_bits(new_weights, params[:1]))
 
 
 @pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("change", WITHOUT_MEMORY)
 @pytest.mark.parametrize("halfway", [False, True])
 def test_a_parameter_without_its_memory_is_an_error(halfway: bool, change: str, backend: Backend) -> None:
-    """As sharding libraries leave one between their own passes. Between the passes all others are restored."""
-    params, opt = trained(backend)
+    """Sharding libraries leave such parameters between their passes. Between the passes all others are restored."""
+    params, opt = train(backend)
     params[0].data = params[0].data.clone()
-    before = copies(params)
+    old_weights = copies(params)
     if halfway:
         give_gradients(params)
         opt.first_step()
-        assert not same_bits(before, params)
+        assert not same_bits(old_weights, params)
     give_gradients(params)
     WITHOUT_MEMORY[change](params[0])
     with pytest.raises(ValueError, match=r"parameter 0 of shape \(12, 12\) needs 576 bytes .* its storage has \d+"):
         (opt.second_step if halfway else opt.first_step)()
-    assert same_bits(before[1:], params[1:])
+    assert same_bits(old_weights[1:], params[1:])
 
     params[0].untyped_storage().resize_(576)
-    params[0].data.copy_(before[0])
+    params[0].data.copy_(old_weights[0])
     for half in (opt.first_step, opt.second_step):
         give_gradients(params)
         half()
-    assert not same_bits(before, params)
+    assert not same_bits(old_weights, params)
 
 
 @pytest.mark.usefixtures("looks")
 def test_a_transposed_square_goes_on_in_its_new_order(backend: Backend) -> None:
     """Its momentum stays with the indices, as with torch's own optimizers."""
-    params, opt = trained(backend)
+    params, opt = train(backend)
     oracle = Oracle([{"params": params}], SGD, {"lr": 0.1, "momentum": 0.9, "rho": 0.5})
     oracle.base.load_state_dict(opt.state_dict())
     for p in (oracle.params[0], params[0]):

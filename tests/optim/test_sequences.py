@@ -79,7 +79,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: not self.perturbed)
     @rule(first=absences, second=absences, fails=st.sampled_from([None, None, 1, 2]))
     def step_with_a_closure(self, first: set[int], second: set[int], fails: int | None) -> None:
-        calls, before = [], copies(self.params)
+        calls, old_weights = [], copies(self.params)
 
         def closure() -> torch.Tensor:
             calls.append(1)
@@ -95,16 +95,16 @@ class Training(RuleBasedStateMachine):
             self.time += 1
         except KeyboardInterrupt:
             self.oracle.restore()
-            assert same_bits(before, self.params)
+            assert same_bits(old_weights, self.params)
 
     @rule()
     def save_and_load(self) -> None:
-        saved, weights = self.opt.state_dict(), copies(self.params)
+        state_dict, weights = self.opt.state_dict(), copies(self.params)
         groups = [{"params": [nn.Parameter(w) for w in weights[:4]]}]
         groups += [{"params": [nn.Parameter(w)]} for w in weights[4:]]
         self.opt = FusedSAM(groups, self.base, **self.ours, **{**self.options, "lr": 9.0})
         self.params = [p for group in groups for p in group["params"]]
-        self.opt.load_state_dict(saved)
+        self.opt.load_state_dict(state_dict)
 
     @rule()
     def copy(self) -> None:

@@ -49,16 +49,16 @@ def test_the_format_is_that_of_the_base_optimizer(name: str, backend: Backend) -
     for p in plain_model.params:
         p.grad = torch.ones_like(p)
     plain.step()
-    back_model = copy.deepcopy(plain_model)
-    back = FusedSAM(back_model.parameters(), base, backend=backend.name, rho=0.0, **options)
-    back.load_state_dict(through_a_file(plain.state_dict()))
-    assert back.param_groups[0]["rho"] == 0.0, "a state dict without rho leaves it"
-    for p, q in zip(plain_model.params, back_model.params):
+    new_model = copy.deepcopy(plain_model)
+    new_opt = FusedSAM(new_model.parameters(), base, backend=backend.name, rho=0.0, **options)
+    new_opt.load_state_dict(through_a_file(plain.state_dict()))
+    assert new_opt.param_groups[0]["rho"] == 0.0, "a state dict without rho leaves it"
+    for p, q in zip(plain_model.params, new_model.params):
         p.grad, q.grad = torch.full_like(p, 2), torch.full_like(q, 2)
     plain.step()
-    back.first_step()
-    back.second_step()
-    for p, q in zip(plain_model.params, back_model.params):
+    new_opt.first_step()
+    new_opt.second_step()
+    for p, q in zip(plain_model.params, new_model.params):
         torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
 
 
@@ -67,13 +67,13 @@ def test_momenta_of_half_precision_weights_stay_float32(backend: Backend) -> Non
     model = Model(torch.bfloat16, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     train(model, opt, range(3))
-    saved = opt.state_dict()
+    state_dict = opt.state_dict()
     other = FusedSAM(copy.deepcopy(model).parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    other.load_state_dict(saved)
+    other.load_state_dict(state_dict)
     for i, entry in other.state_dict()["state"].items():
         for key in ("momentum_buffer", "master"):
             assert entry[key].dtype == torch.float32
-            assert same_bits([entry[key]], [saved["state"][i][key]])
+            assert same_bits([entry[key]], [state_dict["state"][i][key]])
             assert not torch.equal(entry[key].bfloat16().float(), entry[key]), "it has digits that bfloat16 has not"
 
 
@@ -81,84 +81,84 @@ def test_a_state_dict_is_a_copy(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=torch.tensor(0.1), momentum=0.9, backend=backend.name)
     train(model, opt, range(2))
-    saved, weights = opt.state_dict(), copies(model.params)
-    kept = copy.deepcopy(saved)
+    state_dict, weights = opt.state_dict(), copies(model.params)
+    reference = copy.deepcopy(state_dict)
     train(model, opt, range(2, 4))
     opt.param_groups[0]["lr"].fill_(0.5)
-    after = copies(model.params)
-    assert saved["param_groups"][0]["lr"].item() == kept["param_groups"][0]["lr"].item() == pytest.approx(0.1)
-    for i in kept["state"]:
-        assert same_bits([kept["state"][i]["momentum_buffer"]], [saved["state"][i]["momentum_buffer"]])
-        assert saved["state"][i]["momentum_buffer"].untyped_storage().nbytes() <= 4 * 96, "not the whole field"
+    new_weights = copies(model.params)
+    assert state_dict["param_groups"][0]["lr"].item() == reference["param_groups"][0]["lr"].item() == pytest.approx(0.1)
+    for i in reference["state"]:
+        assert same_bits([reference["state"][i]["momentum_buffer"]], [state_dict["state"][i]["momentum_buffer"]])
+        assert state_dict["state"][i]["momentum_buffer"].untyped_storage().nbytes() <= 4 * 96, "not the whole field"
     with torch.no_grad():
         for p, w in zip(model.params, weights):
             p.copy_(w)
-    opt.load_state_dict(saved)
+    opt.load_state_dict(state_dict)
     train(model, opt, range(2, 4))
-    assert same_bits(after, model.params)
-    for i in kept["state"]:
-        assert same_bits([kept["state"][i]["momentum_buffer"]], [saved["state"][i]["momentum_buffer"]])
+    assert same_bits(new_weights, model.params)
+    for i in reference["state"]:
+        assert same_bits([reference["state"][i]["momentum_buffer"]], [state_dict["state"][i]["momentum_buffer"]])
 
 
-def _spoilt(path: tuple[Any, ...], value: Any) -> Any:
-    def spoil(saved: dict[str, Any]) -> None:
-        at: Any = saved
+def _setter(path: tuple[Any, ...], value: Any) -> Any:
+    def spoil(state: dict[str, Any]) -> None:
+        node: Any = state
         for key in path[:-1]:
-            at = at[key]
-        at[path[-1]] = value
+            node = node[key]
+        node[path[-1]] = value
 
     return spoil
 
 
 FIELD = ("state", 0, "momentum_buffer")
 JUNK: dict[str, tuple[Any, str]] = {
-    "another model": (lambda saved: saved["param_groups"][0]["params"].pop(),
+    "another model": (lambda state: state["param_groups"][0]["params"].pop(),
         "another model: its parameter groups have"),
-    "other groups": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]),
+    "other groups": (lambda state: state["param_groups"].append(state["param_groups"][0]),
         "another model: its parameter groups have"),
-    "other shapes": (_spoilt(FIELD, torch.zeros(7)), "another model: momentum_buffer of parameter 0 has shape"),
-    "another optimizer": (lambda saved: saved["param_groups"][0].pop("momentum"),
+    "other shapes": (_setter(FIELD, torch.zeros(7)), "another model: momentum_buffer of parameter 0 has shape"),
+    "another optimizer": (lambda state: state["param_groups"][0].pop("momentum"),
         "another base optimizer: its parameter groups have no"),
-    "not a state dict": (lambda saved: saved.pop("state"), "no 'state'"),
-    "a newer format": (_spoilt(("fastsam", "format"), 99), "format 99"),
-    "nan": (_spoilt(("param_groups", 0, "rho"), math.nan), "rho"),
-    "left out a number": (_spoilt(("fastsam", "left_out"), 3), "left_out"),
-    **{f"left out {bad}": (_spoilt(("fastsam", "left_out"), [bad]), "left_out") for bad in ("a", 9, -1, True)},
-    "state a list": (_spoilt(("state",), []), "'state' must be a dict, got list"),
-    "state none": (_spoilt(("state",), None), "'state' must be a dict, got NoneType"),
-    "groups none": (_spoilt(("param_groups",), None), "'param_groups' must be a list, got NoneType"),
-    "groups a dict": (_spoilt(("param_groups",), {}), "'param_groups' must be a list, got dict"),
-    "a group a number": (_spoilt(("param_groups", 0), 3), "parameter group 0 must be a dict, got int"),
-    "no params": (lambda saved: saved["param_groups"][0].pop("params"),
+    "not a state dict": (lambda state: state.pop("state"), "no 'state'"),
+    "a newer format": (_setter(("fastsam", "format"), 99), "format 99"),
+    "nan": (_setter(("param_groups", 0, "rho"), math.nan), "rho"),
+    "left out a number": (_setter(("fastsam", "left_out"), 3), "left_out"),
+    **{f"left out {bad}": (_setter(("fastsam", "left_out"), [bad]), "left_out") for bad in ("a", 9, -1, True)},
+    "state a list": (_setter(("state",), []), "'state' must be a dict, got list"),
+    "state none": (_setter(("state",), None), "'state' must be a dict, got NoneType"),
+    "groups none": (_setter(("param_groups",), None), "'param_groups' must be a list, got NoneType"),
+    "groups a dict": (_setter(("param_groups",), {}), "'param_groups' must be a list, got dict"),
+    "a group a number": (_setter(("param_groups", 0), 3), "parameter group 0 must be a dict, got int"),
+    "no params": (lambda state: state["param_groups"][0].pop("params"),
         "'params' of parameter group 0 must be a list, got NoneType"),
-    "params none": (_spoilt(("param_groups", 0, "params"), None),
+    "params none": (_setter(("param_groups", 0, "params"), None),
         "'params' of parameter group 0 must be a list, got NoneType"),
-    "params twice": (_spoilt(("param_groups", 0, "params", 1), 0), r"'params' name a parameter twice, got \[0, 0"),
-    "params lists": (_spoilt(("param_groups", 0, "params", 1), []), r"must hold numbers of parameters, got \[\]"),
-    "fastsam a list": (_spoilt(("fastsam",), []), "'fastsam' must be a dict, got list"),
-    "perturbed gone": (lambda saved: saved["fastsam"].pop("perturbed"),
+    "params twice": (_setter(("param_groups", 0, "params", 1), 0), r"'params' name a parameter twice, got \[0, 0"),
+    "params lists": (_setter(("param_groups", 0, "params", 1), []), r"must hold numbers of parameters, got \[\]"),
+    "fastsam a list": (_setter(("fastsam",), []), "'fastsam' must be a dict, got list"),
+    "perturbed gone": (lambda state: state["fastsam"].pop("perturbed"),
         "'perturbed' of 'fastsam' must be True or False, got NoneType"),
-    "perturbed a word": (_spoilt(("fastsam", "perturbed"), "no"),
+    "perturbed a word": (_setter(("fastsam", "perturbed"), "no"),
         "'perturbed' of 'fastsam' must be True or False, got str"),
-    "a count that is none": (_spoilt(("fastsam", "perturbations"), None),
+    "a count that is none": (_setter(("fastsam", "perturbations"), None),
         "'perturbations' of 'fastsam' must be an integer, got NoneType"),
-    "an entry a list": (_spoilt(("state", 0), [1]), "the state of parameter 0 must be a dict, got list"),
-    "an entry none": (_spoilt(("state", 0), None), "the state of parameter 0 must be a dict, got NoneType"),
-    "a word": (_spoilt(FIELD, "momentum"), "momentum_buffer of parameter 0 must be a tensor, got str"),
-    "sparse": (lambda saved: _sparse(saved, torch.Tensor.to_sparse),
+    "an entry a list": (_setter(("state", 0), [1]), "the state of parameter 0 must be a dict, got list"),
+    "an entry none": (_setter(("state", 0), None), "the state of parameter 0 must be a dict, got NoneType"),
+    "a word": (_setter(FIELD, "momentum"), "momentum_buffer of parameter 0 must be a tensor, got str"),
+    "sparse": (lambda state: _sparse(state, torch.Tensor.to_sparse),
         "momentum_buffer of parameter 0 must be a dense tensor .*to_dense"),
-    "complex": (lambda saved: _sparse(saved, lambda x: x + 1j),
+    "complex": (lambda state: _sparse(state, lambda x: x + 1j),
         "momentum_buffer of parameter 0 must be a dense tensor .*complex64"),
-    "meta": (lambda saved: _sparse(saved, lambda x: x.to("meta")), "momentum_buffer of parameter 0 .*meta"),
-    "a master that is none": (_spoilt(("state", 0, "master"), None),
+    "meta": (lambda state: _sparse(state, lambda x: x.to("meta")), "momentum_buffer of parameter 0 .*meta"),
+    "a master that is none": (_setter(("state", 0, "master"), None),
         "master of parameter 0 must be a tensor, got NoneType"),
-    "lr a list": (_spoilt(("param_groups", 0, "lr"), [0.1]), "lr must be a number or a one-element tensor, got list"),
-    "momentum a dict": (_spoilt(("param_groups", 0, "momentum"), {}), "momentum must be a number .*got dict"),
+    "lr a list": (_setter(("param_groups", 0, "lr"), [0.1]), "lr must be a number or a one-element tensor, got list"),
+    "momentum a dict": (_setter(("param_groups", 0, "momentum"), {}), "momentum must be a number .*got dict"),
 }  # fmt: skip
 
 
-def _sparse(saved: dict[str, Any], make: Any) -> None:
-    saved["state"][0]["momentum_buffer"] = make(saved["state"][0]["momentum_buffer"])
+def _sparse(state: dict[str, Any], make: Any) -> None:
+    state["state"][0]["momentum_buffer"] = make(state["state"][0]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("kind", JUNK)
@@ -169,12 +169,12 @@ def test_junk_in_a_state_dict_is_named_and_changes_nothing(kind: str) -> None:
     train(model, opt, range(2))
     junk = opt.state_dict()
     spoil(junk)
-    undisturbed, undisturbed_opt = copy.deepcopy((model, opt))
+    expected, expected_opt = copy.deepcopy((model, opt))
     with pytest.raises((TypeError, ValueError), match=words):
         opt.load_state_dict(junk)
     train(model, opt, range(2, 4))
-    train(undisturbed, undisturbed_opt, range(2, 4))
-    assert same_bits(model.params, undisturbed.params)
+    train(expected, expected_opt, range(2, 4))
+    assert same_bits(model.params, expected.params)
 
 
 @pytest.mark.parametrize("junk", [None, 3, [], "state"])
@@ -198,28 +198,28 @@ def test_a_number_of_steps_that_is_none(count: Any) -> None:
 def test_loading_while_perturbed_is_refused(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    before = copies(model.params)
+    old_weights = copies(model.params)
     backward(model.params, 0)
     opt.first_step()
     with pytest.raises(RuntimeError, match="call restore\\(\\) first"):
         opt.load_state_dict(opt.state_dict())
     opt.restore()
-    assert same_bits(before, model.params)
+    assert same_bits(old_weights, model.params)
 
 
 def test_state_dict_hooks_fire(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, backend=backend.name)
-    seen: list[str] = []
-    opt.register_state_dict_pre_hook(lambda o: seen.append("pre"))
-    opt.register_state_dict_post_hook(lambda o, s: seen.append("post") or {**s, "extra": sorted(s)})
-    saved = opt.state_dict()
-    assert seen == ["pre", "post"] and saved["extra"] == ["fastsam", "param_groups", "state"]
-    without = lambda s: {k: v for k, v in s.items() if k != "extra"}  # noqa: E731
-    opt.register_load_state_dict_pre_hook(lambda o, s: seen.append("load") or without(s))
-    opt.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
-    opt.load_state_dict(saved)
-    assert seen == ["pre", "post", "load", "loaded"]
+    calls: list[str] = []
+    opt.register_state_dict_pre_hook(lambda o: calls.append("pre"))
+    opt.register_state_dict_post_hook(lambda o, s: calls.append("post") or {**s, "extra": sorted(s)})
+    state_dict = opt.state_dict()
+    assert calls == ["pre", "post"] and state_dict["extra"] == ["fastsam", "param_groups", "state"]
+    drop_extra = lambda s: {k: v for k, v in s.items() if k != "extra"}  # noqa: E731
+    opt.register_load_state_dict_pre_hook(lambda o, s: calls.append("load") or drop_extra(s))
+    opt.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    opt.load_state_dict(state_dict)
+    assert calls == ["pre", "post", "load", "loaded"]
 
 
 def _of_the_copied_class(base: Any, options: dict[str, Any]) -> tuple[Model, CopiedSAM]:
@@ -229,13 +229,13 @@ def _of_the_copied_class(base: Any, options: dict[str, Any]) -> tuple[Model, Cop
     return model, sam
 
 
-def _loaded(model: Model, base: Any, options: dict, saved: Any) -> tuple[list[Any], Model, FusedSAM]:
+def _load(model: Model, base: Any, options: dict, state_dict: Any) -> tuple[list[Any], Model, FusedSAM]:
     model = copy.deepcopy(model)
     opt = FusedSAM(model.parameters(), base, rho=0.01, **options)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        opt.load_state_dict(through_a_file(saved))
-    return caught, model, opt
+        opt.load_state_dict(through_a_file(state_dict))
+    return records, model, opt
 
 
 UNFUSED = (torch.optim.NAdam, {"lr": 0.05})
@@ -246,8 +246,8 @@ STATEFUL = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9}), "adam": (ADAM, {"lr": 0.
 def test_the_copied_class_kept_no_momentum_in_its_state_dict_and_loading_it_says_so(name: str) -> None:
     base, options = STATEFUL[name]
     model, sam = _of_the_copied_class(base, options)
-    (told,), _, opt = _loaded(model, base, options, sam.state_dict())
-    assert "base_optimizer.state_dict()" in str(told.message) and told.filename == __file__
+    (record,), _, opt = _load(model, base, options, sam.state_dict())
+    assert "base_optimizer.state_dict()" in str(record.message) and record.filename == __file__
     assert not any(opt.state.values()), "weights of an old step are no state"
     assert opt.param_groups[0]["rho"] == 0.3, "the options are what they were"
 
@@ -256,22 +256,22 @@ def test_the_copied_class_kept_no_momentum_in_its_state_dict_and_loading_it_says
 def test_the_state_of_the_copied_classes_base_goes_on_as_it_did(name: str) -> None:
     base, options = STATEFUL[name]
     model, sam = _of_the_copied_class(base, options)
-    told, ours, opt = _loaded(model, base, options, sam.base_optimizer.state_dict())
-    assert not told and opt.param_groups[0]["rho"] == 0.3
-    train(ours, opt, range(3, 6))
+    records, new_model, opt = _load(model, base, options, sam.base_optimizer.state_dict())
+    assert not records and opt.param_groups[0]["rho"] == 0.3
+    train(new_model, opt, range(3, 6))
     train(model, sam, range(3, 6))  # type: ignore[arg-type]
-    for p, q in zip(ours.params, model.params):
+    for p, q in zip(new_model.params, model.params):
         torch.testing.assert_close(p, q)
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["a base without state", "a state that was merged"])
-def test_nothing_is_said_where_the_copied_class_lost_nothing(merged: bool) -> None:
-    options = {"lr": 0.1, "momentum": 0.9 if merged else 0.0}
+@pytest.mark.parametrize("is_merged", [False, True], ids=["a base without state", "a state that was merged"])
+def test_nothing_is_said_where_the_copied_class_lost_nothing(is_merged: bool) -> None:
+    options = {"lr": 0.1, "momentum": 0.9 if is_merged else 0.0}
     model, sam = _of_the_copied_class(SGD, options)
-    saved = sam.state_dict()
-    if merged:
+    state_dict = sam.state_dict()
+    if is_merged:
         for i, entry in sam.base_optimizer.state_dict()["state"].items():
-            saved["state"][i].update(entry)
-    told, _, opt = _loaded(model, SGD, options, saved)
-    assert not told
-    assert {n for entry in opt.state.values() for n in entry} == ({"momentum_buffer"} if merged else set())
+            state_dict["state"][i].update(entry)
+    records, _, opt = _load(model, SGD, options, state_dict)
+    assert not records
+    assert {n for entry in opt.state.values() for n in entry} == ({"momentum_buffer"} if is_merged else set())

@@ -62,13 +62,13 @@ def passes_of(model: nn.Module) -> list[int]:
     return [int(b) for name, b in model.named_buffers() if name.endswith("num_batches_tracked")]
 
 
-@pytest.mark.parametrize("given", ["model", "list"])
+@pytest.mark.parametrize("form", ["model", "list"])
 @pytest.mark.parametrize("style", STYLES)
-def test_the_second_pass_stays_out_of_running_statistics(style: Callable[[Loop], None], given: str) -> None:
+def test_the_second_pass_stays_out_of_running_statistics(style: Callable[[Loop], None], form: str) -> None:
     model, twin = Net(), Net()
     loop = Loop(
         model,
-        FusedSAM(model.parameters(), SGD, lr=0.1, rho=0.5, model=model if given == "model" else [model[1], model[2]]),
+        FusedSAM(model.parameters(), SGD, lr=0.1, rho=0.5, model=model if form == "model" else [model[1], model[2]]),
     )
     for step in range(2):
         with torch.no_grad():
@@ -91,30 +91,30 @@ def test_without_a_model_both_passes_count() -> None:
     assert passes_of(model)[0] == 2
 
 
-@pytest.mark.parametrize("how", ["restore", "closure", "context", "hook"])
-def test_a_step_that_ends_otherwise_leaves_the_layers_as_they_were(how: str) -> None:
+@pytest.mark.parametrize("ending", ["restore", "closure", "context", "hook"])
+def test_a_step_that_ends_otherwise_leaves_the_layers_as_they_were(ending: str) -> None:
     model = Net()
     buffers = [id(b) for b in model.buffers()]
     loop = Loop(model, FusedSAM(model.parameters(), SGD, lr=0.1, model=model))
 
-    def failing() -> Tensor:
+    def failing_closure() -> Tensor:
         loss = loop.loss()
         if loop.opt.is_perturbed:
             raise KeyError
         return loss
 
-    if how == "closure":
+    if ending == "closure":
         with pytest.raises(KeyError):
-            loop.opt.step(failing)
+            loop.opt.step(failing_closure)
     else:
         loop.loss()
-        if how == "context":
+        if ending == "context":
             with pytest.raises(KeyError), loop.opt.perturbed():
                 raise KeyError
         else:
             loop.opt.first_step()
             assert not model[1].track_running_stats
-            if how == "restore":
+            if ending == "restore":
                 loop.opt.restore()
             else:
                 handle = loop.opt.register_step_pre_hook(lambda *a: 1 / 0)
@@ -126,20 +126,20 @@ def test_a_step_that_ends_otherwise_leaves_the_layers_as_they_were(how: str) -> 
     assert model[1].track_running_stats
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state dict"])
-def test_a_copy_made_between_the_passes_goes_on_alike(how: str) -> None:
+@pytest.mark.parametrize("copy_method", ["deepcopy", "pickle", "state dict"])
+def test_a_copy_made_between_the_passes_goes_on_alike(copy_method: str) -> None:
     model = Net()
     loop = Loop(model, FusedSAM(model.parameters(), SGD, lr=0.1, model=model))
     loop.loss()
     loop.opt.first_step(zero_grad=True)
     both = model, loop.opt
-    if how == "state dict":
+    if copy_method == "state dict":
         other = Net()
         opt = FusedSAM(other.parameters(), SGD, lr=0.1, model=other)
         other.load_state_dict(model.state_dict())
         opt.load_state_dict(loop.opt.state_dict())
     else:
-        other, opt = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
+        other, opt = copy.deepcopy(both) if copy_method == "deepcopy" else pickle.loads(pickle.dumps(both))
     for each in (loop, Loop(other, opt)):
         each.loss()
         each.opt.second_step()
@@ -160,6 +160,6 @@ def test_the_optimizer_does_not_keep_the_model() -> None:
     """Else a model that is gone would seem to be trained."""
     model = Net()
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, model=model)
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
-    assert gone() is None and opt.param_groups
+    assert reference() is None and opt.param_groups

@@ -40,7 +40,7 @@ def test_restoring_is_bitwise(
             params[0][:5] = torch.tensor([-0.0, 0.0, math.inf, -math.inf, 1e-7])
             if dtype.itemsize > 2:  # converting a NaN to the master copy and back keeps it a NaN, and not its payload
                 params[0][5] = math.nan
-    before = copies(params)
+    old_weights = copies(params)
     backend_name = "auto" if name == "native" else name
     for base in (SGD, torch.optim.RMSprop):
         opt = FusedSAM(params, base, rho=rho, adaptive=adaptive, lr=0.1, backend=backend_name)
@@ -48,10 +48,10 @@ def test_restoring_is_bitwise(
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
         with opt.perturbed():
             pass
-        assert same_bits(before, params)
+        assert same_bits(old_weights, params)
         opt.first_step()
         opt.restore()
-        assert same_bits(before, params)
+        assert same_bits(old_weights, params)
 
 
 # --- what users do between the passes ---

@@ -34,13 +34,13 @@ def test_step_hooks_fire_once_per_step(name: str, style: str, owner: str) -> Non
     base, options = BASES[name]
     params = make_parameters([(5,)], torch.float32)
     opt = FusedSAM(params, base, **options)
-    fired: list[str] = []
+    calls: list[str] = []
 
     def pre(*_: Any) -> None:
-        fired.append("pre")
+        calls.append("pre")
 
     def post(*_: Any) -> None:
-        fired.append("post")
+        calls.append("post")
 
     if owner == "global":
         handles = [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
@@ -60,7 +60,7 @@ def test_step_hooks_fire_once_per_step(name: str, style: str, owner: str) -> Non
                 scaler.scale(landscape(params, 0)).backward()
                 scaler.step(opt)
                 opt.zero_grad()
-        assert fired == ["pre", "post"] * 2
+        assert calls == ["pre", "post"] * 2
     finally:
         for handle in handles:
             handle.remove()
@@ -127,7 +127,7 @@ def test_schedulers_see_the_steps_and_set_the_rate(style: str, tensor: bool, sch
 # --- BatchNorm ---
 
 
-class Normed(nn.Module):
+class NormNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -147,42 +147,42 @@ def buffers(model: nn.Module) -> list[Tensor]:
 
 def test_running_statistics_stay_in_the_perturbed_pass() -> None:
     torch.manual_seed(0)
-    model = Normed()
+    model = NormNet()
     x = torch.randn(4, 2, 8, 8)
     model(x)
-    before = buffers(model)
+    old_buffers = buffers(model)
     with torch.no_grad():
-        outside = model(x)
-    after = buffers(model)
-    assert not same_bits(before, after) and int(after[2]) == 2
+        output = model(x)
+    new_buffers = buffers(model)
+    assert not same_bits(old_buffers, new_buffers) and int(new_buffers[2]) == 2
     identities = list(map(id, model.buffers()))
     with frozen_batchnorm_stats(model), torch.no_grad():
-        inside = model(x)
+        frozen_output = model(x)
         with frozen_batchnorm_stats(model.layers):
             model(2 * x)
         model(3 * x)
-    assert same_bits([outside], [inside]), "the batch's own statistics normalise, inside as outside"
-    assert same_bits(after, buffers(model)) and identities == list(map(id, model.buffers()))
+    assert same_bits([output], [frozen_output]), "the batch's own statistics normalise, inside as outside"
+    assert same_bits(new_buffers, buffers(model)) and identities == list(map(id, model.buffers()))
     model(3 * x)
-    assert not same_bits(after, buffers(model)), "afterwards they are kept again"
+    assert not same_bits(new_buffers, buffers(model)), "afterwards they are kept again"
 
 
 def test_evaluation_mode_is_evaluation_mode_inside() -> None:
     torch.manual_seed(0)
-    model = Normed()
+    model = NormNet()
     x = torch.randn(4, 2, 8, 8)
     model(x)
     model.eval()
-    before = buffers(model)
-    outside = model(x)
+    old_buffers = buffers(model)
+    output = model(x)
     with frozen_batchnorm_stats(model):
-        assert same_bits([outside], [model(x)])
-    assert same_bits(before, buffers(model))
+        assert same_bits([output], [model(x)])
+    assert same_bits(old_buffers, buffers(model))
     assert model.layers[1].track_running_stats and not model.layers[6].track_running_stats
 
 
 def test_frozen_statistics_after_an_exception() -> None:
-    model = Normed()
+    model = NormNet()
     identities = list(map(id, model.buffers()))
     with pytest.raises(KeyboardInterrupt), frozen_batchnorm_stats(model):
         raise KeyboardInterrupt
@@ -197,7 +197,7 @@ def test_frozen_statistics_after_an_exception() -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Tensor]]:
-    """Per rank and style: the weights after three steps."""
+    """Return, per rank and style, the weights after three steps."""
     if not torch.distributed.is_available():
         pytest.skip("torch was built without torch.distributed")
     ranks = on_ranks(2, ddp_ranks.train, ("plain", "views", "no_sync"))
@@ -232,9 +232,9 @@ def test_distributed_data_parallel(style: str, two_ranks: list[dict[str, Tensor]
 
 def test_a_representation_has_base_variant_and_backend() -> None:
     params = make_parameters([(3,)], torch.float32)
-    found = repr(FusedSAM(params, SGD, variant=GSAM(0.1, alpha=0.4), lr=0.1, backend="reference"))
+    text = repr(FusedSAM(params, SGD, variant=GSAM(0.1, alpha=0.4), lr=0.1, backend="reference"))
     head = ["base optimizer: SGD", "variant: GSAM(interval=1, rho_fn=None, alpha=0.4)", "backend: reference"]
-    assert found.splitlines()[:4] == ["FusedSAM (", *head] and "rho: 0.1" in found
+    assert text.splitlines()[:4] == ["FusedSAM (", *head] and "rho: 0.1" in text
     assert f"backend: {backends.backend('cpu')}\n" in repr(FusedSAM(params, SGD, lr=0.1))
 
 

@@ -24,14 +24,14 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")
 
 BASES = [
     name
-    for name, made in vars(torch.optim).items()
-    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer) and name not in ("Optimizer", *REFUSED)
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and name not in ("Optimizer", *REFUSED)
 ]
 
 
 @functools.cache
 def torchs_own() -> Any:
-    """torch's module of test inputs. Not imported with this file: it takes six seconds, in every worker."""
+    """Import torch's module of test inputs, but not with this file, because it takes six seconds in every worker."""
     return pytest.importorskip(
         "torch.testing._internal.common_optimizers",
         reason="torch's test inputs need the package expecttest, of the extra `test`",
@@ -39,7 +39,7 @@ def torchs_own() -> Any:
 
 
 def entry(name: str) -> Any:
-    """torch's entry for a base, turned into one for FusedSAM around it. Differentiable steps are not supported."""
+    """Turn torch's entry for a base into one for FusedSAM around it. Differentiable steps are not supported."""
     common = torchs_own()
     (base,) = (info for info in common.optim_db if info.optim_cls.__name__ == name)
 
@@ -50,14 +50,14 @@ def entry(name: str) -> Any:
         ]
 
     def errors(device: str, dtype: torch.dtype) -> list[Any]:
-        found = base.optim_error_inputs_func(device, dtype)
-        for error in found:
-            made = error.optimizer_error_input
-            made.kwargs = {**made.kwargs, "base_optimizer": base.optim_cls}
+        error_inputs = base.optim_error_inputs_func(device, dtype)
+        for error in error_inputs:
+            optimizer_input = error.optimizer_error_input
+            optimizer_input.kwargs = {**optimizer_input.kwargs, "base_optimizer": base.optim_cls}
             if error.error_type is UserWarning:
                 # torch warns that duplicate parameters will be an error one day; here they are
                 error.error_type, error.error_regex = ValueError, "a parameter group with duplicate parameters"
-        return found
+        return error_inputs
 
     return common.OptimizerInfo(
         FusedSAM,
@@ -73,9 +73,9 @@ def entry(name: str) -> Any:
 
 def inputs_of(name: str) -> Iterator[Any]:
     """Yield every input of a base; the last printed one has failed."""
-    found = torchs_own()._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float64, entry(name))
-    assert found
-    for optim_input in found:
+    optim_inputs = torchs_own()._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float64, entry(name))
+    assert optim_inputs
+    for optim_input in optim_inputs:
         print(f"{name}: {optim_input.desc} {optim_input.kwargs}")
         yield optim_input
 
@@ -113,19 +113,19 @@ def follow_the_base(name: str, optim_input: Any) -> None:
     assert (opt._engine.rule is not None) == (name in FUSED and not options.get("amsgrad"))
     for step in range(6):
         if step == 3:  # the state goes to a fresh optimizer, and to a copy
-            moved = [nn.Parameter(p.detach().clone()) for p in params]
-            other = FusedSAM(moved, base, rho=0.2, **copy.deepcopy(options))
+            other_params = [nn.Parameter(p.detach().clone()) for p in params]
+            other = FusedSAM(other_params, base, rho=0.2, **copy.deepcopy(options))
             other.load_state_dict(opt.state_dict())
-            copied, twin = copy.deepcopy((params, opt))
+            twin_params, twin = copy.deepcopy((params, opt))
         step_both(opt, oracle, params, step)
         if step >= 3:
-            step_both(other, None, moved, step)
-            step_both(twin, None, copied, step)
-    assert same_bits(params, copied)
+            step_both(other, None, other_params, step)
+            step_both(twin, None, twin_params, step)
+    assert same_bits(params, twin_params)
     if name == "NAdam":  # torch's own loading casts its float32 mu_product to the parameter's dtype
-        torch.testing.assert_close(params, moved, rtol=1e-6, atol=0)
+        torch.testing.assert_close(params, other_params, rtol=1e-6, atol=0)
     else:
-        assert same_bits(params, moved)
+        assert same_bits(params, other_params)
     for p, q in zip(params, oracle.params):
         # eps divides roundings, see test_optim_trajectory
         torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-10)
@@ -133,9 +133,9 @@ def follow_the_base(name: str, optim_input: Any) -> None:
 
 @pytest.mark.parametrize("name", BASES)
 def test_errors_are_errors_here_too(name: str) -> None:
-    found = entry(name).optim_error_inputs_func("cpu", torch.float32)
-    assert found
-    for error in found:
+    error_inputs = entry(name).optim_error_inputs_func("cpu", torch.float32)
+    assert error_inputs
+    for error in error_inputs:
         print(error.optimizer_error_input.desc)
         be_an_error(error)
 

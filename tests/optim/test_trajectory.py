@@ -50,7 +50,7 @@ CONFIGURATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def follow(opt: FusedSAM, oracle: Oracle, params: list[nn.Parameter], steps: int) -> None:
-    """Steps both; the oracle is given the gradients that `opt` saw. The perturbed points are compared on the way."""
+    """Step both, the oracle with the gradients of `opt`, and compare the perturbed points in every step."""
     dtype = params[0].dtype
     for step in range(steps):
         backward(params, step)
@@ -74,12 +74,12 @@ def compare(actual: list[Any], oracle: Oracle, tolerance: tuple[float, float]) -
 @pytest.mark.parametrize(("name", "dtype"), one_in(12, CONFIGURATIONS, DTYPES), ids=str)
 def test_follows_the_oracle(name: str, dtype: torch.dtype, backend: Backend) -> None:
     base, options = CONFIGURATIONS[name]
-    fused = any(base in rule.optimizer_types for rule in RULES.values()) and not options.get("amsgrad")
-    if dtype.itemsize == 2 and not fused:
+    has_rule = any(base in rule.optimizer_types for rule in RULES.values()) and not options.get("amsgrad")
+    if dtype.itemsize == 2 and not has_rule:
         pytest.skip("without a fused update there is no master copy: the base optimizer rounds as it likes")
     params = make_parameters(SHAPES, dtype, backend.device)
     opt = FusedSAM(params, base, backend=backend.name, **options)
-    assert (opt._engine.rule is not None) == fused
+    assert (opt._engine.rule is not None) == has_rule
     oracle = Oracle([{"params": params}], base, options)
     follow(opt, oracle, params, steps=20)
     if dtype.itemsize == 2:
@@ -160,11 +160,11 @@ def test_every_backend_takes_three_steps(base: Any, every_backend: Backend) -> N
     oracle.sam[0].update(adaptive=True, rho=0.5)
     follow(opt, oracle, params, steps=3)
     compare(params, oracle, trajectory(torch.float32, 3))
-    before = copies(params)
+    old_weights = copies(params)
     backward(params, 9)
     with opt.perturbed():
-        assert not same_bits(before, params)
-    assert same_bits(before, params)
+        assert not same_bits(old_weights, params)
+    assert same_bits(old_weights, params)
 
 
 RATES, SMALL, FLAG = st.floats(0, 0.5), st.floats(0, 0.2), st.booleans()
@@ -182,8 +182,8 @@ ANY = [st.tuples(st.just(SGD), SGD_OPTIONS), st.tuples(st.sampled_from([ADAM, AD
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.one_of(*ANY), st.lists(st.integers(0, 40), min_size=1, max_size=5))
-def test_any_options(chosen: tuple[Any, dict[str, Any]], lengths: list[int]) -> None:
-    base, options = chosen
+def test_any_options(case: tuple[Any, dict[str, Any]], lengths: list[int]) -> None:
+    base, options = case
     params = make_parameters([(n,) for n in lengths], torch.float64)
     oracle, opt = Oracle([{"params": params}], base, options), FusedSAM(params, base, **options)
     if base is not SGD and not any(lengths):
@@ -196,8 +196,8 @@ def test_any_options(chosen: tuple[Any, dict[str, Any]], lengths: list[int]) -> 
 def test_options_changed_between_steps(base: Any, backend: Backend) -> None:
     """Betas in a list that is changed in place among them."""
     params, betas = make_parameters([(6,), (5, 2)], torch.float64, backend.device), [0.9, 0.99]
-    own: dict[str, Any] = {"momentum": 0.9} if base is SGD else {"betas": betas}
-    groups = [{"params": params, "lr": 0.1, "rho": 0.2, **own}]
+    base_options: dict[str, Any] = {"momentum": 0.9} if base is SGD else {"betas": betas}
+    groups = [{"params": params, "lr": 0.1, "rho": 0.2, **base_options}]
     oracle, opt = Oracle(groups, base, {}), FusedSAM(groups, base, backend=backend.name)
     more = [{"momentum": 0.5, "weight_decay": 0.1}] if base is SGD else [{"weight_decay": 0.1}]
     changes: list[dict[str, Any]] = [{}, {"rho": 0.4}, {"lr": 0.3}, *more, {"maximize": True}]
@@ -210,9 +210,9 @@ def test_options_changed_between_steps(base: Any, backend: Backend) -> None:
     compare(params, oracle, (1e-9, 1e-11))
 
 
-@pytest.mark.parametrize("what", ["lr", "rho", "both"])
+@pytest.mark.parametrize("tensor_option", ["lr", "rho", "both"])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_learning_rate_and_rho_as_tensors(what: str, maximize: bool, backend: Backend) -> None:
+def test_learning_rate_and_rho_as_tensors(tensor_option: str, maximize: bool, backend: Backend) -> None:
     """Their values are read in every step, also when they are written in place."""
     params = make_parameters([(6,), (5, 2)], torch.float64, backend.device)
     options: dict[str, Any] = {"lr": 0.1, "rho": 0.2, "momentum": 0.9, "maximize": maximize}
@@ -220,7 +220,7 @@ def test_learning_rate_and_rho_as_tensors(what: str, maximize: bool, backend: Ba
     tensors = {
         n: torch.tensor(options[n], dtype=torch.float64, device=backend.device)
         for n in ("lr", "rho")
-        if what in (n, "both")
+        if tensor_option in (n, "both")
     }
     opt = FusedSAM(params, SGD, backend=backend.name, **{**options, **tensors})
     for round in range(3):

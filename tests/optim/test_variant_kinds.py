@@ -21,8 +21,8 @@ def test_no_gap_is_sam_to_the_last_bit() -> None:
 
 def test_a_half_of_wsam_is_sam_and_nothing_of_it_the_base_optimizer() -> None:
     half = fused(WSAM(RHO, gamma=0.5, decouple=False), "sgd", 3), fused(SAM(RHO), "sgd", 3)
-    none = fused(WSAM(RHO, gamma=0.0), "sgd", 3), fused(SAM(0.0), "sgd", 3)
-    for one, other in (half, none):
+    zero = fused(WSAM(RHO, gamma=0.0), "sgd", 3), fused(SAM(0.0), "sgd", 3)
+    for one, other in (half, zero):
         assert same_bits(one.params, other.params)
 
 
@@ -34,11 +34,11 @@ class Part(SAM):
         return GradCoefficients(g2=0.25)
 
 
-class Own(torch.optim.SGD):
-    """Makes its own step: a subclass may do anything."""
+class CustomSGD(torch.optim.SGD):
+    """An optimizer with its own step, because a subclass may do anything."""
 
 
-@pytest.mark.parametrize("base", [torch.optim.SGD, Own], ids=lambda base: base.__name__)
+@pytest.mark.parametrize("base", [torch.optim.SGD, CustomSGD], ids=lambda base: base.__name__)
 def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]) -> None:
     """A perturbed step has its learning rate scaled by the weight; an unperturbed step has the whole gradient."""
     start, _ = problem()
@@ -50,8 +50,8 @@ def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]
             training.opt.param_groups[0]["lr"] = lr if training.opt.perturbs else 0.1
             training.steps(range(t, t + 1))
         ends.append(params)
-    for found, expected in zip(*ends, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for result, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_directions_of_the_gradient_alone_are_sams() -> None:
@@ -72,9 +72,9 @@ def test_asam_scales_another_direction_as_it_scales_the_gradient(dtype: torch.dt
         m = 0.7 * m + 0.3 * g
         d, scale = g - 0.8 * m, w.abs() + 0.1
         opt.first_step()
-        found = flat([p.detach().double() for p in params])
+        perturbed_weights = flat([p.detach().double() for p in params])
         eps = RHO * scale**2 * d / (scale * d).norm()
-        assert (found - w - eps).abs().max() < (1e-6 if dtype == torch.float32 else 0.02)
+        assert (perturbed_weights - w - eps).abs().max() < (1e-6 if dtype == torch.float32 else 0.02)
         Training(params, opt).backward(t)
         opt.second_step()
 
@@ -84,9 +84,9 @@ def test_the_radius_of_a_loss_is_both_of_its_kinds_in_these_steps() -> None:
     training, radii = fused(SAM(RHO, rho_fn=LESAM(sigma=8.0)), "sgd", 0), []
     for t in range(6):
         training.backward(t)
-        before = flat(copies(training.params))
+        old_weights = flat(copies(training.params))
         training.opt.first_step()
-        radii.append(float((flat(copies(training.params)) - before).norm()))
+        radii.append(float((flat(copies(training.params)) - old_weights).norm()))
         training.opt.restore()
         training.steps(range(t, t + 1))
         if t == 3:
@@ -100,11 +100,11 @@ def test_the_radius_of_a_loss_is_of_the_unscaled_gradient() -> None:
     _, loss = problem()
     for t in range(3):
         training.backward(t)
-        norm, before = flat([p.grad for p in training.params if p.grad is not None]).norm(), copies(training.params)
+        norm, start = flat([p.grad for p in training.params if p.grad is not None]).norm(), copies(training.params)
         training.opt.zero_grad()
         scaler.scale(loss(training.params, t)).backward()
         training.opt.first_step(zero_grad=True)
-        radius = (flat(copies(training.params)) - flat(before)).norm()
+        radius = (flat(copies(training.params)) - flat(start)).norm()
         if t:  # the first step cannot know the scale
             assert float(radius) == pytest.approx(min(8.0 / float(norm), RHO))
         scaler.scale(loss(training.params, t)).backward()
@@ -116,17 +116,17 @@ def test_a_radius_of_ones_own() -> None:
     """Any function of rho and the norm, on the device; with another variant's direction."""
     params, opt = fused(VaSSO(RHO, rho_fn=lambda rho, norm: rho * norm / (1 + norm)), "sgd", 0)
     Training(params, opt).backward(0)
-    before, d = flat(copies(params)), 0.9 * flat([p.grad for p in params if p.grad is not None])
+    old_weights, d = flat(copies(params)), 0.9 * flat([p.grad for p in params if p.grad is not None])
     opt.first_step()
-    torch.testing.assert_close(flat(params).detach() - before, RHO * d / (1 + d.norm()))
+    torch.testing.assert_close(flat(params).detach() - old_weights, RHO * d / (1 + d.norm()))
 
 
 def test_a_direction_of_ones_own_needs_no_flag() -> None:
-    class Averaged(SAM):
+    class AveragedSAM(SAM):
         def direction(self, g: torch.Tensor, state: torch.Tensor, next_state: torch.Tensor) -> torch.Tensor:
             return next_state.copy_(torch.lerp(state, g, 0.9))
 
-    assert same_bits(fused(Averaged(RHO), "sgd", 3).params, fused(VaSSO(RHO), "sgd", 3).params)
+    assert same_bits(fused(AveragedSAM(RHO), "sgd", 3).params, fused(VaSSO(RHO), "sgd", 3).params)
 
 
 @pytest.mark.parametrize("base", [LookSAM, MSAM])
@@ -140,21 +140,21 @@ def test_a_norm_is_of_the_second_or_the_largest_degree() -> None:
         type("Own", (SAM,), {"norm_degree": 1})
     params, opt = fused(LInfSAM(), "sgd", 1)
     opt.param_groups[0]["adaptive"] = True
-    before = copies(params)
+    old_weights = copies(params)
     Training(params, opt).backward(0)
     with pytest.raises(ValueError, match="adaptive=True in a parameter group"):
         opt.first_step()
-    assert same_bits(before, params) and not opt.is_perturbed
+    assert same_bits(old_weights, params) and not opt.is_perturbed
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_signs_of_a_gradient_that_is_not_finite_do_not_perturb(value: float) -> None:
     params, opt = fused(LInfSAM(), "sgd", 1)
-    before = copies(params)
+    old_weights = copies(params)
     for p in params:
         p.grad = torch.full_like(p, value)
     opt.first_step()
-    assert same_bits(before, params)
+    assert same_bits(old_weights, params)
 
 
 def test_signs_keep_no_vector() -> None:
@@ -180,19 +180,19 @@ def test_sam_on_perturbs_normalisation_layers_alone_by_the_whole_radius(backend:
     for _ in range(2):
         opt.zero_grad()
         net.layers(x).square().mean().backward()
-        before = [p.detach().clone() for p in net.parameters()]
+        old_weights = [p.detach().clone() for p in net.parameters()]
         grads = [p.grad.clone() for p in opt.param_groups[0]["params"]]
         opt.first_step()
-        moved = [p for p, old in zip(net.parameters(), before, strict=True) if not torch.equal(p, old)]
-        assert {id(p) for p in moved} == {id(p) for p in opt.param_groups[0]["params"]}
-        length = flat([p - old for p, old in zip(net.parameters(), before, strict=True)]).norm()
+        perturbed_params = [p for p, old in zip(net.parameters(), old_weights, strict=True) if not torch.equal(p, old)]
+        assert {id(p) for p in perturbed_params} == {id(p) for p in opt.param_groups[0]["params"]}
+        length = flat([p - old for p, old in zip(net.parameters(), old_weights, strict=True)]).norm()
         torch.testing.assert_close(length, torch.tensor(0.5).to(length.device))
         assert opt.grad_norm is not None
         torch.testing.assert_close(opt.grad_norm.float(), flat(grads).norm())
         opt.zero_grad()
         net.layers(x).square().mean().backward()
         opt.second_step()
-        for p, old in zip(net.parameters(), before, strict=True):
+        for p, old in zip(net.parameters(), old_weights, strict=True):
             assert p.grad is not None
             torch.testing.assert_close(p.detach(), old - 0.1 * p.grad)
     assert len(list(plain.parameters())) == sum(len(group["params"]) for group in opt.param_groups)
@@ -248,8 +248,8 @@ def test_a_perturbation_for_each_part_of_a_batch() -> None:
         for part in parts:
             g = flat(torch.autograd.grad(loss(clean, part), clean))
             eps = like(RHO * g / (g.norm() + 1e-12), clean)
-            moved = [(p + e).detach().requires_grad_() for p, e in zip(clean, eps, strict=True)]
-            mean = mean + flat(torch.autograd.grad(loss(moved, part), moved)) / len(parts)
+            perturbed_params = [(p + e).detach().requires_grad_() for p, e in zip(clean, eps, strict=True)]
+            mean = mean + flat(torch.autograd.grad(loss(perturbed_params, part), perturbed_params)) / len(parts)
         for p, v in zip(clean, like(mean, clean), strict=True):
             p.grad = v
         plain.step()

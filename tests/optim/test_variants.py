@@ -17,8 +17,8 @@ def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
     case = CASES[name]
-    for found, expected in zip(fused(case.sam, base, 6, backend.name).params, loop(case.paper(), base, 6), strict=True):
-        torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-11)
+    for param, expected in zip(fused(case.sam, base, 6, backend.name).params, loop(case.paper(), base, 6), strict=True):
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
@@ -31,14 +31,16 @@ def test_steps_between_are_the_bases(base: str, dtype: torch.dtype, exclusive: b
         pytest.skip("the promise of `exclusive` forbids such writes")
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
-    own, still = (fused(SAM(RHO, interval=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1))
-    still.opt.param_groups[0]["rho"] = 0.0
-    for training in (own, still):
+    interval_training, plain_training = (
+        fused(SAM(RHO, interval=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1)
+    )
+    plain_training.opt.param_groups[0]["rho"] = 0.0
+    for training in (interval_training, plain_training):
         training.steps(range(1, 3))
         with torch.no_grad():
             training.params[0].data.mul_(0.5)
         training.steps(range(3, 4))
-    assert same_bits(own.params, still.params)
+    assert same_bits(interval_training.params, plain_training.params)
 
 
 @pytest.mark.parametrize("sam", [SAM(RHO, interval=3), MSAM(RHO), LastGradient(RHO)], ids=lambda s: type(s).__name__)
@@ -64,21 +66,21 @@ def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Back
 @pytest.mark.parametrize("base", ["sgd", "nadam"])
 def test_a_first_gradient_that_is_not_finite_changes_nothing(base: str) -> None:
     params, opt = fused(GSAM(RHO, alpha=ALPHA), base, 2)
-    before = [p.detach().clone() for p in params]
+    old_weights = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.full_like(p, torch.inf)
     opt.first_step()
     for p in params:
         p.grad = torch.ones_like(p)
     opt.second_step()
-    assert all(map(torch.equal, before, params))
+    assert all(map(torch.equal, old_weights, params))
 
 
 def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     start, _ = problem()
     params = [nn.Parameter(p) for p in start]
     opt = FusedSAM(params, torch.optim.SGD, variant=GSAM(RHO, alpha=ALPHA), lr=1.0)
-    before = [p.detach().clone() for p in params]
+    old_weights = [p.detach().clone() for p in params]
     opt.first_step()  # no parameter has a gradient: the field of first gradients exists and is empty
     opt.restore()
     g = [torch.full_like(p, 2.0) for p in params]
@@ -86,11 +88,11 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     opt.first_step(zero_grad=True)
     params[1].grad, params[2].grad = g[1].clone(), g[2].clone()
     opt.second_step()
-    found = PaperGSAM().mixed(flat([g[1], torch.zeros_like(g[2])]), flat(g[1:]))
-    two = like(found, g[1:])
-    assert torch.equal(params[0], before[0])
-    torch.testing.assert_close(params[1].detach(), before[1] - two[0])
-    torch.testing.assert_close(params[2].detach(), before[2] - two[1])
+    mixture = PaperGSAM().mixed(flat([g[1], torch.zeros_like(g[2])]), flat(g[1:]))
+    two = like(mixture, g[1:])
+    assert torch.equal(params[0], old_weights[0])
+    torch.testing.assert_close(params[1].detach(), old_weights[1] - two[0])
+    torch.testing.assert_close(params[2].detach(), old_weights[2] - two[1])
 
 
 def test_one_bad_gradient_costs_one_step() -> None:
@@ -102,9 +104,9 @@ def test_one_bad_gradient_costs_one_step() -> None:
     for p in params:
         p.grad = torch.ones_like(p)
     opt.second_step()
-    before = copies(params)
+    old_weights = copies(params)
     Training(params, opt).steps(range(2, 3))
-    assert not same_bits(before, copies(params))
+    assert not same_bits(old_weights, copies(params))
 
 
 # Every case compiles for seconds. With intervals torch compiles both kinds of step once, for all steps.
@@ -126,8 +128,8 @@ def test_a_compiled_step_is_the_same(name: str) -> None:
         opt.zero_grad()
         loss(params, t).backward()
         second()
-    for found, expected in zip(params, eager.params, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for weights, expected in zip(params, eager.params, strict=True):
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)
 
 
 # --- what they remember ---
@@ -141,19 +143,19 @@ def test_a_parameter_without_a_gradient_keeps_what_it_remembers() -> None:
             for p, g in zip(params, grads, strict=True):
                 p.grad = None if g is None else torch.full_like(p, g)
             (opt.second_step if opt.is_perturbed else opt.first_step)()
-    kept = [opt.state_dict()["state"][i]["sam_memory"] for i in range(2)]
-    assert kept[0].tolist() == [0.5 * 0.5 + 0.5 * 3.0] * 4 and kept[1].tolist() == [1.0] * 3
+    memories = [opt.state_dict()["state"][i]["sam_memory"] for i in range(2)]
+    assert memories[0].tolist() == [0.5 * 0.5 + 0.5 * 3.0] * 4 and memories[1].tolist() == [1.0] * 3
 
 
 def test_first_gradients_with_inf_are_not_remembered() -> None:
     training = fused(CASES["friendly"].sam, "sgd", 2)
-    before = copies([e["sam_memory"] for e in training.opt.state_dict()["state"].values()])
+    old_memories = copies([e["sam_memory"] for e in training.opt.state_dict()["state"].values()])
     for p in training.params:
         p.grad = torch.full_like(p, torch.inf)
     training.opt.first_step()
     training.backward(2)
     training.opt.second_step()
-    assert same_bits(before, [e["sam_memory"] for e in training.opt.state_dict()["state"].values()])
+    assert same_bits(old_memories, [e["sam_memory"] for e in training.opt.state_dict()["state"].values()])
 
 
 def test_what_is_remembered_has_the_scale_of_no_step() -> None:
@@ -164,14 +166,14 @@ def test_what_is_remembered_has_the_scale_of_no_step() -> None:
         scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3)
         for t in range(6):
             if resumes and t == 4:
-                again = fused(CASES["friendly"].sam, "sgd", 0)
+                new_training = fused(CASES["friendly"].sam, "sgd", 0)
                 with torch.no_grad():
-                    for p, q in zip(again.params, training.params, strict=True):
+                    for p, q in zip(new_training.params, training.params, strict=True):
                         p.copy_(q)
-                again.opt.load_state_dict(training.opt.state_dict())
-                saved, scaler = scaler.state_dict(), torch.amp.GradScaler("cpu", 2.0**4, growth_interval=3)
-                scaler.load_state_dict(saved)
-                training = again
+                new_training.opt.load_state_dict(training.opt.state_dict())
+                scaler_state, scaler = scaler.state_dict(), torch.amp.GradScaler("cpu", 2.0**4, growth_interval=3)
+                scaler.load_state_dict(scaler_state)
+                training = new_training
             for _ in range(2):
                 training.opt.zero_grad()
                 scaler.scale(problem()[1](training.params, t)).backward()
@@ -183,7 +185,7 @@ def test_what_is_remembered_has_the_scale_of_no_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loads", "refused"),
+    ("source", "loads", "is_refused"),
     [
         ("looksam", "gsam", True),
         ("gsam", "looksam", False),
@@ -191,16 +193,16 @@ def test_what_is_remembered_has_the_scale_of_no_step() -> None:
         ("looksam", "looksam", False),
     ],
 )
-def test_the_state_of_another_variant(saved: str, loads: str, refused: bool) -> None:
-    state = fused(CASES[saved].sam, "sgd", 2).opt.state_dict()
+def test_the_state_of_another_variant(source: str, loads: str, is_refused: bool) -> None:
+    state = fused(CASES[source].sam, "sgd", 2).opt.state_dict()
     training = fused(CASES[loads].sam, "sgd", 1)
-    before = copies(training.params)
-    if refused:
+    old_weights = copies(training.params)
+    if is_refused:
         with pytest.raises(ValueError, match="of LookSAM, which keeps a vector, .* optimizer's is GSAM"):
             training.opt.load_state_dict(state)
     else:
         training.opt.load_state_dict(state)
-    assert same_bits(before, copies(training.params))
+    assert same_bits(old_weights, copies(training.params))
     training.steps(range(1, 3))
 
 

@@ -16,7 +16,7 @@ Lookahead, ScheduleFreeSGD = library.Lookahead, library.ScheduleFreeSGD
 
 
 class DPOptimizer(torch.optim.Optimizer):
-    """As Opacus' is made, as far as it matters here: groups, state and defaults are the inner optimizer's."""
+    """An optimizer like Opacus': groups, state and defaults are the inner optimizer's."""
 
     def __init__(self, params: Any, lr: float) -> None:
         self.original_optimizer = SGD(params, lr=lr)
@@ -46,12 +46,12 @@ def test_a_wrapper_is_refused_by_name(base: Any, message: str) -> None:
 def test_two_passes_over_parameters_of_opacus_are_refused() -> None:
     """Opacus marks its parameters. It would add the gradients of both passes; one-pass variants become private."""
     params = make_parameters([(3,)], torch.float32)
-    twice, once = FusedSAM(params, SGD, lr=0.1), FusedSAM(params, SGD, lr=0.1, momentum=0.9, variant=MSAM(rho=0.1))
+    sam, msam = FusedSAM(params, SGD, lr=0.1), FusedSAM(params, SGD, lr=0.1, momentum=0.9, variant=MSAM(rho=0.1))
     params[0].summed_grad = None  # type: ignore[attr-defined]
     backward(params, 0)
     with pytest.raises(ValueError, match="DPOptimizer of Opacus.*MSAM"):
-        twice.first_step()
-    once.step()
+        sam.first_step()
+    msam.step()
 
 
 def test_lookahead_around_sam_is_lookahead_of_its_steps() -> None:
@@ -82,16 +82,16 @@ def test_the_modes_of_a_schedule_free_base(sam: SAM) -> None:
     base = opt.base_optimizer
     for step in range(3):
         opt.step(closure_of(params))
-        rested = copies(params)
+        train_weights = copies(params)
         with opt.evaluating():
-            averaged = copies(params)
+            average_weights = copies(params)
             assert not opt.training
             with opt.evaluating():
-                assert same_bits(averaged, params)
+                assert same_bits(average_weights, params)
             assert not opt.training, "as it was before"
         assert opt.training
-        torch.testing.assert_close(copies(params), rested)
-        for p, weights in zip(params, averaged, strict=True):
+        torch.testing.assert_close(copies(params), train_weights)
+        for p, weights in zip(params, average_weights, strict=True):
             y = 0.1 * base.state[p]["z"] + 0.9 * weights
             assert (y - p).norm() <= 1e-9 + (0.3 if opt._engine.one_pass else 0.0)
             assert step == 0 or not torch.allclose(y, weights), "it evaluates its own average"
