@@ -1,4 +1,4 @@
-"""Errors put into a copy of the CUDA kernels, one at a time, must u the emulated steps red (see `emulated.py`)."""
+"""Errors put into a copy of the CUDA kernels, one at a time, must turn the emulated steps red (see `emulated.py`)."""
 
 import re
 import subprocess
@@ -161,7 +161,7 @@ def closed(kernels: ModuleType, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("error", [pytest.param(e, marks=() if e in CHEAP else pytest.mark.slow) for e in ERRORS])
 def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
-    """An index off by one, a missing barrier, a wrong sum: put into a copy of the sources, each must u the steps
+    """An index off by one, a missing barrier, a wrong sum: put into a copy of the sources, each must turn the steps
     red."""
     emulated.compile_library(folder / "as-it-is")
     changes = ERRORS[error]
