@@ -260,7 +260,7 @@ def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Calla
     return partial(OptimizerStepper, make=make)
 
 
-def _theirs(kind: str, foreach: bool | None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:
+def _peer(kind: str, foreach: bool | None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:
     """Return what builds a stepper of a class of pytorch-optimizer."""
 
     def make(params: list[nn.Parameter]) -> Any:
@@ -292,8 +292,8 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         Contender("flat", "one flat tensor, flat gradients, fused SGD", FlatStepper, norm_error=4e-3),
         Contender("compiled", "torch.compile", CompiledStepper, compiles=True),
         Contender("foreach", by_hand, DeviceForeachStepper if on_device else ForeachStepper),
-        Contender("pytorch_optimizer_foreach", "pytorch-optimizer, foreach=True", _theirs("SAM", True, perturb_eps=NU)),
-        Contender("pytorch_optimizer", "pytorch-optimizer", _theirs("SAM", None, perturb_eps=NU)),
+        Contender("pytorch_optimizer_foreach", "pytorch-optimizer, foreach=True", _peer("SAM", True, perturb_eps=NU)),
+        Contender("pytorch_optimizer", "pytorch-optimizer", _peer("SAM", None, perturb_eps=NU)),
         Contender("copied", "the copied per-tensor SAM", partial(OptimizerStepper, make=make_copied)),
     ]
     return {contender.name: contender for contender in result}
@@ -326,6 +326,6 @@ def variant_contenders(peers: bool) -> dict[str, Contender]:
     for name, (sam, floor, peer) in VARIANTS.items():
         result.append(Contender(name, f"`{name}`", ours(sam=sam), backend="auto", sam=sam, floor=floor))
         if peers and peer is not None:
-            build = _theirs(peer[0], True, **peer[1])
+            build = _peer(peer[0], True, **peer[1])
             result.append(Contender(f"{name}, pytorch-optimizer", name, build, sam=None, rival=name))
     return {contender.name: contender for contender in result}

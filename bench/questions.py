@@ -92,6 +92,6 @@ def profile(options: Options) -> Iterator[Case]:
 
 
 QUESTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
-    "step": step, "variants": family, "kernels": kernels, 
+    "step": step, "variants": family, "kernels": kernels,
     "accuracy": worth, "federated": federated.all_of, "ncu": profile,
 }  # fmt: skip

@@ -68,13 +68,13 @@ class StepperPool:
         samples = []
         self.machine.wait()
         for step in range(HOST_STEPS):
-            spent = 0.0
+            seconds = 0.0
             for i, phase in enumerate(stepper.phases()):
                 stepper.set_grads(gradients, 2 * step + i if new_grads else i)
                 start = time.perf_counter()
                 phase()
-                spent += time.perf_counter() - start
-            samples.append(spent)
+                seconds += time.perf_counter() - start
+            samples.append(seconds)
         self.machine.wait()
         return statistics.median(samples[HOST_STEPS // 5 :])
 

@@ -29,8 +29,8 @@ class LoRA(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.base(x) + self.scale * F.linear(F.linear(x, self.down), self.up)
-        return made
+        output: Tensor = self.base(x) + self.scale * F.linear(F.linear(x, self.down), self.up)
+        return output
 
 
 def adapted(model: nn.Module) -> nn.Module:
@@ -69,8 +69,8 @@ def train(rounds: int = 30, steps: int = 60) -> tuple[fed.Result, int]:
 
 
 if __name__ == "__main__":
-    found, parameters = train()
-    about = found.summary()
-    before, after = (found.history[i]["test_accuracy"] for i in (0, -1))
-    print(f"accuracy on digits on their side: {before:.3f} after the first round, {after:.3f} after the last")
-    print(f"trained and sent: {about['parameters']} of {parameters} parameters")
+    result, parameters = train()
+    summary = result.summary()
+    first, last = (result.history[i]["test_accuracy"] for i in (0, -1))
+    print(f"accuracy on digits on their side: {first:.3f} after the first round, {last:.3f} after the last")
+    print(f"trained and sent: {summary['parameters']} of {parameters} parameters")

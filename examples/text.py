@@ -26,9 +26,9 @@ def write(texts: int, topics: list[int], seed: int) -> list[Sample]:
     for _ in range(texts):
         topic = topics[int(torch.randint(len(topics), (), generator=g))]
         length = int(torch.randint(5, LONGEST + 1, (), generator=g))
-        own = 1 + topic * 15 + torch.randint(15, (length,), generator=g)
+        topic_words = 1 + topic * 15 + torch.randint(15, (length,), generator=g)
         common = torch.randint(1, WORDS, (length,), generator=g)
-        tokens = torch.where(torch.rand(length, generator=g) < 0.5, own, common)
+        tokens = torch.where(torch.rand(length, generator=g) < 0.5, topic_words, common)
         samples.append({"tokens": tokens, "topic": torch.tensor(topic)})
     return samples
 
@@ -55,8 +55,8 @@ class Classifier(nn.Module):
         padding = tokens == PADDING
         places = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.encoder(self.words(tokens) + self.places(places), src_key_padding_mask=padding)
-        counted = (~padding).unsqueeze(-1).to(hidden.dtype)
-        logits: Tensor = self.head((hidden * counted).sum(1) / counted.sum(1))
+        mask = (~padding).unsqueeze(-1).to(hidden.dtype)
+        logits: Tensor = self.head((hidden * mask).sum(1) / mask.sum(1))
         return logits
 
 

@@ -61,7 +61,7 @@ def _reason_from(module: str, device: str) -> Callable[[], str | None]:
     return why_not
 
 
-def _always() -> str | None:
+def _no_reason() -> str | None:
     return None
 
 
@@ -77,8 +77,8 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("foreach", "cuda", "foreach", _cuda),
     Backend("reference", "cuda", "reference", _cuda),
     Backend("native", "cpu", "native", _reason_from("native", "cpu")),
-    Backend("foreach", "cpu", "foreach", _always),
-    Backend("reference", "cpu", "reference", _always),
+    Backend("foreach", "cpu", "foreach", _no_reason),
+    Backend("reference", "cpu", "reference", _no_reason),
     Backend("triton", "cpu", "triton_backend", _reason_from("triton_backend", "cpu")),
 )
 NAMES = ("auto", "native", "triton", "foreach", "reference")

@@ -21,11 +21,11 @@ Scalars = Mapping[int, Tensor]  # columns of `hparams`, each `[rows, 1]`
 MAX_STATE = 3  # largest number of fields in a rule's state
 
 
-def _always(group: Group) -> bool:
+def _true(group: Group) -> bool:
     return True
 
 
-def _never(group: Group) -> bool:
+def _false(group: Group) -> bool:
     return False
 
 
@@ -90,11 +90,11 @@ class UpdateRule:
     foreach_update: Callable[..., None] | None = None
     optional: tuple[str, ...] = ()
     counter: str | None = None
-    supports: Callable[[Group], bool] = _always
+    supports: Callable[[Group], bool] = _true
     state_keys: Callable[[Group], tuple[str, ...]] | None = None
-    initializes_in_first_step: Callable[[Group], bool] = _never
+    initializes_in_first_step: Callable[[Group], bool] = _false
     initial_state: Callable[[Group], float | tuple[float, ...]] = _zero
-    is_decoupled: Callable[[Group], bool] = _never
+    is_decoupled: Callable[[Group], bool] = _false
 
     def columns(self, group: Group) -> dict[int, Any]:
         """Return the group's device scalars, by column."""

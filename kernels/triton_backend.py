@@ -21,10 +21,10 @@ try:
     from .triton_reductions import accumulate_, inner_
     from .triton_update import update_, update_norm_
 except ImportError as error:
-    _broken: str | None = f"Triton cannot be imported ({error}); `pip install triton` installs it"
+    _import_error: str | None = f"Triton cannot be imported ({error}); `pip install triton` installs it"
     INTERPRETED = False
 else:
-    _broken = None
+    _import_error = None
 
 __all__ = [
     "accumulate_",
@@ -42,8 +42,8 @@ __all__ = [
 
 def why_not(device: str) -> str | None:
     """Return the reason why Triton cannot serve on this device type, or None."""
-    if _broken is not None:
-        return _broken
+    if _import_error is not None:
+        return _import_error
     if device == "cpu":
         hint = "on the CPU Triton runs only in its interpreter; set TRITON_INTERPRET=1 before Python starts"
         return None if INTERPRETED else hint

@@ -127,7 +127,7 @@ def variant_points() -> dict[str, dict[str, tuple[float, float]]]:
 def draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], title: str) -> None:
     """Draw a named point per variant; names move apart if they would overlap.
 
-    A point far below the others is drawn at the lower end, with its gain after its name.
+    A point far note the others is drawn at the lower end, with its gain after its name.
     """
     gains = sorted(gain for _, gain in points.values())
     bottom = min(gains[2], 0.0)
@@ -144,10 +144,10 @@ def draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], title: st
             height -= 0.005 * span
         positions.append(height)
         one_pass = name in ("MSAM", "LastGradient")
-        below = f" ({points[name][1]:.1f})" if gain > points[name][1] else ""
-        axes.plot(time, gain, marker="v" if below else "o", markersize=5, color=OUR_COLOUR if one_pass else PEER_COLOUR)
+        note = f" ({points[name][1]:.1f})" if gain > points[name][1] else ""
+        axes.plot(time, gain, marker="v" if note else "o", markersize=5, color=OUR_COLOUR if one_pass else PEER_COLOUR)
         axes.plot([time, 3.02], [gain, height], color=PEER_COLOUR, linewidth=0.4, zorder=0)
-        axes.text(3.05, height, f"{name}{below}", va="center", color=OUR_COLOUR if one_pass else "black")
+        axes.text(3.05, height, f"{name}{note}", va="center", color=OUR_COLOUR if one_pass else "black")
     axes.set_xlim(0.7, 3.0)
     axes.set_xlabel("time of a step, SGD = 1")
     axes.set_ylabel("gain over SGD, percentage points")

@@ -29,24 +29,24 @@ INSIDE: tuple[tuple[Any, str], ...] = (
 
 def measure(load: Workload, rounds: int) -> dict[str, float]:
     """Return medians: seconds of a round, and the share outside of `INSIDE` (sampling, batches, sums, records)."""
-    spent, marks = 0.0, list[tuple[float, float]]()
+    seconds_inside, marks = 0.0, list[tuple[float, float]]()
 
     def time_calls(work: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(work)
         def wrapper(*args: Any, **keywords: Any) -> Any:
-            nonlocal spent
+            nonlocal seconds_inside
             start = time.perf_counter()
             try:
                 return work(*args, **keywords)
             finally:
-                spent += time.perf_counter() - start
+                seconds_inside += time.perf_counter() - start
 
         return wrapper
 
     with ExitStack() as stack:
         for owner, name in INSIDE:
             stack.enter_context(mock.patch.object(owner, name, time_calls(getattr(owner, name))))
-        ours.train(load, rounds + 1, lambda: marks.append((time.perf_counter(), spent)), "sequential")
+        ours.train(load, rounds + 1, lambda: marks.append((time.perf_counter(), seconds_inside)), "sequential")
     # the first round, before the first tick, warms up
     pairs = [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(marks)]
     own_share = median(1 - part / total for total, part in pairs)

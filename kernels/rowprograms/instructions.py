@@ -76,7 +76,7 @@ class RowOperand:
     offset: int = 0
     strides: tuple[int, ...] = ()
 
-    def along(self, d: int) -> int:
+    def stride(self, d: int) -> int:
         """Return the stride of dimension d; 0 if the operand has no strides."""
         return self.strides[d] if self.strides else 0
 
@@ -110,8 +110,8 @@ class Instruction:
         dims = [d for d, size in enumerate(self.sizes) if size > 1]
         sizes: list[int] = []
         strides: list[tuple[int, ...]] = []  # strides of all operands, by dimension
-        for d in sorted(dims, key=lambda d: (-self.out.along(d) or -self.a.along(d), -self.a.along(d))):
-            offsets, size = tuple(o.along(d) for o in self.operands), self.sizes[d]
+        for d in sorted(dims, key=lambda d: (-self.out.stride(d) or -self.a.stride(d), -self.a.stride(d))):
+            offsets, size = tuple(o.stride(d) for o in self.operands), self.sizes[d]
             if sizes and strides[-1] == tuple(size * stride for stride in offsets):
                 sizes[-1], strides[-1] = sizes[-1] * size, offsets
             else:

@@ -94,7 +94,7 @@ def _plain_results(results: ClientResults, layout: ParameterLayout) -> ClientRes
     snapshots = None
     if results.snapshots is not None:
         snapshots = [
-            {k: Snapshot(layout.vector(s.w), to_vector(s.eps)) for k, s in kept.items()} for kept in results.snapshots
+            {k: Snapshot(layout.vector(s.w), to_vector(s.eps)) for k, s in one.items()} for one in results.snapshots
         ]
     delta, dual, eps, gradient = (
         layout.vector(results.delta),
