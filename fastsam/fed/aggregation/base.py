@@ -66,6 +66,6 @@ def norms(rows: Sequence[Tensor]) -> list[float]:
     return [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
 
 
-def of_clients(share: float, n: int) -> int:
+def count_of_share(share: float, n: int) -> int:
     """Return the least whole number that is `share * n` or more, without the product's rounding."""
     return ceil(share * n - 1e-9)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import RobustAggregator, of_clients
+from fastsam.fed.aggregation.base import RobustAggregator, count_of_share
 from fastsam.fed.common.checks import number
 
 
@@ -40,7 +40,7 @@ class Krum(RobustAggregator):
         n = len(displacements)
         if n < 3:  # no neighbours to ask
             return list(range(n))
-        f = min(of_clients(self.share, n), (n - 3) // 2)
+        f = min(count_of_share(self.share, n), (n - 3) // 2)
         neighbours = n - f - 2
         scores = squares(displacements).sort(dim=1).values[:, 1 : 1 + neighbours].sum(1)  # the first is its own, 0
         return sorted(torch.argsort(scores, stable=True)[: self.count(neighbours)].tolist())

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.aggregation.base import RobustAggregator, of_clients, trimmed_mean
+from fastsam.fed.aggregation.base import RobustAggregator, count_of_share, trimmed_mean
 from fastsam.fed.common.checks import number
 
 
@@ -35,4 +35,4 @@ class TrimmedMean(RobustAggregator):
         number("share", self.share, at_least=0, at_most=0.5)
 
     def mean(self, rows: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-        return trimmed_mean(rows, min(of_clients(self.share, len(rows)), (len(rows) - 1) // 2))
+        return trimmed_mean(rows, min(count_of_share(self.share, len(rows)), (len(rows) - 1) // 2))

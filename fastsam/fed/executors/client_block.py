@@ -181,16 +181,16 @@ def row_ends(
     """Return the results of clients whose rows are in `row_slice`. All have the same fields, and no buffer was
     changed."""
     update, clients = blocks[0].tasks[0].update, [task.client for task in tasks_of(blocks)]
-    of_client = [block for block in blocks for _ in block.tasks]
+    block_of_client = [block for block in blocks for _ in block.tasks]
     buffer_deltas = buffer_displacement(buffers, buffers) if buffers else None
     return ClientResults(
         client_ids=clients,
         delta=row_slice.z
         - (row_slice.field("begin") if row_slice.variant.constant or update.start is not None else start),
-        num_steps=[block.k for block in of_client],
-        backward_passes=[block.k * update.backward_passes + block.extra_backward_passes for block in of_client],
+        num_steps=[block.k for block in block_of_client],
+        backward_passes=[block.k * update.backward_passes + block.extra_backward_passes for block in block_of_client],
         losses=row_slice.losses.clone(),
-        num_samples=[block.num_samples for block in of_client],
+        num_samples=[block.num_samples for block in block_of_client],
         buffers=None if buffer_deltas is None else buffer_deltas.expand(len(clients), -1),
         dual=None if update.dual is None else row_slice.field("dual").clone(),
         eps=None if update.dual is None else row_slice.field("eps").clone(),

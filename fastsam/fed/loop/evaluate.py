@@ -194,7 +194,7 @@ class Evaluator:
         return values
 
     @torch.no_grad()
-    def of_client(self, model: nn.Module, client: int) -> float | None:
+    def accuracy_of_client(self, model: nn.Module, client: int) -> float | None:
         """Return the accuracy of a model on the client's own test samples, in 0..1, or None without samples."""
         assert self.classifies and self.test is not None
         indices = np.arange(self.count) if self._slices is None else self._slices[client]
@@ -207,11 +207,11 @@ class Evaluator:
             right += int((output.argmax(1) == y).sum())
         return right / len(indices)
 
-    def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
+    def own_model_record(self, models: Iterable[nn.Module]) -> dict[str, Any]:
         """Return the accuracies over the clients of their own `models`. Each is used before the next one is made."""
         if not self.classifies:
             return {}
-        values = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
+        values = {i: v for i, model in enumerate(models) if (v := self.accuracy_of_client(model, i)) is not None}
         if not values:
             return {}
         extremes = {

@@ -228,7 +228,7 @@ class Loop:
         self.view.load(state.server["w"], state.buffers)
         metrics = self.evaluator(self.view.module)
         if self.personal is not None:
-            metrics |= self.evaluator.of_own(self._own_models(state, self.personal))
+            metrics |= self.evaluator.own_model_record(self._own_models(state, self.personal))
         return metrics
 
     def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:

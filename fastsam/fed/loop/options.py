@@ -221,7 +221,7 @@ class Settings:
         privacy = asdict(privacy_of(self.privacy))
         return plain | {"clip_update": privacy.pop("clip")} | privacy  # with the keys that run directories have
 
-    def of_this_call(self) -> dict[str, Any]:
+    def call_options(self) -> dict[str, Any]:
         """Return the options that may change when a run is resumed, but must be the same on all ranks."""
         return {name: getattr(self, name) for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error")}
 

@@ -176,7 +176,7 @@ def run(
             identity = identity_of(facts, settings, loop, (model, model_copy), population, collate)
         if ranks.size > 1:
             run_facts = {"weights": digest(model), "callbacks": listeners.names()}
-            ranks.agree(identity | settings.of_this_call() | run_facts)
+            ranks.agree(identity | settings.call_options() | run_facts)
         if run_dir is not None:
             behaviours = behaviours_of(model, settings, collate)
             directory, state = open_directory(run_dir, resume, loop, state, identity, config, stack, behaviours)
