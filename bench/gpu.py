@@ -108,9 +108,11 @@ def surroundings() -> tuple[dict[str, str], dict[str, Any]]:
     return environment, facts
 
 
-def absent(part: Part, gpu: bool, path: str) -> str:
-    """Return why a part cannot run here, or nothing."""
-    if part.call and not gpu:
+def absent(part: Part, facts: dict[str, Any], path: str) -> str:
+    """Return why a part cannot run here or has nothing to do, or an empty string."""
+    if part.name == "build" and facts.get("backends", {}).get("native/cuda") == "available":
+        return "the libraries are built from these sources"
+    if part.call and "gpus" not in facts["machine"]:
         return "no GPU: torch sees no CUDA device"
     problem = SANITIZER in part.command and not shutil.which(SANITIZER, path=path)
     return f"{SANITIZER} is not installed" if problem else ""
@@ -174,10 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "log.txt").write_text("")
     environment, facts = surroundings()
-    gpu = "gpus" in facts["machine"]
     end = start + (options.seconds or TOTAL_SECONDS)
     parts = [p for p in PARTS if not p.call or (p.call == options.call if options.call else p.name in options.parts)]
-    reasons = {part.name: absent(part, gpu, environment["PATH"]) for part in parts}
+    reasons = {part.name: absent(part, facts, environment["PATH"]) for part in parts}
     outcomes: list[dict[str, Any]] = []
     for i, part in enumerate(parts):
         print(f"{part.title} ...", flush=True)

@@ -50,8 +50,11 @@ def test_a_part_does_not_hide_the_others(tmp_path: Path, monkeypatch: MonkeyPatc
 
 @pytest.mark.of_each_kind
 def test_the_real_parts() -> None:
-    assert [part.name for part in gpu.PARTS if not gpu.absent(part, False, "")] == ["build"]
-    assert gpu.absent(next(part for part in gpu.PARTS if part.name == "memcheck"), True, "") != ""
+    assert [part.name for part in gpu.PARTS if not gpu.absent(part, {"machine": {}}, "")] == ["build"]
+    assert (
+        gpu.absent(next(part for part in gpu.PARTS if part.name == "memcheck"), {"machine": {"gpus": ["H100"]}}, "")
+        != ""
+    )
     assert {part.call for part in gpu.PARTS} == {0, 1, 2, 3, 4}
     for one in (one for one in gpu.PARTS if "bench " in one.command):
         words = one.command.replace("--device cuda", "").replace("SECONDS", "1").replace("'", "").split()[3:]
