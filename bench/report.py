@@ -78,7 +78,7 @@ COLUMNS: dict[str, Sequence[Column]] = {
         Column("of a round", "round", digits(3), quartiles=True),
     ),
     "share": (Column("of a round", "own_share", "{:.1%}".format), Column("seconds a round", "seconds", digits(3))),
-    "gpu": (Column("ms a round", "seconds", digits(1, 1e3)),),
+    "gpu": (Column("ms a round", "seconds", digits(1, 1e3)), Column("first round, s", "first", digits(1))),
     "busy": (
         Column("busy", "busy", "{:.0%}".format), Column("kernels at once while busy", "at_once", digits(1)),
         Column("streams", "streams", str),

@@ -157,7 +157,7 @@ class Ticks:
     """Called after every round, when the device is done."""
 
     def __init__(self, device: str | torch.device) -> None:
-        self.cuda, self.times = torch.device(device).type == "cuda", list[float]()
+        self.cuda, self.times, self.start = torch.device(device).type == "cuda", list[float](), time.perf_counter()
 
     def __call__(self, record: Any = None) -> None:
         if self.cuda:
@@ -165,8 +165,8 @@ class Ticks:
         self.times.append(time.perf_counter())
 
     def figures(self) -> Figures:
-        """Return the median seconds of the rounds after the first."""
-        return {"seconds": median(b - a for a, b in pairwise(self.times))}
+        """Return the median seconds of the rounds after the first, and the seconds until the first has ended."""
+        return {"seconds": median(b - a for a, b in pairwise(self.times)), "first": self.times[0] - self.start}
 
 
 def _rounds(

@@ -123,8 +123,7 @@ class Engine(ParamTracker):
             direct = direct or bucket.direct_calls(selection)
         if direct is None or (self._hparams.adaptive and calls[0][0].backup.is_master):
             self._norm(calls)
-            if self.variant.rho_fn is not None:
-                self._hparams.apply_rho_fn(self.variant.rho_fn, self._sum, scale)
+            self._hparams.apply_rho_fn(self._sum, scale)
             self.weight_state = phase
             for bucket, selection, grads in calls:
                 bucket.perturb_(selection, grads, self._sum, seed)

@@ -113,6 +113,7 @@ class HParamTensor:
         coefficients: GradCoefficients | None,
         max_grad_norm: float | None,
         is_reversed: bool,
+        rho_fn: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> None:
         """
         Args:
@@ -122,9 +123,10 @@ class HParamTensor:
             coefficients: coefficients of the gradients, None if an update reads only the last gradient.
             max_grad_norm: largest norm of the combined gradient, or None.
             is_reversed: the perturbation goes against its vector, for any objective.
+            rho_fn: the variant's function of the radius and the norm, or None.
         """
         self.rule, self.coefficients, self._is_reversed = rule, coefficients, is_reversed
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self._rho_fn = max_grad_norm, rho_fn
         self._host = torch.zeros(1, max(len(groups), 1), NUM_HPARAMS, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
         options = OWN_OPTIONS + (rule.options if rule else ())
@@ -192,7 +194,8 @@ class HParamTensor:
             self.correction = torch.zeros_like(self.tensor)  # the numbers of a decoupled sharpness
             self._base_coefficients = self.tensor[:, :, [HParam.G2_COEF, HParam.G1_COEF]].clone()
             self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
-        self._largest = self.tensor[:, :, HParam.RHO].clone()
+        if self._rho_fn is not None:
+            self._largest = self.tensor[:, :, HParam.RHO].clone()
         self.live, self.has_live = live, bool(live)
         if kinds != self.specs:
             self.specs = kinds
@@ -260,14 +263,16 @@ class HParamTensor:
         """Set the coefficients of a step that has one gradient."""
         self.tensor[:, :, HParam.G2_COEF] = self._signs
 
-    def apply_rho_fn(self, rho_fn: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
-        """Set this step's radius by a variant's `rho_fn`. `sumsq` is the squared norm of the direction, with loss scale
-        `scale`."""
+    def apply_rho_fn(self, sumsq: Tensor, scale: Tensor | None) -> None:
+        """Set this step's radius by the variant's `rho_fn`, if it has one. `sumsq` is the squared norm of the
+        direction, with loss scale `scale`."""
+        if self._rho_fn is None:
+            return
         norm = sumsq.sqrt() if scale is None else sumsq.sqrt() / scale
         self.tensor[:, :, HParam.RHO] = self._largest
         self.copy_live()
         rho = self.tensor[:, :, HParam.RHO]
-        self.tensor[:, :, HParam.RHO] = rho_fn(rho.abs(), norm).copysign(rho)
+        self.tensor[:, :, HParam.RHO] = self._rho_fn(rho.abs(), norm).copysign(rho)
 
     def copy_live(self) -> None:
         """Copy the options that are tensors. If they are on the device, nothing waits."""

@@ -188,7 +188,8 @@ class ParamTracker:
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
         is_reversed = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
-        scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, is_reversed)
+        rho_fn = self.variant.rho_fn
+        scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, is_reversed, rho_fn)
         weights = {**self._carried_weights, **self.copy_weights()}
         uninitialized_params = self._without_buffers(params, weights)
         buckets = self._make_buckets(uninitialized_params, scalars)

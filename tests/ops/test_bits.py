@@ -12,7 +12,7 @@ from fastsam.arena import Layout
 from fastsam.backends import Backend
 from fastsam_kernels import rules
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
-from tests.helpers.op_cases import BACKENDS, Case, Memory, bits, cases, explore, property_test, same_bits
+from tests.helpers.op_cases import BACKENDS, Case, Memory, bits, cases, close, explore, property_test, same_bits
 
 
 def step(backend: Backend, case: Case) -> dict[str, Tensor]:
@@ -71,9 +71,16 @@ def test_alignment_changes_no_bit(backend: Backend, case: Case, shift: int, gap:
 
 @property_test(cases())
 def test_a_row_alone_and_in_a_batch(backend: Backend, case: Case) -> None:
-    batch = step(backend, case)
+    """On CUDA the unfused backends add up with torch's sums, whose order depends on the number of rows: they agree to
+    rounding."""
+    batch, is_fused = step(backend, case), backend.name in ("native", "triton")
     for r in range(case.rows):
-        assert_same({name: values[r : r + 1] for name, values in batch.items()}, step(backend, case.row(r)))
+        row, alone = {name: values[r : r + 1] for name, values in batch.items()}, step(backend, case.row(r))
+        if backend.device == "cpu" or is_fused:
+            assert_same(row, alone)
+        else:
+            for name, values in row.items():
+                close(values, alone[name].double(), case.dtype)
 
 
 @pytest.mark.parametrize("seeded", [False, True])

@@ -109,6 +109,8 @@ def test_an_error_inside_a_scaled_step_leaves_no_scale_behind(backend: Backend) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_parameters(dtype: torch.dtype, backend: Backend) -> None:
     """float16 weights and float16 gradients: unscaled inside the fused update, where they are float32."""
+    if (dtype, backend.device) == (torch.bfloat16, "cuda"):
+        pytest.skip("torch's GradScaler has no check of bfloat16 gradients on CUDA")
     params = make_parameters([(50,)], dtype, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
     scaler = torch.amp.GradScaler(backend.device, init_scale=256.0)
