@@ -7,6 +7,7 @@ A contender is built from the initial weights. Before each of its `phases()` it 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -273,6 +274,10 @@ def _peer(kind: str, foreach: bool | None, **options: Any) -> Callable[[Sequence
     return partial(OptimizerStepper, make=make)
 
 
+def _absence_of_peer() -> str:
+    return "" if find_spec("pytorch_optimizer") else "pytorch-optimizer is not installed"
+
+
 def contenders(device: str = "cpu") -> dict[str, Contender]:
     """Return all contenders on a type of device, ours first, in the order of the tables."""
     result = []
@@ -286,14 +291,15 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
     make_copied = partial(CopiedSAM, base=torch.optim.SGD, rho=RHO, **SGD_OPTIONS)
     on_device = device == "cuda"
     by_hand = "foreach and fused SGD, on the device" if on_device else "foreach by hand, fused SGD"
+    make_peer, absent = partial(_peer, "SAM", perturb_eps=NU), _absence_of_peer()
     result += [
         # torch's float32 norm of one long tensor is off by 4e-4 at 11.7 M elements and 2e-3 at 30 M. An exact one would
         # cost it time.
         Contender("flat", "one flat tensor, flat gradients, fused SGD", FlatStepper, norm_error=4e-3),
         Contender("compiled", "torch.compile", CompiledStepper, compiles=True),
         Contender("foreach", by_hand, DeviceForeachStepper if on_device else ForeachStepper),
-        Contender("pytorch_optimizer_foreach", "pytorch-optimizer, foreach=True", _peer("SAM", True, perturb_eps=NU)),
-        Contender("pytorch_optimizer", "pytorch-optimizer", _peer("SAM", None, perturb_eps=NU)),
+        Contender("pytorch_optimizer_foreach", "pytorch-optimizer, foreach=True", make_peer(True), absent),
+        Contender("pytorch_optimizer", "pytorch-optimizer", make_peer(None), absent),
         Contender("copied", "the copied per-tensor SAM", partial(OptimizerStepper, make=make_copied)),
     ]
     return {contender.name: contender for contender in result}
@@ -327,5 +333,6 @@ def variant_contenders(peers: bool) -> dict[str, Contender]:
         result.append(Contender(name, f"`{name}`", ours(sam=sam), backend="auto", sam=sam, floor=floor))
         if peers and peer is not None:
             build = _peer(peer[0], True, **peer[1])
-            result.append(Contender(f"{name}, pytorch-optimizer", name, build, sam=None, rival=name))
+            title = f"{name}, pytorch-optimizer"
+            result.append(Contender(title, name, build, _absence_of_peer(), sam=None, rival=name))
     return {contender.name: contender for contender in result}

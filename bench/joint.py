@@ -69,9 +69,18 @@ def tables(cases: Sequence[Record]) -> Iterator[str]:
         elif part in LINES:
             yield "\n".join([f"{figure.words}:\n", *(line(case, figure) for case in members)])
         else:
+            separate = [case for case in members if _shares_no_row(case, members)] if len(members) > 1 else []
+            members = [case for case in members if case not in separate]
             for one in (figure, FURTHER.get(part)):
                 if one and any(median(row, one.path) is not None for row in _rows(members)):
                     yield f"{one.words}:\n\n{table(members, one).markdown()}"
+            if separate:
+                yield "\n".join(line(case, figure) for case in separate)
+
+
+def _shares_no_row(case: Record, cases: Sequence[Record]) -> bool:
+    names = {row["name"] for row in case["rows"]}
+    return names.isdisjoint(row["name"] for other in cases if other is not case for row in other["rows"])
 
 
 def line(case: Record, figure: Figure) -> str:

@@ -118,6 +118,8 @@ def visible_rows(case: Record) -> Sequence[Row]:
         return [row for row in case["rows"] if row["name"] not in REMOVED]
     if case["part"] == "accuracy":
         return [row for row in case["rows"] if row["name"] in contenders()]
+    if case["part"] == "gpu":  # an executor has a row per place on the axis
+        return [{**row, "title": row["name"]} for row in case["rows"]]
     if case["part"] != "variants":
         return list(case["rows"])
     by_name = {row["name"]: row for row in case["rows"]}
@@ -141,9 +143,9 @@ def case_text(case: Record) -> str:
     return "\n".join(["", heading(case), "", case_table(case).text(), *reasons([case])])
 
 
-def reasons(cases: Sequence[Record]) -> list[str]:
-    """Return why rows have no figures, a line each."""
-    failures = [row for case in cases for row in case["rows"] if has_failed(row)]
+def reasons(cases: Sequence[Record], brief: bool = False) -> list[str]:
+    """Return why rows have no figures, a line each; with `brief` only of rows that failed."""
+    failures = [row for case in cases for row in case["rows"] if has_failed(row) and not (brief and row.get("absent"))]
     sentences = (f"Not measured: {r.get('title', r['name'])}: {r.get('problem') or r['absent']}." for r in failures)
     return list(dict.fromkeys(sentences))
 
@@ -162,7 +164,7 @@ def _kernels(record: Record) -> Iterator[str]:
 
 
 def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
-    """Return the fraction of the floor per op, backend and size, with the time of a call if `times`."""
+    """Return the fraction of the floor per op, backend and size. Without `times` of a call, of one backend."""
     if not cases:
         return f"No op was measured on {layout} tensors."
     sizes = {case["size"]: case["title"] for case in cases}
@@ -179,8 +181,9 @@ def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
         for name in names:
             cells = [cell(by_key.get((op, size, name), {})) for size in sizes]
             if set(cells) != {"-"}:
-                rows.append([op, str(bytes_), name, *cells])
-    table = Table("", ["op", "bytes", "backend", *sizes.values()], rows, alignment="lrl" + "r" * len(sizes))
+                rows.append([op, str(bytes_), *[name] * times, *cells])
+    heads = ["op", "bytes", *["backend"] * times, *sizes.values()]
+    table = Table("", heads, rows, alignment="lrl"[: 2 + times] + "r" * len(sizes))
     facts = f"{'with the time per call, ' * times}median (one thread, or replayed on a GPU)"
     return f"Fraction of the floor on {layout} tensors, {facts}:\n\n{table.markdown()}"
 
@@ -208,28 +211,38 @@ def short(record: Record) -> str:
     elif name == "ncu":
         parts = list(_cases(record))
     elif name == "kernels":
-        ops = [{**case, "rows": [row for row in case["rows"] if row["name"] != "reference"]} for case in cases]
-        parts = [_ops([case for case in ops if case.get("layout") == layout], layout, False) for layout in LAYOUTS]
-        parts += joint.tables([case for case in cases if case["part"] == "steps"])
+        ops = [{**case, "rows": [row for row in case["rows"] if row["name"] == "native"]} for case in cases]
+        ops = [case for case in ops if case.get("layout") == "scattered" and not case["size"].startswith("cut")]
+        whole = [
+            {**case, "rows": [row for row in case["rows"] if row["name"] != "fastsam_reference"]}
+            for case in cases
+            if case["part"] == "steps" and case["name"] not in ("cut10", "cut400")
+        ]
+        parts = [_ops(ops, "scattered", False), *joint.tables(whole)]
     else:
         parts = list(joint.tables(cases))
     return "\n\n".join([*parts, made_by(record, brief=True)])
 
 
 def made_by(record: Record, brief: bool = False) -> str:
-    """Return how and when a record was made, and why rows have no figures; later commands are counted if `brief`."""
+    """Return how and when a record was made, and why rows have no figures.
+
+    With `brief` there are fewer facts: no options of commands, and no rows that cannot run on the device.
+    """
     e, m, v = record["environment"], record["environment"]["machine"], record["environment"]["versions"]
     caches = ", ".join(f"{level} {size}" for level, size in m.get("caches", {}).items())
-    device = ", ".join(m.get("gpus", [])[:1]) or f"{m['cpu']}, {m['cores']} cores ({caches}), {m['memory_gib']} GiB"
+    more = "" if brief else f" ({caches}), {m['memory_gib']} GiB"
+    device = ", ".join(m.get("gpus", [])[:1]) or f"{m['cpu']}, {m['cores']} cores{more}"
     versions = ", ".join(f"{name} {v[name]}" for name in ("torch", "triton", "pytorch-optimizer") if name in v)
-    text = f"Made by `{e['command']}` on {e['date'][:10]}, commit `{commit(e)}`; {device}; "
+    command = e["command"].partition(" --")[0] if brief else e["command"]
+    text = f"Made by `{command}` on {e['date'][:10]}, commit `{commit(e)}`; {device}; "
     text += f"Python {v['python']}, {versions}."
     if additions := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
         text += f" Added to by {f'{len(additions)} later commands' if brief else ', '.join(additions)}."
-    num_left_out = len(record["left_out"])
-    return "\n".join(
-        [text, *reasons(record["cases"]), *[f"No time was left for {num_left_out} cases."] * bool(num_left_out)]
-    )
+    lines = [text, *reasons(record["cases"], brief)]
+    if record["left_out"]:
+        lines.append(f"Cases for which no time was left: {len(record['left_out'])}.")
+    return "\n".join(lines)
 
 
 def commit(e: Record) -> str:

@@ -110,7 +110,7 @@ def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
     pairs = list(product(("cnn", "mlp"), ("bare loop", *executors, "auto")))
     pairs += product(("mlp:200", "mlp:1024"), ("vmap", WITHOUT_ROW_PROGRAMS))
     table: dict[str, Callable[[], Iterator[Item]]] = {f"{m} {e}": partial(by_clients, device, m, e) for m, e in pairs}
-    table |= {f"table 8 {e}": partial(table8, device, e) for e in ("bare loop", *executors[:3])}
+    table |= {f"table 8 {e}": partial(table8, device, e) for e in ("bare loop", *executors)}
     table |= {f"busy {e}": partial(busy, device, e) for e in executors}
     return table | {f"states {location}": partial(client_states, device, location) for location in ("device", "host")}
 

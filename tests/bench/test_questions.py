@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench import __main__ as command
 from bench import case as cases
+from bench import contenders as bench_contenders
 from bench import correctness, memory, ops, steps, whole_steps
 from bench import record as records
 from bench.contenders import (
@@ -104,11 +105,20 @@ def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
     assert command.main([*run, "inner-50k-flat", "--seconds", "-1"]) == 1
     assert records.read(path)["left_out"] == ["inner-50k-flat"]
     assert "no time left for inner-50k-flat" in capsys.readouterr().out
+    assert command.main([*run, "inner-50k-flat"]) == 0
+    assert records.read(path)["left_out"] == []
     with pytest.raises(SystemExit, match="cannot be added"):
         command.main([word for word in run if word != "--quick"] + ["norm-50k-flat"])
 
 
 # ---- the correctness check
+
+
+def test_a_peer_that_is_not_installed_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_contenders, "find_spec", lambda name: None)
+    peers = [contenders()[name] for name in ("pytorch_optimizer", "copied")]
+    rows = whole_steps.measure(peers, whole_steps.TRAININGS["mlp"], Small(CPU), 1)["rows"]
+    assert rows[0]["absent"] == "pytorch-optimizer is not installed" and "eager" in rows[1]
 
 
 @pytest.mark.of_each_kind
