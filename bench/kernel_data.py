@@ -29,7 +29,7 @@ class Operator:
         self.case, self.device = case, device
         size = case.size
         shapes = [torch.empty(shape, device="meta") for shape in size.shapes]
-        self.layout = Layout.of(shapes)
+        self.layout = Layout.from_tensors(shapes)
         self.table = self.layout.table
         num_bytes = size.parameters * sum(8 if name in LONGS else 4 for name in case.op.operands)
         num_sets = -(-ROTATION * cache_bytes // num_bytes)

@@ -59,7 +59,7 @@ class Layout:
         self.row_size = max(-(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT, ROW_ALIGNMENT)
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], groups: Sequence[int] | None = None) -> Layout:
+    def from_tensors(cls, tensors: Sequence[Tensor], groups: Sequence[int] | None = None) -> Layout:
         """Return the layout of `tensors` (dense, in any order of dimensions). `groups[i]` is the parameter group of
         tensor i.
 

@@ -196,7 +196,7 @@ def _batches(pair: Pair, size: int, seed: int) -> Iterator[Pair]:
 
 
 def _sharpness(model: nn.Module, train: Pair) -> float:
-    layout = Layout.of(trainable(model))
+    layout = Layout.from_tensors(trainable(model))
     replica = Replica(model, layout, torch.zeros(layout.row_size))
     objective = Objective.sample_mean(replica, cross_entropy, [train])
     return one_step(objective, replica.row.clone(), RADIUS)

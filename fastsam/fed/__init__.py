@@ -13,6 +13,9 @@ Where to read on:
     loop/options.py              the options of a run, and the learning rates of a round
     loop/loop.py                 one round, with the order of its calls
     loop/cohort.py               the clients of a round: tasks, results, exclusion, sums
+    loop/contract.py             the calls of an algorithm's methods; `checked_contract.py` checks those of a user's own
+    loop/client_state.py         where the states of clients are kept
+    loop/resumption.py           what a resumed run may change
     clients/sampling.py          which clients take part in a round
     algorithms/base.py           the methods of an algorithm
     step/local_update.py         the local update rule, its constants and its results

@@ -47,7 +47,7 @@ class Bucket:
         self.tensors = [
             p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases
         ]
-        self.layout = Layout.of(self.tensors, groups)
+        self.layout = Layout.from_tensors(self.tensors, groups)
         self.arena = Arena(self.layout, device=self.device)
         backup_dtype = self.compute if is_fused else self.dtype
         self.backup = Backup(self.params, self.aliases, backup_dtype, self.arena, kernels, exclusive)

@@ -42,7 +42,7 @@ class Operands:
         generator = torch.Generator().manual_seed(3)
         draw = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES] for _ in range(3)]
         self.params, self.g1, self.g2 = ([x.to(dtype) for x in values] for values in draw)
-        self.layout = Layout.of(self.params)
+        self.layout = Layout.from_tensors(self.params)
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         self.backup = torch.zeros(1, self.layout.row_size, dtype=compute if master else dtype)
         self.layout.gather(self.params, self.backup[0])

@@ -40,7 +40,7 @@ class Step:
             return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
         self.params, self.g1, self.g2 = draw(), draw(), draw()
-        layout = Layout.of([torch.empty(n, dtype=dtype) for n in lengths])
+        layout = Layout.from_tensors([torch.empty(n, dtype=dtype) for n in lengths])
         arena = Arena(layout, rows, device)
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         self.backup = arena.field("backup", compute if master else dtype)

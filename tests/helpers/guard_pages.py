@@ -68,7 +68,7 @@ class Guarded:
 
 def operands_of(op: Op, lengths: Sequence[int], rows: int, dtype: torch.dtype, flat: bool, at_end: bool) -> Operands:
     """Return the operands of a call, each between guards."""
-    memory, layout = Guarded(at_end), Layout.of([torch.empty(n, device="meta") for n in lengths])
+    memory, layout = Guarded(at_end), Layout.from_tensors([torch.empty(n, device="meta") for n in lengths])
     compute = compute_dtype(dtype)
     steps, hparams = torch.ones(rows, len(lengths)), hparams_of(op, rows, "cpu", 1.0)
     found = Operands(memory=memory, table=layout.table, hparams=hparams, steps=steps)

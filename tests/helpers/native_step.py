@@ -40,7 +40,7 @@ class Step:
             return [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in shapes]
 
         self.params, self.g1, self.g2 = draw(), draw(), draw()
-        self.layout = Layout.of(self.params)
+        self.layout = Layout.from_tensors(self.params)
         state = torch.float64 if dtype == torch.float64 else torch.float32
         field: dict[str, Any] = {"size": (1, self.layout.row_size), "dtype": state}
         self.backup, self.m, self.v, self.q, self.mu, self.s = (torch.zeros(**field) for _ in range(6))

@@ -33,7 +33,7 @@ def loss_of(curvature: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 def replica(model: nn.Module | None = None, dtype: torch.dtype = torch.float64) -> Replica:
     model = Point(dtype) if model is None else model
-    layout = Layout.of([p.detach() for p in model.parameters()])
+    layout = Layout.from_tensors([p.detach() for p in model.parameters()])
     return Replica(model, layout, Arena(layout).field("w", dtype)[0])
 
 

@@ -30,4 +30,4 @@ def setup_of(
     model = nn.Linear(1, 1) if model is None else model
     population = Population(PairClients(clients, store), torch.device(device))
     facts = {"backend": "reference", **facts}
-    return Setup(model, Layout.of(trainable(model)), loss, options or LocalOptions(), population, **facts)
+    return Setup(model, Layout.from_tensors(trainable(model)), loss, options or LocalOptions(), population, **facts)

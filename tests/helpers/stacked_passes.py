@@ -20,7 +20,7 @@ def stacked(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, rows: int = 5
 ) -> tuple[StackedPasses, RowSlice]:
     """Passes of `rows` rows, each with other weights, and their form."""
-    layout = Layout.of(trainable(model))
+    layout = Layout.from_tensors(trainable(model))
     setup = setup_of(model, loss=loss, backend="auto")
     replica = Replica(model, layout, Arena(layout).field("w", setup.dtype)[0])
     row_slice = RowSlice(RowState(setup, rows), slice(0, rows))

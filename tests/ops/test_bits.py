@@ -140,7 +140,7 @@ def test_master_copies_follow_weights_that_someone_wrote(backend: Backend) -> No
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_that_saved_the_weights_is_stale_after_every_write(backend: Backend) -> None:
     kernels, device = backend.load(), backend.device
-    table = Layout.of([torch.zeros(3, 4)]).table
+    table = Layout.from_tensors([torch.zeros(3, 4)]).table
     hparams = torch.zeros(1, 1, NUM_HPARAMS, dtype=torch.float64, device=device)
     sumsq, grads = torch.ones(1, dtype=torch.float64, device=device), [torch.ones(3, 4, device=device)]
     backup, first, second = (torch.zeros(1, 256, device=device) for _ in range(3))

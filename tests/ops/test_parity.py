@@ -303,7 +303,7 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
         return [one, tensors[1].transpose(1, 2).contiguous().transpose(1, 2), *tensors[2:]]
 
     params, g1, g2 = draw(), draw(), draw()
-    layout = Layout.of([t[0] for t in params])
+    layout = Layout.from_tensors([t[0] for t in params])
     arena = Arena(layout, rows, backend.device)
     hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
     for column, value in (

@@ -37,8 +37,8 @@ class Step:
         shapes = [(6, 4), (6,), (5000,)]
         lists = [[torch.randn(s, generator=generator).to(device) for s in shapes] for _ in range(3)]
         self.params, self.g1, self.g2 = lists
-        self.table = Layout.of(self.params).table
-        self.arena = Arena(Layout.of(self.params), device=device)
+        self.table = Layout.from_tensors(self.params).table
+        self.arena = Arena(Layout.from_tensors(self.params), device=device)
         self.backup, self.momentum = self.arena.field("backup"), self.arena.field("momentum")
         self.mu, self.s, self.eps = (self.arena.field(name) for name in ("mu", "s", "eps"))
         self.sumsq = torch.zeros(1, dtype=torch.float64, device=device)

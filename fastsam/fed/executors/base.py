@@ -24,7 +24,7 @@ class ClientError(RuntimeError):
     reason = ""  # without round and clients
 
     @classmethod
-    def of(cls, clients: Sequence[int], round: int, step: int, error: Exception) -> ClientError:
+    def from_error(cls, clients: Sequence[int], round: int, step: int, error: Exception) -> ClientError:
         """Return the error of clients in round `round`, which counts from 0, as in `Task`."""
         client_names = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
         message = str(error)

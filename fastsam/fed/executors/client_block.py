@@ -203,4 +203,4 @@ def row_ends(
 def client_error(blocks: Sequence[ClientBlock], error: Exception) -> ClientError:
     """Return the error of a step that several clients took together."""
     tasks = tasks_of(blocks)
-    return ClientError.of([task.client for task in tasks], tasks[0].round, blocks[0].k, error)
+    return ClientError.from_error([task.client for task in tasks], tasks[0].round, blocks[0].k, error)

@@ -32,7 +32,7 @@ class ClientErrors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, ClientError):
             task = self._row.task
-            raise ClientError.of([task.client], task.round, self._row.k, error) from error
+            raise ClientError.from_error([task.client], task.round, self._row.k, error) from error
 
 
 class ClientTrainer:
@@ -75,9 +75,9 @@ class ClientTrainer:
         self.teachers = Teachers(setup, self.row_slice)
         self.second_model: SecondModel | None = None
         self._last_numbers: tuple[float, ...] = ()
-        self._last_fill: tuple[Constants | None, float] = None, 0.0
+        self._last_constants: tuple[Constants | None, float] = None, 0.0
         self._kind = self.row_slice.variant
-        self._step_of_variant: Callable[[int, Any, Any], Tensor] = self._plain_step  # `_fill` chooses it
+        self._step_of_variant: Callable[[int, Any, Any], Tensor] = self._plain_step  # see `_set_constants`
         self._num_samples: int | None = None
         self.replica.module.train()
 
@@ -169,8 +169,9 @@ class ClientTrainer:
 
     def _begin(self, update: LocalUpdate) -> None:
         """Write the numbers of the step, and let its kernels read its vectors."""
-        if self._last_fill[0] is not update.constants or self._last_fill[1] != self.task.lr or self._kind.rewrites:
-            self._fill(update, self.task.lr)
+        constants, lr = self._last_constants
+        if constants is not update.constants or lr != self.task.lr or self._kind.rewrites:
+            self._set_constants(update, self.task.lr)
         self.row_slice.set_variant(self._kind)
         self.row_slice.begin(self.start)
         if update.constants.vectors:
@@ -190,11 +191,12 @@ class ClientTrainer:
                 name: v[None] for name in row_slice.variant.vectors if (v := self.task.vector(name)) is not None
             }
 
-    def _fill(self, update: LocalUpdate, lr: float) -> None:
+    def _set_constants(self, update: LocalUpdate, lr: float) -> None:
+        """Write the hyperparameters of the constants, and choose the step of their variant."""
         numbers = self.rows.numbers(update, lr)
         if self._last_numbers != numbers:
             self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
-        self._last_fill, self._kind = (update.constants, lr), update.constants.variant
+        self._last_constants, self._kind = (update.constants, lr), update.constants.variant
         if self.updates is not None:
             self.updates.set_constants(update, lr)
         self._last_numbers = () if self._kind.rewrites else numbers
@@ -224,7 +226,7 @@ class ClientTrainer:
 
     def set_schedule(self) -> None:
         """Set the learning rate and the radius of the next step, for constants with a schedule."""
-        self.row_slice.set_schedule([self.task.pace(min(self.k, self.last), self.last + 1)])
+        self.row_slice.set_schedule([self.task.lr_and_radius(min(self.k, self.last), self.last + 1)])
 
     def step(self, k: int, x: Any, y: Any) -> None:
         """Take step k on a batch: copy the row if a stage reads it, and note the loss."""

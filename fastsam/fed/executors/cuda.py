@@ -100,7 +100,7 @@ def tensors(results: ClientResults) -> list[Tensor]:
 def join_results(parts: Sequence[ClientResults]) -> ClientResults:
     """Return the results of clients as one group, in order. A field must be None for all of them or for none."""
 
-    def of(values: list[Any]) -> Any:
+    def join(values: list[Any]) -> Any:
         if len(values) == 1 or values[0] is None:
             return values[0]
         if isinstance(values[0], Tensor):
@@ -109,7 +109,7 @@ def join_results(parts: Sequence[ClientResults]) -> ClientResults:
             return {name: torch.cat([value[name] for value in values]) for name in values[0]}
         return [x for value in values for x in value]
 
-    return ClientResults(**{f.name: of([getattr(part, f.name) for part in parts]) for f in fields(ClientResults)})
+    return ClientResults(**{f.name: join([getattr(part, f.name) for part in parts]) for f in fields(ClientResults)})
 
 
 def group_by_fields(parts: Iterable[ClientResults]) -> list[list[ClientResults]]:

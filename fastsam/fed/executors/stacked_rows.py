@@ -70,7 +70,7 @@ class StackedRows:
         row_slice.vectors = {name: row_slice.field(name) for name in blocks[0].variant.vectors}
         row_slice.set_variant(blocks[0].variant)
         if blocks[0].variant.has_schedule:
-            row_slice.set_schedule([task.pace(block.k, block.steps) for block in blocks for task in block.tasks])
+            row_slice.set_schedule([t.lr_and_radius(block.k, block.steps) for block in blocks for t in block.tasks])
         return row_slice
 
     def _copy_rows(self, blocks: Sequence[ClientBlock]) -> RowSlice:

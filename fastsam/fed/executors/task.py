@@ -195,9 +195,9 @@ class Task:
         """Return the seed of the model's random numbers (dropout) in both passes of a step."""
         return seeds.derive(self.seed, "pass", step)
 
-    def pace(self, k: int, steps: int) -> tuple[float, float]:
+    def lr_and_radius(self, k: int, steps: int) -> tuple[float, float]:
         """Return the learning rate and the radius of local step k of `steps`."""
-        return self.lr * self.update.pace(k, steps), self.update.radius(k, steps)
+        return self.lr * self.update.lr_factor(k, steps), self.update.radius(k, steps)
 
     # --- its batches ---
 

@@ -42,8 +42,9 @@ class Vmap(Executor):
     """`slots` rows in lock step. Rows whose batches have one shape run together, a partial batch at its exact shape; a
     finished row is refilled. Agrees with the plain executor to rounding; the same number of slots gives the same bits.
 
-    A row program is the first choice: it takes several steps of each block (on CUDA of all blocks) in one native call.
-    Else a captured graph runs a block's epoch. Else recorded passes take one step of all blocks with one shape.
+    `_tick` takes the steps. A row program is the first choice: it takes several steps of each block (on CUDA of all
+    blocks) in one native call. Else a captured graph runs a block's epoch. Else recorded passes take one step of all
+    blocks with one shape.
 
     Raises:
         ValueError: the model cannot be mapped; the message has the reason.

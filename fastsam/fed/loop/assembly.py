@@ -48,8 +48,8 @@ def assemble(
 ) -> tuple[Loop, RunState]:
     """Return a run, and its state before the first round. `model` is `user_model`, or a copy of it in another memory
     format."""
-    device, clients, layout = population.device, len(population.clients), Layout.of(trainable(model))
-    parameter_layout = ParameterLayout.of(user_model, layout)
+    device, clients, layout = population.device, len(population.clients), Layout.from_tensors(trainable(model))
+    parameter_layout = ParameterLayout.from_model(user_model, layout)
     view = Replica.new(model, layout, device)
     metrics = resolve(settings.metrics)
     mode, seed, batch_size = settings.client_test_split, settings.seed, settings.batch_size

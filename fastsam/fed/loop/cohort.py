@@ -81,8 +81,9 @@ class Cohort:
         self.exclusions: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
         self.steps = self.backward_passes = 0
-        self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
-        self._first: tuple[State, ClientUpdate] | None = None
+        self._training_states: dict[int, State] = {}  # the states that are not empty, of clients that train
+        # The state and the local update of all clients that take part for the first time.
+        self._shared_first: tuple[State, ClientUpdate] | None = None
         for stage in self.stages:
             stage.begin_round(self.sums)
 
@@ -112,7 +113,7 @@ class Cohort:
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""
-        server, state = self.old_state.server, self._open.get(client, {})
+        server, state = self.old_state.server, self._training_states.get(client, {})
         run = partial(self.contract.train_client, server, state, self.visible)
         return ClientLoop(run, [*server.values(), *state.values()])
 
@@ -123,21 +124,21 @@ class Cohort:
         """
         all_states, server = self.old_state.clients, self.old_state.server
         old_states = {i: self.states.get(i, all_states[i]) for i in clients if i in all_states}
-        self._open |= old_states
-        if len(old_states) < len(clients) and self._first is None:
+        self._training_states |= old_states
+        if len(old_states) < len(clients) and self._shared_first is None:
             new = [i for i in clients if i not in old_states]
             state = self.contract.init_client(server, self.visible, new)
-            self._first = state, self._local_updates([state], new[:1])[0]
-        if self._first is not None and self._first[0]:
-            self._open |= {i: self._first[0] for i in clients if i not in old_states}
-        if self._first is not None and not old_states:
-            return [self._first[1]] * len(clients)
+            self._shared_first = state, self._local_updates([state], new[:1])[0]
+        if self._shared_first is not None and self._shared_first[0]:
+            self._training_states |= {i: self._shared_first[0] for i in clients if i not in old_states}
+        if self._shared_first is not None and not old_states:
+            return [self._shared_first[1]] * len(clients)
         updates: dict[int, ClientUpdate] = {}
         ids, states = list(old_states), list(old_states.values())
         for places in group_by_shape(states):
             group = [ids[place] for place in places]
             updates |= dict(zip(group, self._local_updates([states[place] for place in places], group), strict=True))
-        first = None if self._first is None else self._first[1]
+        first = None if self._shared_first is None else self._shared_first[1]
         return [update for i in clients if (update := updates.get(i, first)) is not None]
 
     def _local_updates(self, states: Sequence[State], clients: Sequence[int]) -> list[ClientUpdate]:
@@ -153,7 +154,7 @@ class Cohort:
         """Add the results of some clients to the sums and store their new states, or exclude them."""
         if isinstance(results, ClientError):
             for client in results.client_ids:
-                self._open.pop(client, None)
+                self._training_states.pop(client, None)
                 self._exclude(client, results.reason)
             return
         self.steps += sum(results.num_steps)
@@ -164,12 +165,12 @@ class Cohort:
         if norms is None:
             norms = torch.linalg.vector_norm(results.delta, dim=1).tolist()
         self.norms |= zip(results.client_ids, norms, strict=True)
-        states = [self._open.pop(i, {}) for i in results.client_ids]
+        states = [self._training_states.pop(i, {}) for i in results.client_ids]
         for places in group_by_shape(states):
             is_complete = len(places) == len(states)
-            self._close([states[i] for i in places], results if is_complete else results.take(places))
+            self._add_and_store([states[i] for i in places], results if is_complete else results.take(places))
 
-    def _close(self, states: Sequence[State], results: ClientResults) -> None:
+    def _add_and_store(self, states: Sequence[State], results: ClientResults) -> None:
         """Add the results of clients with states of one shape to the sums, and store their new states."""
         uploads = self._uploads(states, results)
         for stage in self.stages:
@@ -265,7 +266,10 @@ class Cohort:
 
 
 def _nonfinite_clients(uploads: ClientUploads) -> Problems:
-    """Return the clients with a value that is not finite, by row, with the reason. Uploads are checked by summing."""
+    """Return the clients whose results or new states are not finite, by row, with the reason.
+
+    `FixedPointAggregate.add_rows` checks what is summed; the reasons given here come before those found there.
+    """
     results, n = uploads.results, len(uploads.weights)
     new_state = {name: x for name, x in uploads.state.items() if not any(x is t for t in uploads.server.values())}
     problems: Problems = {}

@@ -105,7 +105,8 @@ def join_batches(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
 
 
 def statistics(name: str, values: Sequence[float]) -> dict[str, Any]:
-    """Return the statistics of a value over clients, by their keys in a record."""
+    """Return the statistics of a value over clients, by their keys in a record (`client_accuracy_mean` for the name
+    "accuracy", and so on with `_std`, `_min` and `_max`)."""
     array = np.array(values)
     moments = zip(_SPREAD, (array.mean(), array.std(), array.min(), array.max()), strict=True)
     return {f"client_{name}_{k}": float(v) for k, v in moments}

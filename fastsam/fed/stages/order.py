@@ -24,9 +24,12 @@ def chain(
 
         Clip, LocalNoise                         process_results: the deltas, before `Algorithm.finish_client`
         AverageBuffers, Compress, ClientWeights  process_uploads: what the clients send
-        Robust                                   after_sum keeps the rows, process_aggregate replaces the means
-        Measuring                                process_aggregate reads the true means
+        Robust                                   process_uploads checks them, after_sum keeps the rows of clients
+                                                 without a problem, process_aggregate replaces the means
+        Measuring                                process_uploads measures clients, process_aggregate reads true means
         CentralNoise                             process_aggregate adds noise to the sum; it is refused next to Robust
+
+    `noise` is a LocalNoise, a CentralNoise or None. `Stage` describes the hooks.
 
     Deltas are clipped first. Local noise follows, so it is on all that leaves a client. Measures come before central
     noise, so they read the true means. A run with noise has no buffers that training changes, so none are averaged.

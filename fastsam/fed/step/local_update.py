@@ -150,7 +150,7 @@ class LocalUpdate:
         """Back-propagations of one step: a second one when the direction is found by the first."""
         return self.direction.backward_passes
 
-    def pace(self, k: int, steps: int) -> float:
+    def lr_factor(self, k: int, steps: int) -> float:
         """Return the learning rate of step k of `steps`, in units of the round's."""
         return 1 - (1 - self.lr_end_factor) * k / steps
 

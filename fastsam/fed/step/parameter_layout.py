@@ -39,7 +39,7 @@ class ParameterLayout:
     buffers: Sequence[Tensor] | None = field(default=None, repr=False)  # None: the template's buffers
 
     @classmethod
-    def of(cls, model: nn.Module, layout: Layout) -> ParameterLayout:
+    def from_model(cls, model: nn.Module, layout: Layout) -> ParameterLayout:
         """Return the layout of rows with the arena layout `layout`, which was made of `model` or of a copy in another
         memory format."""
         names = tuple(name for name, p in model.named_parameters() if p.requires_grad)

@@ -19,7 +19,7 @@ from fastsam.fed.step.model_copy import Replica, trainable
 def loss_surface(model: nn.Module, pairs: Sequence[Pair], loss: Loss, points: int) -> np.ndarray:
     """Return the loss around the weights of a model, `[points, points]` over [-1, 1]^2."""
     first: Tensor = trainable(model)[0]
-    layout = Layout.of(trainable(model))
+    layout = Layout.from_tensors(trainable(model))
     replica = Replica.new(model, layout, first.device)
     device_pairs = [
         (x.to(first.device, first.dtype) if x.is_floating_point() else x.to(first.device), y.to(first.device))

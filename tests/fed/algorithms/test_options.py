@@ -149,7 +149,7 @@ def test_the_registry_names_every_algorithm():
 
 
 MODEL = torch.nn.Linear(1, 1)
-ROWS = fed.ParameterLayout.of(MODEL, Layout.of(trainable(MODEL)))
+ROWS = fed.ParameterLayout.from_model(MODEL, Layout.from_tensors(trainable(MODEL)))
 
 
 def radii(made):

@@ -18,7 +18,9 @@ D = fed.Direction
 CLIENTS = oracle.ragged_clients()
 EVEN = oracle.ragged_clients(sizes=(8, 12, 8))
 MODEL = torch.nn.Linear(1, 1)
-ROUND = fed.Round(3, 0.1, 1, 10, 2, 1.0, 0.2, fed.ParameterLayout.of(MODEL, Layout.of(trainable(MODEL))))
+ROUND = fed.Round(
+    3, 0.1, 1, 10, 2, 1.0, 0.2, fed.ParameterLayout.from_model(MODEL, Layout.from_tensors(trainable(MODEL)))
+)
 WORDS = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Flatten(), torch.nn.Linear(8, 2))
 
 

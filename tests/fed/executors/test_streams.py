@@ -234,7 +234,7 @@ def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:
 
 def oracle_tasks(sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5) -> tuple[list[Task], torch.Tensor, Setup]:
     clients, model = oracle.ragged_clients(torch.float32, sizes), oracle.smooth_model(torch.float32)
-    layout = Layout.of(list(model.parameters()))
+    layout = Layout.from_tensors(list(model.parameters()))
     start = torch.zeros(layout.row_size)
     layout.gather([p.detach() for p in model.parameters()], start)
     options = LocalOptions(momentum=0.5, local_epochs=2, batch_size=batch, seed=100, slots=3)
@@ -313,7 +313,7 @@ def test_auto_takes_graphs_on_a_gpu_unless_a_capture_would_fail_or_freeze(
 ) -> None:
     monkeypatch.setattr(FakeCuda, "waits", False)
     made = model()
-    layout = Layout.of(list(made.parameters()))
+    layout = Layout.from_tensors(list(made.parameters()))
     example = oracle.ragged_clients(torch.float32, (8,))[0]
     monkeypatch.setattr(model_copy, "Arena", lambda layout, device: Arena(layout))  # on the CPU
     found, reason = rule_of(monkeypatch, model=made, layout=layout, example=example)

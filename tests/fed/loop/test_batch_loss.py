@@ -99,7 +99,7 @@ def test_frozen_parameters_are_neither_trained_nor_sent_nor_copied(executor: str
 
 def test_replicas_have_what_is_not_trained_in_common() -> None:
     own = Half()
-    layout = Layout.of(trainable(own))
+    layout = Layout.from_tensors(trainable(own))
     replicas = [Replica(own, layout, Arena(layout).field("w", torch.float32)[0]) for _ in range(2)]
     for replica in replicas:
         assert replica.module.base.weight is own.base.weight

@@ -76,7 +76,7 @@ def test_auto_counts_the_states_of_all_clients(tmp_path: Path, monkeypatch: Monk
     class Undeclared(fed.SCAFFOLD):
         client_vectors = 0
 
-    stride = Layout.of(list(oracle.smooth_model(torch.float32).parameters())).row_size
+    stride = Layout.from_tensors(list(oracle.smooth_model(torch.float32).parameters())).row_size
     for algorithm, vectors in ((fed.SCAFFOLD(), 1), (Undeclared(), 1), (fed.FedSMOO(), 2), (fed.FedSAM(), 0)):
         for less, where in ((0, "device"), (1, "host")):
             total = 4 * 4 * stride * max(vectors, 1) * len(SIZES) - less

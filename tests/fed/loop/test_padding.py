@@ -65,8 +65,8 @@ def test_noise_in_the_padding_is_refused(place, executor, words, tmp_path):
 
 def test_the_padding_of_a_row_is_what_no_parameter_has():
     model = oracle.smooth_model()
-    layout = Layout.of(list(model.parameters()))
-    rows = ParameterLayout.of(model, layout)
+    layout = Layout.from_tensors(list(model.parameters()))
+    rows = ParameterLayout.from_model(model, layout)
     assert int(rows.padding.sum()) == rows.row_size - sum(p.numel() for p in model.parameters()) > 0
     row = rows.row(torch.ones(rows.numel))
     assert torch.equal(row == 0, rows.padding)

@@ -78,7 +78,9 @@ def test_consistency_is_the_clients_mean_squared_distance_from_the_new_model(wei
     watched = Watched()
     result = run(watched, ["consistency"], weighting=weighting, server_lr=0.7)
     end = torch.zeros_like(watched.seen[0][1])
-    Layout.of([p.detach() for p in trainable(result.model)]).gather([p.detach() for p in trainable(result.model)], end)
+    Layout.from_tensors([p.detach() for p in trainable(result.model)]).gather(
+        [p.detach() for p in trainable(result.model)], end
+    )
     starts = {t: w for t, w, _ in watched.seen} | {3: end}
     for t, record in enumerate(result.history):
         distances = [float((w + d - starts[t + 1]).square().sum()) for s, w, d in watched.seen if s == t]
@@ -171,7 +173,7 @@ def measured(names, **options):
     generator = torch.Generator().manual_seed(0)
     model.weight.data.fill_(0.5)
     pairs = [tuple(torch.randn(4, n, generator=generator).double() for n in (2, 1)) for _ in range(3)]
-    layout = Layout.of([model.weight.detach()])
+    layout = Layout.from_tensors([model.weight.detach()])
     return RoundMeasures(
         fed.NamedMeasures(names, **options), model, layout, Population(PairClients(pairs), torch.device("cpu")),
         F.mse_loss, batch_size=2, rounds=5, seed=0, classifies=False,
@@ -190,7 +192,7 @@ def results(scale=1.0):
 
 
 LINEAR = torch.nn.Linear(2, 1, bias=False).double()
-ABOUT = Round(0, 0.1, 1, 3, 3, 1.0, 0.1, fed.ParameterLayout.of(LINEAR, Layout.of(trainable(LINEAR))))
+ABOUT = Round(0, 0.1, 1, 3, 3, 1.0, 0.1, fed.ParameterLayout.from_model(LINEAR, Layout.from_tensors(trainable(LINEAR))))
 
 
 def taken(measures, order, bad=None):

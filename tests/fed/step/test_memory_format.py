@@ -139,7 +139,7 @@ def test_gradients_lie_in_the_order_of_the_flat_row(dtype):
     """Kernels read gradients where autograd left them, element by element of the row: another order would mix elements
     up."""
     model = memory_format.reorder(small(dtype), "channels_last", CPU, stacked=False)
-    layout = Layout.of(trainable(model))
+    layout = Layout.from_tensors(trainable(model))
     replica = Replica(model, layout, Arena(layout).field("w", dtype)[0])
     x, y = clients(dtype)[3]
     _, gradients = Passes(replica, layout, F.cross_entropy).run(x, y)

@@ -50,7 +50,7 @@ def run(algorithm=None, measures=(), **options):
 @pytest.fixture
 def rows():
     model = small(torch.float64).to(memory_format=torch.channels_last)
-    return fed.ParameterLayout.of(model, Layout.of(trainable(model)))
+    return fed.ParameterLayout.from_model(model, Layout.from_tensors(trainable(model)))
 
 
 NUMEL = 3 * 4 * 6 + 4 + 4 + 4 + 20 + 5

@@ -10,7 +10,7 @@ from tests.helpers.fed_refusals import refusals
 
 D = fed.Direction
 MODEL = oracle.smooth_model(torch.float32)  # 73 parameters
-ROWS = fed.ParameterLayout.of(MODEL, Layout.of(trainable(MODEL)))
+ROWS = fed.ParameterLayout.from_model(MODEL, Layout.from_tensors(trainable(MODEL)))
 
 
 test_refused = refusals(
