@@ -99,7 +99,7 @@ class Bucket:
         if selection is not self.whole:
             field.zero_()
         if grads:
-            torch._foreach_copy_(selection.views(field), list(grads))
+            torch._foreach_copy_(selection.field_views(field), list(grads))
         return field
 
     def rounded(self, vector: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Bucket:
 
     def g1_views(self, selection: Selection) -> list[Tensor]:
         """Return the gradients that `store_g1` copied."""
-        return selection.views(self.arena.field(G1, self.dtype))
+        return selection.field_views(self.arena.field(G1, self.dtype))
 
     # --- a direction that is another than the gradient ---
 

@@ -222,7 +222,7 @@ def largest(calls: Sequence[BucketGrads], like: Tensor) -> Tensor:
     tensors = [g for _, _, grads in calls for g in grads if g.numel()]
     if not tensors:
         return torch.zeros_like(like)
-    return torch.stack([norm.to(like.dtype) for norm in torch._foreach_norm(tensors, torch.inf)]).amax().view(1)
+    return torch.stack(torch._foreach_norm(tensors, torch.inf)).amax().to(like.dtype).view(1)
 
 
 def _ratio(calls: Sequence[BucketGrads]) -> Tensor:
@@ -230,7 +230,7 @@ def _ratio(calls: Sequence[BucketGrads]) -> Tensor:
 
     The coefficient of gradients is 1 or -1 at this time.
     """
-    parts = [(b, part, part.views(b.arena.field(VARIANT_STATE, b.dtype))) for b, part, _ in calls]
+    parts = [(b, part, part.field_views(b.arena.field(VARIANT_STATE, b.dtype))) for b, part, _ in calls]
     g, m = update_norm(UpdateInputs(calls)), update_norm(UpdateInputs(parts))
     return torch.where((m > 0) & g.isfinite(), (g / m).sqrt(), 0.0)
 

@@ -192,7 +192,8 @@ class HParamTensor:
             self.tensor.copy_(self._host, non_blocking=True)
         if self.coefficients is not None:
             self.correction = torch.zeros_like(self.tensor)  # the numbers of a decoupled sharpness
-            self._base_coefficients = self.tensor[:, :, [HParam.G2_COEF, HParam.G1_COEF]].clone()
+            self._coefficient_columns = self.tensor[:, :, HParam.G2_COEF : HParam.G1_COEF + 1]
+            self._base_coefficients = self._coefficient_columns.clone()
             self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
         if self._rho_fn is not None:
             self._largest = self.tensor[:, :, HParam.RHO].clone()
@@ -228,7 +229,7 @@ class HParamTensor:
         surrogate gap."""
         first, ratio = scales.g1, scales.relative.g1
         numbers = self.tensor
-        numbers[:, :, [HParam.G2_COEF, HParam.G1_COEF]] = self._base_coefficients
+        self._coefficient_columns.copy_(self._base_coefficients)
         if inner is not None:
             if ratio is not None:
                 inner[:, 0] /= ratio

@@ -169,7 +169,7 @@ class OnePass(Engine):
                 part = bucket.select(
                     tuple(i for i, (p, group) in enumerate(slots) if has_momentum[group] and p in state)
                 )
-            result.append((bucket, part, _views(bucket, part, bucket.rounded(bucket.field(name)))))
+            result.append((bucket, part, part.field_views(bucket.rounded(bucket.field(name)))))
         return result
 
     def abort_step(self) -> None:
@@ -246,23 +246,14 @@ def _last_gradient(bucket: Bucket, has_all_grads: bool) -> BucketGrads:
     part = bucket.whole
     if not has_all_grads:
         part = bucket.select(tuple(i for i, p in enumerate(bucket.params) if p.requires_grad))
-    return bucket, part, _views(bucket, part, bucket.arena.field(VARIANT_STATE, bucket.dtype))
-
-
-def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
-    """Return the parts of the bucket's vector for these parameters."""
-    if torch.compiler.is_compiling():  # to which views from outside would be additional inputs
-        return part.views(vector)
-    if part.direction_views is None:
-        part.direction_views = part.views(vector)
-    return part.direction_views
+    return bucket, part, part.field_views(bucket.arena.field(VARIANT_STATE, bucket.dtype))
 
 
 def _gradient_call(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: Tensor | None) -> partial[Any]:
     """Return a call that keeps these gradients, and zeros for other parameters; nothing if `found_inf` is not 0."""
     state = bucket.arena.field(VARIANT_STATE, bucket.dtype)
     if found_inf is None and part is bucket.whole:
-        return c_call(torch._foreach_copy_, _views(bucket, part, state), list(grads))
+        return c_call(torch._foreach_copy_, part.field_views(state), list(grads))
     field = bucket.fill_(bucket.arena.field(GRADIENT, bucket.dtype), part, grads)
     if found_inf is not None:
         torch.where(found_inf == 0, field, state, out=field)

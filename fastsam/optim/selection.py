@@ -39,16 +39,23 @@ class Selection:
         # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
         self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
         self.direct_calls: dict[Any, Any] = {}  # direct calls of the kernels, by target of the backup
-        # views of the vector along which a variant of one pass perturbs
-        self.direction_views: list[Tensor] | None = None
+        self._field_views: dict[Tensor, list[Tensor]] = {}  # views of the arena's fields
         self.swap: StorageSwap | None = None  # None: the parameters stay in their memory
         if can_swap and slots and worth_swapping(self._tensors):
             self.swap = StorageSwap(params, slots, aliases)
 
     def views(self, field: Tensor) -> list[Tensor]:
-        """Return what a field of one row has of these parameters."""
+        """Return what a vector `[1, row_size]` has of these parameters."""
         # from the start of its memory on; a row's own `views` would ask, which no compiled step may
         return [field.as_strided(s.shape, s.stride, s.offset) for s in self._segments]
+
+    def field_views(self, field: Tensor) -> list[Tensor]:
+        """Return the same for a field of the arena, and the same list again."""
+        if torch.compiler.is_compiling():  # views from outside would be additional inputs
+            return self.views(field)
+        if field not in self._field_views:
+            self._field_views[field] = self.views(field)
+        return self._field_views[field]
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -71,7 +71,7 @@ class UpdateInputs(NamedTuple):
 
     def g1(self, bucket: Bucket, part: Selection) -> list[Tensor] | None:
         """Return what the field of the other gradient has of these parameters."""
-        return None if self.g1_field is None else part.views(bucket.arena.field(self.g1_field, bucket.dtype))
+        return None if self.g1_field is None else part.field_views(bucket.arena.field(self.g1_field, bucket.dtype))
 
     def op_calls(self, bucket: Bucket, part: Selection, operands: Sequence[Any], **options: Any) -> list[partial[Any]]:
         """Return `update_` of `part` with these operands, options and inputs as calls to make in order, until one
