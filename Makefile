@@ -241,7 +241,7 @@ wheels: $(VENV)/.has-tests ## the sdist, the pure wheel and the compiled one, in
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for
 # the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.
-gpu: ## build, test, sanitize and measure on a GPU, ten minutes a call: ARGS="--call 1", then 2, 3, 4
+gpu: ## build, test, sanitize and measure on a GPU, ten minutes a call: ARGS="--call 1", then 2, 3
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py --out $(or $(OUT),runs/gpu) $(ARGS)
 
 clean: ## remove what was built; environments and runs stay

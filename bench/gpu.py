@@ -1,11 +1,12 @@
-"""Everything that a GPU can show, in four calls: `make gpu ARGS="--call 1" OUT=DIR`, or `python bench/gpu.py`.
+"""Everything that a GPU can show, in three calls: `make gpu ARGS="--call 1" OUT=DIR`, or `python bench/gpu.py`.
 
 Meant for a bare machine with torch, Triton, numpy, pytest, safetensors, hypothesis and nvcc, without a network, and for
 ten minutes a call. It installs nothing; libraries are built in the checkout, so that a later call on the same machine
 compiles only what changed. Each part is a separate process with a share of the call's time: a part that fails does not
-hide the rest. Without a GPU the libraries are built, and `make test-cuda` shows what can be shown.
+hide the rest. Tests and sanitizers run at the same time, measurements one by one. Without a GPU the libraries are
+built, and `make test-cuda` shows what can be shown.
 
-A call writes to DIR: summary.md (also printed), log.txt (the output of every part), and the benchmarks' files, from
+A call writes to DIR: summary.md (also printed), the output of every part (NAME.txt), and the benchmarks' files, from
 which `python -m bench.report DIR1/*.json DIR2/*.json --publish` makes the pages. Standard library only: a broken
 environment is reported.
 """
@@ -21,7 +22,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -50,36 +54,40 @@ NATIVE, TRITON = "fastsam_native fastsam_exclusive foreach copied", "fastsam_tri
 @dataclass(frozen=True)
 class Part:
     """A command, the call that runs it (0: every call, without a GPU too), and the weight of its share of the call's
-    time. SECONDS in a command is replaced by the time that the part has, less what it needs to end."""
+    time. SECONDS in a command is replaced by the time that the part has, less what it needs to end. Checks run at the
+    same time as the checks next to them."""
 
     name: str
     call: int
     title: str
     command: str
     weight: int
+    is_check: bool = False
 
 
 PARTS = (
-    Part("build", 0, "build the libraries", "python -m fastsam_kernels.build CUDA", 150),
-    Part("smoke", 1, "smoke test: every backend, graph and row program", f"{PYTEST} tests/gpu/test_smoke.py", 20),
+    Part("build", 0, "build the libraries", "python -m fastsam_kernels.build CUDA", 60),
+    Part("smoke", 1, "smoke test: every backend, graph and row program", f"{PYTEST} tests/gpu/test_smoke.py", 30),
+    Part("native", 1, "tests of the compiled kernels",
+         f"{PYTEST} -n auto {GPU_TESTS} -m gpu -k 'not triton'", 220, True),
+    Part("triton", 1, "tests of the Triton kernels", f"{PYTEST} -n auto {GPU_TESTS} -m gpu -k triton", 220, True),
     # Without torch's caching a tensor's end is an allocation's end.
     Part("memcheck", 1, "compute-sanitizer memcheck",
-         f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZE.format('memcheck')}", 80),
-    Part("native", 1, "tests of the compiled kernels", f"{PYTEST} -n auto {GPU_TESTS} -m gpu -k 'not triton'", 110),
+         f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZE.format('memcheck')}", 220, True),
+    Part("racecheck", 1, "compute-sanitizer racecheck", SANITIZE.format("racecheck"), 220, True),
+    Part("synccheck", 1, "compute-sanitizer synccheck", SANITIZE.format("synccheck"), 220, True),
     Part("steps", 1, "whole steps, native, and peers that nobody compiles",
-         BENCH.format(f"kernels --cases 'steps/*' --rows {NATIVE}"), 90),
-    Part("ops", 1, "every kernel, native", BENCH.format("kernels --cases 'ops/*' --rows native"), 100),
-    Part("federated", 2, "federated rounds", BENCH.format("federated"), 400),
-    Part("variants", 3, "variants of SAM", BENCH.format("variants"), 120),
-    Part("racecheck", 3, "compute-sanitizer racecheck", SANITIZE.format("racecheck"), 100),
-    Part("triton", 3, "tests of the Triton kernels", f"{PYTEST} -n auto {GPU_TESTS} -m gpu -k triton", 150),
-    Part("ncu", 3, "Nsight Compute: throughput, occupancy, stalls", BENCH.format("ncu"), 80),
-    Part("compiled", 4, "whole steps, native, and torch.compile",
+         BENCH.format(f"kernels --cases 'steps/*' --rows {NATIVE}"), 120),
+    Part("ops", 1, "every kernel, native", BENCH.format("kernels --cases 'ops/*' --rows native"), 120),
+    Part("federated", 2, "federated rounds", BENCH.format("federated"), 500),
+    Part("variants", 3, "variants of SAM", BENCH.format("variants"), 50),
+    Part("whole", 3, "whole training steps", BENCH.format("step --cases 'whole/*'"), 40),
+    Part("compiled", 3, "whole steps, native, and torch.compile",
          BENCH.format("kernels --cases steps/resnet18 steps/100m steps/50k steps/225k --rows fastsam_native compiled"),
-         150),
-    Part("triton-steps", 4, "whole steps, Triton", BENCH.format(f"kernels --cases 'steps/*' --rows {TRITON}"), 60),
-    Part("triton-ops", 4, "every kernel, Triton", BENCH.format("kernels --cases 'ops/*' --rows triton"), 90),
-    Part("synccheck", 4, "compute-sanitizer synccheck", SANITIZE.format("synccheck"), 80),
+         200),
+    Part("triton-steps", 3, "whole steps, Triton", BENCH.format(f"kernels --cases 'steps/*' --rows {TRITON}"), 60),
+    Part("triton-ops", 3, "every kernel, Triton", BENCH.format("kernels --cases 'ops/*' --rows triton"), 90),
+    Part("ncu", 3, "Nsight Compute: throughput, occupancy, stalls", BENCH.format("ncu"), 60),
 )  # fmt: skip
 
 
@@ -119,7 +127,7 @@ def absent(part: Part, facts: dict[str, Any], path: str) -> str:
 
 
 def run_part(part: Part, out: Path, environment: dict[str, str], limit: float) -> dict[str, Any]:
-    """Run a part with its output appended to the log, and return its state, seconds and last line.
+    """Run a part with its output in NAME.txt, and return its state, seconds and last line.
 
     A part that reaches its limit is interrupted first, so that it can say what it knows, and then stopped with all that
     it started: by timeout(1).
@@ -131,13 +139,10 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit: float) -
     grace, start = min(GRACE, limit / 6), time.monotonic()
     command = ["timeout", "--signal=INT", f"--kill-after={grace:.0f}", f"{limit - grace:.0f}"]
     command += [values.get(word, word) for word in shlex.split(text)]
-    with open(out / "log.txt", "a+") as log:
-        log.write(f"\n===== {part.name}: {part.command}\n")
-        log.flush()
-        offset = log.tell()
+    with open(out / f"{part.name}.txt", "w+") as log:
         options: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         code = subprocess.run(command, cwd=ROOT, env=environment, **options).returncode
-        log.seek(offset)
+        log.seek(0)
         result = last_word(log.read())
     for half in out.glob("*.tmp"):  # files that were being written when the part was stopped
         half.unlink()
@@ -169,28 +174,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help=f"limit of this call (default: {TOTAL_SECONDS})")
     names = [part.name for part in PARTS]
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--call", type=int, choices=range(1, 5), help="the parts of one of the four calls")
+    group.add_argument("--call", type=int, choices=range(1, 4), help="the parts of one of the three calls")
     group.add_argument("--parts", nargs="+", choices=names, default=names, help="default: all; build always runs")
     options = parser.parse_args(argv)
     out, start = options.out.resolve(), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "log.txt").write_text("")
     environment, facts = surroundings()
     end = start + (options.seconds or TOTAL_SECONDS)
     parts = [p for p in PARTS if not p.call or (p.call == options.call if options.call else p.name in options.parts)]
-    reasons = {part.name: absent(part, facts, environment["PATH"]) for part in parts}
     outcomes: list[dict[str, Any]] = []
-    for i, part in enumerate(parts):
-        print(f"{part.title} ...", flush=True)
-        weight_left = sum(next_part.weight for next_part in parts[i + 1 :] if not reasons[next_part.name])
-        seconds_left = end - time.monotonic()
-        if reason := reasons[part.name] or ("no time left" if seconds_left < LEAST else ""):
+    ready_parts = []
+    for part in parts:
+        if reason := absent(part, facts, environment["PATH"]):
             outcomes.append({"title": part.title, "state": LEFT_OUT, "seconds": 0.0, "result": reason})
         else:
-            limit = max(seconds_left * part.weight / (part.weight + weight_left), LEAST)
-            outcomes.append(run_part(part, out, environment, limit))
-        print(f"  {outcomes[-1]['state']} {outcomes[-1]['result']}", flush=True)
-        (out / "summary.md").write_text(page := summary(facts, outcomes))
+            ready_parts.append(part)
+    groups = [list(group) for _, group in groupby(ready_parts, key=lambda part: part.is_check or part.name)]
+    weights = [max(part.weight for part in group) for group in groups]
+    for i, group in enumerate(groups):
+        print(*(f"{part.title} ..." for part in group), sep="\n", flush=True)
+        seconds_left = end - time.monotonic()
+        limit = max(seconds_left * weights[i] / sum(weights[i:]), LEAST)
+        if seconds_left < LEAST:
+            outcomes += [{"title": p.title, "state": LEFT_OUT, "seconds": 0.0, "result": "no time left"} for p in group]
+        else:
+            with ThreadPoolExecutor(len(group)) as pool:
+                outcomes += pool.map(partial(run_part, out=out, environment=environment, limit=limit), group)
+        for outcome in outcomes[-len(group) :]:
+            print(f"  {outcome['state']} {outcome['result']}", flush=True)
+        (out / "summary.md").write_text(summary(facts, outcomes))
+    (out / "summary.md").write_text(page := summary(facts, outcomes))
     print(f"\n{page}\nwritten: {out}", flush=True)
     return int(any(one["state"] in (FAILED, TIMED_OUT) for one in outcomes))
 
