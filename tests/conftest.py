@@ -68,9 +68,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if shard := config.getoption("--shard"):
         number, count = map(int, shard.split("/"))
         files = sorted({item.path for item in items})
-        kept = set(files[number - 1 :: count])
-        config.hook.pytest_deselected(items=[item for item in items if item.path not in kept])
-        items[:] = [item for item in items if item.path in kept]
+        files_of_shard = set(files[number - 1 :: count])
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files_of_shard])
+        items[:] = [item for item in items if item.path in files_of_shard]
     if torch.cuda.is_available():
         return
     for item in items:
@@ -80,12 +80,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _parameters(interpreter: bool) -> list[object]:
     """Return the backends as parameters of a fixture; an unavailable backend is skipped with the reason."""
-    found = list(backends.table())
+    result = list(backends.table())
     if not interpreter:
         # Without a GPU, `every_backend` already reports the skipped ones.
         devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        found = [b for b in found if b.device in devices and (b.name, b.device) != ("triton", "cpu")]
-    return [parameter(b) for b in found]
+        result = [b for b in result if b.device in devices and (b.name, b.device) != ("triton", "cpu")]
+    return [parameter(b) for b in result]
 
 
 @pytest.fixture(params=_parameters(interpreter=False))
@@ -103,17 +103,17 @@ def every_backend(request: pytest.FixtureRequest) -> backends.Backend:
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Fill uninitialised memory with NaN, so that reads of it are noticed."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    old_settings = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.use_deterministic_algorithms(old_settings[0], warn_only=old_settings[1])
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """torch's own operators on one thread, so that their sums have one order."""
-    before = torch.get_num_threads()
+    old_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(old_threads)

@@ -23,15 +23,15 @@ PYTHON = [block for page in PAGES for block in blocks(page) if block.language ==
 def cases() -> Iterator[tuple[str, list[Block]]]:
     """Yield the blocks that run together in a new namespace: a block and the blocks that it continues."""
     for page in PAGES:
-        first, *others = [block for block in PYTHON if block.page == page] or [None]
+        first, *other_blocks = [block for block in PYTHON if block.page == page] or [None]
         if first is None:
             continue
         if says(page, IN_TURN):
-            yield page, [first, *others]
+            yield page, [first, *other_blocks]
             continue
-        before = [first] if says(page, AFTER_THE_FIRST) else []
+        old_value = [first] if says(page, AFTER_THE_FIRST) else []
         yield str(first), [first]
-        yield from ((str(block), [*before, block]) for block in others)
+        yield from ((str(block), [*old_value, block]) for block in other_blocks)
 
 
 CASES = dict(cases())
@@ -76,7 +76,7 @@ def missing(code: str) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
 def test_its_python_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_process_group: Any) -> None:
-    *before, last = CASES[case]
+    *old_value, last = CASES[case]
     ast.parse(last.code)
     if last.left_out:
         pytest.skip(f"{last}: {last.left_out}")
@@ -86,17 +86,19 @@ def test_its_python_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     if "in a process group" in last.code:
         in_a_process_group()
-    made: dict[str, Any] = {"__name__": "page"}
-    for block in (*before, last):
-        block.run(made)
-    assert case not in CLAIMS or CLAIMS[case](made)
+    result: dict[str, Any] = {"__name__": "page"}
+    for block in (*old_value, last):
+        block.run(result)
+    assert case not in CLAIMS or CLAIMS[case](result)
 
 
 def test_every_block_of_a_page_in_turn_can_run() -> None:
     for page in PAGES:
         if says(page, IN_TURN):
-            own = [block for block in PYTHON if block.page == page]
-            assert not [str(block) for block in own if block.left_out or missing(block.code)], "what follows cannot run"
+            own_value = [block for block in PYTHON if block.page == page]
+            assert not [str(block) for block in own_value if block.left_out or missing(block.code)], (
+                "what follows cannot run"
+            )
 
 
 def test_quoted_code_is_the_package_s() -> None:

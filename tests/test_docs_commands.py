@@ -35,8 +35,8 @@ def test_its_commands_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_commands_of_every_kind() -> None:
-    found = {words(command)[0] for page in PAGES for command in commands(page)}
-    assert found >= {"make", "python", "fastsam", "torchrun", "pip"}
+    result = {words(command)[0] for page in PAGES for command in commands(page)}
+    assert result >= {"make", "python", "fastsam", "torchrun", "pip"}
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def check(command: str) -> None:
     program, *arguments = words(command)
     name = program.rpartition("/")[2]
     if name == "torchrun":  # it starts a different command
-        at = next(n for n, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
-        name, arguments = "python", arguments[at:]
+        position = next(n for n, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
+        name, arguments = "python", arguments[position:]
     {"make": check_make, "python": check_python, "pip": check_pip, "fastsam": check_fastsam}[name](arguments)
 
 
@@ -104,8 +104,8 @@ def check_fastsam(arguments: Sequence[str]) -> None:
     top = cli.parser()
     # a name or a pattern, and not an example
     if len(bare) == 1 or "..." in bare or "--help" in bare or "--key" in bare:
-        chosen = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-        assert bare[0] in (*chosen.choices, "--version", "--help"), f"no command {bare[0]}"
+        selection = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+        assert bare[0] in (*selection.choices, "--version", "--help"), f"no command {bare[0]}"
         left_out = ("...", "--help", "--key", "value", "options")
         bare = [HOLES.get(word, word) for word in bare if word not in left_out]
         if len(bare) > 1:
@@ -117,7 +117,7 @@ def check_fastsam(arguments: Sequence[str]) -> None:
     elif parsed.command == "run":
         config.resolve(config.read(example(parsed.config), flags))
     elif parsed.command == "compare":
-        lists = [named.split(",") if named else None for named in (parsed.algorithms, parsed.seeds)]
+        lists = [text.split(",") if text else None for text in (parsed.algorithms, parsed.seeds)]
         compare.plan(config.read(example(parsed.config), flags), *lists, parsed.sweep)
     else:
         assert not flags, f"takes no {flags}"

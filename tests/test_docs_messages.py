@@ -26,8 +26,8 @@ def texts() -> Iterator[str]:
 def test_its_quotes_are_messages() -> None:
     quotes = re.findall(r"^> (.+)$", text_of("docs/recipes.md"), re.M)
     assert len(quotes) >= 10
-    told = list(texts())
+    messages = list(texts())
     for quote in quotes:
         pieces = [piece.strip(" .:") for piece in re.split(rf"{HOLE}|; ", quote)]
-        missing = [piece for piece in pieces if not any(piece in text for text in told)]
+        missing = [piece for piece in pieces if not any(piece in text for text in messages)]
         assert not missing, f"no message says {missing}"

@@ -28,20 +28,20 @@ FOLDERS = ("fastsam", "kernels", "csrc", "bench", "tests", "tools", "docs", "exa
 def conf() -> ModuleType:
     spec = importlib.util.spec_from_file_location("docs_conf", ROOT / "docs" / "conf.py")
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_its_links_lead_somewhere(page: str) -> None:
     for target in links(page):
         path, _, anchor = target.partition("#")
-        found = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
-        assert not found.startswith(".."), f"{page}: {target} leads out of the checkout"
-        assert (ROOT / found).exists(), f"{page}: {target} leads nowhere"
+        result = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+        assert not result.startswith(".."), f"{page}: {target} leads out of the checkout"
+        assert (ROOT / result).exists(), f"{page}: {target} leads nowhere"
         if anchor:
-            assert anchor in anchors(found), f"{page}: {target}: no such heading"
+            assert anchor in anchors(result), f"{page}: {target}: no such heading"
 
 
 READERS_OWN = {"study.py", "train.py", "QUESTION.json"}  # files of the reader, or of another project
@@ -50,9 +50,9 @@ READERS_OWN = {"study.py", "train.py", "QUESTION.json"}  # files of the reader, 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_the_files_that_it_names_exist(page: str) -> None:
     code = re.findall(r"`([\w./-]+\.(?:py|h|cu|cuh|cpp|json|toml|js))`", text_of(page))
-    named = {name for name in code if "NAME" not in name and not name.startswith(("runs/", "DIR"))} - READERS_OWN
-    found = ["/" + path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
-    missing = [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in found)]
+    names = {name for name in code if "NAME" not in name and not name.startswith(("runs/", "DIR"))} - READERS_OWN
+    result = ["/" + path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    missing = [name for name in sorted(names) if not any(path.endswith(f"/{name}") for path in result)]
     assert not missing, f"{page} names {missing}"
 
 
@@ -74,7 +74,7 @@ def test_every_page_has_one_place(conf: ModuleType) -> None:
 
 def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
     """In each page that says how to do something, within its first fifteen lines."""
-    pages = [page for name, found in conf.sections(text_of(INDEX)) if name.startswith("How to") for page in found]
+    pages = [page for name, result in conf.sections(text_of(INDEX)) if name.startswith("How to") for page in result]
     assert len(pages) > 15
     for _, file in pages:
         lines = text_of(f"docs/{file}.md").splitlines()
@@ -98,9 +98,9 @@ def test_the_tables_of_contents_are_the_lists(conf: ModuleType) -> None:
         "# Top\n\n- [No](no.md)\n\n## Guides\n\n- [A b](a.md): with `code`, and [another](c.md)\n- [D](../D.md)\n\n## "
         "Else\n\nText.\n"
     )
-    made = conf.with_toctrees(page)
-    assert made.startswith(page)
-    assert " ".join(made[len(page) :].split()) == "```{toctree} :hidden: :caption: Guides A b <a> D <../D> ```"
+    result = conf.with_toctrees(page)
+    assert result.startswith(page)
+    assert " ".join(result[len(page) :].split()) == "```{toctree} :hidden: :caption: Guides A b <a> D <../D> ```"
 
 
 @pytest.mark.parametrize(
@@ -129,31 +129,31 @@ def test_docutils_reads_every_docstring_of_the_reference(conf: ModuleType) -> No
     for name in re.findall(r"^\.\. auto\w+:: (fastsam\.[\w.]+)$", page, re.M):
         if name.endswith("SAMCallback"):
             continue  # it is made where Lightning is installed
-        shown: object = fastsam
+        is_table: object = fastsam
         for part in name.split(".")[1:]:
-            shown = getattr(shown, part, None) or importlib.import_module(f"{vars(shown)['__name__']}.{part}")
-        text, said = "\n".join(conf.as_rst((inspect.getdoc(shown) or "").splitlines())), io.StringIO()
-        core.publish_doctree(text, settings_overrides={"report_level": 2, "warning_stream": said})
-        assert not said.getvalue(), f"{name}: {said.getvalue()}"
+            is_table = getattr(is_table, part, None) or importlib.import_module(f"{vars(is_table)['__name__']}.{part}")
+        text, output = "\n".join(conf.as_rst((inspect.getdoc(is_table) or "").splitlines())), io.StringIO()
+        core.publish_doctree(text, settings_overrides={"report_level": 2, "warning_stream": output})
+        assert not output.getvalue(), f"{name}: {output.getvalue()}"
 
 
 def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
     page = conf.with_algorithms(text_of("docs/api.md"))
-    shown = set(re.findall(r"^\.\. auto\w+:: fastsam\.([\w.]+)$", page, re.M))
+    is_table = set(re.findall(r"^\.\. auto\w+:: fastsam\.([\w.]+)$", page, re.M))
     names = set(fastsam.__all__) - {"variants"}  # the page lists its names, and the names of fed's modules, one by one
     names |= {f"variants.{name}" for name in fastsam.variants.__all__ if name not in names}
-    own = set(fed.__all__) - {"State"}  # which is a dict
-    rooms = {name for name in own if isinstance(getattr(fed, name), ModuleType)}
-    names |= {f"fed.{name}" for name in own - rooms}
-    names |= {f"fed.{room}.{name}" for room in rooms for name in getattr(fed, room).__all__ if name not in own}
+    own_value = set(fed.__all__) - {"State"}  # which is a dict
+    rooms = {name for name in own_value if isinstance(getattr(fed, name), ModuleType)}
+    names |= {f"fed.{name}" for name in own_value - rooms}
+    names |= {f"fed.{room}.{name}" for room in rooms for name in getattr(fed, room).__all__ if name not in own_value}
     names.discard("fed.algorithms.State")
-    assert not sorted(names - shown), "docs/api.md does not show these"
-    for name in shown - {"integrations.lightning.SAMCallback"}:  # which is made where Lightning is installed
-        at: object = fastsam
+    assert not sorted(names - is_table), "docs/api.md does not show these"
+    for name in is_table - {"integrations.lightning.SAMCallback"}:  # which is made where Lightning is installed
+        position: object = fastsam
         for part in name.split("."):
-            name = f"{at.__name__}.{part}"  # type: ignore[attr-defined]
-            at = getattr(at, part, None) or importlib.import_module(name)
-        assert at.__doc__, f"fastsam.{name} has no docstring"
+            name = f"{position.__name__}.{part}"  # type: ignore[attr-defined]
+            position = getattr(position, part, None) or importlib.import_module(name)
+        assert position.__doc__, f"fastsam.{name} has no docstring"
 
 
 @pytest.mark.parametrize("name", notebooks.PAGES)
@@ -162,25 +162,25 @@ def test_the_notebooks_are_their_pages(name: str) -> None:
     cells = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     expected = [block.code.strip() for block in blocks(f"docs/{name}.md") if block.language == "python"]
-    again = "a notebook differs from its page: python tools/notebooks.py writes it again"
-    assert ["".join(cell["source"]) for cell in code] == expected, again
-    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], again
+    repeat = "a notebook differs from its page: python tools/notebooks.py writes it again"
+    assert ["".join(cell["source"]) for cell in code] == expected, repeat
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], repeat
     for cell in code:
-        assert bool(cell["outputs"]) == ("print(" in "".join(cell["source"])), again
+        assert bool(cell["outputs"]) == ("print(" in "".join(cell["source"])), repeat
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-    assert all(text in text_of(f"docs/{name}.md") for text in texts), again
+    assert all(text in text_of(f"docs/{name}.md") for text in texts), repeat
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", notebooks.PAGES)
 def test_a_notebook_prints_what_its_code_prints(name: str) -> None:
-    made = notebooks.notebook(text_of(f"docs/{name}.md"))
-    kept = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())
-    shown, expected = (
-        [re.sub(r"[\d.]+", "", "".join(one["text"])) for cell in book["cells"] for one in cell.get("outputs", [])]
-        for book in (made, kept)
+    result = notebooks.notebook(text_of(f"docs/{name}.md"))
+    kept_value = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())
+    is_table, expected = (
+        [re.sub(r"[\d.]+", "", "".join(item["text"])) for cell in book["cells"] for item in cell.get("outputs", [])]
+        for book in (result, kept_value)
     )  # numbers differ between machines
-    assert shown == expected
+    assert is_table == expected
 
 
 def internal(conf: ModuleType) -> set[str]:
@@ -197,19 +197,19 @@ def test_the_search_knows_the_internal_pages(conf: ModuleType) -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("sphinx") is None:
         pytest.skip("no Sphinx: `make docs` installs the extra docs")
-    made = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(made)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return made
+    result = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(result)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return result
 
 
 @pytest.mark.slow
 def test_it_is_made_without_a_warning(site: Path) -> None:
-    made = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
-    assert {"index.html", *(page.replace(".md", ".html") for page in PAGES if page != "README.md")} <= made
-    shown = (site / "docs" / "api.html").read_text()
-    assert "fastsam.FusedSAM.first_step" in shown and "Sharpness-Aware Minimization (SAM) around" in shown
+    result = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert {"index.html", *(page.replace(".md", ".html") for page in PAGES if page != "README.md")} <= result
+    is_table = (site / "docs" / "api.html").read_text()
+    assert "fastsam.FusedSAM.first_step" in is_table and "Sharpness-Aware Minimization (SAM) around" in is_table
     assert 'class="math' in (site / "docs" / "algorithms.html").read_text()
 
 
@@ -220,10 +220,10 @@ def test_a_search_shows_the_users_pages_first(site: Path, conf: ModuleType, quer
     if shutil.which("node") is None:
         pytest.skip("no node, which runs the script of the search")
     script = ROOT / "tests" / "helpers" / "search.js"
-    done = subprocess.run(["node", str(script), str(site), query], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    first = next((n for n, page in enumerate(found) if page in internal(conf)), len(found))
-    assert first >= 3 and not [page for page in found[first:] if page not in internal(conf)], found
+    process = subprocess.run(["node", str(script), str(site), query], capture_output=True, text=True, check=True)
+    record = json.loads(process.stdout)
+    first = next((n for n, page in enumerate(record) if page in internal(conf)), len(record))
+    assert first >= 3 and not [page for page in record[first:] if page not in internal(conf)], record
 
 
 def test_lists_become_cards_and_marked_places_tabs(conf: ModuleType) -> None:

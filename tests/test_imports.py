@@ -35,10 +35,10 @@ def _rooms() -> Iterator[tuple[str, tuple[str, ...]]]:
     for floor in FLOORS:
         rooms = tuple(f"fastsam.fed.{room}" for room in floor)
         asks = ("fastsam.backends", "fastsam.__version__") if floor[0] in ("common", "rundir", "loop") else ()
-        known = below
+        program = below
         if floor == ("algorithms",):  # the only part of executors is the handle that loops get
-            known = (*(room for room in below if room != "fastsam.fed.executors"), "fastsam.fed.executors.client")
-        yield from ((room, (*known, *BELOW_FED, *asks)) for room in rooms)
+            program = (*(room for room in below if room != "fastsam.fed.executors"), "fastsam.fed.executors.client")
+        yield from ((room, (*program, *BELOW_FED, *asks)) for room in rooms)
         below += rooms
 
 
@@ -80,12 +80,12 @@ LATE = frozenset(
 
 def modules() -> dict[str, Path]:
     """Every module of the two packages, by its installed name."""
-    found = {}
+    results = {}
     for folder, package in (("fastsam", "fastsam"), ("kernels", "fastsam_kernels")):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((package, *parts)).removesuffix(".__init__")] = path
-    return found
+            results[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return results
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
@@ -114,15 +114,15 @@ def group(module: str) -> tuple[str, tuple[str, ...]] | None:
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """Each import of `source` that the rules forbid to `module`."""
     rule = group(module)
-    bad = []
+    bad_value = []
     for name, line in imports(ast.parse(source), module, is_package):
         if name.split(".")[0] in ("tests", "bench", "kernels", "tools"):
-            bad.append(f"{module}:{line} imports {name}: nothing imports these folders")
+            bad_value.append(f"{module}:{line} imports {name}: nothing imports these folders")
         if name.split(".")[0] not in ("fastsam", "fastsam_kernels"):
             continue
         if rule and not any(within(name, allowed) for allowed in (rule[0], *rule[1], *SHARED)):
-            bad.append(f"{module}:{line} imports {name}")
-    return bad
+            bad_value.append(f"{module}:{line} imports {name}")
+    return bad_value
 
 
 def named_strings(source: str, names: frozenset[str]) -> list[str]:
@@ -157,19 +157,19 @@ def top_level_imports(source: str, module: str, is_package: bool) -> set[str]:
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Imports inside functions and under TYPE_CHECKING count too. A package's `__init__` stands for no module here."""
-    known = {name: path for name, path in modules().items() if path.name != "__init__.py"}
+    program = {name: path for name, path in modules().items() if path.name != "__init__.py"}
     for path in sorted((ROOT / "bench").rglob("*.py")):
-        known[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
+        program[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
     graph = {}
-    for name, path in known.items():
-        found = (imported for imported, _ in imports(ast.parse(path.read_text()), name, False))
-        graph[name] = {m for one in found for m in (one, one.rpartition(".")[0]) if m in known and m != name}
+    for name, path in program.items():
+        result = (imported for imported, _ in imports(ast.parse(path.read_text()), name, False))
+        graph[name] = {m for run_1 in result for m in (run_1, run_1.rpartition(".")[0]) if m in program and m != name}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_every_module_has_a_rule() -> None:
-    without = [name for name in modules() if name not in OUTER and group(name) is None]
-    assert not without, f"say in RULES what {without} may import"
+    run_without = [name for name in modules() if name not in OUTER and group(name) is None]
+    assert not run_without, f"say in RULES what {run_without} may import"
 
 
 def test_every_module_is_on_the_design_page() -> None:
@@ -185,10 +185,10 @@ def test_every_module_is_on_the_design_page() -> None:
 
 
 def test_imports_point_down() -> None:
-    bad = [
+    bad_value = [
         v for name, path in modules().items() for v in violations(name, path.read_text(), path.name == "__init__.py")
     ]
-    assert not bad, "\n".join(bad)
+    assert not bad_value, "\n".join(bad_value)
 
 
 @pytest.mark.parametrize(
@@ -239,14 +239,14 @@ def test_the_rules_allow(module: str, source: str) -> None:
 
 
 def test_algorithms_and_executors_name_neither_backend_nor_each_other() -> None:
-    bad = []
+    bad_value = []
     for name, path in modules().items():
         if within(name, "fastsam.fed.algorithms"):
             names = (BACKEND_NAMES - {"reference"}) | EXECUTOR_NAMES  # FedLESAM has an option of that name
-            bad += [f"{name} {hit}" for hit in named_strings(path.read_text(), names)]
+            bad_value += [f"{name} {hit}" for hit in named_strings(path.read_text(), names)]
         if within(name, "fastsam.fed.executors"):
-            bad += [f"{name} {hit}" for hit in named_strings(path.read_text(), BACKEND_NAMES)]
-    assert not bad, "\n".join(bad)
+            bad_value += [f"{name} {hit}" for hit in named_strings(path.read_text(), BACKEND_NAMES)]
+    assert not bad_value, "\n".join(bad_value)
     assert named_strings('x = f(backend="native")', BACKEND_NAMES), "the check itself must see a name"
     assert not named_strings('x = util.find_spec("triton")', BACKEND_NAMES)
 
@@ -257,8 +257,8 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
         for name, path in modules().items()
     }
     # A Triton kernel module is itself imported at first use.
-    bad = {name: found for name, found in late.items() if found - ({"triton"} if "triton" in name else set())}
-    assert not bad, f"imported at the top: {bad}"
+    bad_value = {name: result for name, result in late.items() if result - ({"triton"} if "triton" in name else set())}
+    assert not bad_value, f"imported at the top: {bad_value}"
 
 
 PROBE = """
@@ -282,12 +282,12 @@ print(json.dumps({
 def test_import_fastsam_touches_no_cuda_no_compiler_and_nothing_heavy(tmp_path: Path) -> None:
     """FASTSAM_JIT=1 compiles at first use, and not at import."""
     env = {**os.environ, "FASTSAM_JIT": "1", "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROBE], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert seen["events"] == [], "import fastsam started a process or loaded a library"
-    assert not seen["cuda"] and seen["libraries"] == []
-    assert not LATE & set(seen["modules"]), f"import fastsam imports {LATE & set(seen['modules'])}"
+    assert process.returncode == 0, process.stderr
+    records = json.loads(process.stdout)
+    assert records["events"] == [], "import fastsam started a process or loaded a library"
+    assert not records["cuda"] and records["libraries"] == []
+    assert not LATE & set(records["modules"]), f"import fastsam imports {LATE & set(records['modules'])}"
     assert list(tmp_path.iterdir()) == [], "import fastsam wrote into the cache"

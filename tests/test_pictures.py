@@ -20,23 +20,25 @@ ALL = [*DRAWN, "variants.svg", "surfaces.svg", *diagrams.DIAGRAMS]
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_picture_shows_the_measured_numbers(name: str) -> None:
-    shown = re.findall(r">(\d+\.\d\d)</text>", (pictures.FOLDER / name).read_text())
-    bars = [getattr(pictures, made)() for made in DRAWN[name]]
+    is_table = re.findall(r">(\d+\.\d\d)</text>", (pictures.FOLDER / name).read_text())
+    bars = [getattr(pictures, results)() for results in DRAWN[name]]
     expected = [f"{value:.2f}" for panel in bars for values in panel.values() for value in values.values()]
-    assert shown == expected, "the picture is older than bench/results: `make pictures` draws it again"
+    assert is_table == expected, "the picture is older than bench/results: `make pictures` draws it again"
 
 
 def test_each_contender_of_the_picture_was_measured() -> None:
     assert all(set(values) == set(pictures.STEP_NAMES.values()) for values in pictures.step_bars().values())
-    whole = set(pictures.STEP_NAMES.values()) - {"torch.compile", "foreach by hand"}
-    assert all(set(values) == whole for values in pictures.whole_bars().values()) and len(pictures.whole_bars()) == 3
+    full_size = set(pictures.STEP_NAMES.values()) - {"torch.compile", "foreach by hand"}
+    assert (
+        all(set(values) == full_size for values in pictures.whole_bars().values()) and len(pictures.whole_bars()) == 3
+    )
     assert all(set(values) == set(pictures.ROUND_NAMES.values()) for values in pictures.round_bars().values())
 
 
 def test_the_picture_of_variants_has_the_measured_ones() -> None:
-    shown = (pictures.FOLDER / "variants.svg").read_text()
+    is_table = (pictures.FOLDER / "variants.svg").read_text()
     for points in pictures.variant_points().values():
-        assert len(points) > 8 and all(f">{name}" in shown for name in points)
+        assert len(points) > 8 and all(f">{name}" in is_table for name in points)
 
 
 def test_the_trees_end_at_what_there_is() -> None:
@@ -50,8 +52,8 @@ def test_the_trees_end_at_what_there_is() -> None:
 
 
 def test_every_picture_is_on_a_page() -> None:
-    shown = {target.rpartition("/")[2] for page in PAGES for target in links(page) if target.endswith(".svg")}
-    assert shown == {*ALL, "logo.svg"}
+    is_table = {target.rpartition("/")[2] for page in PAGES for target in links(page) if target.endswith(".svg")}
+    assert is_table == {*ALL, "logo.svg"}
 
 
 def test_the_same_numbers_give_the_same_file(tmp_path) -> None:

@@ -17,8 +17,8 @@ LONG = " ".join(["word"] * 41)
 def check(folder: Path, source: str) -> tuple[int, str]:
     file = folder / "made.py"
     file.write_text(source)
-    made = subprocess.run([sys.executable, str(TOOL), str(file)], capture_output=True, text=True, cwd=ROOT)
-    return made.returncode, made.stdout
+    result = subprocess.run([sys.executable, str(TOOL), str(file)], capture_output=True, text=True, cwd=ROOT)
+    return result.returncode, result.stdout
 
 
 @pytest.mark.parametrize(

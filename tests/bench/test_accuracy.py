@@ -80,9 +80,9 @@ def test_a_radius_of_nothing_trains_as_sgd_does() -> None:
 
 
 def _row(name: str, accuracy: list[float]) -> dict[str, Any]:
-    one = {"steps": 10, "accuracy": accuracy, "mean": sum(accuracy) / 3, "std": 0.105, "rise": 0.25}
-    return {"name": name, "title": f"`{name}`", "cost": 2.0, "chosen": "lr 0.1, rho 0.05", "steps": one,
-            "time": one | {"steps": 5}}  # fmt: skip
+    row = {"steps": 10, "accuracy": accuracy, "mean": sum(accuracy) / 3, "std": 0.105, "rise": 0.25}
+    return {"name": name, "title": f"`{name}`", "cost": 2.0, "chosen": "lr 0.1, rho 0.05", "steps": row,
+            "time": row | {"steps": 5}}  # fmt: skip
 
 
 def test_the_page_has_paired_differences_and_every_task() -> None:

@@ -105,11 +105,11 @@ def test_one_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.of_each_kind
-@pytest.mark.parametrize(("loss", "good"), [(0.84, True), (0.86, False), (float("nan"), False)])
-def test_a_figure_counts_only_where_training_worked(pretender: str, loss: float, good: bool) -> None:
+@pytest.mark.parametrize(("loss", "is_good"), [(0.84, True), (0.86, False), (float("nan"), False)])
+def test_a_figure_counts_only_where_training_worked(pretender: str, loss: float, is_good: bool) -> None:
     row = race([entry(pretender, "a"), entry(pretender, "b", loss=loss)], 1, 1)["rows"][1]
-    assert ("problem" not in row, "speed" in row) == (good, good)
-    assert good or "did not train" in row["problem"]
+    assert ("problem" not in row, "speed" in row) == (is_good, is_good)
+    assert is_good or "did not train" in row["problem"]
 
 
 def test_a_worker_times_chunks_of_rounds_and_waits_after_each() -> None:
@@ -252,10 +252,10 @@ def test_a_steps_cost_is_what_it_adds_to_a_round(pretender: str, monkeypatch: py
 
     monkeypatch.setattr(overhead, "Entry", make_entry)
     for model in ("mlp", "cnn"):
-        for name, step, whole in (("scaffold", 1.0, 21.5 / 20.5), ("fedcm", 1.5, 30.5 / 20.5)):
+        for name, step, round_time in (("scaffold", 1.0, 21.5 / 20.5), ("fedcm", 1.5, 30.5 / 20.5)):
             cost = overhead.compare(name, Workload(model, name), "sequential", 1)
             assert cost["step"]["median"] == step and cost["seconds"]["median"] == 0.25 * step
-            assert cost["round"]["median"] == pytest.approx(whole)
+            assert cost["round"]["median"] == pytest.approx(round_time)
     hidden = overhead.compare("hidden", Workload("cnn", options=(("name", "hidden"),)), "sequential", 1)
     assert hidden["round"]["median"] == 2 and "step" not in hidden
     assert all(name in fed.algorithms.registry for name in overhead.ALGORITHMS)
@@ -279,9 +279,9 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
 
     def fake_race(entries: list[Entry], chunks: int, rounds: int) -> dict[str, Any]:
         calls.append(([e.label for e in entries], chunks, rounds))
-        one = {"seconds": {"median": 1.0, "q1": 1.0, "q3": 1.0}, "speed": {"median": 1.0, "q1": 1.0, "q3": 1.0}}
+        row = {"seconds": {"median": 1.0, "q1": 1.0, "q3": 1.0}, "speed": {"median": 1.0, "q1": 1.0, "q3": 1.0}}
         return {"rows": [{"name": e.label, "title": e.label, "ours": e.ours,
-                          **({"problem": "broken"} if e.label == broken_label else one)} for e in entries]}  # fmt: skip
+                          **({"problem": "broken"} if e.label == broken_label else row)} for e in entries]}  # fmt: skip
 
     monkeypatch.setattr(cases, "race", fake_race)
     run = ["federated", "--quick", "--cases", "speed/*", "--out", str(tmp_path)]

@@ -195,7 +195,7 @@ def test_a_wrong_contender_gets_a_reason_and_no_time(name: str) -> None:
 @pytest.mark.of_each_kind
 @pytest.mark.parametrize("change", ["sum", "one element", "backup", "nan", "raises"])
 def test_a_wrong_op_gets_a_reason_and_no_figure(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = types.ModuleType("wrong")
+    wrong_backend = types.ModuleType("wrong")
 
     def norm_(sumsq: torch.Tensor, grads: Any, *rest: Any) -> None:
         reference.norm_(sumsq, grads, *rest)
@@ -210,14 +210,14 @@ def test_a_wrong_op_gets_a_reason_and_no_figure(change: str, monkeypatch: pytest
         )
         target[index] += value
 
-    wrong.norm_, wrong.perturb_ = norm_, perturb_  # type: ignore[attr-defined]
+    wrong_backend.norm_, wrong_backend.perturb_ = norm_, perturb_  # type: ignore[attr-defined]
     entry = backends.Backend("native", "cpu", "reference", lambda: None)
-    monkeypatch.setattr(backends.Backend, "load", lambda self: wrong if self is entry else reference)
-    good = backends.Backend("reference", "cpu", "reference", lambda: None)
-    monkeypatch.setattr(backends, "table", lambda: (entry, good))
+    monkeypatch.setattr(backends.Backend, "load", lambda self: wrong_backend if self is entry else reference)
+    backend = backends.Backend("reference", "cpu", "reference", lambda: None)
+    monkeypatch.setattr(backends, "table", lambda: (entry, backend))
     op = OPS["norm" if change == "sum" else "perturb"]
-    bad, fine = ops.measure(KernelCase(op, TINY, "scattered"), Small(), 3, 10.0)["rows"]
-    assert bad["problem"] and "eager" not in bad and fine["eager"]["seconds"]["median"] > 0
+    wrong_row, fine = ops.measure(KernelCase(op, TINY, "scattered"), Small(), 3, 10.0)["rows"]
+    assert wrong_row["problem"] and "eager" not in wrong_row and fine["eager"]["seconds"]["median"] > 0
 
 
 @pytest.mark.parametrize("layout", ["scattered", "flat"])
@@ -270,7 +270,7 @@ class Hungry(FlatStepper):
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__(weights)
-        self.kept = [torch.empty_like(self.data) for _ in range(2)]
+        self.tensors = [torch.empty_like(self.data) for _ in range(2)]
 
     def first(self) -> None:
         buffers = [torch.empty_like(self.data) for _ in range(3)]
@@ -311,12 +311,12 @@ def test_a_machine_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_peer_of_the_device_is_the_one_by_hand() -> None:
     """The same perturbation without reading the norm on the host."""
     weights, gradients = initial_weights(TINY.shapes), Gradients(TINY.shapes)
-    both = DeviceForeachStepper(weights), ForeachStepper(weights)
-    for stepper in both:
+    pair = DeviceForeachStepper(weights), ForeachStepper(weights)
+    for stepper in pair:
         for index in range(4):
             stepper.set_grads(gradients, index)
             stepper.phases()[index % 2]()
-    for a, b in zip(both[0].weights(), both[1].weights(), strict=True):
+    for a, b in zip(pair[0].weights(), pair[1].weights(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
@@ -361,9 +361,11 @@ def test_every_kernel_case_once_and_what_matters_first() -> None:
     kernel_list = list(kernel_cases(list(KERNEL_SIZES.values()), list(OPS.values())))
     names = [case.name for case in kernel_list]
     assert len(set(names)) == len(names)
-    whole = [size for size in KERNEL_SIZES if not size.startswith("cut")]
-    expected = {f"{op}-{size}-{layout}" for op in OPS for size in whole for layout in ("scattered", "flat")}
-    assert expected - set(names) == {f"accumulate-{size}-scattered" for size in whole}, "it knows whole fields only"
+    uncut_sizes = [size for size in KERNEL_SIZES if not size.startswith("cut")]
+    expected = {f"{op}-{size}-{layout}" for op in OPS for size in uncut_sizes for layout in ("scattered", "flat")}
+    assert expected - set(names) == {f"accumulate-{size}-scattered" for size in uncut_sizes}, (
+        "it knows whole fields only"
+    )
     first = names.index("norm-resnet18-flat")
     assert all(case.op.name in STEP and case.layout == "scattered" for case in kernel_list[:first])
     case = KernelCase(OPS["perturb"], TINY, "flat")

@@ -118,12 +118,16 @@ def test_tables_of_a_gpu(tmp_path: Path) -> None:
 
 def test_calls_add_up(tmp_path: Path) -> None:
     """A later result replaces an earlier one, a later failure does not; calls on two machines are kept apart."""
-    good, better, bad = {"name": "a", "seconds": 1}, {"name": "a", "seconds": 2}, {"name": "a", "problem": "red"}
-    first, second, third = (record_of("kernels", case("ops", row)) for row in (good, bad, better))
+    good_row, better, failed_row = (
+        {"name": "a", "seconds": 1},
+        {"name": "a", "seconds": 2},
+        {"name": "a", "problem": "red"},
+    )
+    first, second, third = (record_of("kernels", case("ops", row)) for row in (good_row, failed_row, better))
     second["cases"].append(case("ops", {"name": "b", "seconds": 3}, title="another"))
     record = records.join(records.join(first, second), third)
     assert [row.get("seconds") for row in records.rows(record)] == [2, 3] and len(record["added"]) == 2
-    other = record_of("kernels")
-    other["environment"]["machine"]["gpus"] = ["another GPU"]
+    other_kind = record_of("kernels")
+    other_kind["environment"]["machine"]["gpus"] = ["another GPU"]
     with pytest.raises(ValueError, match="another GPU, torch 2.13 cannot be added to a record of"):
-        records.join(record, other)
+        records.join(record, other_kind)

@@ -23,8 +23,10 @@ def test_jit_builds_once_per_sources_and_compiler(sources: Path, tmp_path: Path,
     (sources / "one.h").write_text("#define ONE 11\n")
     second = build.jit()
     assert second.paths["cpu"] != first.paths["cpu"] and first.paths["cpu"].exists()
-    other = script(tmp_path / "other-g++", f'[ "$1" = --version ] && echo other || exec {toolchain.find_cxx()[0]} "$@"')
-    monkeypatch.setenv("CXX", other)
+    other_compiler = script(
+        tmp_path / "other-g++", f'[ "$1" = --version ] && echo other || exec {toolchain.find_cxx()[0]} "$@"'
+    )
+    monkeypatch.setenv("CXX", other_compiler)
     assert build.jit().paths["cpu"] not in (first.paths["cpu"], second.paths["cpu"])
     assert {path.name for path in build.cache_dir().iterdir() if path.is_file()} == {"lock"}
 

@@ -29,8 +29,8 @@ extern "C" int too_large(int x) { volatile int y = x; return y + 2147483647; }
 def test_a_finding_ends_the_process(tmp_path: Path, call: str, message: str | None) -> None:
     (tmp_path / "wrong.cpp").write_text(SOURCE)
     library = tmp_path / "wrong.so"
-    wrong = tmp_path / "wrong.cpp"
-    subprocess.run([sanitized.compiler(tmp_path), "-shared", "-fPIC", wrong, "-o", library], check=True)
+    source = tmp_path / "wrong.cpp"
+    subprocess.run([sanitized.compiler(tmp_path), "-shared", "-fPIC", source, "-o", library], check=True)
     script = f"import ctypes; ctypes.CDLL({str(library)!r}).{call}"
     options = {"env": sanitized.environment(tmp_path), "capture_output": True, "text": True}
     process = subprocess.run([sys.executable, "-c", script], **options)

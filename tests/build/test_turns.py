@@ -18,12 +18,12 @@ BUILDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", BUILDS)
 def test_builds_in_one_folder_take_turns(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once, most = 0, 0
+    at_once, maximum = 0, 0
 
     def execute(steps: object, folder: Path) -> None:
-        nonlocal at_once, most
+        nonlocal at_once, maximum
         at_once += 1
-        most = max(most, at_once)
+        maximum = max(maximum, at_once)
         time.sleep(0.2)
         at_once -= 1
 
@@ -34,4 +34,4 @@ def test_builds_in_one_folder_take_turns(kind: str, tmp_path: Path, monkeypatch:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 1
+    assert maximum == 1

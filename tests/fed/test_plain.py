@@ -18,21 +18,21 @@ def trained(rho: float, dtype: torch.dtype, executor: str = "sequential") -> tup
     """Return the final weights of `fed.run` and of plain torch."""
     model, clients = oracle.smooth_model(dtype), oracle.ragged_clients(dtype)
     algorithm = fed.FedSAM(rho=rho) if rho else fed.FedAvg()
-    ours = fed.run(model, clients, algorithm, executor=executor, participation=0.6, sampler="fixed", **OPTIONS).model
-    theirs = plain.train(model, clients, rho, cohort=3, **OPTIONS)
-    assert oracle.movement(model, theirs) > 0.1
-    return vector(ours), vector(theirs)
+    actual = fed.run(model, clients, algorithm, executor=executor, participation=0.6, sampler="fixed", **OPTIONS).model
+    expected = plain.train(model, clients, rho, cohort=3, **OPTIONS)
+    assert oracle.movement(model, expected) > 0.1
+    return vector(actual), vector(expected)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.2], ids=["FedAvg", "FedSAM"])
 def test_float64_agrees_to_rounding(rho: float) -> None:
-    ours, theirs = trained(rho, torch.float64)
-    assert float((ours - theirs).abs().max()) < 1e-15
+    actual, expected = trained(rho, torch.float64)
+    assert float((actual - expected).abs().max()) < 1e-15
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.2], ids=["FedAvg", "FedSAM"])
 def test_float32_agrees_bit_for_bit(rho: float) -> None:
-    ours, theirs = trained(rho, torch.float32)
-    assert float((ours - theirs).abs().max()) < 1e-6
-    if not torch.equal(ours, theirs):
+    actual, expected = trained(rho, torch.float32)
+    assert float((actual - expected).abs().max()) < 1e-6
+    if not torch.equal(actual, expected):
         pytest.skip("torch's matrix products depend on where the weights lie in memory on this processor")

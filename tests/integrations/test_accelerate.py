@@ -87,10 +87,10 @@ def test_a_state_saved_and_loaded_by_accelerate(tmp_path: Any) -> None:
     steps(model, opt, BATCHES[:3])
     accelerator.save_state(str(tmp_path))
     steps(model, opt, BATCHES[3:])
-    whole = [p.detach().clone() for p in model.parameters()]
+    weights = [p.detach().clone() for p in model.parameters()]
     accelerator.load_state(str(tmp_path))
     steps(model, opt, BATCHES[3:])
-    assert same_bits(whole, list(model.parameters()))
+    assert same_bits(weights, list(model.parameters()))
 
 
 @pytest.mark.shows("Accelerate", "`step(closure)` of the prepared optimizer", "works")

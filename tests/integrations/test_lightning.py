@@ -197,12 +197,12 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, manual: b
 
 
 def test_a_variant_of_one_pass_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    whole, first, second = (OnePass() for _ in range(3))
-    fit(whole, SAMCallback(), max_epochs=2)
+    joint_model, first, second = (OnePass() for _ in range(3))
+    fit(joint_model, SAMCallback(), max_epochs=2)
     checkpoint_callback = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
     fit(first, SAMCallback(), checkpoint_callback, enable_checkpointing=True)
     fit(second, SAMCallback(), ckpt_path=str(tmp_path / "last.ckpt"), max_epochs=2)
-    for a, b in zip(whole.parameters(), second.parameters(), strict=True):
+    for a, b in zip(joint_model.parameters(), second.parameters(), strict=True):
         assert same_bits(a, b)
 
 

@@ -272,12 +272,12 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, sam: fastsam.S
         args = arguments(tmp_path / folder, save_steps=5, **settings)
         return SAMTrainer(model=tiny_model(dropout=0.3), args=args, train_dataset=SAMPLES, variant=sam)
 
-    whole, new_trainer = trainer("whole"), trainer("resumed")
-    whole.train()
+    full_run, new_trainer = trainer("whole"), trainer("resumed")
+    full_run.train()
     new_trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
-    assert same(whole.model, new_trainer.model)
-    assert get_log(whole, "loss") == get_log(new_trainer, "loss") and len(get_log(whole, "loss")) == 7
-    whole_state, state = (t.optimizer.state_dict()["state"] for t in (whole, new_trainer))
+    assert same(full_run.model, new_trainer.model)
+    assert get_log(full_run, "loss") == get_log(new_trainer, "loss") and len(get_log(full_run, "loss")) == 7
+    whole_state, state = (t.optimizer.state_dict()["state"] for t in (full_run, new_trainer))
     assert all(same_bits(list(whole_state[i].values()), list(state[i].values())) for i in whole_state)
 
 
@@ -377,9 +377,9 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, keywo
     model, options = tiny_model(), {"args": arguments(tmp_path), "train_dataset": SAMPLES}
     with pytest.raises(ValueError, match="SAMTrainer: expected a FusedSAM.* got AdamW"):
         Trainer(model=model, **options, **{keyword: ADAM[keyword](model)}).train()
-    both = {"optimizers": (FusedSAM(model.parameters(), lr=0.1), None), "variant": fastsam.SAM()}
+    pair = {"optimizers": (FusedSAM(model.parameters(), lr=0.1), None), "variant": fastsam.SAM()}
     with pytest.raises(ValueError, match="variant cannot be combined with an optimizer"):
-        Trainer(model=model, **options, **both).train()
+        Trainer(model=model, **options, **pair).train()
 
 
 @pytest.mark.shows(

@@ -35,8 +35,8 @@ def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypat
     path = curves.curves({"": histories}, tmp_path / "curves.png", target=0.75, title="t")
     accuracy, error = record["figure"].axes
     assert path.read_bytes().startswith(b"\x89PNG")
-    one, two, target = accuracy.lines
-    assert one.get_xydata().tolist() == [[1, 12.5], [2, 25]]
+    first_line, two, target = accuracy.lines
+    assert first_line.get_xydata().tolist() == [[1, 12.5], [2, 25]]
     assert two.get_xydata().tolist() == [[1, 25]]
     assert set(target.get_ydata()) == {75.0}
     assert error.lines[0].get_xydata().tolist() == [[1, 87.5], [2, 75]]
@@ -187,8 +187,8 @@ def test_panels_colours_and_line_styles_of_a_sweep(tmp_path: Path, monkeypatch: 
     styles = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in (*low.lines, *high.lines)}
     assert styles["fedavg (2 seeds)"] == styles["fedavg"]
     names = ("fedavg", "fedsam rho=0.1", "fedsam rho=0.2")
-    (avg, plain), (one, dash), (two, dot) = (styles[name] for name in names)
-    assert one == two != avg and len({plain, dash, dot}) == 3
+    (avg, plain), (run_1, dash), (two, dot) = (styles[name] for name in names)
+    assert run_1 == two != avg and len({plain, dash, dot}) == 3
     assert low.get_ylim() == high.get_ylim(), "panels are compared with the eye"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "fedavg", "fedsam rho=0.1", "fedsam rho=0.2", "fedavg (2 seeds)"

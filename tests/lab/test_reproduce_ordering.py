@@ -16,8 +16,8 @@ def outcomes_of(table: PaperTable, numbers: dict[str, list[float]], key: str) ->
     """Return outcomes in which every part has these `numbers`, one for each seed."""
     runs = [
         FinishedRun(name, seed, {key: number}, [], Path(), name)
-        for name, each in numbers.items()
-        for seed, number in enumerate(each)
+        for name, case in numbers.items()
+        for seed, number in enumerate(case)
     ]
     return {part: Outcome(runs, {}, np.zeros((1, 1)), {}) for part in table.parts}
 
@@ -37,7 +37,7 @@ SECONDS = {  # the paper: 20.34, 25.71, 28.73, 29.88, 29.67, 20.99, 25.81, 25.70
 def test_claims_are_the_papers_own_methods_ahead_of_others() -> None:
     table = load("fedlesam-table8", "digits")
     claims = {(c.winner, c.loser): c for c in ordering.claims(table, outcomes_of(table, SECONDS, "seconds_per_round"))}
-    assert not any(other == "fedavg" for _, other in claims), "nothing is quicker than FedAvg in the paper"
+    assert not any(other_name == "fedavg" for _, other_name in claims), "nothing is quicker than FedAvg in the paper"
     assert ("fedlesam-s", "fedsam") not in claims and ("fedlesam-d", "fedsam") in claims
     claim = claims["fedlesam-d", "fedsam"]
     assert claim.paper_margin == pytest.approx((25.71 - 25.70) / 20.34)
@@ -89,8 +89,8 @@ def test_equal_numbers_hold_nothing_and_a_run_without_a_number_is_left_out() -> 
     table = load("fedlesam-table8", "digits")
     same = outcomes_of(table, {name: [1.0] for name in SECONDS}, "seconds_per_round")
     assert not any(claim.is_reproduced for claim in ordering.claims(table, same))
-    some = outcomes_of(table, {k: v for k, v in SECONDS.items() if k != "fedlesam-d"}, "seconds_per_round")
-    first, *_ = ordering.text_tables(table, some)
+    some_outcomes = outcomes_of(table, {k: v for k, v in SECONDS.items() if k != "fedlesam-d"}, "seconds_per_round")
+    first, *_ = ordering.text_tables(table, some_outcomes)
     assert "6 claims more: a run failed" in first.note and "FedLESAM-D" not in str(first.rows)
 
 

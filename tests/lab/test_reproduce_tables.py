@@ -82,11 +82,11 @@ def test_table_4_averages_the_settings_of_tables_2_and_3() -> None:
     """The paper's averages follow from the cells that our columns average, in columns without doubtful cells."""
     table = load("fedlesam-table4")
     assert [len(column.parts) for column in table.sections[0].columns] == [8, 8, 8, 12]
-    for j, (other, data) in enumerate(
+    for j, (other_name, data) in enumerate(
         [("fedlesam-table2", "CIFAR-10,"), ("fedlesam-table2", "CIFAR-100,"), ("fedlesam-table3", "OfficeHome"),
             ("fedlesam-table3", "DomainNet")]
     ):  # fmt: skip
-        sections = [s for s in load(other).sections if s.title.startswith(data)]
+        sections = [s for s in load(other_name).sections if s.title.startswith(data)]
         assert {p.title for s in sections for c in s.columns for p in c.parts} == {
             p.title for p in table.sections[0].columns[j].parts
         }

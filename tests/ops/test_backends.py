@@ -33,12 +33,12 @@ def test_auto_takes_foreach_where_nothing_is_compiled(uncompiled: pytest.MonkeyP
 
 @pytest.mark.parametrize("call", ["select", "FusedSAM"])
 def test_the_note_names_the_users_line(uncompiled: pytest.MonkeyPatch, call: str) -> None:
-    with pytest.warns(UserWarning, match="without its compiled kernels") as said:
+    with pytest.warns(UserWarning, match="without its compiled kernels") as output:
         if call == "select":
             backends.select("auto", CPU, torch.float32)
         else:
             FusedSAM([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)
-    assert said[0].filename == __file__
+    assert output[0].filename == __file__
 
 
 def test_auto_never_takes_the_reference() -> None:
@@ -51,9 +51,9 @@ def test_auto_never_takes_the_reference() -> None:
 
 def test_the_note_comes_once_with_the_command(uncompiled: pytest.MonkeyPatch) -> None:
     uncompiled.setattr(build, "why_not", lambda: None)
-    with pytest.warns(UserWarning, match=re.escape("`python -m fastsam_kernels.build` builds them")) as said:
+    with pytest.warns(UserWarning, match=re.escape("`python -m fastsam_kernels.build` builds them")) as output:
         backends.select("auto", CPU, torch.float32)
-    assert len(said) == 1 and "native: not built" in str(said[0].message)
+    assert len(output) == 1 and "native: not built" in str(output[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backends.select("auto", CPU, torch.float32)
@@ -61,9 +61,9 @@ def test_the_note_comes_once_with_the_command(uncompiled: pytest.MonkeyPatch) ->
 
 def test_without_a_compiler_the_note_names_what_to_install(uncompiled: pytest.MonkeyPatch) -> None:
     uncompiled.setenv("CXX", "no-such-compiler")
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as output:
         backends.select("auto", CPU, torch.float32)
-    (note,) = (str(w.message) for w in said)
+    (note,) = (str(w.message) for w in output)
     assert "no-such-compiler not found on PATH" in note and "apt-get install g++" in note
     assert "then run `python -m fastsam_kernels.build`" in note
 

@@ -75,12 +75,12 @@ def test_a_row_alone_and_in_a_batch(backend: Backend, case: Case) -> None:
     rounding."""
     batch, is_fused = step(backend, case), backend.name in ("native", "triton")
     for r in range(case.rows):
-        row, alone = {name: values[r : r + 1] for name, values in batch.items()}, step(backend, case.row(r))
+        row, single_row = {name: values[r : r + 1] for name, values in batch.items()}, step(backend, case.row(r))
         if backend.device == "cpu" or is_fused:
-            assert_same(row, alone)
+            assert_same(row, single_row)
         else:
             for name, values in row.items():
-                close(values, alone[name].double(), case.dtype)
+                close(values, single_row[name].double(), case.dtype)
 
 
 @pytest.mark.parametrize("seeded", [False, True])
@@ -106,17 +106,17 @@ def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, se
         seeds = torch.arange(4, device=backend.device) if seeded else None
         backend.load().perturb_(params, backup, grads, case.table, hparams, sumsq, save, seeds)
         memory.check()
-        after, mask = memory.read(params), case.mask()
+        new_weights, mask = memory.read(params), case.mask()
         for r, norm in enumerate(norms):
-            before = values[r][mask[r]]
+            old_weights = values[r][mask[r]]
             if norm == 4.0:
-                usable = ~before.isnan()
-                assert (after[r][mask[r]] != before)[usable].all()
+                usable = ~old_weights.isnan()
+                assert (new_weights[r][mask[r]] != old_weights)[usable].all()
             elif case.dtype != case.compute:  # a NaN that went through float32 is a NaN still
-                assert torch.equal(after[r][mask[r]].isnan(), before.isnan())
-                assert same_bits(after[r][mask[r]].nan_to_num(7.0), before.nan_to_num(7.0))
+                assert torch.equal(new_weights[r][mask[r]].isnan(), old_weights.isnan())
+                assert same_bits(new_weights[r][mask[r]].nan_to_num(7.0), old_weights.nan_to_num(7.0))
             else:
-                assert same_bits(after[r][mask[r]], before)
+                assert same_bits(new_weights[r][mask[r]], old_weights)
 
     holds()
 

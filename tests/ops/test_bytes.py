@@ -49,20 +49,20 @@ def tensors(operand: Any) -> list[Tensor]:
 
 def outputs(op: Op, kernels: Any, poisoned: str | None) -> dict[str, list[Tensor]]:
     """Bits of all operands and sums after a call, in which one operand, if any, was NaN."""
-    found = operator(op)
-    operands = Operands(found.sets[0])
+    result = operator(op)
+    operands = Operands(result.sets[0])
     if "params" not in op.operands:  # it is in the call for its dtype only: reading it would show everywhere
         operands["params"] = [torch.full_like(t, torch.nan) for t in tensors(operands["params"])]
     if poisoned is not None:
         for tensor in tensors(operands[poisoned]):
             tensor.fill_(torch.nan if tensor.is_floating_point() else 12345)
     op.call(kernels, operands)
-    return {name: pieces(found, operands[name]) for name in (*op.operands, *SUMS)}
+    return {name: pieces(result, operands[name]) for name in (*op.operands, *SUMS)}
 
 
-def pieces(found: Operator, operand: Any) -> list[Tensor]:
+def pieces(results: Operator, operand: Any) -> list[Tensor]:
     """Copies of the bits of an operand's segments, without the paddings."""
-    return [bits(t.contiguous()).clone() for t in found.pieces(operand)]
+    return [bits(t.contiguous()).clone() for t in results.pieces(operand)]
 
 
 def differ(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
@@ -75,25 +75,25 @@ def test_operands_read_and_written(op: Op, backend: backends.Backend) -> None:
     """The registry, from which all figures get their bytes, says what the op does; no more, no less."""
     kernels = kernels_of(backend, op)
     found = operator(op)
-    before = {name: pieces(found, found.sets[0][name]) for name in op.operands}
+    old_pieces = {name: pieces(found, found.sets[0][name]) for name in op.operands}
     plain = outputs(op, kernels, None)
-    written = {name for name in op.operands if differ(before[name], plain[name])}
+    written_names = {name for name in op.operands if differ(old_pieces[name], plain[name])}
     results = (*op.writes, *SUMS)
     read = set()
     for name in op.operands:
         poisoned = outputs(op, kernels, name)
         if any(differ(plain[result], poisoned[result]) for result in results):
             read.add(name)
-    assert written == set(op.writes)
+    assert written_names == set(op.writes)
     assert read == set(op.reads)
 
 
 def test_every_list_operand_of_the_schemas_is_in_the_registry() -> None:
     """Each op of csrc/ops.cpp whose operands have the parameters' size is measured in some form."""
     text = (Path(reference.__file__).resolve().parent.parent / "csrc" / "ops.cpp").read_text()
-    named = {op.function for op in OPS.values()}
-    assert {"norm_", "perturb_", "restore_", "update_norm_", "update_"} <= named
-    assert all(f'"{name}(' in text for name in named), "an op of the registry has no schema"
+    functions = {op.function for op in OPS.values()}
+    assert {"norm_", "perturb_", "restore_", "update_norm_", "update_"} <= functions
+    assert all(f'"{name}(' in text for name in functions), "an op of the registry has no schema"
 
 
 # ---- by recording: what the Triton kernels access
@@ -118,9 +118,9 @@ def test_every_element_is_accessed_once(op: Op, layout: str) -> None:
     with recorded(buffers) as traffic:
         op.call(kernels, operands)
     for name in op.operands:
-        for kind, wanted in (("load", name in op.reads), ("store", name in op.writes)):
+        for kind, expected_value in (("load", name in op.reads), ("store", name in op.writes)):
             for tensor, counts in zip(buffers[name], traffic.of(kind, name), strict=True):
-                assert np.array_equal(counts, in_segments(tensor, case.layout, op.whole) * wanted), (kind, name)
+                assert np.array_equal(counts, in_segments(tensor, case.layout, op.whole) * expected_value), (kind, name)
     elements = SIZE.rows * case.layout.row_size if op.whole else SIZE.parameters
     overhead = traffic.bytes / elements - op.bytes_per_parameter
     assert 0 < overhead < 0.7, "tables and scalars, per chunk; the segments here are short"
@@ -139,11 +139,11 @@ def test_rows_of_a_sum_are_read_once_and_its_limbs_too() -> None:
     assert 4 * rows + 4 + 32 < traffic.bytes / n < 1.02 * (4 * rows + 4 + 32)
 
 
-def in_segments(tensor: Tensor, layout: Layout, whole: bool) -> np.ndarray:
+def in_segments(tensor: Tensor, layout: Layout, is_whole: bool) -> np.ndarray:
     """Return 1 for each element of a field in a segment and 0 for padding; all 1 for a user's tensor and for
     `whole`."""
     mask = torch.ones(tensor.shape, dtype=torch.int64)
-    if tensor.shape[-1] == layout.row_size and not whole:
+    if tensor.shape[-1] == layout.row_size and not is_whole:
         mask.zero_()
         for offset, length, _, _ in layout.table.tolist():
             mask[:, offset : offset + length] = 1

@@ -81,9 +81,9 @@ def test_rows_without_a_usable_norm_take_no_dual_step(backend: Backend, case: Ca
     )
     backend.load().dual_perturb_(params_, backup_, mu_, grads_, s_, *args, eps=eps_)
     memory.check()
-    after, eps, mu, mask = memory.read(params_), memory.read(eps_), memory.read(mu_), case.mask()
+    new_weights, eps, mu, mask = memory.read(params_), memory.read(eps_), memory.read(mu_), case.mask()
     for row in (r for r, norm in enumerate(norms) if norm != 4.0):
-        assert same_bits(after[row][mask[row]], w[row][mask[row]])
+        assert same_bits(new_weights[row][mask[row]], w[row][mask[row]])
         assert not eps[row][mask[row]].any() and mu[row][mask[row]].isfinite().all()
 
 
@@ -179,14 +179,14 @@ def test_accumulate_rows(
 
     d = (x - base if based else x).double().tolist()
     limit = LIMIT * 2**HIGH_BITS
-    scaled = [[v * (factor * 2.0**HIGH_BITS) for v in row] for row in d]
-    added = [[trunc(Fraction(v) * 2**LOW_BITS) if abs(v) <= limit else 0 for v in row] for row in scaled]
+    units = [[v * (factor * 2.0**HIGH_BITS) for v in row] for row in d]
+    added = [[trunc(Fraction(v) * 2**LOW_BITS) if abs(v) <= limit else 0 for v in row] for row in units]
     expected = [a + sum(row[i] for row in added) for i, a in enumerate(numbers((start[0], start[1])))]
     wraps = 2 ** (64 + LOW_BITS)
     assert [(a - b) % wraps for a, b in zip(numbers(sums), expected, strict=True)] == [0] * n
     assert all(0 <= v < 2**LOW_BITS for v in sums[1].tolist())
-    found = [max(map(abs, row), default=0.0) if all(map(isfinite, row)) else None for row in d]
-    assert [None if v != v else v for v in largest.tolist()] == found
+    result = [max(map(abs, row), default=0.0) if all(map(isfinite, row)) else None for row in d]
+    assert [None if v != v else v for v in largest.tolist()] == result
 
     for row in x.unbind()[::-1]:  # row by row in reverse order
         close_rows(backend.load(), sums, row, -factor, base)
@@ -207,11 +207,11 @@ def test_many_rows_are_the_single_calls(backend: Backend, dtype: torch.dtype) ->
     rows, n = 6, 20_001
     x, base = torch.randn(rows + 1, n, dtype=dtype, device=device).split([rows, 1])
     x[3, n - 1], x[5, 0] = -77.0, torch.inf
-    together, single = (torch.zeros(2, n, dtype=torch.int64, device=device).unbind() for _ in range(2))
-    largest = close_rows(backend.load(), together, x, 0.3, base[0])
+    high, single = (torch.zeros(2, n, dtype=torch.int64, device=device).unbind() for _ in range(2))
+    largest = close_rows(backend.load(), high, x, 0.3, base[0])
     for row, size in zip(x, largest, strict=True):
         d = row - base[0]
         close_rows(backend.load(), single, d, 0.3, None)
         assert size == d.double().abs().max() or (size.isnan() and not d.isfinite().all())
     assert largest.isnan().tolist() == [False] * 5 + [True]
-    assert numbers(together) == numbers(single)
+    assert numbers(high) == numbers(single)

@@ -33,10 +33,10 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     [parameter(b, *([] if b.name in ("native", "triton") else [pytest.mark.slow])) for b in CPU],
 )
 def test_no_op_leaves_its_operands(backend: backends.Backend) -> None:
-    done = run(backend.name, "--dtypes", "float32")
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    found = re.search(r"(\d+) calls within bounds", done.stdout)
-    assert found and int(found[1]) > 40
+    process = run(backend.name, "--dtypes", "float32")
+    assert process.returncode == 0, f"{process.stdout}{process.stderr}"
+    match = re.search(r"(\d+) calls within bounds", process.stdout)
+    assert match and int(match[1]) > 40
 
 
 @pytest.mark.slow
@@ -45,14 +45,14 @@ def test_no_instruction_set_leaves_its_operands(isa: str) -> None:
     """Loops are compiled once per instruction set, so each one could have a vector access too many."""
     if not (native := CPU[0]).available or native.name != "native":
         pytest.skip(f"native on cpu: {native.reason}")
-    done = run("native", **({} if isa == "the best" else {"FASTSAM_ISA": isa}))
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    process = run("native", **({} if isa == "the best" else {"FASTSAM_ISA": isa}))
+    assert process.returncode == 0, f"{process.stdout}{process.stderr}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["read", "write"])
-def test_one_element_too_far_is_noticed(how: str) -> None:
-    assert run("reference", "--beyond", how).returncode == -signal.SIGSEGV
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_one_element_too_far_is_noticed(mode: str) -> None:
+    assert run("reference", "--beyond", mode).returncode == -signal.SIGSEGV
 
 
 def test_paddings_are_noticed() -> None:

@@ -28,14 +28,14 @@ class Walker:
         self._library = ctypes.CDLL(str(library))
         self._library.walk_cuda.restype = self._library.walk_cpu.restype = ctypes.c_int64
 
-    def cuda(self, table: Tensor, rows: int, width: int, turns: int, enough: int) -> str | None:
+    def cuda(self, table: Tensor, rows: int, width: int, turns: int, minimum: int) -> str | None:
         """Return the error in the chunk walk of the CUDA kernels, or None."""
-        options = ctypes.c_int(width), ctypes.c_int(turns), ctypes.c_int64(enough)
-        found = (
-            self._walk("walk_cuda", table, rows, *options, ctypes.c_int(few), ctypes.c_int(backwards))
-            for few, backwards in itertools.product((0, 1), repeat=2)
+        options = ctypes.c_int(width), ctypes.c_int(turns), ctypes.c_int64(minimum)
+        result = (
+            self._walk("walk_cuda", table, rows, *options, ctypes.c_int(small_count), ctypes.c_int(backwards))
+            for small_count, backwards in itertools.product((0, 1), repeat=2)
         )
-        return next(filter(None, found), None)
+        return next(filter(None, result), None)
 
     def cpu(self, table: Tensor, rows: int, ranges: int) -> str | None:
         """Return the error in the chunk walk of the CPU kernels with `ranges` ranges, or None."""
@@ -52,8 +52,12 @@ class Walker:
         expected = torch.zeros_like(counts)
         for offset, length, _, _ in table.tolist():
             expected[:, offset : offset + length] = 1
-        wrong = (counts != expected).nonzero()
-        return f"{name}: element {wrong[0].tolist()} is met {counts[tuple(wrong[0])]} times" if len(wrong) else None
+        places_of_error = (counts != expected).nonzero()
+        return (
+            f"{name}: element {places_of_error[0].tolist()} is met {counts[tuple(places_of_error[0])]} times"
+            if len(places_of_error)
+            else None
+        )
 
 
 def compiled(folder: Path, changes: dict[str, list[tuple[str, str]]] | None = None) -> Walker:
@@ -91,7 +95,7 @@ def table_of(lengths: list[int], gaps: list[int] | None = None) -> Tensor:
 
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(1000, 1050), st.integers(8100, 8300), st.integers(0, 70_000))
 TABLES = st.lists(st.tuples(LENGTHS, st.integers(0, 3)), min_size=1, max_size=20).map(
-    lambda drawn: table_of([length for length, _ in drawn], [gap for _, gap in drawn])
+    lambda pairs: table_of([length for length, _ in pairs], [gap for _, gap in pairs])
 )
 EVERY_EXAMPLE = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -99,11 +103,11 @@ EVERY_EXAMPLE = settings(max_examples=50, deadline=None, derandomize=True)
 @EVERY_EXAMPLE
 @given(TABLES, st.integers(1, 3), st.sampled_from((2, 4, 8)), st.integers(1, 4), st.integers(1, 64))
 def test_blocks_and_threads_meet_every_element_once(
-    walker: Walker, table: Tensor, rows: int, width: int, turns: int, enough: int
+    walker: Walker, table: Tensor, rows: int, width: int, turns: int, minimum: int
 ) -> None:
     """More segments than a launch takes, chunks of one sweep and of several, small segments that share blocks, all
     widths and turns."""
-    assert walker.cuda(table, rows, width, turns, enough) is None
+    assert walker.cuda(table, rows, width, turns, minimum) is None
 
 
 @EVERY_EXAMPLE
@@ -150,8 +154,8 @@ def test_a_seeded_error_in_the_index_is_found(tmp_path: Path, error: str) -> Non
     """The same check on a copy of csrc/chunks.h with an off-by-one: red, whichever it is; without one, green."""
     walker = compiled(tmp_path, {"chunks.h": ERRORS[error]})
     table = table_of([33, 0, 4096, 5, 4097, 70_000, 8192, 1])
-    found = [walker.cuda(table, 2, width, turns, 4) for width, turns in ((4, 2), (2, 4))] + [walker.cpu(table, 2, 3)]
-    assert any(found) == (error != "no error"), found
+    result = [walker.cuda(table, 2, width, turns, 4) for width, turns in ((4, 2), (2, 4))] + [walker.cpu(table, 2, 3)]
+    assert any(result) == (error != "no error"), result
 
 
 @pytest.mark.gpu_code

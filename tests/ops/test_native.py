@@ -36,8 +36,8 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     for name in ("baseline", "avx2") if "avx512bw" in processor else ("baseline",):
         env = os.environ | {"FASTSAM_ISA": name}
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-        digests[name] = done.stdout.strip()
+        process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        digests[name] = process.stdout.strip()
     assert len(set(digests.values())) == 1, digests
 
 
@@ -56,9 +56,9 @@ def test_threads_and_streamed_stores_change_no_bit() -> None:
         torch.set_num_threads(threads)
     assert digests[0] == digests[1]
 
-    whole, pieces = Step(5, shapes=[(n,), (17,)]), Step(5, shapes=[(n,), (17,)])
-    whole.run()
-    w = whole
+    joint_step, pieces = Step(5, shapes=[(n,), (17,)]), Step(5, shapes=[(n,), (17,)])
+    joint_step.run()
+    w = joint_step
     native.dual_perturb_(w.params, w.backup, w.mu, w.g1, w.m, w.table, w.h, w.sumsq, w.v)
     native.norm_(pieces.sumsq, pieces.g1, [], pieces.table, pieces.h)
     cut = 8192 * 100 + 3  # pieces that start off every alignment
@@ -79,10 +79,10 @@ def test_threads_and_streamed_stores_change_no_bit() -> None:
     s = shifted
     native.dual_perturb_([params], s.backup, s.mu, [g1], s.m, table, s.h, s.sumsq, s.v)
     for other, part in ((pieces, slice(0, n)), (shifted, rest)):
-        assert torch.equal(whole.params[0][part], other.params[0][part])
-        assert torch.equal(whole.backup[:, part], other.backup[:, part])
+        assert torch.equal(joint_step.params[0][part], other.params[0][part])
+        assert torch.equal(joint_step.backup[:, part], other.backup[:, part])
         for name in ("m", "mu", "v"):
-            assert torch.equal(getattr(whole, name)[:, part], getattr(other, name)[:, part])
+            assert torch.equal(getattr(joint_step, name)[:, part], getattr(other, name)[:, part])
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="older than torch 2.13, which traces requires_grad_()")
@@ -118,11 +118,11 @@ def test_compiled_without_graph_breaks() -> None:
 )
 def test_the_ops_refuse_what_does_not_fit(change, message: str) -> None:
     step = Step()
-    before = [p.clone() for p in step.params]
+    original = [p.clone() for p in step.params]
     change(step)
     with pytest.raises(RuntimeError, match=message):
         native.perturb_(step.params, step.backup, step.g1, step.table, step.h, step.sumsq, True)
-    assert all(torch.equal(a, b) for a, b in zip(before, step.params, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(original, step.params, strict=True))
 
 
 def test_the_update_refuses_rules_and_states_that_it_does_not_know() -> None:

@@ -35,8 +35,8 @@ def test_norm(backend: Backend, case: Case, adaptive: bool, accumulate: bool) ->
     grads, weights = case.values("grads"), case.values("weights")
     start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
     expected = start.clone()
-    seen = [weights.double()] if adaptive else []
-    reference.norm_(expected, [grads.double()], seen, case.table, hparams, accumulate)
+    records = [weights.double()] if adaptive else []
+    reference.norm_(expected, [grads.double()], records, case.table, hparams, accumulate)
 
     memory = Memory(case, backend.device)
     operands = memory.operand("grads", grads), memory.operand("weights", weights) if adaptive else []
@@ -83,10 +83,10 @@ def test_perturb_with_stochastic_rounding(backend: Backend, case: Case, save: bo
     backup = params.to(case.backup_dtype, copy=True)
     if case.master:
         backup = backup * (1 + 1e-3 * case.values("written").to(case.compute))
-    spec, seeds, at = (
+    spec, seeds, device = (
         (backend.load(), None, backend.device) if case.dtype == case.compute else (reference, case.seeds(), "cpu")
     )
-    params64, backup64, *rest = (t.to(at, copy=True) for t in (params, backup, grads, hparams, sumsq))
+    params64, backup64, *rest = (t.to(device, copy=True) for t in (params, backup, grads, hparams, sumsq))
     spec.perturb_([params64], backup64, rest[:1], case.table, *rest[1:], save, seeds)
 
     memory = Memory(case, backend.device)
@@ -118,16 +118,16 @@ def test_stochastic_rounding_is_right_on_average(backend: Backend, dtype: torch.
     args = torch.tensor([[0, n, 0, 0]]), hparams.to(device), torch.ones(rows, dtype=torch.float64, device=device), False
     backend.load().perturb_([params], backup, grads, *args, torch.arange(rows, device=device))
 
-    found, exact = params.cpu().double(), w.double() + step.double()
-    down = torch.where(found < exact, found, -torch.inf).amax(0)
-    up = torch.where(found > exact, found, torch.inf).amin(0)
-    between = down.isfinite() & up.isfinite()
-    assert between.sum() > n / 2
-    unit = (up - down)[between]
-    assert ((found[:, between] == down[between]) | (found[:, between] == up[between])).all()
-    assert (((found.mean(0) - exact)[between]) / unit).abs().max() < 4.5 * 0.5 / rows**0.5
-    p = ((exact - down)[between] / unit).clamp(1e-6, 1 - 1e-6)
-    noise = ((found[:, between] - exact[between]) / unit) / (p * (1 - p)).sqrt()
+    result, exact = params.cpu().double(), w.double() + step.double()
+    down = torch.where(result < exact, result, -torch.inf).amax(0)
+    up = torch.where(result > exact, result, torch.inf).amin(0)
+    layer = down.isfinite() & up.isfinite()
+    assert layer.sum() > n / 2
+    unit = (up - down)[layer]
+    assert ((result[:, layer] == down[layer]) | (result[:, layer] == up[layer])).all()
+    assert (((result.mean(0) - exact)[layer]) / unit).abs().max() < 4.5 * 0.5 / rows**0.5
+    p = ((exact - down)[layer] / unit).clamp(1e-6, 1 - 1e-6)
+    noise = ((result[:, layer] - exact[layer]) / unit) / (p * (1 - p)).sqrt()
     for a, b in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1])):
         assert (a * b).mean().abs() < 5 / a.numel() ** 0.5 * (a * b).std()
 
@@ -144,12 +144,12 @@ def test_restore_is_bitwise(backend: Backend, case: Case) -> None:
     backend.load().restore_(params, backup_, case.table)
     memory.check()
     mask = case.mask()
-    after, expected = memory.read(params)[mask], backup.to(case.dtype)[mask]
+    restored, expected = memory.read(params)[mask], backup.to(case.dtype)[mask]
     # Rounding a NaN gives a NaN, of whatever payload; torch's foreach copy on CUDA does so in each half precision.
     if case.master or (backend.name, backend.device) == ("foreach", "cuda"):
-        assert torch.equal(after.isnan(), expected.isnan())
-        after, expected = after.nan_to_num(0.0), expected.nan_to_num(0.0)
-    assert same_bits(after, expected)
+        assert torch.equal(restored.isnan(), expected.isnan())
+        restored, expected = restored.nan_to_num(0.0), expected.nan_to_num(0.0)
+    assert same_bits(restored, expected)
 
 
 class Update:
@@ -197,8 +197,8 @@ class Update:
         mask = self.case.mask()
         close(self.memory.read(self.params)[mask], self.params64[mask])
         if self.backup is not None:
-            after = self.memory.read(self.backup)[mask]
-            close(after, self.params64[mask]) if keep else self.same(after, self.w[mask])
+            restored = self.memory.read(self.backup)[mask]
+            close(restored, self.params64[mask]) if keep else self.same(restored, self.w[mask])
 
     @staticmethod
     def same(a: Tensor, b: Tensor) -> None:
@@ -223,8 +223,8 @@ def test_update_norm(backend: Backend, case: Case, options: dict[str, bool]) -> 
 @st.composite
 def fields_of(draw: st.DrawFn, rule: str) -> tuple[str, ...]:
     """The fields of the state that a call has: all that are needed, and some of the others."""
-    found = rules.find(rule)
-    return tuple(name for name in found.state if name not in found.optional or draw(st.booleans()))
+    result = rules.find(rule)
+    return tuple(name for name in result.state if name not in result.optional or draw(st.booleans()))
 
 
 def state_of(case: Case, name: str) -> Tensor:
@@ -236,7 +236,7 @@ def state_of(case: Case, name: str) -> Tensor:
 @pytest.mark.parametrize("rule", rules.RULES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_update(backend: Backend, rule: str) -> None:
-    known = rules.find(rule)
+    rule_class = rules.find(rule)
 
     counts, founds = st.sampled_from((0.0, 1.0, 7.0, 1000.0)), st.sampled_from((None, False, True))
 
@@ -249,7 +249,7 @@ def test_update(backend: Backend, rule: str) -> None:
         first: bool,
         clip: bool,
         count: float,
-        found: bool | None,
+        result: bool | None,
     ) -> None:
         hparams, keep, sumsq, mask = case.hparams(rule), options["flag"], case.sums(), case.mask()
         hparams[:, 0, HParam.CLIP] = 0.0  # this group is not clipped
@@ -265,24 +265,24 @@ def test_update(backend: Backend, rule: str) -> None:
             options32["init_state"] = options64["init_state"] = first
         starts = {name: nan(case, case.compute) if rule == "sgd" and first else state_of(case, name) for name in fields}
         state = {name: update.state(name, start) for name, start in starts.items()}
-        state32, state64 = ([state[name][i] if name in state else None for name in known.state] for i in (0, 1))
-        if known.counter:
+        state32, state64 = ([state[name][i] if name in state else None for name in rule_class.state] for i in (0, 1))
+        if rule_class.counter:
             slots = int(case.table[:, 3].max()) + 2 if len(case.table) else 1
             options64["steps"] = torch.full((case.rows, slots), count) + torch.arange(slots)
             options32["steps"] = options64["steps"].to(backend.device, copy=True)
-        if found is not None:
-            options32["found_inf"] = torch.tensor([float(found)], device=backend.device)
-            options64["found_inf"] = torch.tensor([float(found)])
+        if result is not None:
+            options32["found_inf"] = torch.tensor([float(result)], device=backend.device)
+            options64["found_inf"] = torch.tensor([float(result)])
         reference.update_(*update.args64(hparams), rule, state64, **options64)
         update.memory.snapshot()
         backend.load().update_(*update.args(hparams), rule, state32, **options32)
-        update.check_weights(keep and not found)
-        if known.counter:
+        update.check_weights(keep and not result)
+        if rule_class.counter:
             assert torch.equal(options32["steps"].cpu(), options64["steps"])
         for name, (field, expected) in state.items():
             after = update.memory.read(field)[mask]
-            update.same(after, starts[name][mask]) if found else close(after, expected[mask])
-        if found:
+            update.same(after, starts[name][mask]) if result else close(after, expected[mask])
+        if result:
             update.same(update.memory.read(update.params)[mask], update.w.to(case.dtype)[mask])
 
     holds()
@@ -298,9 +298,9 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
     def draw() -> list[Tensor]:
         shapes = [(4, 3, 2, 2), (5, 7), (), (0, 3), (130,)]
         tensors = [torch.randn(rows, *shape, generator=generator) for shape in shapes]
-        one = tensors[0].flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (rows, -1))
-        assert rows == 1 or not one.is_contiguous()
-        return [one, tensors[1].transpose(1, 2).contiguous().transpose(1, 2), *tensors[2:]]
+        tensor = tensors[0].flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (rows, -1))
+        assert rows == 1 or not tensor.is_contiguous()
+        return [tensor, tensors[1].transpose(1, 2).contiguous().transpose(1, 2), *tensors[2:]]
 
     params, g1, g2 = draw(), draw(), draw()
     layout = Layout.from_tensors([t[0] for t in params])

@@ -80,9 +80,9 @@ def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
     """Yield the error and a wrong call for every misuse of every argument of an op."""
     op, args = calls(small_step())[name]
     for argument, value in zip(op._schema.arguments, args):
-        for what, change in misuses(argument.name, value):
-            if (name, f"{argument.name} {what}") not in HARMLESS:
-                yield f"{argument.name} {what}", *wrong_call(name, argument.name, change)
+        for words, change in misuses(argument.name, value):
+            if (name, f"{argument.name} {words}") not in HARMLESS:
+                yield f"{argument.name} {words}", *wrong_call(name, argument.name, change)
     if "hparams" in (a.name for a in op._schema.arguments):
         yield "a group that hparams lacks", *wrong_call(name, "table", entry(0, 2, 1))
     if name == "update_":
@@ -97,12 +97,12 @@ def everything(step: Step) -> str:
 @pytest.mark.parametrize("name", native._OPS)
 def test_every_misuse_of_a_raw_op_is_an_error(name: str) -> None:
     tried = 0
-    for what, op, step, args in cases(name):
-        before = everything(step)
+    for words, op, step, args in cases(name):
+        old_contents = everything(step)
         with pytest.raises(RuntimeError):
             op(*args)
-            pytest.fail(f"accepted: {what}")
-        assert everything(step) == before, what
+            pytest.fail(f"accepted: {words}")
+        assert everything(step) == old_contents, words
         tried += 1
     assert tried >= (12 if name == "accumulate_" else 25)
 

@@ -56,9 +56,9 @@ def tensors(draw, rows: int, shape: tuple[int, ...], low: float, high: float) ->
     """`[rows, *shape]`, or broadcast to it in some dimensions; in any order of memory."""
     sizes = [1 if draw(st.booleans()) else n for n in shape]
     order = draw(st.permutations(range(len(shape))))
-    made = torch.empty(rows, *(sizes[d] for d in order)).uniform_(low, high)
-    back = [order.index(d) for d in range(len(shape))]
-    return made.permute(0, *(1 + d for d in back))
+    result = torch.empty(rows, *(sizes[d] for d in order)).uniform_(low, high)
+    step_back = [order.index(d) for d in range(len(shape))]
+    return result.permute(0, *(1 + d for d in step_back))
 
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 7, 16, 17, 33]), min_size=1, max_size=4).map(tuple)
@@ -73,8 +73,8 @@ def test_elementwise(code: Code, rows: int, shape: tuple[int, ...], data: st.Dat
     full = (rows, *shape)
     reads = [operand(i, t, full) for i, t in enumerate(read)]
     out = torch.empty(full)
-    made = Instruction(code, shape, RowOperand(OUT, 0, out.stride()[1:]), *reads, number=x)
-    found = program([made.flatten()], read, out[0].numel()).view(full)
+    result = Instruction(code, shape, RowOperand(OUT, 0, out.stride()[1:]), *reads, number=x)
+    found = program([result.flatten()], read, out[0].numel()).view(full)
     exact = formula(*(t.double() for t in read), x).expand(full)
     size = sum(t.double().abs() for t in read) + exact.abs()
     assert bool(((found - exact).abs() <= ROUNDING * size.expand(full)).all())
@@ -85,9 +85,9 @@ def test_elementwise_where_numbers_end() -> None:
     for code in (Code.EXPONENTIAL, Code.LOGARITHM, Code.RELU, Code.SIGMOID, Code.TANH, Code.MAGNITUDE, Code.ROOT):
         formula, n = ELEMENTWISE[code][1], ends.numel()
         copy = Instruction(code, (n,), RowOperand(OUT, 0, (1,)), RowOperand(FIRST_INPUT, 0, (1,)))
-        found = program([copy], [ends], n)
+        result = program([copy], [ends], n)
         flushed = torch.where(ends.abs() < 2.0**-126, 0.0, ends)  # no denormals: trained classifiers would be slow
-        assert torch.allclose(found, formula(flushed, 0.0), rtol=1e-6, atol=1e-37, equal_nan=True), code.name
+        assert torch.allclose(result, formula(flushed, 0.0), rtol=1e-6, atol=1e-37, equal_nan=True), code.name
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,11 +95,11 @@ def test_elementwise_where_numbers_end() -> None:
 def test_sums(rows: int, shape: tuple[int, ...], data: st.DataObject) -> None:
     a = data.draw(tensors(rows, shape, -1.0, 1.0))
     over = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
-    kept = [1 if d in over else n for d, n in enumerate(shape)]
-    out = torch.empty(rows, *kept)
+    shape_of_sum = [1 if d in over else n for d, n in enumerate(shape)]
+    out = torch.empty(rows, *shape_of_sum)
     strides = tuple(0 if d in over else s for d, s in enumerate(out.stride()[1:]))
-    made = Instruction(Code.SUM, shape, RowOperand(OUT, 0, strides), operand(0, a, (rows, *shape)))
-    found = program([made.flatten()], [a], out[0].numel()).view(out.shape)
+    result = Instruction(Code.SUM, shape, RowOperand(OUT, 0, strides), operand(0, a, (rows, *shape)))
+    found = program([result.flatten()], [a], out[0].numel()).view(out.shape)
     exact = a.double().expand(rows, *shape)
     dims = [1 + d for d in over]
     bound = exact.abs().sum(dims, keepdim=True) * (exact[0].numel() + 1) * 2**-24
@@ -122,11 +122,11 @@ def test_log_softmax_and_its_gradient(rows: int, shape: tuple[int, ...], dim: in
             Instruction(Code.LOG_SOFTMAX, shape, place, reads[0]).by_classes(dim)
         return
     forward = Instruction(Code.LOG_SOFTMAX, shape, place, reads[0]).by_classes(dim)
-    found = program([forward], [a], a[0].numel()).view(a.shape)
-    assert torch.allclose(found.double(), outputs, rtol=1e-6, atol=3e-6)
+    result = program([forward], [a], a[0].numel()).view(a.shape)
+    assert torch.allclose(result.double(), outputs, rtol=1e-6, atol=3e-6)
     backward = Instruction(Code.LOG_SOFTMAX_BACKWARD, shape, place, reads[1], reads[2]).by_classes(dim)
-    found = program([backward], [a, g, outputs.detach().float()], a[0].numel()).view(a.shape)
-    assert torch.allclose(found.double(), gradient, rtol=1e-5, atol=3e-5)
+    result = program([backward], [a, g, outputs.detach().float()], a[0].numel()).view(a.shape)
+    assert torch.allclose(result.double(), gradient, rtol=1e-5, atol=3e-5)
 
 
 # --- words of other writers ---
@@ -143,8 +143,8 @@ def words_of(change: Callable[[dict[str, list[int]]], object] = lambda parts: No
     return [*parts["head"], *parts["inputs"], *parts["instruction"]]
 
 
-def put(part: str, at: int, word: int) -> Callable[[dict[str, list[int]]], object]:
-    return lambda parts: parts[part].__setitem__(at, word)
+def put(part: str, index: int, word: int) -> Callable[[dict[str, list[int]]], object]:
+    return lambda parts: parts[part].__setitem__(index, word)
 
 
 def add(words: list[int]) -> int:
@@ -174,11 +174,11 @@ def test_words_that_leave_their_memory_are_refused() -> None:
     for change in OUTSIDE:
         with pytest.raises(RuntimeError, match="row program"):
             add(words_of(change))
-    whole = words_of()
-    for cut in range(len(whole)):
-        if cut != len(whole) - EACH:  # a program of no instructions
+    words = words_of()
+    for cut in range(len(words)):
+        if cut != len(words) - EACH:  # a program of no instructions
             with pytest.raises(RuntimeError, match="row program"):
-                add(whole[:cut])
+                add(words[:cut])
 
 
 def test_operations_with_labels_stay_within_their_memory() -> None:
@@ -202,8 +202,8 @@ def test_operations_with_labels_stay_within_their_memory() -> None:
 
 def test_a_softmax_that_is_the_same_along_a_dimension() -> None:
     g, outputs = torch.randn(2, 3, 5), torch.randn(2, 3, 1).log_softmax(1)
-    given = [Input((3, 5), (5, 1)), Input((3, 1), (1, 1))]
+    inputs = [Input((3, 5), (5, 1)), Input((3, 1), (1, 1))]
     reads = RowOperand(FIRST_INPUT, 0, (5, 1)), RowOperand(FIRST_INPUT + 1, 0, (1, 0))
-    made = Instruction(Code.LOG_SOFTMAX_BACKWARD, (3, 5), RowOperand(OUT, 0, (5, 1)), *reads).by_classes(0)
-    found = ops.row_program([made], given, 0, 15)([g, outputs]).view(2, 3, 5)
+    result = Instruction(Code.LOG_SOFTMAX_BACKWARD, (3, 5), RowOperand(OUT, 0, (5, 1)), *reads).by_classes(0)
+    found = ops.row_program([result], inputs, 0, 15)([g, outputs]).view(2, 3, 5)
     assert torch.allclose(found, g - outputs.exp() * g.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{nat
 SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 64, 65])
 
 
-def matrix(rows: int, down: int, across: int, how: str) -> Tensor:
+def matrix(rows: int, down: int, across: int, mode: str) -> Tensor:
     """`[rows, down, across]`: dense, transposed, with gaps on all sides, or one row for all."""
-    if how == "transposed":
+    if mode == "transposed":
         return torch.randn(rows, across, down).mT
-    if how == "gaps":
+    if mode == "gaps":
         return torch.randn(2 * rows, 3 * down, across + 5)[::2, ::3, 2 : across + 2]
-    if how == "one":
+    if mode == "one":
         return torch.randn(down, across).expand(rows, -1, -1)
     return torch.randn(rows, down, across)
 
@@ -36,9 +36,11 @@ LAYOUTS = st.sampled_from(["dense", "transposed", "gaps", "one"])
 @given(
     st.integers(1, 4), SIZES, SIZES, SIZES, LAYOUTS, LAYOUTS, st.sampled_from([None, "full", "m", "n", "turned", "all"])
 )
-def test_products_equal_float64s(rows: int, m: int, k: int, n: int, left: str, right: str, bias: str | None) -> None:
+def test_products_equal_float64s(
+    rows: int, m: int, k: int, n: int, left_layout: str, right_layout: str, bias: str | None
+) -> None:
     small_bmm._product()
-    a, b = matrix(rows, m, k, left), matrix(rows, k, n, right)
+    a, b = matrix(rows, m, k, left_layout), matrix(rows, k, n, right_layout)
     shapes = {"full": (rows, m, n), "m": (rows, m, 1), "n": (rows, 1, n), "all": (1, 1, 1)}
     add = None if bias is None else torch.randn(rows, n, m).mT if bias == "turned" else torch.randn(shapes[bias])
     out = torch.ops.fastsam.product.default(a, b, add)
@@ -49,13 +51,13 @@ def test_products_equal_float64s(rows: int, m: int, k: int, n: int, left: str, r
     assert out.is_contiguous() and out.shape == exact.shape and bool(((out - exact).abs() <= bound).all())
     dense = torch.ops.fastsam.product.default(a.contiguous(), b.contiguous(), add)
     assert torch.equal(out, dense), "the order of memory changes no bit"
-    alone = torch.ops.fastsam.product.default(a[:1], b[:1], None if add is None else add[:1])
-    assert torch.equal(out[:1], alone), "nor do other rows"
+    single_product = torch.ops.fastsam.product.default(a[:1], b[:1], None if add is None else add[:1])
+    assert torch.equal(out[:1], single_product), "nor do other rows"
 
 
 def test_nothing_to_add_up() -> None:
-    found = torch.ops.fastsam.product.default(torch.ones(2, 3, 0), torch.ones(2, 0, 4), None)
-    assert torch.equal(found, torch.zeros(2, 3, 4))
+    result = torch.ops.fastsam.product.default(torch.ones(2, 3, 0), torch.ones(2, 0, 4), None)
+    assert torch.equal(result, torch.zeros(2, 3, 4))
     bias = torch.randn(2, 1, 4)
     out = torch.ops.fastsam.product.default(torch.ones(2, 3, 0), torch.ones(2, 0, 4), bias)
     assert torch.equal(out, bias.expand(2, 3, 4))
@@ -74,17 +76,17 @@ def test_no_memory_beside_the_operands_is_read() -> None:
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa: str) -> None:
     """The tests above with the instruction sets of older processors."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "float64 or beside or add_up"],
         env=os.environ | {"FASTSAM_ISA": isa},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-2000:]
+    assert process.returncode == 0 and "3 passed" in process.stdout, process.stdout[-2000:]
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "bias", "what"),
+    ("a", "b", "bias", "words"),
     [
         ((3, 4), (4, 5), None, "a and b must be"),
         ((2, 3, 4), (2, 5, 6), None, "b must be"),
@@ -92,8 +94,8 @@ def test_every_instruction_set(isa: str) -> None:
         ((2, 3, 4), (2, 4, 6), (2, 2, 6), "bias must be"),
     ],
 )
-def test_shapes_that_differ(a: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None, what: str) -> None:
-    with pytest.raises(RuntimeError, match=what):
+def test_shapes_that_differ(a: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
         torch.ops.fastsam.product.default(torch.ones(a), torch.ones(b), None if bias is None else torch.ones(bias))
     with pytest.raises(RuntimeError, match="float32"):
         torch.ops.fastsam.product.default(torch.ones(1, 1, 1).double(), torch.ones(1, 1, 1), None)

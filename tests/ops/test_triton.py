@@ -56,13 +56,13 @@ class Step:
 @interpreted
 def test_tensors_that_moved_are_found() -> None:
     """Gradients at other addresses in every step, some of them where others were: no stale table is ever used."""
-    ours, expected = Step(), Step()
+    actual, expected = Step(), Step()
     for seed in range(4):
         fresh = Step(seed=seed)  # the former step's gradients are freed, and their memory is handed out again
-        ours.run(triton_backend, ours.params, fresh.g1, fresh.g2)
+        actual.run(triton_backend, actual.params, fresh.g1, fresh.g2)
         expected.run(reference, expected.params, fresh.g1, fresh.g2)
-        ours.params = [p.clone() for p in ours.params]
-    for a, b in zip(ours.params, expected.params, strict=True):
+        actual.params = [p.clone() for p in actual.params]
+    for a, b in zip(actual.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -74,10 +74,10 @@ def test_tables_are_made_once_per_content() -> None:
     operand, _ = tables.operand_of(step.params, plan, 1)
     assert tables.operand_of(list(step.params), plan, 1)[0].pointer is operand.pointer
     assert tables.operand_of(step.g1, plan, 1)[0].pointer is not operand.pointer
-    other = step.table.clone()
-    other[0, 1] = 5
-    assert tables.chunk_table_of(other, device).n_chunks == plan.n_chunks
-    assert tables.chunk_table_of(other, device).lengths[0] == 5
+    other_table = step.table.clone()
+    other_table[0, 1] = 5
+    assert tables.chunk_table_of(other_table, device).n_chunks == plan.n_chunks
+    assert tables.chunk_table_of(other_table, device).lengths[0] == 5
     for i in range(2 * tables.ENTRIES):
         tables.chunk_table_of(torch.tensor([[16 * i, 1, 0, 0]]), device)
     assert len(tables._plans._entries) == tables.ENTRIES
@@ -176,8 +176,8 @@ def test_the_cpu_is_served_in_the_interpreter_only() -> None:
             reasons = [str(triton_backend.why_not(device)) for device in ("cpu", "cuda")]
         else:
             env = os.environ | {"TRITON_INTERPRET": value}
-            done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-            reasons = done.stdout.splitlines()
+            process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+            reasons = process.stdout.splitlines()
         assert cpu in reasons[0]
         if not torch.cuda.is_available():
             assert reasons[1] == "torch sees no CUDA device"
@@ -196,11 +196,11 @@ def test_without_triton_the_backend_says_so() -> None:
         "print(backends.select('auto', torch.device('cpu'), torch.float32).name)\n"
         "backends.select('triton', torch.device('cpu'), torch.float32)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    *reasons, auto = done.stdout.splitlines()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    *reasons, auto = process.stdout.splitlines()
     assert len(reasons) == 2 and all("pip install triton" in reason for reason in reasons)
     assert auto in ("native", "foreach")
-    assert "backend 'triton' cannot serve torch.float32 on cpu: triton: Triton cannot be imported" in done.stderr
+    assert "backend 'triton' cannot serve torch.float32 on cpu: triton: Triton cannot be imported" in process.stderr
 
 
 def test_without_a_c_compiler_gpus_are_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -224,27 +224,29 @@ def test_auto_never_takes_the_interpreter() -> None:
 @on_gpu
 def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
     """Replays of a captured step read the learning rate of the moment, and gradients where the graph has them."""
-    ours, expected = Step("cuda"), Step("cuda")
+    actual, expected = Step("cuda"), Step("cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    start = [p.clone() for p in ours.params]
+    start = [p.clone() for p in actual.params]
     with torch.cuda.stream(stream):
-        ours.run(triton_backend, ours.params, [g.clone() for g in ours.g1], ours.g2)
+        actual.run(triton_backend, actual.params, [g.clone() for g in actual.g1], actual.g2)
     torch.cuda.current_stream().wait_stream(stream)
-    for p, value in zip(ours.params, start, strict=True):
+    for p, value in zip(actual.params, start, strict=True):
         p.copy_(value)
-    ours.momentum.zero_()
+    actual.momentum.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours.run(triton_backend, ours.params, [g * 1 for g in ours.g1], ours.g2)  # gradients in the graph's own memory
+        actual.run(
+            triton_backend, actual.params, [g * 1 for g in actual.g1], actual.g2
+        )  # gradients in the graph's own memory
     for i in range(3):
-        for step in (ours, expected):
+        for step in (actual, expected):
             step.hparams[..., HParam.LR] = 0.1 / (i + 1)
             for g in step.g1:
                 g.mul_(1.5)
         graph.replay()
         expected.run(reference, expected.params, expected.g1, expected.g2)
-    for a, b in zip(ours.params, expected.params, strict=True):
+    for a, b in zip(actual.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -117,12 +117,12 @@ def _copy_loop(loop: Loop) -> None:
     loop.step()
 
 
-@pytest.mark.parametrize("one", [_keep_grads, _clear_grads, _zero_grads, _in_two_halves, _raise_error, _copy_loop])
-def test_nothing_is_told_where_nothing_is_lost(one: Callable[[Loop], None]) -> None:
+@pytest.mark.parametrize("action", [_keep_grads, _clear_grads, _zero_grads, _in_two_halves, _raise_error, _copy_loop])
+def test_nothing_is_told_where_nothing_is_lost(action: Callable[[Loop], None]) -> None:
     loop = Loop()
     with expect_warnings(0):
         for _ in range(6):
-            one(loop)
+            action(loop)
 
 
 def test_watching_keeps_no_gradient() -> None:

@@ -38,14 +38,14 @@ def make_training(
     return params, opt, torch.amp.GradScaler(backend.device, init_scale=1024.0)
 
 
-def plain_step(params: list[nn.Parameter], opt: FusedSAM, scaler: Any, bad: bool = False) -> None:
+def plain_step(params: list[nn.Parameter], opt: FusedSAM, scaler: Any, is_bad: bool = False) -> None:
     """Take a step. Non-finite first gradients perturb nothing, so it equals SGD with the second gradients."""
     old_weights = copies(params)
     scaled_backward(params, scaler, 0)
-    if bad:
+    if is_bad:
         params[0].grad[1] = math.inf
     opt.first_step()
-    assert same_bits(old_weights, params) is bad
+    assert same_bits(old_weights, params) is is_bad
     scaled_backward(params, scaler, 0)
     expected = [b - 0.1 * p.grad / 1024 for b, p in zip(old_weights, params)]
     scaler.step(opt)
@@ -55,7 +55,7 @@ def plain_step(params: list[nn.Parameter], opt: FusedSAM, scaler: Any, bad: bool
 
 
 def test_a_bad_first_pass_alone_is_a_plain_step(backend: Backend) -> None:
-    plain_step(*make_training(backend), bad=True)
+    plain_step(*make_training(backend), is_bad=True)
 
 
 @pytest.mark.parametrize("call_style", ["positional", "keyword"])

@@ -169,7 +169,7 @@ def test_two_optimizers_on_parts_of_a_model(backend: Backend) -> None:
 
 def test_a_base_that_stops_being_fused(backend: Backend) -> None:
     """amsgrad switched on in mid-training: Adam's own step takes over, with the state there is."""
-    model, other = Model(torch.float64, backend.device), Model(torch.float64, backend.device)
+    model, other_model = Model(torch.float64, backend.device), Model(torch.float64, backend.device)
     opt = FusedSAM(model.parameters(), torch.optim.Adam, lr=0.1, backend=backend.name)
     train(model, opt, range(2))
     backward(model.params, 2)
@@ -181,16 +181,16 @@ def test_a_base_that_stops_being_fused(backend: Backend) -> None:
     opt.second_step()
     train(model, opt, range(3, 5))
 
-    reference = FusedSAM(other.parameters(), torch.optim.Adam, lr=0.1, backend=backend.name)
-    train(other, reference, range(2))
-    amsgrad = FusedSAM(other.parameters(), torch.optim.Adam, lr=0.1, amsgrad=True, backend=backend.name)
+    reference = FusedSAM(other_model.parameters(), torch.optim.Adam, lr=0.1, backend=backend.name)
+    train(other_model, reference, range(2))
+    amsgrad = FusedSAM(other_model.parameters(), torch.optim.Adam, lr=0.1, amsgrad=True, backend=backend.name)
     state = reference.state_dict()
     state["param_groups"][0]["amsgrad"] = True
     for entry in state["state"].values():
         entry["max_exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
     amsgrad.load_state_dict(state)
-    train(other, amsgrad, range(2, 5))
-    for p, q in zip(model.params, other.params):
+    train(other_model, amsgrad, range(2, 5))
+    for p, q in zip(model.params, other_model.params):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 

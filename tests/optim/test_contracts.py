@@ -28,27 +28,27 @@ def through_a_file(training: Training, spec: Spec) -> Training:
     file = io.BytesIO()
     torch.save(training.opt.state_dict(), file)
     file.seek(0)
-    other = spec.make()
-    other.opt.param_groups[0].update(lr=9.0, rho=0.7)
+    other_training = spec.make()
+    other_training.opt.param_groups[0].update(lr=9.0, rho=0.7)
     with torch.no_grad():
-        for p, q in zip(other.params, training.params, strict=True):
+        for p, q in zip(other_training.params, training.params, strict=True):
             p.copy_(q)
-    other.opt.load_state_dict(torch.load(file, weights_only=True))
-    return other
+    other_training.opt.load_state_dict(torch.load(file, weights_only=True))
+    return other_training
 
 
 def through_dcp(training: Training, spec: Spec) -> Training:
     """Copy the state by torch.distributed.checkpoint's functions, which take a model."""
     dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    other = spec.make()
-    fresh = copies(other.params)
-    models = [nn.ParameterList(each.params) for each in (training, other)]
-    dcp.get_optimizer_state_dict(models[1], other.opt)
-    assert same_bits(fresh, other.params), "to ask for the state writes no weights"
+    other_training = spec.make()
+    fresh = copies(other_training.params)
+    models = [nn.ParameterList(case.params) for case in (training, other_training)]
+    dcp.get_optimizer_state_dict(models[1], other_training.opt)
+    assert same_bits(fresh, other_training.params), "to ask for the state writes no weights"
     optimizer_state = copy.deepcopy(dcp.get_optimizer_state_dict(models[0], training.opt))
     models[1].load_state_dict(models[0].state_dict())
-    dcp.set_optimizer_state_dict(models[1], other.opt, optimizer_state)
-    return other
+    dcp.set_optimizer_state_dict(models[1], other_training.opt, optimizer_state)
+    return other_training
 
 
 def move_storages(training: Training, spec: Spec) -> Training:
@@ -73,7 +73,7 @@ def test_a_training_goes_on_where_it_was_saved(spec: Spec, way: str) -> None:
         pytest.skip("torch's loading casts the float32 mu_product of NAdam to the parameters' dtype")
     if way == "distributed" and not (spec.fused and spec.options != "stochastic"):
         pytest.skip("torch makes the state by a step, which only fused bases leave out; it carries no count of noise")
-    whole = spec.make(6)
+    full_training = spec.make(6)
     for moment in ("new", "idle", "evaluated" if spec.one_pass else "between"):
         if way == "distributed" and moment != ("evaluated" if spec.one_pass else "idle"):
             continue  # torch's functions save no perturbed weights
@@ -84,14 +84,14 @@ def test_a_training_goes_on_where_it_was_saved(spec: Spec, way: str) -> None:
         if moment == "between":
             training.backward(3)
             training.opt.first_step(zero_grad=True)
-        other, old_weights = WAYS[way](training, spec), copies(training.params)
+        other_training, old_weights = WAYS[way](training, spec), copies(training.params)
         if moment == "evaluated":
-            other.opt.train()
+            other_training.opt.train()
         if moment == "between":
-            loss_of(other, 3).backward()
-            other.opt.second_step()
-        other.steps(range(start + (moment == "between"), 6))
-        assert same_bits(other.params, whole.params), moment
+            loss_of(other_training, 3).backward()
+            other_training.opt.second_step()
+        other_training.steps(range(start + (moment == "between"), 6))
+        assert same_bits(other_training.params, full_training.params), moment
         assert way == "moved" or same_bits(old_weights, training.params), moment
 
 
@@ -115,29 +115,29 @@ def test_a_converted_training_is_that_of_its_state(spec: Spec, conversion: str) 
         if moment == "between":
             training.backward(3)
             training.opt.first_step()
-        for each in (training, plain):
-            each.opt.eval()
-            each.opt.zero_grad()
+        for case in (training, plain):
+            case.opt.eval()
+            case.opt.zero_grad()
         plain_state = plain.opt.state_dict()
         torch.__future__.set_swap_module_params_on_conversion(moment == "idle")
         try:
-            for each in (training, plain):
-                CONVERSIONS[conversion](nn.ParameterList(each.params))
+            for case in (training, plain):
+                CONVERSIONS[conversion](nn.ParameterList(case.params))
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
         if moment == "between":
             training.opt.restore()
             assert same_bits(training.params, plain.params), "the unperturbed weights are converted too"
-        other = spec._replace(dtype=training.params[0].dtype).make()
+        other_training = spec._replace(dtype=training.params[0].dtype).make()
         with torch.no_grad():
-            for p, q in zip(other.params, plain.params, strict=True):
+            for p, q in zip(other_training.params, plain.params, strict=True):
                 p.copy_(q)
-        other.opt.load_state_dict(plain_state)
-        for each in (training, other):
-            each.opt.train()
-            each.steps(range(3, 5))
+        other_training.opt.load_state_dict(plain_state)
+        for case in (training, other_training):
+            case.opt.train()
+            case.steps(range(3, 5))
         if moment != "between" or spec.options != "stochastic":
-            assert same_bits(training.params, other.params), moment
+            assert same_bits(training.params, other_training.params), moment
 
 
 # --- one step in every style ---
@@ -145,7 +145,7 @@ def test_a_converted_training_is_that_of_its_state(spec: Spec, conversion: str) 
 
 @every_training
 def test_a_closure_is_the_two_halves(spec: Spec) -> None:
-    whole, calls = spec.make(4), []
+    full_training, calls = spec.make(4), []
     closure, halves, kept_grads, cleared_grads, context = (spec.make() for _ in range(5))
     for t in range(4):
         perturbs = halves.opt.perturbs
@@ -179,7 +179,7 @@ def test_a_closure_is_the_two_halves(spec: Spec) -> None:
             context.opt.step()
     assert len(calls) == sum(1 + (not spec.one_pass and p) for p in perturbations(spec, 4))
     for training in (closure, halves, kept_grads, cleared_grads, context):
-        assert same_bits(training.params, whole.params)
+        assert same_bits(training.params, full_training.params)
 
 
 def perturbations(spec: Spec, steps: int) -> list[bool]:
@@ -194,7 +194,7 @@ def assert_follows(result: Training, expected: Training, start: Training, part: 
     """Assert that `result` is off by at most `part` of the distance that the training went."""
     for training in (result, expected):
         training.opt.eval()
-    f, e, s = (torch.cat([p.detach().double().flatten() for p in each.params]) for each in (result, expected, start))
+    f, e, s = (torch.cat([p.detach().double().flatten() for p in case.params]) for case in (result, expected, start))
     assert (f - e).norm() <= part * (e - s).norm()
 
 
@@ -210,18 +210,18 @@ def test_backends_agree(spec: Spec) -> None:
 @every_training
 def test_places_in_memory_change_nothing(spec: Spec) -> None:
     """Transposed, not aligned, with gaps, which stay as they were; gradients whose elements are in any order."""
-    dense, other = spec.make(), spec.make(layouts=awkward)
+    dense, other_training = spec.make(), spec.make(layouts=awkward)
     for t in range(3):
         by_hand(dense, t)
 
         def reorder(_: int, t: int = t) -> None:
-            p = other.params[0]
+            p = other_training.params[0]
             p.grad = p.grad.contiguous() if t % 2 else p.grad.t().contiguous().t()
 
-        by_hand(other, t, spoil=None if spec.options == "in backward" else reorder)
-    assert_follows(other, dense, spec.make(), {8: 1e-9, 4: 1e-3, 2: 0.05}[spec.dtype.itemsize])
+        by_hand(other_training, t, spoil=None if spec.options == "in backward" else reorder)
+    assert_follows(other_training, dense, spec.make(), {8: 1e-9, 4: 1e-3, 2: 0.05}[spec.dtype.itemsize])
     if spec.options not in ("exclusive", "in backward"):
-        p = other.params[2]
+        p = other_training.params[2]
         room = p.as_strided((*p.shape[:-1], 2 * p.shape[-1]), p.stride())
         assert room[..., p.shape[-1] :].isnan().all(), "wrote into the gaps"
 
@@ -258,8 +258,8 @@ def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
     late_training.params[1].requires_grad_(False)
     for t in range(4):
         late_training.params[1].requires_grad_(t > 1)
-        for each in (late_training, present):
-            by_hand(each, t, spoil=lambda _, each=each, t=t: t > 1 or setattr(each.params[1], "grad", None))
+        for case in (late_training, present):
+            by_hand(case, t, spoil=lambda _, case=case, t=t: t > 1 or setattr(case.params[1], "grad", None))
     if spec.options not in ("in backward", "stochastic"):  # updated already; noise depends on the layout
         assert same_bits(outcome(late_training), outcome(present))
 
@@ -293,7 +293,7 @@ def test_gradients_that_are_not_finite_leave_everything(spec: Spec) -> None:
     if spec.options in ("in backward", "stochastic"):
         pytest.skip("optimizer_in_backward=True refuses both; another perturbation has another noise")
     for kind, passes, start in itertools.product(("scaler", "skip_nonfinite"), ((1,), (0, 1)), (0, 3)):
-        training, other = spec.make(start, skip_nonfinite=kind == "skip_nonfinite"), spec.make(start)
+        training, other_training = spec.make(start, skip_nonfinite=kind == "skip_nonfinite"), spec.make(start)
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         scaler.scale(torch.ones(()))  # makes its scale
         old_weights, old, addresses = copies(training.params), state(training.opt), places(training.params)
@@ -307,7 +307,7 @@ def test_gradients_that_are_not_finite_leave_everything(spec: Spec) -> None:
                 training.opt.first_step(zero_grad=True)
         assert same_bits(old_weights, training.params) and places(training.params) == addresses, (kind, passes, start)
         assert not start or same_bits(old, state(training.opt)), (kind, passes)  # the first look makes its entries
-        other.opt._engine.steps = training.opt._engine.steps  # a step that was skipped counts
-        for each in (training, other):
-            each.steps(range(start + 1, start + 3))
-        assert same_bits(training.params, other.params), (kind, passes, start)
+        other_training.opt._engine.steps = training.opt._engine.steps  # a step that was skipped counts
+        for case in (training, other_training):
+            case.steps(range(start + 1, start + 3))
+        assert same_bits(training.params, other_training.params), (kind, passes, start)

@@ -182,7 +182,7 @@ def test_surroundings_change_no_bit(spec: Spec, name: str) -> None:
 def test_exclusive_parameters_and_groups_change_no_bit(spec: Spec) -> None:
     """Groups with the same options, given by name or set later; memory that is exchanged, or not worth it; updates in
     the backward pass; and all parameters at home between the steps."""
-    whole = spec.make(4)
+    full_training = spec.make(4)
     option_sets: list[dict[str, Any]] = [{}]
     if not spec.one_pass:
         option_sets += [{"assume_no_alias": True}]
@@ -194,11 +194,11 @@ def test_exclusive_parameters_and_groups_change_no_bit(spec: Spec) -> None:
         for t in range(4):
             training.steps(range(t, t + 1)) if t % 2 else by_hand(training, t)
             assert places(training.params) == addresses, options
-        assert same_bits(training.params, whole.params), options
+        assert same_bits(training.params, full_training.params), options
     groups = spec.make(0, groups=[[0], [1, 2]])
     groups.opt.param_groups[0]["lr"], lr = 0.0, groups.opt.param_groups[0]["lr"]
     groups.opt.param_groups[0]["lr"] = lr
-    assert same_bits(groups.steps(range(4)).params, whole.params)
+    assert same_bits(groups.steps(range(4)).params, full_training.params)
 
 
 @every_training

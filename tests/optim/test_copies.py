@@ -25,10 +25,10 @@ def test_a_copy_works_with_hooks_and_schedulers(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     torch.optim.lr_scheduler.StepLR(opt, 1)
-    other, other_opt = copy.deepcopy((model, opt))
+    other_model, other_opt = copy.deepcopy((model, opt))
     calls: list[int] = []
     other_opt.register_step_post_hook(lambda *_: calls.append(1))
-    train(other, other_opt, range(2))
+    train(other_model, other_opt, range(2))
     assert len(calls) == 2
     assert repr(other_opt).startswith("FusedSAM (")
 

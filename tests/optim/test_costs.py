@@ -122,8 +122,10 @@ def test_gradients_that_become_others_after_steady_steps(kind: str, half: int) -
                 for i, p in enumerate(params):
                     p.grad = torch.randn(p.shape, generator=generator)
                     if (number, k, i) == (3, half, 2):
-                        other = OTHER_GRADIENTS[kind](p.grad)
-                        p.grad = other if lazy or other is None else torch.Tensor(other.detach().contiguous())
+                        other_grad = OTHER_GRADIENTS[kind](p.grad)
+                        p.grad = (
+                            other_grad if lazy or other_grad is None else torch.Tensor(other_grad.detach().contiguous())
+                        )
                 guard = opt._engine._guard
                 assert (number, k) != (3, half) or (guard and (k == 0) in guard.expectations), "expected before"
                 move()

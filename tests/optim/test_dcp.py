@@ -64,22 +64,22 @@ def test_a_state_that_is_made_for_it_is_that_of_no_step(sam: SAM) -> None:
 @pytest.mark.parametrize("base", ["sgd", "nadam"])
 def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, flat: bool, tmp_path: Path) -> None:
     cls, options = BASES[base]
-    net, other = Net(), Net()
-    opt, fresh = (FusedSAM(m.parameters(), cls, variant=sam, **options) for m in (net, other))
+    net, other_net = Net(), Net()
+    opt, fresh = (FusedSAM(m.parameters(), cls, variant=sam, **options) for m in (net, other_net))
     for number in range(4):
         step(net, opt, number)
     form = state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
     source_state = state_dict.get_optimizer_state_dict(net, opt, options=form)
     torch.distributed.checkpoint.save(source_state, checkpoint_id=tmp_path, no_dist=True)
-    target_state = state_dict.get_optimizer_state_dict(other, fresh, options=form)
+    target_state = state_dict.get_optimizer_state_dict(other_net, fresh, options=form)
     torch.distributed.checkpoint.load(target_state, checkpoint_id=tmp_path, no_dist=True)
-    state_dict.set_optimizer_state_dict(other, fresh, target_state, options=form)
-    other.load_state_dict(net.state_dict())
+    state_dict.set_optimizer_state_dict(other_net, fresh, target_state, options=form)
+    other_net.load_state_dict(net.state_dict())
     for number in range(4, 8):
         assert fresh.perturbs == opt.perturbs
         step(net, opt, number)
-        step(other, fresh, number)
-    assert same_bits(list(net.parameters()), list(other.parameters()))
+        step(other_net, fresh, number)
+    assert same_bits(list(net.parameters()), list(other_net.parameters()))
 
 
 def test_perturbed_weights_are_not_saved_for_others() -> None:

@@ -66,8 +66,8 @@ def test_on_a_gpu_the_memory_waits_for_the_stream_that_updates(monkeypatch: pyte
         targets = [torch.zeros(p.shape).as_subclass(RecordedTensor) for p in params]
         addresses = places(targets)
         swap.set_targets(targets, is_donated)
-        for p, other in zip(params, targets, strict=True):
-            p.data = other.as_subclass(Tensor)
+        for p, target in zip(params, targets, strict=True):
+            p.data = target.as_subclass(Tensor)
         for slot in range(slots):
             assert swap.swap_back_one(slot)
             assert [address for address, _ in waits] == (addresses[:1] if is_donated else [])

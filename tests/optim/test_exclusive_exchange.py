@@ -39,11 +39,13 @@ def find_swaps(params: Sequence[Tensor], opt: FusedSAM) -> list[bool]:
 @pytest.mark.parametrize("side", SIDES)
 def test_both_sides_of_the_limit(side: str, dtype: torch.dtype, base: type[torch.optim.Optimizer]) -> None:
     params, plain = make_params(SIDES[side], dtype), make_params(SIDES[side], dtype)
-    exclusive_opt, other = (FusedSAM(p, base, lr=0.1, rho=0.2, assume_no_alias=p is params) for p in (params, plain))
+    exclusive_opt, plain_opt = (
+        FusedSAM(p, base, lr=0.1, rho=0.2, assume_no_alias=p is params) for p in (params, plain)
+    )
     for step in range(2):
         halves(exclusive_opt, params, step)
-        halves(other, plain, step)
-    assert same_bits(params, plain) and same_bits([exclusive_opt.grad_norm], [other.grad_norm])
+        halves(plain_opt, plain, step)
+    assert same_bits(params, plain) and same_bits([exclusive_opt.grad_norm], [plain_opt.grad_norm])
     assert find_swaps(params, exclusive_opt) == [side == "exchanged"] * 2
     assert same_bits(params, plain), "looking at the perturbed point changes nothing"
 

@@ -54,7 +54,7 @@ def tensor_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("base", "dtype", "sam", "each"),
+    ("base", "dtype", "sam", "case"),
     [
         ("adamw", torch.bfloat16, GSAM(), 14),
         pytest.param("sgd", torch.float32, SAM(), 8, marks=pytest.mark.slow),
@@ -63,7 +63,7 @@ def tensor_bytes() -> int:
     ],
     ids=str,
 )
-def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SAM, each: int) -> None:
+def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SAM, case: int) -> None:
     """`each`: bytes per parameter that is trained (docs/fused_sam_memory.md)."""
     model, (cls, options) = AdapterModel(dtype), BASES[base]
     old_bytes = tensor_bytes()
@@ -71,7 +71,7 @@ def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SA
     step(model, opt, 0)
     opt.zero_grad()
     trainable_size = model.adapter.weight.numel()
-    assert tensor_bytes() - old_bytes < (each + 2) * trainable_size + 4096, "padding and options are small"
+    assert tensor_bytes() - old_bytes < (case + 2) * trainable_size + 4096, "padding and options are small"
     assert model.base.weight.numel() + model.late.weight.numel() > 99 * trainable_size
 
 
@@ -133,13 +133,13 @@ def test_it_may_join_in_the_second_pass() -> None:
     params, opt = train(SAM(0.2), BASES["sgd"], (3, 1))
     assert len(opt.state) == 3 and opt._engine.uninitialized_numbers() == []
     other_params = make_parameters(SHAPES, torch.float32)
-    other = FusedSAM(other_params, SGD, rho=0.2, **BASES["sgd"][1])
+    other_opt = FusedSAM(other_params, SGD, rho=0.2, **BASES["sgd"][1])
     for number in range(6):
         for half in range(2):
             backward(other_params, number)
             if (number, half) < (3, 1):
                 other_params[1].grad = None
-            (other.second_step if half else other.first_step)()
+            (other_opt.second_step if half else other_opt.first_step)()
     assert same_bits(params, other_params)
 
 

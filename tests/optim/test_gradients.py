@@ -39,13 +39,13 @@ def test_a_zero_gradient_does_not_perturb(backend: Backend) -> None:
     opt.restore()
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_first_gradient_that_is_not_finite_perturbs_nothing(bad: float, backend: Backend) -> None:
+@pytest.mark.parametrize("bad_value", [math.inf, -math.inf, math.nan])
+def test_a_first_gradient_that_is_not_finite_perturbs_nothing(bad_value: float, backend: Backend) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
     old_weights = copies(params)
     backward(params, 0)
-    params[1].grad[0] = bad
+    params[1].grad[0] = bad_value
     opt.first_step()
     assert same_bits(old_weights, params)
     backward(params, 0)

@@ -98,8 +98,8 @@ def test_without_cleared_gradients_it_changes_nothing() -> None:
 
 def test_an_exception_in_the_second_pass_leaves_whole_updates_and_original_weights() -> None:
     """Each parameter one of both, in its own memory; and the next step is an ordinary one."""
-    params, whole = make_parameters([(4,), (4,)], torch.float32), make_parameters([(4,), (4,)], torch.float32)
-    opt, other = make_optimizer(params), make_optimizer(whole)
+    params, all_params = make_parameters([(4,), (4,)], torch.float32), make_parameters([(4,), (4,)], torch.float32)
+    opt, other_opt = make_optimizer(params), make_optimizer(all_params)
 
     def closure_with(weights: Params, raises: bool) -> Callable[[], Tensor]:
         calls: list[int] = []
@@ -121,9 +121,11 @@ def test_an_exception_in_the_second_pass_leaves_whole_updates_and_original_weigh
     addresses, start = places(params), copies(params)
     with pytest.raises(Interrupt):
         opt.step(closure_with(params, True))
-    other.step(closure_with(whole, False))
+    other_opt.step(closure_with(all_params, False))
     assert places(params) == addresses and hooks(params) == 0
-    assert same_bits(params[:1], start[:1]) and (same_bits(params[1:], whole[1:]) or same_bits(params[1:], start[1:]))
+    assert same_bits(params[:1], start[:1]) and (
+        same_bits(params[1:], all_params[1:]) or same_bits(params[1:], start[1:])
+    )
     opt.step(closure_with(params, False))
     assert not same_bits(params[:1], start[:1])
 

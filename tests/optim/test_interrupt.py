@@ -31,11 +31,11 @@ PLANS += [(SGD._replace(variant=name), style, 2, None) for name, style in (("loo
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(("spec", "style", "warm", "backend"), PLANS, ids=str)
-@pytest.mark.parametrize("each", [8, pytest.param(1, marks=pytest.mark.slow)])
-def test_raising_at_every_line(spec: Spec, style: str, warm: int, backend: str | None, each: int) -> None:
+@pytest.mark.parametrize("case", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_raising_at_every_line(spec: Spec, style: str, warm: int, backend: str | None, case: int) -> None:
     """In `make test` at every eighth line."""
     plan = Plan(spec, style, warm, backend)
-    for line in range(0, plan.lines(), each):
+    for line in range(0, plan.lines(), case):
         assert plan.interrupted(Tracer(line, plan.folders))
 
 

@@ -20,7 +20,7 @@ from tests.helpers.variant_cases import RHO, fused
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rounds", [False, True], ids=["nearest", "stochastic"])
 def test_evaluation_changes_no_bit_of_the_training(name: str, base: str, dtype: torch.dtype, rounds: bool) -> None:
-    whole = trained(name, 4, base, dtype=dtype, stochastic_rounding=rounds)
+    full_run = trained(name, 4, base, dtype=dtype, stochastic_rounding=rounds)
     training = trained(name, 0, base, dtype=dtype, stochastic_rounding=rounds)
     for t in range(4):
         training.opt.train()
@@ -33,7 +33,7 @@ def test_evaluation_changes_no_bit_of_the_training(name: str, base: str, dtype: 
         training.opt.train()
         training.opt.train()
         assert training.opt.training and same_bits(point, training.params)
-    assert same_bits(whole.params, training.params)
+    assert same_bits(full_run.params, training.params)
 
 
 def test_evaluating_leaves_the_mode_that_it_found() -> None:
@@ -97,17 +97,19 @@ def test_the_models_modes_are_the_optimizers() -> None:
 def test_a_copy_of_the_model_moves_no_weights_of_the_other(copy_method: str) -> None:
     model, opt = make_hooked_model()
     perturbed_weights = copies(model.parameters())
-    other: nn.Sequential = copy.deepcopy(model) if copy_method == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert other.eval() is other and not other[0].training and model.training
+    other_model: nn.Sequential = (
+        copy.deepcopy(model) if copy_method == "deepcopy" else pickle.loads(pickle.dumps(model))
+    )
+    assert other_model.eval() is other_model and not other_model[0].training and model.training
     assert opt.training and same_bits(perturbed_weights, copies(model.parameters()))
-    assert same_bits(perturbed_weights, copies(other.parameters()))
-    both: tuple[nn.Sequential, FusedSAM] = (
+    assert same_bits(perturbed_weights, copies(other_model.parameters()))
+    pair: tuple[nn.Sequential, FusedSAM] = (
         copy.deepcopy((model, opt)) if copy_method == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
     )
-    both[0].eval()
-    assert not both[1].training and opt.training and not same_bits(perturbed_weights, copies(both[0].parameters()))
+    pair[0].eval()
+    assert not pair[1].training and opt.training and not same_bits(perturbed_weights, copies(pair[0].parameters()))
     model.eval()
-    assert same_bits(copies(model.parameters()), copies(both[0].parameters()))
+    assert same_bits(copies(model.parameters()), copies(pair[0].parameters()))
 
 
 def test_a_model_outlives_its_optimizer() -> None:

@@ -66,7 +66,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (lambda groups, **options: object(), {}, TypeError, "must make a torch.optim.Optimizer"),
     # variants
     *((SGD, {"variant": GSAM(), **more}, ValueError, "combined with") for more in ({"rho": 1}, {"adaptive": 1})),
-    *((SGD, {"variant": wrong}, TypeError, "variant must be an instance") for wrong in (GSAM, "gsam")),
+    *((SGD, {"variant": wrong_variant}, TypeError, "variant must be an instance") for wrong_variant in (GSAM, "gsam")),
     (SGD, {"variant": GSAM(rho=-1.0)}, ValueError, "rho must be 0 or more"),
     *((base, {"variant": MSAM()}, ValueError, words)
       for base, words in ((SGD, "parameter group 0 has none; give one: momentum=0.9"),
@@ -142,8 +142,8 @@ def test_a_base_optimizer_without_a_learning_rate_serves_no_decoupled_sharpness(
 
 def test_parameters_that_are_refused() -> None:
     a, b = make_parameters([(6,), (4,)], torch.float32)
-    whole = torch.randn(4, 6)
-    view, disjoint, overlap = (nn.Parameter(t) for t in (whole[:, :3], whole[:, 3:], whole[1:, 2:5]))
+    matrix = torch.randn(4, 6)
+    view, disjoint, overlap = (nn.Parameter(t) for t in (matrix[:, :3], matrix[:, 3:], matrix[1:, 2:5]))
     flat = nn.Parameter(torch.ones(4))
     flat._is_flat_param = True  # type: ignore[attr-defined]  # what FullyShardedDataParallel marks its parameters with
     collection = "params must be parameters or parameter groups, got"
@@ -179,7 +179,7 @@ def test_a_group_that_is_refused_is_not_added(backend: Backend) -> None:
     params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
     fresh = make_parameters([(3,)], torch.float32, backend.device)
     opt = FusedSAM(params, SGD, variant=MSAM(), lr=0.1, momentum=0.9, backend=backend.name)
-    bad: list[tuple[Any, type[Exception], str]] = [
+    bad_states: list[tuple[Any, type[Exception], str]] = [
         ({"params": params[:1]}, ValueError, "more than one parameter group"),
         ({"params": fresh * 2}, ValueError, "duplicate"),
         ({"params": [nn.Parameter(params[0].data)]}, ValueError, "shares memory"),
@@ -191,7 +191,7 @@ def test_a_group_that_is_refused_is_not_added(backend: Backend) -> None:
         ({"params": fresh, "momentum": 0.0}, ValueError, "parameter group 1 has none"),
         *(({"params": fresh, n: "x"}, TypeError, f"{n} {NUMBER} str in parameter group 1") for n in ("lr", "momentum")),
     ]  # fmt: skip
-    for group, error, message in bad:
+    for group, error, message in bad_states:
         with pytest.raises(error, match=message):
             opt.add_param_group(group)
         assert len(opt.param_groups) == 1 and opt.base_optimizer.param_groups is opt.param_groups

@@ -47,11 +47,11 @@ def test_it_goes_on_from_its_state(name: str) -> None:
         opt._opt_called = True  # type: ignore[attr-defined]
         rates.step()
         schedule.step()
-    other = optimizer()[0]
-    other.load_state_dict(opt.state_dict())
-    new_schedule = make(other)
+    other_opt = optimizer()[0]
+    other_opt.load_state_dict(opt.state_dict())
+    new_schedule = make(other_opt)
     new_schedule.load_state_dict(schedule.state_dict())
-    assert other.param_groups[0]["rho"] == pytest.approx(expected(2))
+    assert other_opt.param_groups[0]["rho"] == pytest.approx(expected(2))
     assert new_schedule.last_step == 2 and new_schedule.max_rhos == [0.4]
 
 

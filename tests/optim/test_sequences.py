@@ -40,11 +40,11 @@ class Training(RuleBasedStateMachine):
     def start(self, base: tuple[Any, dict[str, Any]], adaptive: bool, backend: str, assume_no_alias: bool) -> None:
         storage_swap.MIN_MEAN_NUMEL_CPU = 0  # small tensors too
         self.base, self.options = base[0], {**base[1], "rho": 0.3, "adaptive": adaptive}
-        self.ours = {"backend": backend, "assume_no_alias": assume_no_alias}
+        self.actual = {"backend": backend, "assume_no_alias": assume_no_alias}
         self.time, self.perturbed = 0, False
         self.params = make_parameters([(5, 3), (8,), (), (2, 3, 2, 2)], torch.float64)
         self.params[3].data = self.params[3].data.to(memory_format=torch.channels_last)
-        self.opt = FusedSAM(self.params, self.base, **self.ours, **self.options)
+        self.opt = FusedSAM(self.params, self.base, **self.actual, **self.options)
         self.oracle = Oracle([{"params": self.params}], self.base, self.options)
 
     def _gradients(self, absent: set[int]) -> None:
@@ -102,7 +102,7 @@ class Training(RuleBasedStateMachine):
         state_dict, weights = self.opt.state_dict(), copies(self.params)
         groups = [{"params": [nn.Parameter(w) for w in weights[:4]]}]
         groups += [{"params": [nn.Parameter(w)]} for w in weights[4:]]
-        self.opt = FusedSAM(groups, self.base, **self.ours, **{**self.options, "lr": 9.0})
+        self.opt = FusedSAM(groups, self.base, **self.actual, **{**self.options, "lr": 9.0})
         self.params = [p for group in groups for p in group["params"]]
         self.opt.load_state_dict(state_dict)
 

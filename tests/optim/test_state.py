@@ -68,9 +68,9 @@ def test_momenta_of_half_precision_weights_stay_float32(backend: Backend) -> Non
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     train(model, opt, range(3))
     state_dict = opt.state_dict()
-    other = FusedSAM(copy.deepcopy(model).parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    other.load_state_dict(state_dict)
-    for i, entry in other.state_dict()["state"].items():
+    other_opt = FusedSAM(copy.deepcopy(model).parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
+    other_opt.load_state_dict(state_dict)
+    for i, entry in other_opt.state_dict()["state"].items():
         for key in ("momentum_buffer", "master"):
             assert entry[key].dtype == torch.float32
             assert same_bits([entry[key]], [state_dict["state"][i][key]])

@@ -132,28 +132,28 @@ def test_a_copy_made_between_the_passes_goes_on_alike(copy_method: str) -> None:
     loop = Loop(model, FusedSAM(model.parameters(), SGD, lr=0.1, model=model))
     loop.loss()
     loop.opt.first_step(zero_grad=True)
-    both = model, loop.opt
+    pair = model, loop.opt
     if copy_method == "state dict":
-        other = Net()
-        opt = FusedSAM(other.parameters(), SGD, lr=0.1, model=other)
-        other.load_state_dict(model.state_dict())
+        other_net = Net()
+        opt = FusedSAM(other_net.parameters(), SGD, lr=0.1, model=other_net)
+        other_net.load_state_dict(model.state_dict())
         opt.load_state_dict(loop.opt.state_dict())
     else:
-        other, opt = copy.deepcopy(both) if copy_method == "deepcopy" else pickle.loads(pickle.dumps(both))
-    for each in (loop, Loop(other, opt)):
-        each.loss()
-        each.opt.second_step()
-        in_halves(each)
-    assert same_bits(list(model.parameters()), list(other.parameters()))
-    assert same_bits(list(model.buffers()), list(other.buffers())) and passes_of(other)[0] == 2
-    assert other[1].track_running_stats
+        other_net, opt = copy.deepcopy(pair) if copy_method == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    for case in (loop, Loop(other_net, opt)):
+        case.loss()
+        case.opt.second_step()
+        in_halves(case)
+    assert same_bits(list(model.parameters()), list(other_net.parameters()))
+    assert same_bits(list(model.buffers()), list(other_net.buffers())) and passes_of(other_net)[0] == 2
+    assert other_net[1].track_running_stats
 
 
 def test_what_is_no_model() -> None:
     p = nn.Parameter(torch.ones(2))
-    for wrong in (3, [nn.ReLU(), 3]):
+    for wrong_model in (3, [nn.ReLU(), 3]):
         with pytest.raises(TypeError, match="model must be a torch.nn.Module or several, got 3"):
-            FusedSAM([p], SGD, lr=0.1, model=wrong)  # type: ignore[arg-type]
+            FusedSAM([p], SGD, lr=0.1, model=wrong_model)  # type: ignore[arg-type]
 
 
 def test_the_optimizer_does_not_keep_the_model() -> None:

@@ -101,9 +101,9 @@ def test_accumulation_over_micro_batches(backend: Backend) -> None:
                 opt.step(partial(run, batches))
         return params
 
-    whole = train("whole")
+    full_run = train("whole")
     for style in ("closure", "by hand"):
-        for p, q in zip(train(style), whole):
+        for p, q in zip(train(style), full_run):
             torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 

@@ -187,8 +187,8 @@ def test_frozen_statistics_after_an_exception() -> None:
     with pytest.raises(KeyboardInterrupt), frozen_batchnorm_stats(model):
         raise KeyboardInterrupt
     assert model.layers[1].track_running_stats and identities == list(map(id, model.buffers()))
-    wrong: Any = [model]
-    with pytest.raises(TypeError, match="expects a torch.nn.Module, got list"), frozen_batchnorm_stats(wrong):
+    wrong_models: Any = [model]
+    with pytest.raises(TypeError, match="expects a torch.nn.Module, got list"), frozen_batchnorm_stats(wrong_models):
         pass
 
 

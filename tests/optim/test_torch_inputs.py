@@ -114,12 +114,12 @@ def follow_the_base(name: str, optim_input: Any) -> None:
     for step in range(6):
         if step == 3:  # the state goes to a fresh optimizer, and to a copy
             other_params = [nn.Parameter(p.detach().clone()) for p in params]
-            other = FusedSAM(other_params, base, rho=0.2, **copy.deepcopy(options))
-            other.load_state_dict(opt.state_dict())
+            other_opt = FusedSAM(other_params, base, rho=0.2, **copy.deepcopy(options))
+            other_opt.load_state_dict(opt.state_dict())
             twin_params, twin = copy.deepcopy((params, opt))
         step_both(opt, oracle, params, step)
         if step >= 3:
-            step_both(other, None, other_params, step)
+            step_both(other_opt, None, other_params, step)
             step_both(twin, None, twin_params, step)
     assert same_bits(params, twin_params)
     if name == "NAdam":  # torch's own loading casts its float32 mu_product to the parameter's dtype

@@ -22,8 +22,8 @@ def test_no_gap_is_sam_to_the_last_bit() -> None:
 def test_a_half_of_wsam_is_sam_and_nothing_of_it_the_base_optimizer() -> None:
     half = fused(WSAM(RHO, gamma=0.5, decouple=False), "sgd", 3), fused(SAM(RHO), "sgd", 3)
     zero = fused(WSAM(RHO, gamma=0.0), "sgd", 3), fused(SAM(0.0), "sgd", 3)
-    for one, other in (half, zero):
-        assert same_bits(one.params, other.params)
+    for half_sam, zero_sam in (half, zero):
+        assert same_bits(half_sam.params, zero_sam.params)
 
 
 class Part(SAM):
@@ -56,8 +56,8 @@ def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]
 
 def test_directions_of_the_gradient_alone_are_sams() -> None:
     sam = fused(SAM(RHO), "sgd", 3, dtype=torch.float32).params
-    for other in (VaSSO(RHO, theta=1.0), FriendlySAM(RHO, sigma=0.0)):
-        assert same_bits(sam, fused(other, "sgd", 3, dtype=torch.float32).params)
+    for variant in (VaSSO(RHO, theta=1.0), FriendlySAM(RHO, sigma=0.0)):
+        assert same_bits(sam, fused(variant, "sgd", 3, dtype=torch.float32).params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

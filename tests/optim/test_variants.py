@@ -207,8 +207,8 @@ def test_the_state_of_another_variant(source: str, loads: str, is_refused: bool)
 
 
 def test_the_state_of_another_variant_between_its_passes() -> None:
-    training, other = fused(CASES["gsam"].sam, "sgd", 1), fused(CASES["wsam"].sam, "sgd", 0)
+    training, other_training = fused(CASES["gsam"].sam, "sgd", 1), fused(CASES["wsam"].sam, "sgd", 0)
     training.backward(1)
     training.opt.first_step()
     with pytest.raises(ValueError, match="of GSAM, between its two passes"):
-        other.opt.load_state_dict(training.opt.state_dict())
+        other_training.opt.load_state_dict(training.opt.state_dict())

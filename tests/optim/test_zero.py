@@ -15,9 +15,9 @@ def test_zero_is_the_base_and_never_around() -> None:
 
     One test has both cases, because two processes take seconds to import torch.distributed.optim.
     """
-    (whole, zero_weights, count, message), (_, other, other_count, _) = on_ranks(2, beside_zero)
-    for p, q, r in zip(whole, zero_weights, other):
+    (weights, zero_weights, count, message), (_, other_weights, other_count, _) = on_ranks(2, beside_zero)
+    for p, q, r in zip(weights, zero_weights, other_weights):
         np.testing.assert_array_equal(q, r, "the ranks stay together")
         np.testing.assert_allclose(p, q, rtol=1e-5, atol=1e-6)
-    assert count and other_count and count + other_count == len(whole), "each rank has a part of the state"
+    assert count and other_count and count + other_count == len(weights), "each rank has a part of the state"
     assert "FusedSAM(model.parameters(), ZeroRedundancyOptimizer, optimizer_class=" in message

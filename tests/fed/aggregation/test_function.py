@@ -22,8 +22,8 @@ def run(aggregation: Any, algorithm: fed.Algorithm | None = None, executor: str 
 @pytest.mark.parametrize("executor", ["sequential", "threads", "vmap"])
 def test_the_mean_as_a_function_is_the_mean(executor: str) -> None:
     plain = run("mean", executor=executor, weighting="samples").model
-    made = run(mean, executor=executor, weighting="samples").model
-    for p, q in zip(plain.parameters(), made.parameters(), strict=True):
+    result = run(mean, executor=executor, weighting="samples").model
+    for p, q in zip(plain.parameters(), result.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 

@@ -23,38 +23,40 @@ def made(text: str) -> RobustAggregator:
     return rule
 
 
-def aggregate(text: str, given: list[Tensor], weights: list[int] | None = None) -> Tensor:
+def aggregate(text: str, inputs: list[Tensor], weights: list[int] | None = None) -> Tensor:
     """Return the change of the model in a round with these deltas."""
-    rule, weights = made(text), [1] * len(given) if weights is None else weights
-    chosen = rule.select(given)
-    return rule.mean([given[i] for i in chosen], [weights[i] for i in chosen])
+    rule, weights = made(text), [1] * len(inputs) if weights is None else weights
+    selection = rule.select(inputs)
+    return rule.mean([inputs[i] for i in selection], [weights[i] for i in selection])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 9])
 def test_the_median_is_numpys(n: int) -> None:
-    given = rows(n)
-    assert np.allclose(aggregate("median", given), np.median(torch.stack(given).double(), axis=0), atol=1e-15)
+    inputs = rows(n)
+    assert np.allclose(aggregate("median", inputs), np.median(torch.stack(inputs).double(), axis=0), atol=1e-15)
 
 
 @pytest.mark.parametrize(("share", "n", "k"),
     [(0.2, 9, 2), (0.1, 30, 3), (0.0, 9, 0), (0.5, 9, 4), (0.4, 2, 0), (0.01, 5, 1)])  # fmt: skip
 def test_the_trimmed_mean_leaves_out_the_share_at_both_ends(share: float, n: int, k: int) -> None:
-    given = rows(n)
-    ordered = np.sort(torch.stack(given).double().numpy(), axis=0)
-    assert np.allclose(aggregate(f"trimmed_mean:{share}", given), ordered[k : n - k].mean(axis=0), atol=1e-15)
+    inputs = rows(n)
+    ordered = np.sort(torch.stack(inputs).double().numpy(), axis=0)
+    assert np.allclose(aggregate(f"trimmed_mean:{share}", inputs), ordered[k : n - k].mean(axis=0), atol=1e-15)
 
 
 def test_blocks_of_columns_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = [aggregate(text, rows()) for text in ("median", "trimmed_mean")]
+    aggregates = [aggregate(text, rows()) for text in ("median", "trimmed_mean")]
     monkeypatch.setattr("fastsam.fed.aggregation.base._BLOCK", 7)
-    assert all(torch.equal(aggregate(t, rows()), x) for t, x in zip(("median", "trimmed_mean"), whole, strict=True))
+    assert all(
+        torch.equal(aggregate(t, rows()), x) for t, x in zip(("median", "trimmed_mean"), aggregates, strict=True)
+    )
 
 
-def krum_by_hand(given: list[Tensor], f: int) -> list[int]:
+def krum_by_hand(inputs: list[Tensor], f: int) -> list[int]:
     """The clients in the order of their scores, by the sentence in the paper."""
-    n, scores = len(given), []
+    n, scores = len(inputs), []
     for i in range(n):
-        distances = sorted(float((given[i].double() - given[j].double()).square().sum()) for j in range(n) if j != i)
+        distances = sorted(float((inputs[i].double() - inputs[j].double()).square().sum()) for j in range(n) if j != i)
         scores.append(sum(distances[: n - f - 2]))
     return sorted(range(n), key=scores.__getitem__)
 
@@ -64,10 +66,10 @@ def krum_by_hand(given: list[Tensor], f: int) -> list[int]:
 )
 def test_krum_takes_those_of_the_least_scores(text: str, f: int, m: int) -> None:
     for seed in range(5):
-        given = rows(seed=seed)
-        chosen = sorted(krum_by_hand(given, f)[:m])
-        assert made(text).select(given) == chosen
-        assert torch.allclose(aggregate(text, given), torch.stack([given[i].double() for i in chosen]).mean(0))
+        inputs = rows(seed=seed)
+        selection = sorted(krum_by_hand(inputs, f)[:m])
+        assert made(text).select(inputs) == selection
+        assert torch.allclose(aggregate(text, inputs), torch.stack([inputs[i].double() for i in selection]).mean(0))
 
 
 def test_krum_of_one_or_two_clients_is_their_mean_and_of_equal_ones_the_first() -> None:
@@ -76,12 +78,12 @@ def test_krum_of_one_or_two_clients_is_their_mean_and_of_equal_ones_the_first() 
 
 
 def test_the_norm_filter_is_the_weighted_mean_of_those_within_the_limit() -> None:
-    given = [x / x.norm() for x in rows(5)]
-    given[1], given[3] = 9.9 * given[1], 10.1 * given[3]
-    assert made("norm_filter").select(given) == [0, 1, 2, 4]
-    assert made("norm_filter:11").select(given) == [0, 1, 2, 3, 4]
-    expected = sum(w * given[i].double() for i, w in ((0, 3), (1, 1), (2, 7), (4, 2))) / 13
-    assert torch.allclose(aggregate("norm_filter", given, [3, 1, 7, 5, 2]), expected)
+    inputs = [x / x.norm() for x in rows(5)]
+    inputs[1], inputs[3] = 9.9 * inputs[1], 10.1 * inputs[3]
+    assert made("norm_filter").select(inputs) == [0, 1, 2, 4]
+    assert made("norm_filter:11").select(inputs) == [0, 1, 2, 3, 4]
+    expected = sum(w * inputs[i].double() for i, w in ((0, 3), (1, 1), (2, 7), (4, 2))) / 13
+    assert torch.allclose(aggregate("norm_filter", inputs, [3, 1, 7, 5, 2]), expected)
     assert made("norm_filter").select([torch.zeros(4)] * 3) == [0, 1, 2]  # a cohort that does not move has no outlier
 
 
@@ -90,24 +92,24 @@ def test_the_norm_filter_is_the_weighted_mean_of_those_within_the_limit() -> Non
 def test_one_client_of_nine_cannot_take_the_others_away(text: str, dtype: torch.dtype) -> None:
     """The result stays in the box of the other clients for any outlier at any position; the mean does not."""
     for place, size in itertools.product((0, 4, 8), (1e8, -1e30)):
-        good = rows(dtype=dtype)
-        bad = [*good]
-        bad[place] = torch.full((P,), size, dtype=dtype)
-        others = torch.stack(good[:place] + good[place + 1 :]).double()
-        moved = aggregate(text, bad)
-        assert moved.dtype == torch.float64
-        assert (moved >= others.amin(0) - 1e-12).all() and (moved <= others.amax(0) + 1e-12).all()
-        assert abs(float(torch.stack(bad).double().mean(0).mean())) > 1e6
+        good_rows = rows(dtype=dtype)
+        all_rows = [*good_rows]
+        all_rows[place] = torch.full((P,), size, dtype=dtype)
+        good_matrix = torch.stack(good_rows[:place] + good_rows[place + 1 :]).double()
+        mean = aggregate(text, all_rows)
+        assert mean.dtype == torch.float64
+        assert (mean >= good_matrix.amin(0) - 1e-12).all() and (mean <= good_matrix.amax(0) + 1e-12).all()
+        assert abs(float(torch.stack(all_rows).double().mean(0).mean())) > 1e6
 
 
 @pytest.mark.parametrize("text", [name for name in names() if name != "mean"])
 def test_nobody_is_written_into_and_shapes_stay(text: str) -> None:
-    given = [x.view(1, P) for x in rows()]
-    before = [x.clone() for x in given]
-    assert aggregate(text, given).shape == (1, P)
-    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    inputs = [x.view(1, P) for x in rows()]
+    original = [x.clone() for x in inputs]
+    assert aggregate(text, inputs).shape == (1, P)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, original, strict=True))
 
 
 def test_every_rule_is_there_by_its_file() -> None:
     assert names() == ["mean", "krum", "median", "multi_krum", "norm_filter", "trimmed_mean"]
-    assert rule_of("mean") is None and all(type(rule_of(name)) is made for name, made in registry.items())
+    assert rule_of("mean") is None and all(type(rule_of(name)) is cls for name, cls in registry.items())

@@ -36,11 +36,11 @@ def accuracy(aggregation: str, poison: float, algorithm: fed.Algorithm) -> float
     """At the end of five rounds, in the second of which client 4 takes part, once."""
     clients, test = blobs(poison)
     torch.manual_seed(0)
-    everybody, others = list(range(10)), [i for i in range(10) if i != 4]
+    everybody, other_clients = list(range(10)), [i for i in range(10) if i != 4]
     result = fed.run(
         nn.Linear(6, 3), clients, algorithm, rounds=5, eval_every=5, test=test, aggregation=aggregation,
         executor="sequential", lr=0.1,
-        sampler=lambda t, generator: everybody if t == 1 else others,
+        sampler=lambda t, generator: everybody if t == 1 else other_clients,
     )  # fmt: skip
     return result.history[-1]["test_accuracy"]
 
@@ -57,7 +57,7 @@ def test_a_poisoned_client_ruins_the_mean_and_no_robust_rule(algorithm: fed.Algo
 
 
 def test_the_mean_by_name_is_the_default_to_the_bit() -> None:
-    runs = [fed_runs.run(fed.FedSAM(), "sequential", **OPTIONS, **own) for own in ({}, {"aggregation": "mean"})]
+    runs = [fed_runs.run(fed.FedSAM(), "sequential", **OPTIONS, **options) for options in ({}, {"aggregation": "mean"})]
     assert digest(runs[0]) == digest(runs[1])
     assert "left_out" not in runs[0].history[0]
 
@@ -77,15 +77,15 @@ def test_a_rule_that_leaves_nobody_out_is_the_mean() -> None:
     assert oracle.difference(d, e) < 1e-14
 
 
-WHOLE = [made for made in fed.algorithms.registry.values() if made.own_parameters is fed.Algorithm.own_parameters]
+WHOLE = [cls for cls in fed.algorithms.registry.values() if cls.own_parameters is fed.Algorithm.own_parameters]
 SERVED = sorted(
-    made.__name__
-    for name, made in fed.algorithms.registry.items()
-    if not (made().uses_sums or made.sends_weights or name.startswith("centralised") or made in (fed.FedBN, fed.FedRep))
+    cls.__name__
+    for name, cls in fed.algorithms.registry.items()
+    if not (cls().uses_sums or cls.sends_weights or name.startswith("centralised") or cls in (fed.FedBN, fed.FedRep))
 )
 
 
-@pytest.mark.parametrize("name", sorted(WHOLE, key=lambda made: made.__name__), ids=lambda m: m.__name__)
+@pytest.mark.parametrize("name", sorted(WHOLE, key=lambda cls: cls.__name__), ids=lambda m: m.__name__)
 def test_every_algorithm_is_served_or_refused_by_name(name: type[fed.Algorithm]) -> None:
     if name.__name__ in SERVED:
         _, parameters = cases.METHODS[FIRST[name.__name__]] if name.__name__ in FIRST else ("", {})
@@ -103,11 +103,11 @@ def test_every_algorithm_is_served_or_refused_by_name(name: type[fed.Algorithm])
 
 @pytest.mark.parametrize("method", [*FIRST.values(), "fedsmoo-mu-active", "fedsmoo-mu-all", "fedsmoo-alone"])
 def test_what_an_algorithm_says_of_totals_is_what_it_uploads(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    kinds, own = set(), Cohort.check
+    kinds, original = set(), Cohort.check
 
     def check(self: Cohort) -> None:
         kinds.update(kind for kind, _ in self.sums._vectors)
-        own(self)
+        original(self)
 
     monkeypatch.setattr(Cohort, "check", check)
     name, parameters = cases.METHODS[method]
@@ -123,11 +123,11 @@ def test_fedsmoo_without_sums_is_served() -> None:
 def test_records_say_whom_a_rule_left_out() -> None:
     clients, test = blobs(1e8)
     run = {"rounds": 2, "participation": 1.0, "test": test, "executor": "sequential", "lr": 0.05}
-    found = {a: fed.run(nn.Linear(6, 3), clients, fed.FedAvg(), aggregation=a, **run).history for a in RULES}
-    assert [r["left_out"] for r in found["norm_filter"]] == [[4], [4]]
-    assert all(len(r["left_out"]) == 9 and 4 in r["left_out"] for r in found["krum"])
-    assert all(len(r["left_out"]) == 4 and 4 in r["left_out"] for r in found["multi_krum"])
-    assert all(r["left_out"] == [] for r in found["median"])
+    result = {a: fed.run(nn.Linear(6, 3), clients, fed.FedAvg(), aggregation=a, **run).history for a in RULES}
+    assert [r["left_out"] for r in result["norm_filter"]] == [[4], [4]]
+    assert all(len(r["left_out"]) == 9 and 4 in r["left_out"] for r in result["krum"])
+    assert all(len(r["left_out"]) == 4 and 4 in r["left_out"] for r in result["multi_krum"])
+    assert all(r["left_out"] == [] for r in result["median"])
 
 
 def test_clients_that_are_not_finite_are_excluded_before_a_rule_sees_them() -> None:

@@ -57,13 +57,13 @@ def test_the_table_has_every_algorithm():
 
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
 def test_the_table_says_what_the_class_declares(name):
-    made = fed.algorithms.registry[name]()
+    cls = fed.algorithms.registry[name]()
     _, _, _, _, _, server, client, down, up, passes, memory, _ = ROWS[name]
-    assert ROWS[name][0] == f"`{made!r}`"
-    numbers = made.download_vectors, made.upload_vectors, made.working_vectors
+    assert ROWS[name][0] == f"`{cls!r}`"
+    numbers = cls.download_vectors, cls.upload_vectors, cls.working_vectors
     assert (down, up, memory) == tuple(f"{number:g}" for number in numbers)
-    assert passes == str(made.backward_passes)
-    assert made.server_vectors == len(vectors(server)) and made.client_vectors == len(vectors(client))
+    assert passes == str(cls.backward_passes)
+    assert cls.server_vectors == len(vectors(server)) and cls.client_vectors == len(vectors(client))
 
 
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
@@ -121,20 +121,20 @@ def test_the_examples_of_own_algorithms_are_what_they_say():
     def final(algorithm):
         return [p.detach() for p in fed.run(model, clients, algorithm, rounds=4, participation=1.0).model.parameters()]
 
-    theirs = import_object(f"{ROOT / 'examples' / 'own_algorithm.py'}:FedAvgM", "algorithm")
+    expected = import_object(f"{ROOT / 'examples' / 'own_algorithm.py'}:FedAvgM", "algorithm")
     for options in ({"beta": 0.5}, {"beta": 0.0, "rho": 0.3}):
-        for p, q in zip(final(names["FedAvgM"](**options)), final(theirs(**options))):
+        for p, q in zip(final(names["FedAvgM"](**options)), final(expected(**options))):
             assert torch.equal(p, q)
     pairs = [(names["FedAvgM"](beta=0.0, rho=0.3), fed.FedSAM(rho=0.3)), (names["Scaffold"](), fed.SCAFFOLD())]
     same_as_fedavg = (names["OwnHead"](mu=0.0), names["Plain"](), names["Sparse"](1.0), names["IFCA"](1))
-    for ours, built_in in (*pairs, *((algorithm, fed.FedAvg()) for algorithm in same_as_fedavg)):
-        for p, q in zip(final(ours), final(built_in)):
+    for actual, built_in in (*pairs, *((algorithm, fed.FedAvg()) for algorithm in same_as_fedavg)):
+        for p, q in zip(final(actual), final(built_in)):
             torch.testing.assert_close(p, q)
     assert not all(map(torch.equal, final(names["Sparse"](0.1)), final(fed.FedAvg())))
     names |= {"data": SimpleNamespace(classes=2), "model": model}
-    alone = fed.run(model, clients[:1], fed.FedAvg(), rounds=4)
+    single_run = fed.run(model, clients[:1], fed.FedAvg(), rounds=4)
     protos = fed.run(model, clients, names["FedProto"](mu=0.0), rounds=4, participation=1.0)
-    for p, q in zip(protos.client_model(0).parameters(), alone.model.parameters()):
+    for p, q in zip(protos.client_model(0).parameters(), single_run.model.parameters()):
         torch.testing.assert_close(p, q)
     assert (
         protos.history[0]["train_loss"]
@@ -146,11 +146,11 @@ def test_the_examples_of_own_algorithms_are_what_they_say():
     assert not all(map(torch.equal, final(names["Distilled"]()), final(fed.FedAvg())))
     record = Watched(names["Averaged"]())
     final(record)
-    for before, after in pairwise(
+    for old_record, new_record in pairwise(
         record._servers
     ):  # from the second round on, what is evaluated is not what is trained
-        torch.testing.assert_close(after["w"], (before["w"] + after["x"]) / 2)
-    assert not torch.equal(after["w"], after["x"])
+        torch.testing.assert_close(new_record["w"], (old_record["w"] + new_record["x"]) / 2)
+    assert not torch.equal(new_record["w"], new_record["x"])
     with pytest.raises(ValueError, match=r"beta must lie in \[0, 1\)"):
         names["FedAvgM"](beta=1.0)
 

@@ -62,13 +62,13 @@ def at_the_end_of(record, t, name, size):
     """Return the sum over all clients of the state `name` after round t, zero for clients that have not taken part."""
     total = torch.zeros(size, dtype=torch.float64)
     for states in record._kept.values():
-        known = [state[name] for when, state in states if when <= t]
-        total += known[-1] if known else 0
+        past_states = [state[name] for time, state in states if time <= t]
+        total += past_states[-1] if past_states else 0
     return total
 
 
 @pytest.mark.parametrize(
-    ("made", "server", "client"),
+    ("result", "server", "client"),
     [
         (lambda r, p: fed.SCAFFOLD(), "c", "c_i"),
         (lambda r, p: fed.FedGAMMA(rho=r), "c", "c_i"),
@@ -83,8 +83,8 @@ def at_the_end_of(record, t, name, size):
 )
 @settings(max_examples=3, deadline=None)
 @given(rho=RHO, phi=PHI, options=RUNS)
-def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(made, server, client, rho, phi, options):
-    record = watched(made(rho, phi), **options)
+def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(result, server, client, rho, phi, options):
+    record = watched(result(rho, phi), **options)
     for t, state in enumerate(record._servers[1:]):
         mean = at_the_end_of(record, t, client, len(state[server])) / CLIENTS
         torch.testing.assert_close(state[server], mean, rtol=1e-10, atol=1e-13 / options["lr"])
@@ -92,7 +92,7 @@ def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(made, server
 
 
 @pytest.mark.parametrize(
-    "made",
+    "module",
     [
         lambda r, p: fed.FedSAM(rho=r), lambda r, p: fed.FedGSAM(rho=r, alpha=p),
         lambda r, p: fed.MoFedSAM(rho=r, beta=p), lambda r, p: fed.FedGAMMA(rho=r),
@@ -103,9 +103,9 @@ def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(made, server
 )  # fmt: skip
 @settings(max_examples=2, deadline=None)
 @given(rho=RHO, phi=PHI, options=RUNS)
-def test_perturbations_have_length_rho_over_the_whole_model(made, rho, phi, options):
+def test_perturbations_have_length_rho_over_the_whole_model(module, rho, phi, options):
     """All layers together: not one radius per tensor, and not a sum of norms."""
-    _, points, _ = spied(made(rho, phi), oracle.ragged_clients(), rounds=3, batch_size=5, **options)
+    _, points, _ = spied(module(rho, phi), oracle.ragged_clients(), rounds=3, batch_size=5, **options)
     assert len(points) >= 2 and len(points) % 2 == 0
     for w, z in zip(points[0::2], points[1::2]):
         assert math.isclose((z - w).norm().item(), rho, rel_tol=1e-4)

@@ -34,7 +34,7 @@ NEEDS = {
     "eta": {"adaptive": True, "eta": 0.3}, "lr_min": {"rho_min": 0.01, "lr_min": 0.05},
     "rho_g": {"threshold": 0.0, "rho_g": 0.3}, "window": {"threshold": 0.145, "window": 1},
 }  # fmt: skip
-CASES = [(name, field.name) for name, made in REGISTRY.items() for field in fields(made)]
+CASES = [(name, field.name) for name, cls in REGISTRY.items() for field in fields(cls)]
 
 
 def problem():
@@ -63,9 +63,9 @@ def of_defaults(name):
 )
 def test_every_option_has_an_effect(name, option):
     needed = {} if name == "pfedme" else NEEDS  # its eta is a learning rate
-    made, changed = REGISTRY[name], needed.get(option, {option: OTHER.get(option, 0.3)})
-    default = {key: value for key, value in changed.items() if key != option}
-    assert not torch.equal(final(made(**changed)), final(made(**default)) if default else of_defaults(name))
+    cls, changes = REGISTRY[name], needed.get(option, {option: OTHER.get(option, 0.3)})
+    default = {key: value for key, value in changes.items() if key != option}
+    assert not torch.equal(final(cls(**changes)), final(cls(**default)) if default else of_defaults(name))
 
 
 @pytest.mark.parametrize("rule", ["mu_active", "mu_all"])
@@ -73,7 +73,7 @@ def test_the_rules_for_s_differ(rule):
     assert not torch.equal(final(fed.FedSMOO(rho=0.5, s_rule=rule)), final(fed.FedSMOO(rho=0.5)))
 
 
-@pytest.mark.parametrize("name", [name for name, made in REGISTRY.items() if "rho" in made.__dataclass_fields__])
+@pytest.mark.parametrize("name", [name for name, cls in REGISTRY.items() if "rho" in cls.__dataclass_fields__])
 @pytest.mark.parametrize("rho", [-0.1, math.nan, "a lot", None, [0.1]])
 def test_every_radius_is_checked(name, rho):
     with pytest.raises(ValueError, match="rho"):
@@ -83,14 +83,14 @@ def test_every_radius_is_checked(name, rho):
 @pytest.mark.parametrize("name", list(REGISTRY))
 def test_a_record_gives_the_same_algorithm_again(name):
     """Every option, changed, through the command line's file and back."""
-    changed = {f.name: OTHER[f.name] for f in fields(REGISTRY[name]) if f.name in OTHER}
+    changes = {f.name: OTHER[f.name] for f in fields(REGISTRY[name]) if f.name in OTHER}
     if name == "fedadam":
-        changed.pop("V0")
-    resolved = config.resolve(config.ConfigSource({"algorithm": name}, {name: changed}))
-    again = config.resolve(config.ConfigSource(*_split(resolved.record())))
-    assert again == resolved
-    assert REGISTRY[name](**resolved.options) == REGISTRY[name](**changed)
-    assert hash(REGISTRY[name](**resolved.options)) == hash(REGISTRY[name](**changed))
+        changes.pop("V0")
+    resolved = config.resolve(config.ConfigSource({"algorithm": name}, {name: changes}))
+    repeat = config.resolve(config.ConfigSource(*_split(resolved.record())))
+    assert repeat == resolved
+    assert REGISTRY[name](**resolved.options) == REGISTRY[name](**changes)
+    assert hash(REGISTRY[name](**resolved.options)) == hash(REGISTRY[name](**changes))
 
 
 def _split(record):
@@ -109,11 +109,11 @@ def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
     wrapped = models.Pixels(inner, (0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
     method = fed.FedRobust(form=form, ascent_steps=ascent_steps, eta_2=0.1)
     options = {"rounds": 2, "batch_size": 4, "lr": 0.1, "executor": "sequential"}
-    ours = fed.run(wrapped, images, method, **options).model.model
+    actual = fed.run(wrapped, images, method, **options).model.model
     floats = [(wrapped.normalise(x), y) for x, y in images]
-    theirs = fed.run(inner, floats, method, **options).model
+    expected = fed.run(inner, floats, method, **options).model
     at_rest = fed.run(wrapped, images, fed.FedAvg(), **options).model.model
-    for a, b, c in zip(ours.parameters(), theirs.parameters(), at_rest.parameters(), strict=True):
+    for a, b, c in zip(actual.parameters(), expected.parameters(), at_rest.parameters(), strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c)
     with pytest.raises(ValueError, match=r"got torch.uint8; for images of bytes .* be a fastsam.fed.models.Pixels"):
         fed.run(torch.nn.Sequential(wrapped), images, method, **options)
@@ -137,12 +137,12 @@ def test_a_zero_gradient_is_not_perturbed():
 
 def test_the_registry_names_every_algorithm():
     assert len(fed.algorithms.registry) == 41
-    for name, made in fed.algorithms.registry.items():
-        assert made.__name__.lower().replace("_", "-") == name
-        assert getattr(fed, made.__name__) is made
-        assert made() == made()  # frozen dataclasses with defaults
+    for name, cls in fed.algorithms.registry.items():
+        assert cls.__name__.lower().replace("_", "-") == name
+        assert getattr(fed, cls.__name__) is cls
+        assert cls() == cls()  # frozen dataclasses with defaults
         with pytest.raises(AttributeError):
-            made().rho = 1
+            cls().rho = 1
 
 
 # --- Radii that change from round to round: numbers, formulas, functions.
@@ -152,12 +152,12 @@ MODEL = torch.nn.Linear(1, 1)
 ROWS = fed.ParameterLayout.from_model(MODEL, Layout.from_tensors(trainable(MODEL)))
 
 
-def radii(made):
+def radii(cls):
     """The options that take a schedule."""
-    return {field.name for field in fields(made) if field.type == "Scheduled"}
+    return {field.name for field in fields(cls) if field.type == "Scheduled"}
 
 
-RADIUS = [name for name, made in fed.algorithms.registry.items() if "rho" in radii(made)]
+RADIUS = [name for name, cls in fed.algorithms.registry.items() if "rho" in radii(cls)]
 
 
 def at(index, lr=0.1, first_lr=0.2):
@@ -186,8 +186,8 @@ def test_formulas(formula, expected):
     check_scheduled("rho", formula)
     for t in (1, 2, 4, 5, 6, 900):
         for lr, first in ((0.1, 0.2), (0.03, 0.03)):
-            found = value_at("rho", formula, at(t - 1, lr, first))
-            assert math.isclose(found, expected(t, lr, first), rel_tol=1e-12, abs_tol=1e-15)
+            result = value_at("rho", formula, at(t - 1, lr, first))
+            assert math.isclose(result, expected(t, lr, first), rel_tol=1e-12, abs_tol=1e-15)
 
 
 def test_schedules_start_and_end_where_they_say():
@@ -218,25 +218,25 @@ def test_any_other_text_is_refused(text):
 @pytest.mark.parametrize("name", RADIUS)
 def test_every_radius_takes_a_schedule(name):
     """A constant schedule gives the bits of the number; a changing one differs from its second round."""
-    made = fed.algorithms.registry[name]
-    plain = final(made(rho=0.3))
-    assert torch.equal(final(made(rho="0.1*3 + 0*lr")), final(made(rho=0.1 * 3)))
-    assert torch.equal(final(made(rho=lambda round: 0.3)), plain)
-    assert not torch.equal(final(made(rho="0.3/round")), plain)
-    assert torch.equal(final(made(rho="0.3/round"), rounds=1), final(made(rho=0.3), rounds=1))
+    cls = fed.algorithms.registry[name]
+    plain = final(cls(rho=0.3))
+    assert torch.equal(final(cls(rho="0.1*3 + 0*lr")), final(cls(rho=0.1 * 3)))
+    assert torch.equal(final(cls(rho=lambda round: 0.3)), plain)
+    assert not torch.equal(final(cls(rho="0.3/round")), plain)
+    assert torch.equal(final(cls(rho="0.3/round"), rounds=1), final(cls(rho=0.3), rounds=1))
     if name != "fedgsam":
         assert torch.equal(
-            final(made(rho="0.3*lr/first_lr"), lr_decay=0.5),
-            final(made(rho="0.3*0.5**(round - 1)"), lr_decay=0.5),
+            final(cls(rho="0.3*lr/first_lr"), lr_decay=0.5),
+            final(cls(rho="0.3*0.5**(round - 1)"), lr_decay=0.5),
         )
 
 
 @settings(max_examples=5, deadline=None)
 @given(t=st.integers(0, 50), decay=st.floats(0.8, 1), low=st.floats(0, 0.1), high=st.floats(0.1, 1))
 def test_gsam_s_radius_falls_with_the_learning_rate(t, decay, low, high):
-    made = fed.FedGSAM(rho=high, rho_min=low, lr_min=0.01)
+    cls = fed.FedGSAM(rho=high, rho_min=low, lr_min=0.01)
     lr = 0.1 * decay**t
-    assert math.isclose(made.radius(at(0, 0.1, 0.1)), high)
+    assert math.isclose(cls.radius(at(0, 0.1, 0.1)), high)
     if lr >= 0.01:
-        assert low - 1e-12 <= made.radius(at(t, lr, 0.1)) <= high + 1e-12
-    assert math.isclose(made.radius(at(t, 0.01, 0.1)), low, abs_tol=1e-12)
+        assert low - 1e-12 <= cls.radius(at(t, lr, 0.1)) <= high + 1e-12
+    assert math.isclose(cls.radius(at(t, 0.01, 0.1)), low, abs_tol=1e-12)

@@ -55,13 +55,13 @@ def test_against_an_unfused_loop(method, options, dtype):
 
 def test_the_unfused_loop_tells_the_methods_and_options_apart():
     runs = {m: unfused(m, "momentum", torch.float64) for m in METHODS}
-    for (a, one), (b, other) in itertools.combinations(runs.items(), 2):
+    for (a, run_a), (b, run_b) in itertools.combinations(runs.items(), 2):
         # In one epoch of a first round a step is a step: only two pairs of options of one method are nearly the same.
-        assert oracle.difference(one, other) > 1e-9, (a, b)
+        assert oracle.difference(run_a, run_b) > 1e-9, (a, b)
     for method in ("fedsam", "fedlesam-d", "fedsmoo"):
         runs = {o: unfused(method, o, torch.float64) for o in ("momentum", "clip-active", "clip-linear", "long")}
-        for (a, one), (b, other) in itertools.combinations(runs.items(), 2):
-            assert oracle.difference(one, other) > 1e-3, (method, a, b)
+        for (a, run_a), (b, run_b) in itertools.combinations(runs.items(), 2):
+            assert oracle.difference(run_a, run_b) > 1e-3, (method, a, b)
 
 
 @pytest.mark.slow
@@ -75,11 +75,11 @@ def test_the_unfused_loop_tells_the_methods_and_options_apart():
 )  # fmt: skip
 def test_any_options_with_shuffled_batches_and_sampled_clients(method, seed, **options):
     """Here the order of the batches and the participation are the run's own."""
-    chosen = oracle.Options(rounds=4, shuffle=True, seed=seed, **options)
+    selection = oracle.Options(rounds=4, shuffle=True, seed=seed, **options)
     model, clients = oracle.smooth_model(seed=seed), oracle.ragged_clients(seed=seed)
     active = oracle.attendance(4, len(clients), 0.5, seed)
-    final = fed.run(model, clients, ours(method), participation=0.5, **chosen.keywords()).model
-    assert oracle.difference(final, oracle.run(model, clients, theirs(method), chosen, active)) < 1e-11
+    final = fed.run(model, clients, ours(method), participation=0.5, **selection.keywords()).model
+    assert oracle.difference(final, oracle.run(model, clients, theirs(method), selection, active)) < 1e-11
 
 
 @pytest.mark.parametrize("method", ["fedsam", "fedgamma", "fedlesam-d", "fedsmoo", "fedspeed"])
@@ -87,8 +87,8 @@ def test_a_model_with_dropout(method):
     """The same mask in both passes of a step, another in each step."""
     model, clients = oracle.dropout_model(), oracle.ragged_clients()
     options = options_of(method, "decay")
-    theirs_ = oracle.run(model, clients, theirs(method), options, ACTIVE)
-    assert oracle.difference(replayed(model, clients, ours(method), options).model, theirs_) < 1e-12
+    expected = oracle.run(model, clients, theirs(method), options, ACTIVE)
+    assert oracle.difference(replayed(model, clients, ours(method), options).model, expected) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_model_with_dropout(method):
 def test_a_model_with_convolutions_and_average_pooling(method, dtype):
     model, clients = oracle.pooling_model(dtype), oracle.ragged_images(dtype)
     options = options_of(method, "momentum")
-    theirs_ = oracle.run(model, clients, theirs(method), options, ACTIVE)
-    assert oracle.difference(replayed(model, clients, ours(method), options).model, theirs_) < TOLERANCE[dtype]
+    expected = oracle.run(model, clients, theirs(method), options, ACTIVE)
+    assert oracle.difference(replayed(model, clients, ours(method), options).model, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("form", ["channel", "full", "diag", None])

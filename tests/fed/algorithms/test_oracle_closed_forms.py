@@ -21,10 +21,10 @@ def options(**changes):
 
 def final(method, trace=None, **changes):
     """The weights after training on three quadratics, one step an epoch."""
-    chosen, clients = options(**changes), oracle.quadratic_clients(CENTRES, CURVATURES)
+    selection, clients = options(**changes), oracle.quadratic_clients(CENTRES, CURVATURES)
     model = oracle.QuadraticModel(START)
-    active = [EVERYBODY] * chosen.rounds
-    return oracle.run(model, clients, method, chosen, active, oracle.quadratic_loss, trace).w.detach()
+    active = [EVERYBODY] * selection.rounds
+    return oracle.run(model, clients, method, selection, active, oracle.quadratic_loss, trace).w.detach()
 
 
 def exact(actual, expected):
@@ -48,8 +48,8 @@ def test_weight_decay_momentum_and_clipping_of_one_client():
         g = CURVATURES[0] * (w - CENTRES[0])
         v = 0.8 * v + g * min(1.0, 0.7 / (g.norm().item() + 1e-6)) + 0.1 * w
         w = w - LR * v
-    chosen = options(epochs=5, momentum=0.8, weight_decay=0.1, clip=0.7)
-    model = oracle.run(oracle.QuadraticModel(START), x, oracle.FedAvg(), chosen, [[0]], oracle.quadratic_loss)
+    selection = options(epochs=5, momentum=0.8, weight_decay=0.1, clip=0.7)
+    model = oracle.run(oracle.QuadraticModel(START), x, oracle.FedAvg(), selection, [[0]], oracle.quadratic_loss)
     exact(model.w.detach(), w)
 
 
@@ -63,8 +63,10 @@ def test_the_clip_scopes_of_a_proximal_step():
             inside = s * (w - b) + phi * pull
             inside = inside * min(1.0, 0.5 / (inside.norm().item() + 1e-6))
             w = w - LR * (inside + (0 if scope == "full" else phi * w))
-        chosen = options(epochs=3, clip=0.5, scope=scope)
-        model = oracle.run(oracle.QuadraticModel(START), x, oracle.FedProx(phi), chosen, [[0]], oracle.quadratic_loss)
+        selection = options(epochs=3, clip=0.5, scope=scope)
+        model = oracle.run(
+            oracle.QuadraticModel(START), x, oracle.FedProx(phi), selection, [[0]], oracle.quadratic_loss
+        )
         exact(model.w.detach(), w)
 
 
@@ -135,10 +137,10 @@ def test_the_first_perturbations_of_fedlesam():
 
     for first, e in (("origin", -START), ("none", torch.zeros_like(START))):
         eps = 0.2 * e / (e.norm() + 1e-7)
-        one = START - LR * mean_gradient(START + eps)
-        back = START - one
-        two = one - LR * mean_gradient(one + 0.2 * back / (back.norm() + 1e-7))
-        exact(final(oracle.FedLESAM(0.2, first)), one)
+        w1 = START - LR * mean_gradient(START + eps)
+        step_back = START - w1
+        two = w1 - LR * mean_gradient(w1 + 0.2 * step_back / (step_back.norm() + 1e-7))
+        exact(final(oracle.FedLESAM(0.2, first)), w1)
         exact(final(oracle.FedLESAM(0.2, first), rounds=2), two)
         exact(final(oracle.FedLESAM(0.2, first, "last_round"), rounds=2), two)
 
@@ -176,9 +178,9 @@ def test_two_rounds_of_fedadam():
 def test_control_variates_are_mean_gradients():
     trace = []
     final(oracle.SCAFFOLD(), trace, rounds=3, epochs=4)
-    (_, _, (before,)), (server, kept, (after,)) = trace[-2:]
-    exact(server["c"][0], (before - after) / (LR * 4))
-    exact(server["c"][0], sum(kept[i]["c_i"][0] for i in EVERYBODY) / 3)
+    (_, _, (old_state,)), (server, states, (new_state,)) = trace[-2:]
+    exact(server["c"][0], (old_state - new_state) / (LR * 4))
+    exact(server["c"][0], sum(states[i]["c_i"][0] for i in EVERYBODY) / 3)
 
 
 @pytest.mark.parametrize("dyn", [True, False])
@@ -186,9 +188,9 @@ def test_smoo_agrees_on_one_perturbation(dyn):
     """r_i = alpha*mu_i - eps; s has length rho, and on equal clients it is the common SAM direction."""
     trace = []
     final(oracle.FedSMOO(0.2, 1.5, 0.1, "paper", dyn), trace, rounds=3, epochs=2)
-    server, kept, _ = trace[-1]
+    server, states, _ = trace[-1]
     assert math.isclose(oracle.flat_norm(server["s"]), 0.2, rel_tol=1e-5)
-    assert all(oracle.flat_norm(k["mu"]) > 1e-3 for k in kept.values())
+    assert all(oracle.flat_norm(k["mu"]) > 1e-3 for k in states.values())
 
 
 @pytest.mark.parametrize("form", ["full", "diag"])
@@ -209,9 +211,9 @@ def test_the_affine_map_of_a_linear_loss(form, ascent_steps):
     with torch.no_grad():
         model.weight.copy_(START)
     clients = [(mean_x.expand(4, 3), torch.zeros(4, dtype=torch.int64))]
-    ours = oracle.run(model, clients, oracle.FedRobust(lam, eta, ascent_steps, form), options(epochs=2), [[0]],
+    actual = oracle.run(model, clients, oracle.FedRobust(lam, eta, ascent_steps, form), options(epochs=2), [[0]],
                       lambda out, y: out.mean())  # fmt: skip
-    exact(ours.weight.detach()[0], w)
+    exact(actual.weight.detach()[0], w)
 
 
 def test_the_channel_map_is_the_full_one_with_equal_blocks():

@@ -45,9 +45,9 @@ def peer(name, model, clients, active, folder):
     arrays |= {f"active{t}": np.array(ids) for t, ids in enumerate(active)}
     np.savez(folder / "problem.npz", lr=0.05, epochs=2, batch=5, rho=RHO, **arrays)
     command = [str(PYTHON), str(SCRIPT), name, str(folder / "problem.npz"), str(folder / "result.npz")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    skip_where_it_cannot_be_imported(done)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    skip_where_it_cannot_be_imported(process)
+    assert process.returncode == 0, process.stderr
     result = np.load(folder / "result.npz")
     return [torch.from_numpy(result[f"w{i}"]) for i in range(len(result.files))]
 
@@ -71,12 +71,12 @@ def test_a_torchvision_of_another_torch_stops_no_peer(raised, tmp_path):
         "torchvision.datasets import MNIST"
     )
     path = os.pathsep.join([str(tmp_path), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", words], capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"without torchvision: {raised.partition('(')[0]}" in done.stderr
+    assert process.returncode == 0, process.stderr
+    assert f"without torchvision: {raised.partition('(')[0]}" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_the_same_weights_as_another_library(name, tmp_path, capsys):
     algorithm, active, tolerance = PEERS[name]
     model, sizes = oracle.smooth_model(), (17, 16, 3, 23, 12)
     clients = [(x.float().double(), y) for x, y in oracle.ragged_clients(sizes=sizes)]  # pfl holds data in float32
-    ours = fed.run(
+    actual = fed.run(
         model, clients, algorithm, rounds=5, local_epochs=2, batch_size=5, lr=0.05, shuffle=False,
         sampler=lambda t, generator: active[t],
     ).model  # fmt: skip
-    theirs = peer(name, model, clients, active, tmp_path)
-    gaps = [p.detach() - q for p, q in zip(ours.parameters(), theirs, strict=True)]
-    far = oracle.flat_norm(gaps) / oracle.flat_norm(theirs)
+    expected = peer(name, model, clients, active, tmp_path)
+    gaps = [p.detach() - q for p, q in zip(actual.parameters(), expected, strict=True)]
+    far = oracle.flat_norm(gaps) / oracle.flat_norm(expected)
     with capsys.disabled():
         print(f"{name}: relative difference {far:.2e}", file=sys.stderr)
     assert far < tolerance
-    assert oracle.difference(ours, model) > 1e-3
+    assert oracle.difference(actual, model) > 1e-3

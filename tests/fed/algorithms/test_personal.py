@@ -110,10 +110,10 @@ def test_the_shared_model_of_fedbn_has_the_layers_of_the_start():
 def test_fedbn_is_two_options_of_a_run():
     model = normalised()
     options = EVEN
-    one = train(model, fed.FedBN(), options)
-    other = train(model, fed.FedAvg(), options, local_parameters="1", buffers="local")
-    assert all(distance(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
-    assert untimed(one) == untimed(other)
+    bn_run = train(model, fed.FedBN(), options)
+    avg_run = train(model, fed.FedAvg(), options, local_parameters="1", buffers="local")
+    assert all(distance(bn_run.client_model(i), avg_run.client_model(i)) == 0 for i in range(5))
+    assert untimed(bn_run) == untimed(avg_run)
 
 
 def test_buffers_alone_may_stay():
@@ -121,10 +121,10 @@ def test_buffers_alone_may_stay():
     options = EVEN
     local, averaged = (train(normalised(), fed.FedSAM(), options, buffers=kind) for kind in ("local", "average"))
     assert same_bits(local.model, averaged.model), "in training a batch is normalised by its own statistics"
-    own = local.client_model(3)
-    assert same_bits(own, local.model) and distance(own[1], averaged.model[1]) > 1e-2
-    assert distance(own[1], local.client_model(0)[1]) > 1e-2
-    assert own[1].num_batches_tracked == 2 * 2 * sum(3 in active for active in ACTIVE[:4])
+    own_model = local.client_model(3)
+    assert same_bits(own_model, local.model) and distance(own_model[1], averaged.model[1]) > 1e-2
+    assert distance(own_model[1], local.client_model(0)[1]) > 1e-2
+    assert own_model[1].num_batches_tracked == 2 * 2 * sum(3 in active for active in ACTIVE[:4])
 
 
 def test_what_stays_is_not_sent():
@@ -134,8 +134,8 @@ def test_what_stays_is_not_sent():
     size = {n: t.numel() * t.element_size() for n, t in model.state_dict().items()}
     stays = sum(size[n] for n in size if n.startswith("1."))
     for way in ("megabytes_down", "megabytes_up"):
-        plain, own = (record[way] for record in records)
-        assert plain - own == pytest.approx(len(ACTIVE[0]) * stays / 1e6)
+        plain, original = (record[way] for record in records)
+        assert plain - original == pytest.approx(len(ACTIVE[0]) * stays / 1e6)
 
 
 # --- FedRep
@@ -182,10 +182,10 @@ def test_fedrep_with_batch_norm_counts_the_statistics_of_both_phases():
 @pytest.mark.parametrize(("algorithm", "options"), [(fed.Ditto(), {"aggregation": "median"}), (APFL, {})], ids=str)
 def test_the_shared_model_is_fedavgs(algorithm, options):
     model = oracle.smooth_model()
-    one, other = (train(model, each, **options) for each in (algorithm, fed.FedAvg()))
-    assert same_bits(one.model, other.model)
+    run_1, run_2 = (train(model, case, **options) for case in (algorithm, fed.FedAvg()))
+    assert same_bits(run_1.model, run_2.model)
     for key, passes in (("train_loss", 1), ("steps", 1), ("backprops", 2)):
-        assert [r[key] for r in one.history] == [passes * r[key] for r in other.history]
+        assert [r[key] for r in run_1.history] == [passes * r[key] for r in run_2.history]
 
 
 def test_who_has_not_taken_part_has_the_global_model():
@@ -205,16 +205,16 @@ def test_pfedme_takes_k_steps_on_every_batch():
 def test_the_train_loss_of_pfedme_is_the_mean_over_all_its_steps():
     """With steps too small to move anything it is the loss of the start."""
     options = oracle.Options(**{**vars(OPTIONS), "rounds": 1, "lr": 1e-12, "batch": 6})
-    one, other = (train(oracle.smooth_model(), algorithm, options) for algorithm in (PFEDME, fed.FedAvg()))
-    assert one.history[0]["train_loss"] == pytest.approx(other.history[0]["train_loss"])
+    run_1, run_2 = (train(oracle.smooth_model(), algorithm, options) for algorithm in (PFEDME, fed.FedAvg()))
+    assert run_1.history[0]["train_loss"] == pytest.approx(run_2.history[0]["train_loss"])
 
 
 # --- APFL
 
 
 def test_models_of_apfl_that_mix_nothing_in_are_dittos_that_nothing_holds():
-    one, other = (train(oracle.smooth_model(), algorithm) for algorithm in (fed.APFL(1.0, 0.0), fed.Ditto(lam=0.0)))
-    assert all(same_bits(one.client_model(i), other.client_model(i)) for i in range(5))
+    run_1, run_2 = (train(oracle.smooth_model(), algorithm) for algorithm in (fed.APFL(1.0, 0.0), fed.Ditto(lam=0.0)))
+    assert all(same_bits(run_1.client_model(i), run_2.client_model(i)) for i in range(5))
 
 
 # --- all of them
@@ -227,25 +227,25 @@ ALL = {
     "APFL": (oracle.smooth_model, APFL),
 }
 
-some = pytest.mark.parametrize("name", mark_slow(ALL, lambda name: name in ("FedBN", "Ditto")))
+some_algorithms = pytest.mark.parametrize("name", mark_slow(ALL, lambda name: name in ("FedBN", "Ditto")))
 
 
-@some
+@some_algorithms
 def test_accuracies_are_those_of_the_clients_models(name):
-    made, algorithm = ALL[name]
+    make_algorithm, algorithm = ALL[name]
     options = oracle.Options(**{**vars(EVEN), "shuffle": False})
-    result = train(made(), algorithm, options, test=TEST, client_test_split="shared")
+    result = train(make_algorithm(), algorithm, options, test=TEST, client_test_split="shared")
     models = [result.client_model(i).eval() for i in range(5)]
     found = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
     assert result.history[-1]["client_accuracy_mean"] == pytest.approx(sum(found) / 5)
     clients = oracle.ragged_clients(sizes=SIZES)
     tuned = fed.finetune(result, clients, epochs=options.epochs, test=TEST)
-    assert [one["before"] for one in tuned] == pytest.approx(found)
+    assert [entry["before"] for entry in tuned] == pytest.approx(found)
     assert len(set(found)) > 1
     for i, client in enumerate(clients):
-        alone, lr = {**options.keywords(), "rounds": 1, "server_lr": 1.0}, result.history[-1]["lr"]
-        own = alone | {"lr": lr, "buffers": "average", "test": TEST}
-        last = fed.run(models[i], [client], fed.FedAvg(), **own).history[-1]
+        keywords, lr = {**options.keywords(), "rounds": 1, "server_lr": 1.0}, result.history[-1]["lr"]
+        own_keywords = keywords | {"lr": lr, "buffers": "average", "test": TEST}
+        last = fed.run(models[i], [client], fed.FedAvg(), **own_keywords).history[-1]
         assert tuned[i]["after"] == last["test_accuracy"]
 
 
@@ -262,21 +262,23 @@ def test_a_wrong_line_is_noticed(mutant):
 
 @pytest.mark.parametrize("name", mark_slow(["FedRep", "Ditto", "pFedMe", "APFL"], lambda name: name == "Ditto"))
 def test_executors_that_take_no_loops_say_so(name):
-    made, algorithm = ALL[name]
+    make_algorithm, algorithm = ALL[name]
     words = f"{name} trains each client in a loop of its own"
     with pytest.raises(ValueError, match=f"'vmap' cannot serve here: {words}"):
-        train(made(), algorithm, executor="vmap")
+        train(make_algorithm(), algorithm, executor="vmap")
     setup = setup_of(loop=name)
     assert words in (Graph.why_not(setup) or "") and words in (stacked.why_not(setup) or "")
-    assert same_bits(train(made(), algorithm, executor="auto").model, train(made(), algorithm).model)
+    assert same_bits(
+        train(make_algorithm(), algorithm, executor="auto").model, train(make_algorithm(), algorithm).model
+    )
 
 
 @pytest.mark.parametrize("name", mark_slow(["FedRep", "Ditto", "pFedMe", "APFL"], lambda name: name == "FedRep"))
 def test_samples_that_come_in_batches_have_phases_too(name):
     """Clients of dicts, whose samples are taken batch by batch: the bits of clients of tensors."""
-    made, algorithm = ALL[name]
-    model, clients = made(), oracle.ragged_clients(sizes=SIZES)
+    make_algorithm, algorithm = ALL[name]
+    model, clients = make_algorithm(), oracle.ragged_clients(sizes=SIZES)
     options = oracle.Options(**{**vars(OPTIONS), "rounds": 2})
     dicts = [({"input": x}, y) for x, y in clients]
-    one, other = (replayed(model, data, algorithm, options, ACTIVE) for data in (clients, dicts))
-    assert all(distance(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
+    run_1, run_2 = (replayed(model, data, algorithm, options, ACTIVE) for data in (clients, dicts))
+    assert all(distance(run_1.client_model(i), run_2.client_model(i)) == 0 for i in range(5))

@@ -69,8 +69,8 @@ def final(algorithm, dtype=torch.float32, clients=None, **options):
 @settings(max_examples=2, deadline=None)
 @given(rho=st.floats(0.01, 1), share=st.floats(0.01, 0.99), phi=st.floats(0.01, 1), options=RUNS)
 def test_reductions(pair, rho, share, phi, options):
-    one, other = EXACT[pair](rho, share, phi)
-    a, b = final(one, **options), final(other, **options)
+    run_1, run_2 = EXACT[pair](rho, share, phi)
+    a, b = final(run_1, **options), final(run_2, **options)
     # FedSpeed's two runs take the same gradients but weigh them by other numbers.
     assert same_bits(a, b) if "FedSpeed" not in pair else oracle.difference(a, b) < 1e-5
 
@@ -93,8 +93,8 @@ def test_the_first_round_is_that_of_the_base(pair, rho, phi, options):
     options |= {"rounds": 1}
     if "step" in pair:
         options |= {"local_epochs": 1, "batch_size": 64}
-    one, other = FIRST[pair](rho, phi)
-    a, b = final(one, torch.float64, **options), final(other, torch.float64, **options)
+    run_1, run_2 = FIRST[pair](rho, phi)
+    a, b = final(run_1, torch.float64, **options), final(run_2, torch.float64, **options)
     # penalty*g1 has a different length relative to nu
     assert oracle.difference(a, b) < (1e-5 if "step" in pair else 1e-300)
 
@@ -102,15 +102,15 @@ def test_the_first_round_is_that_of_the_base(pair, rho, phi, options):
 @pytest.mark.parametrize("method", ["FedLESAM", "FedLESAM_S", "FedLESAM_D"])
 @pytest.mark.parametrize("first", ["origin", "none"])
 def test_with_everybody_there_the_last_round_is_the_clients_last_model(method, first):
-    made = getattr(fed, method)
+    result = getattr(fed, method)
     options = {"rounds": 4, "participation": 1.0, "weight_decay": 0.05}
     a, b = (
-        final(made(rho=0.2, initial_perturbation=first, reference=ref), **options) for ref in ("client", "last_round")
+        final(result(rho=0.2, initial_perturbation=first, reference=ref), **options) for ref in ("client", "last_round")
     )
     assert same_bits(a, b)
     options["participation"] = 0.4
     a, b = (
-        final(made(rho=0.2, initial_perturbation=first, reference=ref), **options) for ref in ("client", "last_round")
+        final(result(rho=0.2, initial_perturbation=first, reference=ref), **options) for ref in ("client", "last_round")
     )
     assert not same_bits(a, b)
 
@@ -121,12 +121,12 @@ def test_the_centralised_baseline_is_training_on_the_pooled_data(centralised, mo
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = oracle.Options(rounds=3, epochs=2, lr=0.05, momentum=momentum, weight_decay=0.01, shuffle=True)
     keywords = options.keywords()
-    trained = fed.run(model, clients, centralised, participation=1.0, **keywords).model
+    trained_model = fed.run(model, clients, centralised, participation=1.0, **keywords).model
     twin = oracle.FedSAM(centralised.rho) if isinstance(centralised, fed.Centralised_SAM) else oracle.FedAvg()
-    assert oracle.difference(trained, oracle.central(model, clients, twin, options)) < 1e-12
-    one = [(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]))]
+    assert oracle.difference(trained_model, oracle.central(model, clients, twin, options)) < 1e-12
+    run_1 = [(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]))]
     base = fed.FedSAM(centralised.rho) if isinstance(centralised, fed.Centralised_SAM) else fed.FedAvg()
-    assert same_bits(trained, fed.run(model, one, base, participation=1.0, **keywords).model)
+    assert same_bits(trained_model, fed.run(model, run_1, base, participation=1.0, **keywords).model)
 
 
 # --- The baselines on pooled data: their samples, their budget, and that the clients are still those of the evaluation.
@@ -145,21 +145,21 @@ def population(sizes=(5, 8, 3, 14)):
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6),
 )
 def test_the_blocks_are_the_data_dealt_out_evenly(participation, seed, sizes):
-    made = pool_data(population(sizes), participation, seed)
+    result = pool_data(population(sizes), participation, seed)
     total = sum(sizes)
-    assert len(made.clients) == min(max(1, round(1 / participation)), total)
-    assert max(made.clients.sizes) - min(made.clients.sizes) <= 1
-    assert sorted(torch.cat([x for x, _ in made.clients.pairs])[:, 0].tolist()) == list(range(total))
-    assert all(torch.equal(y, x[:, 0].long() % 2) for x, y in made.clients.pairs)
-    again = pool_data(population(sizes), participation, seed)
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(made.clients.pairs, again.clients.pairs))
+    assert len(result.clients) == min(max(1, round(1 / participation)), total)
+    assert max(result.clients.sizes) - min(result.clients.sizes) <= 1
+    assert sorted(torch.cat([x for x, _ in result.clients.pairs])[:, 0].tolist()) == list(range(total))
+    assert all(torch.equal(y, x[:, 0].long() % 2) for x, y in result.clients.pairs)
+    repeat = pool_data(population(sizes), participation, seed)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(result.clients.pairs, repeat.clients.pairs))
 
 
 def test_blocks_mix_the_clients():
     blocks = [x[:, 0] for x, _ in pool_data(population((50, 50)), 0.5, 0).clients.pairs]
     assert all(15 < (x < 50).sum() < 35 for x in blocks)
-    other = pool_data(population((50, 50)), 0.5, 1).clients.pairs[0][0][:, 0]
-    assert not torch.equal(blocks[0], other)
+    shuffled_pool = pool_data(population((50, 50)), 0.5, 1).clients.pairs[0][0][:, 0]
+    assert not torch.equal(blocks[0], shuffled_pool)
 
 
 def test_blocks_come_in_turn():
@@ -179,12 +179,14 @@ def test_the_budget_is_that_of_a_federated_run(algorithm):
     federated = fed.run(model, data, fed.FedAvg(), **options)
     watched = Watched(algorithm)
     central = fed.run(model, data, watched, **{**options, "sampler": "bernoulli"})
-    for ours, theirs in zip(central.history, federated.history):
-        assert ours["samples"] == pytest.approx(theirs["samples"], rel=0.2)  # client 0 has the remainder of the split
-        assert ours["steps"] == 2 * math.ceil(ours["samples"] / 8)
-        assert ours["steps"] == pytest.approx(theirs["steps"], rel=0.25)
-        assert ours["backprops"] == ours["steps"] * algorithm.backward_passes
-        assert ours["megabytes_down"] == ours["megabytes_up"] == 0 and ours["clients"] == 1
+    for actual, expected in zip(central.history, federated.history):
+        assert actual["samples"] == pytest.approx(
+            expected["samples"], rel=0.2
+        )  # client 0 has the remainder of the split
+        assert actual["steps"] == 2 * math.ceil(actual["samples"] / 8)
+        assert actual["steps"] == pytest.approx(expected["steps"], rel=0.25)
+        assert actual["backprops"] == actual["steps"] * algorithm.backward_passes
+        assert actual["megabytes_down"] == actual["megabytes_up"] == 0 and actual["clients"] == 1
     # Over the clients of the split, not over the blocks: one block has one accuracy.
     assert central.history[-1]["client_accuracy_std"] > 0
     assert central.summary()["accuracy_final"] > federated.summary()["accuracy_final"] - 0.05

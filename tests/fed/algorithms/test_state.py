@@ -7,7 +7,7 @@ from fastsam import fed
 from tests.helpers.fed_watch import Watched
 
 # fed.loop.personal stores local parameters of personalised algorithms and counts their messages.
-CASES = [made() for made in fed.algorithms.registry.values() if made.own_parameters is fed.Algorithm.own_parameters] + [
+CASES = [cls() for cls in fed.algorithms.registry.values() if cls.own_parameters is fed.Algorithm.own_parameters] + [
     fed.FedLESAM(reference="last_round"), fed.FedLESAM_S(reference="last_round"),
     fed.FedLESAM_D(reference="last_round"), fed.FedLESAM(initial_perturbation="none"), fed.FedSMOO(dyn=False),
     fed.FedSMOO(s_rule="mu_all"), fed.FedSMOO(dyn=False, s_rule="mu_all"), fed.MimeLite(momentum_form="heavy_ball"),
@@ -48,11 +48,11 @@ def test_states_are_as_large_as_declared(algorithm):
 @pytest.mark.parametrize("algorithm", CASES, ids=repr)
 def test_nothing_that_was_handed_over_is_written(algorithm):
     """Every tensor of every state still holds, at the end, what it held when the algorithm was given it."""
-    seen = []
+    records = []
 
     class Guarded(Watched):
         def _keep(self, *states):
-            seen.extend((t, t.clone()) for state in states for t in state.values())
+            records.extend((t, t.clone()) for state in states for t in state.values())
 
         def local_update(self, server, client, round):
             self._keep(server, client)
@@ -63,18 +63,18 @@ def test_nothing_that_was_handed_over_is_written(algorithm):
             return super().finish_client(server, client, results, round)
 
     run(Guarded(algorithm))
-    assert seen and all(torch.equal(t, was) for t, was in seen)
+    assert records and all(torch.equal(t, was) for t, was in records)
 
 
-@pytest.mark.parametrize("made", [fed.FedLESAM, fed.FedLESAM_S, fed.FedLESAM_D])
-def test_the_old_model_is_kept_by_reference(made):
+@pytest.mark.parametrize("cls", [fed.FedLESAM, fed.FedLESAM_S, fed.FedLESAM_D])
+def test_the_old_model_is_kept_by_reference(cls):
     """Clients of one round share the server's tensor; an absent client keeps an older tensor."""
-    watched = Watched(made())
+    watched = Watched(cls())
     run(watched, participation=1.0, rounds=3)
     received = watched._servers[-2]["w"]  # the last round's
     assert all(state["w_old_i"] is received for state in watched._clients.values())
     attendance = [[0, 1], [1], [1, 2]]
-    watched = Watched(made())
+    watched = Watched(cls())
     run(watched, rounds=3, sampler=lambda t, generator: attendance[t])
     old = {client: state["w_old_i"] for client, state in watched._clients.items()}
     assert old[0] is watched._servers[0]["w"] and old[1] is old[2] is watched._servers[2]["w"]

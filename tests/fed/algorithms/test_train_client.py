@@ -78,13 +78,15 @@ def test_the_teacher_is_in_evaluation_mode_with_the_buffers_of_the_round():
         "participation": 1.0, "buffers": "average", "shuffle": False, "batch_size": 8, "lr": 0.3,
         "executor": "sequential",
     }  # fmt: skip
-    said: list[Any] = []
-    fed.run(model, clients, Recorded(said), rounds=2, **options)
+    output: list[Any] = []
+    fed.run(model, clients, Recorded(output), rounds=2, **options)
     received = [model, fed.run(model, clients, fed.FedAvg(), rounds=1, **options).model]
-    assert {t for t, _, _ in said} == {0, 1}
-    for t, outputs, teacher_outputs in said:
+    assert {t for t, _, _ in output} == {0, 1}
+    for t, outputs, teacher_outputs in output:
         expected = [received[t].eval()(x).detach() for x, _ in clients]
-        assert any(torch.allclose(teacher_outputs, wanted, rtol=1e-12, atol=1e-12) for wanted in expected)
+        assert any(
+            torch.allclose(teacher_outputs, expected_value, rtol=1e-12, atol=1e-12) for expected_value in expected
+        )
         assert not torch.allclose(outputs, teacher_outputs)  # dropout, and the batch's own statistics
 
 
@@ -99,9 +101,9 @@ def test_the_divergence_is_torchs():
     outputs, teacher_outputs = torch.randn(2, 6, 4, dtype=torch.float64)
     outputs.requires_grad_()
     expected = 9 * F.kl_div(F.log_softmax(outputs / 3, 1), F.softmax(teacher_outputs / 3, 1), reduction="batchmean")
-    made = divergence(outputs, teacher_outputs, 3.0)
-    torch.testing.assert_close(made, expected)
-    torch.testing.assert_close(torch.autograd.grad(made, outputs), torch.autograd.grad(expected, outputs))
+    result = divergence(outputs, teacher_outputs, 3.0)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(torch.autograd.grad(result, outputs), torch.autograd.grad(expected, outputs))
     assert divergence(teacher_outputs, teacher_outputs, 2.0) == 0
     # Classes are the second dimension. Excluded classes get no gradient.
     excluded = torch.zeros(6, 4, dtype=torch.bool)
@@ -196,22 +198,22 @@ def test_a_loop_trains_as_the_constants_do(loop, update, twin, options, executor
 
 
 def test_a_loop_may_restore_the_weights_and_measure_from_elsewhere():
-    seen = {}
+    records = {}
 
     def loop(client):
-        before = client.w.clone()
+        original = client.w.clone()
         for x, y in client.full_batches():
             client.perturb(client.gradient(x, y), rho=0.5)
-            seen["perturbed"] = torch.linalg.vector_norm(client.model[0].weight - client.start[:42].view(7, 6)) > 0
+            records["perturbed"] = torch.linalg.vector_norm(client.model[0].weight - client.start[:42].view(7, 6)) > 0
             client.restore()
-        assert torch.equal(client.w, before)
-        client.start_from(2 * before)
+        assert torch.equal(client.w, original)
+        client.start_from(2 * original)
         assert not client.delta.any()
-        client.w = before
+        client.w = original
         return {"norm": torch.linalg.vector_norm(client.delta)[None]}
 
     result = run(Loop(loop, SAM), rounds=1, participation=1.0, server_lr=1.0)
-    assert seen["perturbed"]
+    assert records["perturbed"]
     assert (
         oracle.difference(result.model, torch.nn.Module())
         if False
@@ -283,12 +285,12 @@ def test_the_radius_of_one_perturbation_does_not_reach_other_steps_or_clients():
 
 
 def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
-    whole = Task.full_batches
+    full_batches = Task.full_batches
 
     def unreadable(task):
         if task.client == 2 and threading.current_thread().name.startswith("fastsam"):
             raise OSError("disk")
-        yield from whole(task)
+        yield from full_batches(task)
 
     def loop(client):
         for x, y in client.full_batches():
@@ -298,7 +300,7 @@ def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
     monkeypatch.setattr(Task, "full_batches", unreadable)
     options = {"executor": "threads", "participation": 1.0, "on_client_error": "exclude", "max_excluded": 0.9}
     excluded = run(Loop(loop, fed.LocalUpdate()), rounds=1, **options).history[0]["excluded"]
-    assert [(one["client"], "OSError: disk" in one["reason"]) for one in excluded] == [(2, True)]
+    assert [(entry["client"], "OSError: disk" in entry["reason"]) for entry in excluded] == [(2, True)]
 
 
 def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():

@@ -48,11 +48,11 @@ def test_csv_has_every_round_of_a_run_and_of_its_continuation(tmp_path):
 
 def test_csv_of_records_that_get_a_new_key(tmp_path):
     path = tmp_path / "rounds.csv"
-    made, view = CSV(path), SimpleNamespace(history=[])
-    made.on_start(view)
+    result, view = CSV(path), SimpleNamespace(history=[])
+    result.on_start(view)
     for record in ({"round": 1, "a": 1}, {"round": 2, "b": "x,y"}, {"round": 3, "a": 3}):
         view.history.append(record)
-        made.on_round(view, record)
+        result.on_round(view, record)
     first, second = {"round": "1", "a": "1", "b": ""}, {"round": "2", "a": "", "b": "x,y"}
     assert rows(path) == [first, second, {"round": "3", "a": "3", "b": ""}]
 
@@ -249,40 +249,40 @@ def test_a_run_interrupted_and_resumed_stops_in_the_same_round(tmp_path):
     def stopping() -> EarlyStopping:
         return EarlyStopping("train_loss", patience=3, mode="max")  # which falls
 
-    whole = start(tmp_path / "whole", rounds=30, callbacks=[stopping()])
+    full_run = start(tmp_path / "whole", rounds=30, callbacks=[stopping()])
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path / "run", rounds=30, callbacks=[stopping(), Alarm(2, KeyboardInterrupt())])
     resumed = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
-    again = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
-    assert 3 < len(whole.history) < 30
-    for one in (resumed, again):
-        assert same_bits(one.model, whole.model) and one.summary()["stopped"] == whole.summary()["stopped"]
+    repeat = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
+    assert 3 < len(full_run.history) < 30
+    for run in (resumed, repeat):
+        assert same_bits(run.model, full_run.model) and run.summary()["stopped"] == full_run.summary()["stopped"]
 
 
 def test_the_best_model_is_that_of_its_round(tmp_path):
     class Models(fed.Callback):
         def __init__(self):
-            self.found = {}
+            self.results = {}
 
         def on_round(self, run, record):
-            self.found[record["round"]] = run.model()
+            self.results[record["round"]] = run.model()
 
     models, path = Models(), tmp_path / "deep" / "best.safetensors"
     best = SaveBest(path, "test_loss")
     result = start(tmp_path / "run", rounds=8, lr=2.0, callbacks=[models, best])
     losses = [record["test_loss"] for record in result.history]
-    right = 1 + losses.index(min(losses))
-    assert right < 8, "the last round is the best: this shows nothing"
-    model = models.found[8]
+    best_round = 1 + losses.index(min(losses))
+    assert best_round < 8, "the last round is the best: this shows nothing"
+    model = models.results[8]
     model.load_state_dict(safetensors.torch.load_file(path))
-    assert same_bits(model, models.found[right]) and (best.round, best.value) == (right, min(losses))
+    assert same_bits(model, models.results[best_round]) and (best.round, best.value) == (best_round, min(losses))
     with safetensors.safe_open(path, "pt") as file:
-        assert file.metadata() == {"round": str(right), "metric": "test_loss", "value": str(min(losses))}
+        assert file.metadata() == {"round": str(best_round), "metric": "test_loss", "value": str(min(losses))}
     # A resumed run knows the best of before; without the file it begins anew.
-    before = path.read_bytes()
+    old_bytes = path.read_bytes()
     start(tmp_path / "run", rounds=9, lr=2.0, resume=True, callbacks=[SaveBest(path, "test_loss")])
     worse = min(losses) < start(tmp_path / "run", rounds=9, lr=2.0, resume=True).history[8]["test_loss"]
-    assert worse and path.read_bytes() == before
+    assert worse and path.read_bytes() == old_bytes
     path.unlink()
     start(tmp_path / "run", rounds=10, lr=2.0, resume=True, callbacks=[SaveBest(path, "test_loss")])
     assert path.is_file()

@@ -29,8 +29,8 @@ def start(clients: Any = CLIENTS, tests: Any = TESTS, **options: Any) -> fed.Res
     return fed.run(nn.Linear(4, 3), clients, fed.FedAvg(), **options)
 
 
-def accuracy(model: nn.Module, own: tuple[torch.Tensor, torch.Tensor]) -> float:
-    return float((model(own[0]).argmax(1) == own[1]).double().mean())
+def accuracy(model: nn.Module, test_set: tuple[torch.Tensor, torch.Tensor]) -> float:
+    return float((model(test_set[0]).argmax(1) == test_set[1]).double().mean())
 
 
 def wrong(outputs: torch.Tensor, labels: torch.Tensor) -> float:
@@ -53,17 +53,19 @@ def test_each_client_is_tested_on_its_own(kind: str) -> None:
             return model(x), y
 
         loss = fed.BatchLoss(lambda model, batch: nn.functional.cross_entropy(*predict(model, batch)), predict)
-    made = start(clients, loss=loss, metrics={"wrong": wrong})
-    own = [None if one is None else accuracy(made.model, one) for one in TESTS]
-    last = made.history[-1]
+    result = start(clients, loss=loss, metrics={"wrong": wrong})
+    accuracies = [None if run_1 is None else accuracy(result.model, run_1) for run_1 in TESTS]
+    last = result.history[-1]
     assert [v is None for v in last["client_accuracy_each"]] == [n == 0 for n in SIZES]
-    some = [v for v in own if v is not None]
-    assert [v for v in last["client_accuracy_each"] if v is not None] == pytest.approx(some)
-    assert last["client_accuracy_mean"] == pytest.approx(np.mean(some)) and last["client_accuracy_min"] == min(some)
-    together = tuple(torch.cat([one[i] for one in TESTS if one is not None]) for i in (0, 1))
-    assert last["test_accuracy"] == pytest.approx(accuracy(made.model, together))
-    assert made.summary()["validation"] == "own"
-    assert [v for v in last["client_wrong_each"] if v is not None] == pytest.approx([1 - v for v in some])
+    known_accuracies = [v for v in accuracies if v is not None]
+    assert [v for v in last["client_accuracy_each"] if v is not None] == pytest.approx(known_accuracies)
+    assert last["client_accuracy_mean"] == pytest.approx(np.mean(known_accuracies)) and last[
+        "client_accuracy_min"
+    ] == min(known_accuracies)
+    joined_set = tuple(torch.cat([run_1[i] for run_1 in TESTS if run_1 is not None]) for i in (0, 1))
+    assert last["test_accuracy"] == pytest.approx(accuracy(result.model, joined_set))
+    assert result.summary()["validation"] == "own"
+    assert [v for v in last["client_wrong_each"] if v is not None] == pytest.approx([1 - v for v in known_accuracies])
 
 
 def test_rounds_without_evaluation_have_the_keys_too() -> None:
@@ -73,15 +75,15 @@ def test_rounds_without_evaluation_have_the_keys_too() -> None:
 
 
 def test_own_models_are_tested_on_own_test_sets() -> None:
-    made = start(local_parameters="bias")
-    own = [None if one is None else accuracy(made.client_model(i), one) for i, one in enumerate(TESTS)]
-    assert made.history[-1]["client_accuracy_each"] == own
+    result = start(local_parameters="bias")
+    accuracies = [None if run_1 is None else accuracy(result.client_model(i), run_1) for i, run_1 in enumerate(TESTS)]
+    assert result.history[-1]["client_accuracy_each"] == accuracies
 
 
 def test_a_run_goes_on_with_the_same_test_sets_alone(tmp_path: Path) -> None:
     start(run_dir=tmp_path / "run")
     start(run_dir=tmp_path / "run", resume=True, rounds=3)
-    x, y = (torch.cat([one[i] for one in TESTS if one is not None]) for i in (0, 1))
-    other = [(x[:4], y[:4]), None, (x[4:], y[4:]), None]
+    x, y = (torch.cat([run_1[i] for run_1 in TESTS if run_1 is not None]) for i in (0, 1))
+    other_sets = [(x[:4], y[:4]), None, (x[4:], y[4:]), None]
     with pytest.raises(fed.RunDirectoryError, match="data"):
-        start(tests=other, run_dir=tmp_path / "run", resume=True, rounds=4)
+        start(tests=other_sets, run_dir=tmp_path / "run", resume=True, rounds=4)

@@ -31,11 +31,11 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_in_a_data_set_are_stacked_once_and_are_then_pairs(kind: str) -> None:
-    made = prepare([KINDS[kind](x, y) for x, y in pairs()], KINDS[kind](*pairs()[0]), torch.float32, CPU)
+    population = prepare([KINDS[kind](x, y) for x, y in pairs()], KINDS[kind](*pairs()[0]), torch.float32, CPU)
     plain = prepare(pairs(), pairs()[0], torch.float32, CPU)
-    assert made.clients.pairs and isinstance(made.test, TensorSamples)
-    assert made.fingerprint() == plain.fingerprint()
-    assert (made.clients.store is None) == (plain.clients.store is None)
+    assert population.clients.pairs and isinstance(population.test, TensorSamples)
+    assert population.fingerprint() == plain.fingerprint()
+    assert (population.clients.store is None) == (plain.clients.store is None)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
@@ -51,18 +51,18 @@ def test_samples_that_are_read_in_batches_give_the_bits_of_pairs(executor: str) 
         {"clients": [Rows(x, y, "nested") for x, y in pairs()], "model": OfParts(), "test": tests["nested"]},
         {"clients": columns, "model": OfParts(), "test": tests["columns"]},
     ):
-        made = run(options.pop("clients"), executor=executor, **options)
-        assert torch.equal(weights(made), weights(plain)), options
+        result = run(options.pop("clients"), executor=executor, **options)
+        assert torch.equal(weights(result), weights(plain)), options
         for key in ("test_loss", "test_accuracy", "train_loss"):
-            assert made.history[-1][key] == pytest.approx(plain.history[-1][key], rel=1e-6), (key, options)
+            assert result.history[-1][key] == pytest.approx(plain.history[-1][key], rel=1e-6), (key, options)
 
 
 def test_a_data_set_larger_than_the_limit_is_read_batch_by_batch(monkeypatch: MonkeyPatch) -> None:
     plain = run(pairs(), executor="sequential")
     monkeypatch.setattr(preparing, "LARGEST_READ", 1000)
     clients = [Rows(x, y) for x, y in pairs()]
-    made = prepare(clients, None, torch.float32, CPU)
-    assert not made.clients.pairs and max(data.reads for data in clients) < 10, "looked at, not read"
+    population = prepare(clients, None, torch.float32, CPU)
+    assert not population.clients.pairs and max(data.reads for data in clients) < 10, "looked at, not read"
     assert torch.equal(weights(run(clients)), weights(plain))
 
 
@@ -71,8 +71,8 @@ def noisy(x: torch.Tensor, y: torch.Tensor) -> Any:
 
     class Noisy(Rows):
         def __getitem__(self, i: int) -> Any:
-            own, label = super().__getitem__(i)
-            return own + torch.randn(6) * random.random() + np.random.rand(), label
+            sample, label = super().__getitem__(i)
+            return sample + torch.randn(6) * random.random() + np.random.rand(), label
 
     return Noisy(x, y)
 
@@ -92,42 +92,45 @@ def test_transforms_that_draw_are_drawn_anew_in_every_epoch_and_are_functions_of
 
 
 def test_a_drawing_data_set_gives_other_numbers_in_another_epoch() -> None:
-    seen: list[torch.Tensor] = []
+    records: list[torch.Tensor] = []
 
     def look(m: Any, batch: Any) -> torch.Tensor:
-        seen.append(batch[0].clone())
+        records.append(batch[0].clone())
         return F.cross_entropy(m(batch[0]), batch[1])
 
     options = {"rounds": 1, "local_epochs": 2, "batch_size": 16, "shuffle": False, "test": None}
     run([noisy(*pairs()[0])], loss=fed.BatchLoss(look), **options)
-    once, again = seen[2], seen[4]  # seen[0] and seen[1] belong to the trial step; first pass of a step with two passes
-    assert torch.equal(seen[2], seen[3]) and not torch.equal(once, again)
+    first_pass, repeat = (
+        records[2],
+        records[4],
+    )  # seen[0] and seen[1] belong to the trial step; first pass of a step with two passes
+    assert torch.equal(records[2], records[3]) and not torch.equal(first_pass, repeat)
 
 
 def test_numbers_that_no_seed_reaches_are_refused() -> None:
-    own = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
 
     class Noisy(Rows):
         def __getitem__(self, i: int) -> Any:
-            return self.x[i] + own.random(), 0
+            return self.x[i] + generator.random(), 0
 
     with pytest.raises(ValueError, match=r"client 1: sample 0 is another one when it is read again.*own generators"):
         run([pairs()[0], Noisy(*pairs()[1])])
 
 
 def test_a_user_dict_of_a_collate_and_strings_reach_the_loss() -> None:
-    seen: list[Any] = []
+    records: list[Any] = []
 
     def look(m: Any, batch: Any) -> torch.Tensor:
-        seen.append(batch)
+        records.append(batch)
         return F.cross_entropy(m(batch["x"]), batch["label"])
 
     data = [{"x": row.double().numpy(), "label": int(c), "name": "n"} for row, c in zip(*pairs()[0], strict=True)]
     run([data], loss=fed.BatchLoss(look), rounds=1, test=None)
-    assert type(seen[0]) is dict and seen[0]["name"] == ["n"] * 4 and seen[0]["x"].dtype == torch.float32
+    assert type(records[0]) is dict and records[0]["name"] == ["n"] * 4 and records[0]["x"].dtype == torch.float32
     loader = DataLoader(data, collate_fn=lambda items: UserDict(in_another_collate(items)))
     run([loader], loss=fed.BatchLoss(look), rounds=1, test=None)
-    assert type(seen[-1]) is dict and seen[-1]["label"].dtype == torch.int64
+    assert type(records[-1]) is dict and records[-1]["label"].dtype == torch.int64
 
 
 GOOD = pairs()[0]
@@ -154,32 +157,32 @@ def test_a_read_that_fails_in_a_round_names_the_client_or_leaves_it_out() -> Non
 
     with pytest.raises(fed.ClientError, match="client 1 failed in round 3, local step .*OSError: gone"):
         run(clients(), rounds=4, collate=in_another_collate)
-    made = run(clients(), rounds=4, collate=in_another_collate, on_client_error="exclude")
-    assert excluded_clients(made) == [[], [], [1], [1]]
+    result = run(clients(), rounds=4, collate=in_another_collate, on_client_error="exclude")
+    assert excluded_clients(result) == [[], [], [1], [1]]
 
 
 def test_labels_all_ignored_are_said(caplog: pytest.LogCaptureFixture) -> None:
     x, y = pairs()[1]
-    nothing = [(row, -100) for row in x]
+    unlabelled = [(row, -100) for row in x]
     with pytest.raises(ValueError, match="client 1: all labels are -100"):
-        run([GOOD, nothing])
+        run([GOOD, unlabelled])
     trees = [{"x": a, "labels": b} for a, b in (GOOD, (x, torch.full_like(y, -100)))]
     loss = fed.BatchLoss(lambda m, batch: F.cross_entropy(m(batch["x"]), batch["labels"]))
-    made = run(trees, loss=loss, test=None, model=model())
-    assert "11 of its 11 labels are -100" in made.history[0]["excluded"][0]["reason"]
+    result = run(trees, loss=loss, test=None, model=model())
+    assert "11 of its 11 labels are -100" in result.history[0]["excluded"][0]["reason"]
 
 
 def test_a_resumed_run_knows_its_data_again(tmp_path: Any) -> None:
     data = [Rows(x, y) for x, y in pairs()]
-    whole = run(data, collate=in_another_collate, rounds=3)
+    full_run = run(data, collate=in_another_collate, rounds=3)
     options = {"collate": in_another_collate, "run_dir": tmp_path / "run"}
     run(data, rounds=1, **options)
     with pytest.raises(fed.RunDirectoryError, match="data"):
         run([Rows(x + 1, y) for x, y in pairs()], rounds=3, resume=True, **options)
     with pytest.raises(fed.RunDirectoryError, match="collate"):
         run(data, rounds=3, resume=True, **options | {"collate": lambda i: in_another_collate(i)})
-    made = run(data, rounds=3, resume=True, **options)
-    assert torch.equal(weights(made), weights(whole))
+    result = run(data, rounds=3, resume=True, **options)
+    assert torch.equal(weights(result), weights(full_run))
 
 
 # --- Many clients are looked at together: what a run does before its first round does not call torch for each of them.
@@ -202,8 +205,12 @@ def one_by_one(pairs: list[tuple[Tensor, Tensor]], monkeypatch: MonkeyPatch) -> 
 def test_clients_are_checked_once_together(monkeypatch: MonkeyPatch) -> None:
     calls: list[str] = []
     checked, ranges = preparing.checked_pair, population._check_range
-    monkeypatch.setattr(preparing, "checked_pair", lambda pair, who, *a: calls.append(who) or checked(pair, who, *a))
-    monkeypatch.setattr(population, "_check_range", lambda y, who, *rest: calls.append(who) or ranges(y, who, *rest))
+    monkeypatch.setattr(
+        preparing, "checked_pair", lambda pair, owner, *a: calls.append(owner) or checked(pair, owner, *a)
+    )
+    monkeypatch.setattr(
+        population, "_check_range", lambda y, owner, *rest: calls.append(owner) or ranges(y, owner, *rest)
+    )
     data = clients([4] * MANY)
     check_labels(prepare(data, data[0], torch.float32, CPU), 3)
     assert calls == ["all clients", "the test set", "the test set"]
@@ -213,31 +220,31 @@ def test_clients_are_checked_once_together(monkeypatch: MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
 def test_pairs_together_equal_pairs_one_by_one(sizes: list[int], dtype: torch.dtype, monkeypatch: MonkeyPatch) -> None:
     data = [(x.abs().to(dtype), y) for x, y in clients(sizes)]
-    both = prepare(data, None, torch.float32, CPU), one_by_one(data, monkeypatch)
-    ours, theirs = (made.clients for made in both)
-    assert ours.store is not None and theirs.store is not None
-    assert ours.store.x.dtype == (torch.uint8 if dtype == torch.uint8 else torch.float32), "bytes stay bytes"
-    assert list(ours.store.offsets) == list(theirs.store.offsets) and ours.sizes == theirs.sizes
-    for mine, other in zip(ours.pairs, theirs.pairs, strict=True):
-        for a, b in zip(mine, other, strict=True):
+    pair = prepare(data, None, torch.float32, CPU), one_by_one(data, monkeypatch)
+    actual, expected = (result.clients for result in pair)
+    assert actual.store is not None and expected.store is not None
+    assert actual.store.x.dtype == (torch.uint8 if dtype == torch.uint8 else torch.float32), "bytes stay bytes"
+    assert list(actual.store.offsets) == list(expected.store.offsets) and actual.sizes == expected.sizes
+    for row, other_pair in zip(actual.pairs, expected.pairs, strict=True):
+        for a, b in zip(row, other_pair, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % ALIGNMENT == 0
-    assert torch.equal(ours.store.x, theirs.store.x) and torch.equal(ours.store.y, theirs.store.y)
-    assert both[0].fingerprint() == Population(PairClients(theirs.pairs), CPU).fingerprint(), "older checkpoints"
+    assert torch.equal(actual.store.x, expected.store.x) and torch.equal(actual.store.y, expected.store.y)
+    assert pair[0].fingerprint() == Population(PairClients(expected.pairs), CPU).fingerprint(), "older checkpoints"
 
 
 def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: MonkeyPatch) -> None:
     data = [(x, y) for x, y in oracle.ragged_clients(torch.float32, [3] * 40)]
     options = {"rounds": 2, "participation": 0.3, "test": data[0]}
-    ours = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
+    actual = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
     monkeypatch.setattr(preparing, "_pack", lambda *arguments: None)
-    theirs = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
-    assert [r["client_accuracy_mean"] for r in ours.history] == [r["client_accuracy_mean"] for r in theirs.history]
-    assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
+    expected = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
+    assert [r["client_accuracy_mean"] for r in actual.history] == [r["client_accuracy_mean"] for r in expected.history]
+    assert all(torch.equal(a, b) for a, b in zip(actual.model.parameters(), expected.model.parameters(), strict=True))
 
 
-def calls_before_the_first_round(many: int) -> int:
+def calls_before_the_first_round(large_count: int) -> int:
     """Return the number of calls of Python and C functions that a run with `many` clients makes."""
-    data, test = clients([4] * many), clients([32])[0]
+    data, test = clients([4] * large_count), clients([32])[0]
     count = 0
 
     def note(frame: object, event: str, argument: object) -> None:
@@ -246,7 +253,7 @@ def calls_before_the_first_round(many: int) -> int:
 
     sys.setprofile(note)
     try:
-        options = {"rounds": 1, "participation": 0.5 / many, "sampler": "fixed", "test": test}
+        options = {"rounds": 1, "participation": 0.5 / large_count, "sampler": "fixed", "test": test}
         fed.run(torch.nn.Linear(3, 3), data, fed.FedAvg(), **options)
     finally:
         sys.setprofile(None)
@@ -256,16 +263,16 @@ def calls_before_the_first_round(many: int) -> int:
 def test_a_client_costs_few_calls_before_the_first_round() -> None:
     """Each of them is dealt a test sample, which takes ten: a hundred thousand clients are ready in two seconds."""
     calls_before_the_first_round(10)  # import modules and make objects that are made once
-    few, many = (calls_before_the_first_round(n) for n in (1000, 3000))
-    assert (many - few) / 2000 < 25
+    small_count, large_count = (calls_before_the_first_round(n) for n in (1000, 3000))
+    assert (large_count - small_count) / 2000 < 25
 
 
 def test_a_client_of_a_store_becomes_tensors_when_it_is_asked_for() -> None:
     data = clients([4, 1, 9])
     found = prepare(data, None, torch.float32, CPU).clients.pairs
     assert len(found) == 3 and found[1] is found[1]
-    for taken in (list(found), [found[i] for i in range(3)]):
-        assert all(torch.equal(a, b) for own, pair in zip(taken, data, strict=True) for a, b in zip(own, pair))
+    for calls in (list(found), [found[i] for i in range(3)]):
+        assert all(torch.equal(a, b) for tensors, pair in zip(calls, data, strict=True) for a, b in zip(tensors, pair))
     with pytest.raises(IndexError):
         found[3]
 
@@ -276,16 +283,16 @@ def test_of_much_data_there_is_no_second_copy(monkeypatch: MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LARGEST", 100)
     found = prepare(data, None, torch.float32, CPU).clients
     aligned = [(x, y) for x, y in data if x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0]
-    kept = {t.data_ptr() for pair in found.pairs for t in pair}
-    assert found.store is None and aligned and all(t.data_ptr() in kept for pair in aligned for t in pair)
+    addresses = {t.data_ptr() for pair in found.pairs for t in pair}
+    assert found.store is None and aligned and all(t.data_ptr() in addresses for pair in aligned for t in pair)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad_value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_is_not_finite_is_found_wherever_it_is(bad: float, dtype: torch.dtype) -> None:
+def test_what_is_not_finite_is_found_wherever_it_is(bad_value: float, dtype: torch.dtype) -> None:
     x = torch.randn(3, 50).to(dtype)
     assert all_finite(x) and all_finite(x[:0]) and all_finite(torch.full((9,), torch.finfo(dtype).max, dtype=dtype))
     for place in (0, 77, 149):
-        spoiled = x.clone().flatten()
-        spoiled[place] = bad
-        assert not all_finite(spoiled) and not all_finite(spoiled.view(3, 50).t())
+        spoiled_x = x.clone().flatten()
+        spoiled_x[place] = bad_value
+        assert not all_finite(spoiled_x) and not all_finite(spoiled_x.view(3, 50).t())

@@ -21,33 +21,33 @@ SIZES = [10, 11, 12, 13]
 @pytest.mark.parametrize("sizes", [None, SIZES])
 def test_the_bits_are_those_of_clients_that_are_there(executor: str, sizes: list[int] | None) -> None:
     plain = run(pairs(), executor="sequential", local_steps=5)
-    made = run(fed.LazyClients(4, pairs().__getitem__, sizes), executor=executor, local_steps=5)
-    assert torch.equal(weights(made), weights(plain))
+    result = run(fed.LazyClients(4, pairs().__getitem__, sizes), executor=executor, local_steps=5)
+    assert torch.equal(weights(result), weights(plain))
     lazy = fed.LazyClients(4, lambda i: Rows(*pairs()[i]))
     read = run(lazy, executor=executor, collate=in_another_collate, local_steps=5)
     assert torch.equal(weights(read), weights(plain))
-    assert made.history[-1]["samples"] == plain.history[-1]["samples"]
+    assert result.history[-1]["samples"] == plain.history[-1]["samples"]
 
 
 def test_a_client_is_loaded_when_it_is_sampled_and_forgotten_when_it_has_trained() -> None:
     loads: list[int] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    most = 0
+    maximum = 0
 
     def load(i: int) -> Any:
-        nonlocal most
-        most = max(most, len(alive))
+        nonlocal maximum
+        maximum = max(maximum, len(alive))
         loads.append(i)
         g = torch.Generator().manual_seed(i)
         x = torch.randn(5, 6, generator=g)
         alive.add(x)
         return x, torch.arange(5) % 3
 
-    made = run(fed.LazyClients(100_000, load), participation=5e-5, rounds=3, executor="sequential", sampler="fixed")
-    trained = 3 * 5
-    assert sum(line["clients"] for line in made.history) == trained
-    assert len(loads) == trained + 2, "and the first client twice before the run, for the trial"
-    assert most <= 2, f"{most} clients in memory at once"
+    result = run(fed.LazyClients(100_000, load), participation=5e-5, rounds=3, executor="sequential", sampler="fixed")
+    num_trained = 3 * 5
+    assert sum(line["clients"] for line in result.history) == num_trained
+    assert len(loads) == num_trained + 2, "and the first client twice before the run, for the trial"
+    assert maximum <= 2, f"{maximum} clients in memory at once"
 
 
 def test_random_data_are_functions_of_the_client() -> None:
@@ -91,9 +91,9 @@ def test_a_load_that_fails_names_the_client_or_leaves_it_out() -> None:
     for executor in ("sequential", "threads"):
         with pytest.raises(fed.ClientError, match=words):
             run(fed.LazyClients(4, load), executor=executor)
-        made = run(fed.LazyClients(4, load), executor=executor, on_client_error="exclude")
-        assert excluded_clients(made) == [[2], [2]]
-        assert "client 2" not in made.history[0]["excluded"][0]["reason"]
+        result = run(fed.LazyClients(4, load), executor=executor, on_client_error="exclude")
+        assert excluded_clients(result) == [[2], [2]]
+        assert "client 2" not in result.history[0]["excluded"][0]["reason"]
     with pytest.raises(ValueError, match=r"client 0: load\(0\) failed: ZeroDivisionError"):
         run(fed.LazyClients(4, lambda i: 1 / 0))
     with pytest.raises(fed.ClientError, match="client 1 failed .*: a batch has .*a batch of client 0"):
@@ -117,39 +117,41 @@ class Slow:
 def test_the_next_clients_are_loaded_while_others_train(executor: str) -> None:
     """Clients of the next round are loaded early too, and each client once in each round."""
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5, "sampler": "fixed", "executor": executor}
-    plain, ahead, none = run(pairs(), **options), Slow(), Slow()
-    made = run(fed.LazyClients(4, ahead), **options)
-    assert torch.equal(weights(made), weights(plain)) and made.history[-1]["samples"] == plain.history[-1]["samples"]
-    assert torch.equal(weights(run(fed.LazyClients(4, none, prefetch=0), **options)), weights(plain))
-    assert sorted(i for i, _ in ahead.calls) == sorted(i for i, _ in none.calls)
-    others = [main for _, main in ahead.calls[2:]]
-    assert ahead.calls[:2] == [(0, True)] * 2 and others.count(False) >= 2, (
+    plain, ahead, no_loads = run(pairs(), **options), Slow(), Slow()
+    result = run(fed.LazyClients(4, ahead), **options)
+    assert (
+        torch.equal(weights(result), weights(plain)) and result.history[-1]["samples"] == plain.history[-1]["samples"]
+    )
+    assert torch.equal(weights(run(fed.LazyClients(4, no_loads, prefetch=0), **options)), weights(plain))
+    assert sorted(i for i, _ in ahead.calls) == sorted(i for i, _ in no_loads.calls)
+    later_loads = [main for _, main in ahead.calls[2:]]
+    assert ahead.calls[:2] == [(0, True)] * 2 and later_loads.count(False) >= 2, (
         "who is asked for before the thread had its turn is loaded at once"
     )
-    assert all(main for _, main in none.calls) or executor == "threads"
+    assert all(main for _, main in no_loads.calls) or executor == "threads"
 
 
 def test_what_loads_at_once_or_draws_is_loaded_when_it_trains() -> None:
-    quick, drawn = Slow(0), Slow()
+    quick, drawing = Slow(0), Slow()
 
     def draws(i: int) -> Any:
-        x, y = drawn(i)
+        x, y = drawing(i)
         return x + torch.rand(()), y
 
     for lazy, calls in (
         (fed.LazyClients(4, quick), quick.calls),
-        (fed.LazyClients(4, draws, prefetch=2), drawn.calls),
+        (fed.LazyClients(4, draws, prefetch=2), drawing.calls),
     ):
         run(lazy, executor="sequential")
         assert len(calls) > 4 and all(main for _, main in calls)
 
 
-@pytest.mark.parametrize("most", [1, 3])
-def test_no_more_than_asked_for_are_loaded_ahead(most: int) -> None:
-    begun, go = list[int](), threading.Semaphore(0)
+@pytest.mark.parametrize("maximum", [1, 3])
+def test_no_more_than_asked_for_are_loaded_ahead(maximum: int) -> None:
+    starts, go = list[int](), threading.Semaphore(0)
 
     def load(i: int) -> int:
-        begun.append(i)
+        starts.append(i)
         go.acquire()
         return 10 * i
 
@@ -157,16 +159,16 @@ def test_no_more_than_asked_for_are_loaded_ahead(most: int) -> None:
         until = time.monotonic() + 5
         while not all(f.done() for f in ahead._futures.values()) and time.monotonic() < until:
             time.sleep(0.001)
-        return begun
+        return starts
 
     ahead = Prefetcher(load)
     go.release(100)
-    ahead.prefetch(range(8), most)
-    assert loaded() == list(range(most))
-    assert ahead.take(0) == 0 and loaded() == list(range(most + 1)), "the next one takes its place"
-    assert ahead.take(7) == 70 and begun[-1] == 7, "who comes out of turn is loaded at once"
-    ahead.prefetch([20], most)
-    assert ahead.take(20) == 200 and ahead.take(1) == 10 and begun.count(1) == 2, "the others were forgotten"
+    ahead.prefetch(range(8), maximum)
+    assert loaded() == list(range(maximum))
+    assert ahead.take(0) == 0 and loaded() == list(range(maximum + 1)), "the next one takes its place"
+    assert ahead.take(7) == 70 and starts[-1] == 7, "who comes out of turn is loaded at once"
+    ahead.prefetch([20], maximum)
+    assert ahead.take(20) == 200 and ahead.take(1) == 10 and starts.count(1) == 2, "the others were forgotten"
 
 
 def test_what_a_load_raises_comes_out_where_its_client_is_asked_for() -> None:
@@ -182,8 +184,8 @@ def test_weights_by_samples_and_a_resume(tmp_path: Any) -> None:
     plain = run(pairs(), rounds=3, **options)
     lazy = fed.LazyClients(4, pairs().__getitem__, SIZES)
     run(lazy, rounds=1, run_dir=tmp_path / "run", **options)
-    made = run(lazy, rounds=3, run_dir=tmp_path / "run", resume=True, **options)
-    assert torch.equal(weights(made), weights(plain))
-    other = fed.LazyClients(4, lambda i: (pairs()[i][0] * 2, pairs()[i][1]), SIZES)
+    result = run(lazy, rounds=3, run_dir=tmp_path / "run", resume=True, **options)
+    assert torch.equal(weights(result), weights(plain))
+    other_clients = fed.LazyClients(4, lambda i: (pairs()[i][0] * 2, pairs()[i][1]), SIZES)
     with pytest.raises(fed.RunDirectoryError, match="data"):
-        run(other, rounds=4, run_dir=tmp_path / "run", resume=True, model=model(), **options)
+        run(other_clients, rounds=4, run_dir=tmp_path / "run", resume=True, model=model(), **options)

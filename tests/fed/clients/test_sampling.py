@@ -73,9 +73,9 @@ def test_the_simulators_cohorts():
 
 
 def test_the_simulator_draws_with_the_next_seed_while_nobody_takes_part():
-    found = drawn("simulator", 5, 0.05, 60)
+    result = drawn("simulator", 5, 0.05, 60)
     redrawn = 0
-    for t, ids in enumerate(found):
+    for t, ids in enumerate(result):
         seed = 20 + t
         while not (np.random.RandomState(seed).uniform(size=5) <= 0.05).any():
             seed += 1
@@ -108,15 +108,15 @@ def test_a_callable_may_return_any_iterable(kind):
 
 
 def test_a_callable_gets_a_generator_of_seed_and_round():
-    seen = {}
+    records = {}
 
     def sampler(round, generator):
-        seen.setdefault(round, []).append(torch.rand((), generator=generator).item())
+        records.setdefault(round, []).append(torch.rand((), generator=generator).item())
         return [0]
 
     for _ in range(2):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), fed.FedAvg(), rounds=2, sampler=sampler, seed=5)
-    assert len(seen[0]) == 2 and len(set(seen[0])) == 1 and seen[0] != seen[1]
+    assert len(records[0]) == 2 and len(set(records[0])) == 1 and records[0] != records[1]
 
 
 @settings(deadline=None)
@@ -143,9 +143,9 @@ KNOWN = (
 
 def test_philox_gives_the_published_numbers():
     for rounds, counter, key, expected in KNOWN:
-        for together in (1, 5):
-            found = seeds.philox(key, np.tile(np.array(counter, np.uint32)[:, None], together), rounds)
-            assert found.T.tolist() == [list(expected)] * together
+        for count in (1, 5):
+            result = seeds.philox(key, np.tile(np.array(counter, np.uint32)[:, None], count), rounds)
+            assert result.T.tolist() == [list(expected)] * count
 
 
 CLIENTS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 70)), min_size=1, max_size=5)
@@ -155,14 +155,14 @@ CLIENTS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 70)), min
 @given(CLIENTS, st.integers(0, 3))
 def test_an_order_is_a_function_of_its_client_alone(clients, epoch):
     numbers, sizes = zip(*clients, strict=True)
-    together = seeds.permutations(numbers, sizes, 1, "shuffle", epoch)
-    assert together.dtype == torch.int64 and together.shape == (len(clients), max(sizes))
-    for order, number, size in zip(together, numbers, sizes, strict=True):
+    all_orders = seeds.permutations(numbers, sizes, 1, "shuffle", epoch)
+    assert all_orders.dtype == torch.int64 and all_orders.shape == (len(clients), max(sizes))
+    for order, number, size in zip(all_orders, numbers, sizes, strict=True):
         assert sorted(order[:size].tolist()) == list(range(size))
         assert torch.equal(order[:size], seeds.permutations([number], [size], 1, "shuffle", epoch)[0])
     if sizes[0] > 20:
-        assert not torch.equal(together[0], seeds.permutations(numbers, sizes, 1, "shuffle", epoch + 1)[0])
-        assert not torch.equal(together[0], seeds.permutations([numbers[0] ^ 1], sizes[:1], 1, "shuffle", epoch)[0])
+        assert not torch.equal(all_orders[0], seeds.permutations(numbers, sizes, 1, "shuffle", epoch + 1)[0])
+        assert not torch.equal(all_orders[0], seeds.permutations([numbers[0] ^ 1], sizes[:1], 1, "shuffle", epoch)[0])
 
 
 def test_orders_are_uniform():
@@ -197,9 +197,9 @@ def test_where_all_are_there_nothing_changes(sampler, tmp_path):
     ],
 )  # fmt: skip
 def test_only_those_that_are_there_take_part(available, tmp_path):
-    asked = start(tmp_path / "a", participation=1.0, available=available)
-    named = start(tmp_path / "b", sampler=lambda t, g: [1, 2, 4])
-    assert same_bits(asked.model, named.model) and records(tmp_path / "a") == records(tmp_path / "b")
+    available_run = start(tmp_path / "a", participation=1.0, available=available)
+    name_run = start(tmp_path / "b", sampler=lambda t, g: [1, 2, 4])
+    assert same_bits(available_run.model, name_run.model) and records(tmp_path / "a") == records(tmp_path / "b")
 
 
 def test_the_share_is_one_of_those_that_are_there():
@@ -212,10 +212,10 @@ def test_the_share_is_one_of_those_that_are_there():
 
 
 def test_a_cohort_is_a_number_of_clients(tmp_path):
-    counted = start(tmp_path / "a", cohort=2, participation=0.2)
-    assert [record["clients"] for record in counted.history] == [2] * len(counted.history)
-    named = start(tmp_path / "b", participation=2 / 5, sampler="fixed")
-    assert same_bits(counted.model, named.model) and records(tmp_path / "a") == records(tmp_path / "b")
+    count_run = start(tmp_path / "a", cohort=2, participation=0.2)
+    assert [record["clients"] for record in count_run.history] == [2] * len(count_run.history)
+    name_run = start(tmp_path / "b", participation=2 / 5, sampler="fixed")
+    assert same_bits(count_run.model, name_run.model) and records(tmp_path / "a") == records(tmp_path / "b")
     for sampler, sizes in {"shuffled": {2, 1}, "bernoulli": {1, 2, 3, 4, 5}}.items():
         history = start(tmp_path / sampler, cohort=2, participation=0.2, sampler=sampler).history
         assert {record["clients"] for record in history} <= sizes
@@ -226,10 +226,10 @@ def test_a_cohort_is_a_number_of_clients(tmp_path):
 def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):
     class Models(fed.Callback):
         def on_start(self, run):
-            self.found = [run.model()]
+            self.result = [run.model()]
 
         def on_round(self, run, record):
-            self.found.append(run.model())
+            self.result.append(run.model())
 
     def available(t):
         return [] if t in (0, 2) else [0, 3]
@@ -237,11 +237,11 @@ def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):
     models = Models()
     options = {"available": available, "algorithm": fed.SCAFFOLD(), "buffers": None}
     result = start(tmp_path / "run", rounds=4, callbacks=[models], **options)
-    assert [same_bits(a, b) for a, b in zip(models.found, models.found[1:])] == [True, False, True, False]
-    skipped, trained = result.history[2], result.history[1]
+    assert [same_bits(a, b) for a, b in zip(models.result, models.result[1:])] == [True, False, True, False]
+    skipped, next_record = result.history[2], result.history[1]
     assert [r.get("skipped") for r in result.history] == ["no client was available", None] * 2
     assert (skipped["clients"], skipped["steps"], skipped["train_loss"]) == (0, 0, None)
-    assert skipped["test_loss"] == trained["test_loss"] and {*trained} == {*skipped} - {"skipped"}
+    assert skipped["test_loss"] == next_record["test_loss"] and {*next_record} == {*skipped} - {"skipped"}
     assert result.summary()["rounds"] == 4 and result.summary()["megabytes"] > 0
     # Killed after a skipped round, and resumed.
     start(tmp_path / "again", rounds=3, **options)

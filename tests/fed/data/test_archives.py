@@ -48,8 +48,8 @@ def test_torchvision_expects_the_published_files() -> None:
 @pytest.mark.parametrize("classes", [10, 100])
 def test_cifar_in_the_published_format(tmp_path: Path, monkeypatch: MonkeyPatch, classes: int) -> None:
     content = small_cifar(monkeypatch, tmp_path, classes)
-    everything = [list(range(12 * (len(content) - 1)))]
-    data = LOAD[classes](tmp_path, clients=1, split="own", indices=everything)
+    all_indices = [list(range(12 * (len(content) - 1)))]
+    data = LOAD[classes](tmp_path, clients=1, split="own", indices=all_indices)
     assert (data.classes, data.in_shape, data.augment) == (classes, (3, 32, 32), AUGMENTS["flip_crop"])
     train = [content[name] for name in content if not name.startswith("test")]
     mean, std = STATISTICS[classes]
@@ -65,9 +65,9 @@ def test_the_folder_that_torchvision_unpacks_is_enough(tmp_path: Path, monkeypat
     first = cifar10(tmp_path, clients=3)
     assert sorted(p.name for p in tmp_path.iterdir()) == [FOLDERS[10], NAMES[10]]  # nothing else is left
     (tmp_path / NAMES[10]).unlink()
-    again = cifar10(tmp_path, clients=3)
-    pairs = zip([*first, first.test], [*again, again.test])
-    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other))
+    repeat = cifar10(tmp_path, clients=3)
+    pairs = zip([*first, first.test], [*repeat, repeat.test])
+    assert all(torch.equal(a, b) for client, other_client in pairs for a, b in zip(client, other_client))
     assert len(torchvision().CIFAR10(tmp_path)) == 60
 
 
@@ -93,8 +93,8 @@ def test_a_missing_archive_says_where_it_belongs(tmp_path: Path) -> None:
 def test_a_wrong_checksum_is_an_error(tmp_path: Path, monkeypatch: MonkeyPatch, damage: str) -> None:
     small_cifar(monkeypatch, tmp_path, 10)
     path = tmp_path / NAMES[10]
-    whole = path.read_bytes()
-    path.write_bytes({"cut": whole[:-40], "changed": whole[:-1] + b"?", "foreign": b"PK\x03\x04 a file"}[damage])
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[:-40], "changed": content[:-1] + b"?", "foreign": b"PK\x03\x04 a file"}[damage])
     words = f"{path.name} is not the complete file of cifar10 with the MD5 {torchvision().CIFAR10.tgz_md5}. Remove it"
     with pytest.raises(ArchiveError, match=words):
         cifar10(tmp_path)
@@ -145,8 +145,8 @@ def test_emnist_in_the_published_format(tmp_path: Path, monkeypatch: MonkeyPatch
     pooled = torch.cat([x for x, _ in data]).double()
     assert pooled.mean().item() == pytest.approx(0, abs=1e-6) and pooled.std(correction=0).item() == pytest.approx(1)
     (tmp_path / "EMNIST/raw/gzip.zip").unlink()
-    again = emnist(tmp_path, clients=4, split="iid", fraction=1.0)
-    assert torch.equal(again.test[0], data.test[0])
+    repeat = emnist(tmp_path, clients=4, split="iid", fraction=1.0)
+    assert torch.equal(repeat.test[0], data.test[0])
     assert len(torchvision().EMNIST(tmp_path, split="byclass")) == 200
 
 
@@ -164,8 +164,8 @@ def test_emnist_subset_is_a_fixed_tenth_of_each_part(tmp_path: Path, monkeypatch
         emnist(tmp_path, fraction=1.5)
 
 
-def emnist_member(what: str, content: bytes) -> dict[str, bytes]:
-    return {f"emnist-byclass-train-{what}-ubyte.gz": content}
+def emnist_member(part: str, content: bytes) -> dict[str, bytes]:
+    return {f"emnist-byclass-train-{part}-ubyte.gz": content}
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def emnist_member(what: str, content: bytes) -> dict[str, bytes]:
 def test_emnist_archives_that_are_wrong_inside(
     tmp_path: Path, monkeypatch: MonkeyPatch, files: dict[str, bytes], message: str
 ) -> None:
-    whole = {} if any("letters" in name for name in files) else emnist_files()[0]
-    expect_emnist(monkeypatch, tmp_path, whole | files)
+    content = {} if any("letters" in name for name in files) else emnist_files()[0]
+    expect_emnist(monkeypatch, tmp_path, content | files)
     with pytest.raises(ArchiveError, match=message):
         emnist(tmp_path)
 
@@ -210,14 +210,14 @@ def server_folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
 
 
 def test_a_download_is_unpacked_and_used_the_next_time(tmp_path: Path, server_folder: Path) -> None:
-    here = tmp_path / "data"
+    folder = tmp_path / "data"
     with served(server_folder) as address:
-        assert len(cifar10(here, clients=3, download=True, url=f"{address}/{CIFAR}")) == 3
-        assert len(emnist(here, clients=2, download=True, url=f"{address}/EMNIST/raw/gzip.zip")) == 2
-    assert sorted(p.name for p in here.iterdir()) == ["EMNIST", "cifar-10-batches-py", CIFAR]
-    assert len(cifar10(here, clients=3, download=True)) == 3  # without a request
-    shutil.rmtree(here / "cifar-10-batches-py")
-    assert len(cifar10(here, clients=3)) == 3
+        assert len(cifar10(folder, clients=3, download=True, url=f"{address}/{CIFAR}")) == 3
+        assert len(emnist(folder, clients=2, download=True, url=f"{address}/EMNIST/raw/gzip.zip")) == 2
+    assert sorted(p.name for p in folder.iterdir()) == ["EMNIST", "cifar-10-batches-py", CIFAR]
+    assert len(cifar10(folder, clients=3, download=True)) == 3  # without a request
+    shutil.rmtree(folder / "cifar-10-batches-py")
+    assert len(cifar10(folder, clients=3)) == 3
 
 
 def test_the_published_address_is_the_usual_one(tmp_path: Path, server_folder: Path, monkeypatch: MonkeyPatch) -> None:
@@ -227,18 +227,18 @@ def test_the_published_address_is_the_usual_one(tmp_path: Path, server_folder: P
 
 
 def test_a_failed_download_does_not_hinder_the_next(tmp_path: Path, server_folder: Path) -> None:
-    here = tmp_path / "data"
+    folder = tmp_path / "data"
     whole = (server_folder / CIFAR).read_bytes()
     with served(server_folder) as address:
         url = f"{address}/{CIFAR}"
         for content in (whole[:-40], b"<html>Please sign in</html>", b""):
             (server_folder / CIFAR).write_bytes(content)
             with pytest.raises(ArchiveError, match="cannot be read as cifar10 .*not found or corrupted"):
-                cifar10(here, download=True, url=url)
+                cifar10(folder, download=True, url=url)
         with pytest.raises(ConnectionError, match=r"nothing could not be downloaded \(.*404.*put it at .*" + CIFAR):
-            cifar10(here, download=True, url=f"{address}/nothing")
+            cifar10(folder, download=True, url=f"{address}/nothing")
         (server_folder / CIFAR).write_bytes(whole)
-        assert len(cifar10(here, clients=3, download=True, url=url)) == 3
+        assert len(cifar10(folder, clients=3, download=True, url=url)) == 3
 
 
 def test_no_network(tmp_path: Path, server_folder: Path) -> None:

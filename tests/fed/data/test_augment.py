@@ -19,14 +19,14 @@ def generator(seed: int) -> torch.Generator:
 
 def variants(image: torch.Tensor, pad: int) -> dict[bytes, tuple[bool, int, int]]:
     """Every image that a flip and a crop of `image` [C, H, W] can give, by (flipped, down, right)."""
-    found = {}
+    results = {}
     for flipped in (False, True):
         padded = F.pad(image.flip(-1) if flipped else image, (pad,) * 4)
         for down in range(2 * pad + 1):
-            for right in range(2 * pad + 1):
-                crop = padded[:, down : down + image.shape[1], right : right + image.shape[2]]
-                found[crop.contiguous().numpy().tobytes()] = (flipped, down, right)
-    return found
+            for dx in range(2 * pad + 1):
+                crop = padded[:, down : down + image.shape[1], dx : dx + image.shape[2]]
+                results[crop.contiguous().numpy().tobytes()] = (flipped, down, dx)
+    return results
 
 
 @settings(max_examples=25, deadline=None)
@@ -39,39 +39,39 @@ def variants(image: torch.Tensor, pad: int) -> dict[bytes, tuple[bool, int, int]
 )
 def test_every_sample_is_flipped_and_cropped(seed: int, shape: tuple, pad: int, flip: float, crop: float) -> None:
     x = torch.randn(6, *shape, generator=generator(seed)) + 1
-    before = x.clone()
-    made = FlipCrop(pad, flip, crop)(x, generator(seed))
-    assert made.shape == x.shape and made.dtype == x.dtype and torch.equal(x, before)
-    for image, out in zip(x, made):
+    original = x.clone()
+    result = FlipCrop(pad, flip, crop)(x, generator(seed))
+    assert result.shape == x.shape and result.dtype == x.dtype and torch.equal(x, original)
+    for image, out in zip(x, result):
         possible = variants(image, pad)
-        flipped, down, right = possible[out.contiguous().numpy().tobytes()] if out.any() else (flip > 0, pad, pad)
+        flipped, down, dx = possible[out.contiguous().numpy().tobytes()] if out.any() else (flip > 0, pad, pad)
         assert flipped == bool(flip) or 0 < flip < 1
-        assert crop > 0 or (down, right) == (pad, pad)
+        assert crop > 0 or (down, dx) == (pad, pad)
 
 
 def places(augment: FlipCrop, n: int = 20_000) -> Counter:
     """Return the frequency of each (flipped, down, right) for an image in which all of them differ."""
     image = torch.arange(1.0, 1 + 12 * 12).reshape(1, 12, 12)
     possible = variants(image, augment.pad)
-    made = augment(image.expand(n, 1, 12, 12), generator(3))
-    return Counter(possible[out.contiguous().numpy().tobytes()] for out in made)
+    result = augment(image.expand(n, 1, 12, 12), generator(3))
+    return Counter(possible[out.contiguous().numpy().tobytes()] for out in result)
 
 
 def test_the_papers_probabilities() -> None:
-    n, seen = 20_000, places(FlipCrop())
-    flipped = sum(count for (flip, _, _), count in seen.items() if flip)
-    still = sum(count for (_, down, right), count in seen.items() if (down, right) == (4, 4))
+    n, records = 20_000, places(FlipCrop())
+    flipped = sum(count for (flip, _, _), count in records.items() if flip)
+    still = sum(count for (_, down, dx), count in records.items() if (down, dx) == (4, 4))
     assert flipped / n == pytest.approx(0.5, abs=0.015)
     assert still / n == pytest.approx(0.5 + 0.5 / 81, abs=0.015)  # no crop, or the crop that is the image itself
-    both = seen[True, 4, 4]
-    assert both / n == pytest.approx(0.5 * (0.5 + 0.5 / 81), abs=0.015)  # flip and crop are independent
+    pair = records[True, 4, 4]
+    assert pair / n == pytest.approx(0.5 * (0.5 + 0.5 / 81), abs=0.015)  # flip and crop are independent
     for axis in (1, 2):
-        moved = Counter()
-        for place, count in seen.items():
-            moved[place[axis]] += count
+        moves = Counter()
+        for place, count in records.items():
+            moves[place[axis]] += count
         for offset in range(9):
             expected = 0.5 / 9 + 0.5 * (offset == 4)
-            assert moved[offset] / n == pytest.approx(expected, abs=0.012), (axis, offset)
+            assert moves[offset] / n == pytest.approx(expected, abs=0.012), (axis, offset)
     always = places(FlipCrop(crop=1.0))
     assert sum(c for (_, d, r), c in always.items() if (d, r) == (4, 4)) / n == pytest.approx(1 / 81, abs=0.005)
     assert len(always) == 2 * 81
@@ -90,8 +90,8 @@ def test_the_same_generator_gives_the_same_images_and_goes_on() -> None:
 
 def test_images_without_channels_and_in_float64() -> None:
     x = torch.randn(9, 8, 8, dtype=torch.float64)
-    made = FlipCrop()(x, generator(1))
-    assert made.shape == x.shape and torch.equal(made, FlipCrop()(x[:, None], generator(1))[:, 0])
+    result = FlipCrop()(x, generator(1))
+    assert result.shape == x.shape and torch.equal(result, FlipCrop()(x[:, None], generator(1))[:, 0])
 
 
 @pytest.mark.gpu

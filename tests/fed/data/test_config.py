@@ -57,16 +57,16 @@ def test_a_run_on_every_kind_of_data(tmp_path: Path, small_sets: Path, name: str
     result = experiment.start(built, tmp_path / "run")
     assert torch.isfinite(torch.tensor(result.history[-1]["test_loss"]))
     assert isinstance(built.model, models.Pixels) == (name == "officehome")
-    again = config.resolve(config.read(tmp_path / "run" / "config.json"))
-    assert again == made
+    repeat = config.resolve(config.read(tmp_path / "run" / "config.json"))
+    assert repeat == made
 
 
 def test_the_keys_reach_the_data_set(tmp_path: Path, small_sets: Path) -> None:
     loaded = experiment.load_data(resolve(tmp_path, "data = 'cifar10'\nclients = 6\nsplit = 'iid'\ndata_dir = 'data'"))
     direct = data.SETS["cifar10"]("data", clients=6, split="iid")
     assert all(torch.equal(a[0], b[0]) for a, b in zip(loaded, direct)) and loaded.augment == data.FlipCrop()
-    other = experiment.load_data(resolve(tmp_path, "data = 'cifar10'\nclients = 6\nsplit = 'iid'\nsplit_seed = 3"))
-    assert not all(torch.equal(a[1], b[1]) for a, b in zip(loaded, other))
+    other_data = experiment.load_data(resolve(tmp_path, "data = 'cifar10'\nclients = 6\nsplit = 'iid'\nsplit_seed = 3"))
+    assert not all(torch.equal(a[1], b[1]) for a, b in zip(loaded, other_data))
     always = resolve(tmp_path, "data = 'cifar10'\naugment = 'flip_crop_always'\nclients = 6")
     assert experiment.load_data(always).augment == data.FlipCrop(crop=1.0)
 
@@ -74,14 +74,14 @@ def test_the_keys_reach_the_data_set(tmp_path: Path, small_sets: Path) -> None:
 def test_a_split_of_ones_own_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.json").write_text(json.dumps([[4, 2], [0], [1, 3, 9]]))
-    made = resolve(tmp_path, "split = 'own'\nindices = 'mine.json'")
-    everything = data.digits(split="own", clients=None, indices=[list(range(1437))])[0]
-    loaded = experiment.load_data(made)
+    result = resolve(tmp_path, "split = 'own'\nindices = 'mine.json'")
+    all_indices = data.digits(split="own", clients=None, indices=[list(range(1437))])[0]
+    loaded = experiment.load_data(result)
     assert [len(y) for _, y in loaded] == [2, 1, 3]
-    assert torch.equal(loaded[0][0], everything[0][[4, 2]])
+    assert torch.equal(loaded[0][0], all_indices[0][[4, 2]])
     Path("mine.json").write_text(json.dumps([[4, 2], [4]]))
     with pytest.raises(ValueError, match="name sample 4 more than once"):
-        experiment.load_data(made)
+        experiment.load_data(result)
     assert len(experiment.load_data(resolve(tmp_path, "split = 'own'\nindices = 'mine.json'\nduplicates = true"))) == 2
     with pytest.raises(ValueError, match="one list of positions per client, or a JSON file"):
         experiment.load_data(resolve(tmp_path, "split = 'own'"))
@@ -142,9 +142,9 @@ def test_the_page_has_what_is_tested_here() -> None:
 @pytest.mark.parametrize("block", TOML)
 def test_its_configs_are_configs(tmp_path: Path, block: str) -> None:
     (tmp_path / "exp.toml").write_text(block)
-    made = config.resolve(config.read(tmp_path / "exp.toml"))
-    if made.data == "digits-domains":
-        built = experiment.build(made)
+    result = config.resolve(config.read(tmp_path / "exp.toml"))
+    if result.data == "digits-domains":
+        built = experiment.build(result)
         assert built.data.held_out == "rot60" and len(built.data) == 15
 
 
@@ -185,12 +185,12 @@ def test_its_figures_of_the_splits() -> None:
     for split, value, cells in rows[:7]:
         own = {options[split][0]: options[split][1](value)} if value else {}
         own |= {"min_samples": 1} if split == "dirichlet_per_class" else {}
-        made = partition.make(split, labels, 100, 20, **own)
-        cifar = [labels[i] for i in made.indices]
+        parts = partition.make(split, labels, 100, 20, **own)
+        cifar = [labels[i] for i in parts.indices]
         digits = [y.numpy() for _, y in data.digits(50, split=split, **own)]
         sizes, distinct, used, digit_sizes, digit_distinct = (cell.replace(",", "") for cell in cells.split(" | "))
         assert shown(cifar) == (sizes, distinct) and shown(digits) == (digit_sizes, digit_distinct), split
-        assert len(np.unique(np.concatenate(made.indices))) == int(used)
+        assert len(np.unique(np.concatenate(parts.indices))) == int(used)
     assert len(rows) >= 7
 
 

@@ -37,16 +37,16 @@ def test_several_clients_share_a_domain() -> None:
     for first, n in ((0, 10), (3, 12)):
         positions = torch.cat([data[i][0][:, 1] for i in range(first, first + 3)])
         assert sorted(positions.tolist()) == list(range(n)) and positions.tolist() != list(range(n))
-    again = by_domain(pairs({"a": 10, "b": 12, "c": 7}), "c", clients_per_domain=3, seed=5)
-    assert not torch.equal(data[0][0], again[0][0])
+    repeat = by_domain(pairs({"a": 10, "b": 12, "c": 7}), "c", clients_per_domain=3, seed=5)
+    assert not torch.equal(data[0][0], repeat[0][0])
 
 
 def test_without_a_held_out_domain_each_gives_a_part_to_the_test_set() -> None:
     data = by_domain(pairs({"a": 30, "b": 60}), test_fraction=0.2)
     assert [len(y) for _, y in data] == [24, 48] and data.held_out is None
     assert torch.bincount(data.test[0][:, 0].long()).tolist() == [6, 12]
-    together = torch.cat([data.test[0], *[x for x, _ in data]])
-    assert len(together.unique(dim=0)) == 90
+    all_x = torch.cat([data.test[0], *[x for x, _ in data]])
+    assert len(all_x.unique(dim=0)) == 90
 
 
 def test_digits_domains_share_no_image_and_keep_the_classes() -> None:
@@ -54,25 +54,25 @@ def test_digits_domains_share_no_image_and_keep_the_classes() -> None:
     data = digits_domains(domains, "rot0")
     x, y = load()
     plain = {row.numpy().tobytes(): int(label) for row, label in zip(x, y)}
-    seen: list[bytes] = []
+    records: list[bytes] = []
     for k, (dx, dy) in enumerate([data.test, *data]):
-        back = torch.rot90(dx, -k, (2, 3)).contiguous()
-        seen += [row.numpy().tobytes() for row in back]
-        assert [plain[row.numpy().tobytes()] for row in back] == dy.tolist()
+        step_back = torch.rot90(dx, -k, (2, 3)).contiguous()
+        records += [row.numpy().tobytes() for row in step_back]
+        assert [plain[row.numpy().tobytes()] for row in step_back] == dy.tolist()
         assert (torch.bincount(dy, minlength=10) - torch.bincount(y) / 4).abs().max() < 2
-    assert len(seen) == len(y) and len(set(seen)) == len(plain)
+    assert len(records) == len(y) and len(set(records)) == len(plain)
     assert list(data.domains) == domains[1:] and data.name == "digits-domains"
 
 
 def test_digits_transforms() -> None:
-    plain, quarter, almost, noisy, both = (
+    plain, quarter, almost, noisy, pair = (
         digits_domains([name, "rot180"]).clients[0][0]
         for name in ("rot0", "rot90", "rot90.001", "noise0.5", "rot90+noise0.5")
     )
     assert torch.equal(quarter, torch.rot90(plain, 1, (2, 3)))
     assert torch.allclose(almost, quarter, atol=1e-3)  # the same sense, the same centre
     assert (noisy - plain).std().item() == pytest.approx(0.5, rel=0.02)
-    assert (both - quarter).std().item() == pytest.approx(0.5, rel=0.02)
+    assert (pair - quarter).std().item() == pytest.approx(0.5, rel=0.02)
     assert torch.equal(noisy, digits_domains(["noise0.5", "rot180"]).clients[0][0])
 
 
@@ -96,8 +96,8 @@ def test_the_cache_is_used_until_a_file_changes(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(folders, "_image", lambda path, size: (read.append(path), image(path, size))[1])
     second = officehome(tmp_path, folder_set=SMALL, size=16)
     assert not read and torch.equal(first.test[0], second.test[0])
-    changed = root / "Art" / "class_0" / "0.jpg"
-    Image.new("RGB", (20, 20), (255, 0, 0)).save(changed)
+    changes = root / "Art" / "class_0" / "0.jpg"
+    Image.new("RGB", (20, 20), (255, 0, 0)).save(changes)
     third = officehome(tmp_path, "Clipart", folder_set=SMALL, size=16)
     assert {path.parent.parent.name for path in read} == {"Art"}
     assert third[0][0][0].float().mean((1, 2))[0] > 250
@@ -138,8 +138,8 @@ def test_the_model_sees_normalised_pixels() -> None:
     inner = models.build("mlp", (3, 8, 8), 4, 0).double()
     mean, std = folders.STATISTICS
     constants = (torch.tensor(values, dtype=torch.float64).reshape(3, 1, 1) for values in (mean, std))
-    scaled = torch.sub(x.double() / 255, next(constants)) / next(constants)
+    normalised = torch.sub(x.double() / 255, next(constants)) / next(constants)
     wrapped = models.Pixels(inner, mean, std)
-    torch.testing.assert_close(wrapped(x), inner(scaled))
-    torch.testing.assert_close(wrapped(scaled), inner(scaled))  # floating-point inputs are normalised already
+    torch.testing.assert_close(wrapped(x), inner(normalised))
+    torch.testing.assert_close(wrapped(normalised), inner(normalised))  # floating-point inputs are normalised already
     assert not list(wrapped.buffers()) and wrapped.float()(x).dtype == torch.float32

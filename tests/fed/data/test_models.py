@@ -28,9 +28,9 @@ def test_models_take_their_inputs(name: str, shape: tuple[int, ...], parameters:
 
 def test_initial_weights_are_a_function_of_the_seed_and_leave_the_callers_generator_alone() -> None:
     torch.manual_seed(5)
-    before = torch.random.get_rng_state()
+    old_state = torch.random.get_rng_state()
     a, b, c = (models.build("cnn", (1, 8, 8), 10, seed) for seed in (1, 1, 2))
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(torch.random.get_rng_state(), old_state)
     torch.randn(3)
     assert torch.equal(vector(a), vector(b))
     assert torch.equal(vector(a), vector(models.build("cnn", (1, 8, 8), 10, 1)))
@@ -50,12 +50,12 @@ def test_options_reach_the_model() -> None:
 )
 def test_images_whose_channels_come_last_are_refused(name: str, shape: tuple[int, int, int]) -> None:
     """Their number of values is right, but they would be read as different images."""
-    made, x = models.build(name, shape, 4, 0).eval(), torch.randn(5, *shape)
+    result, x = models.build(name, shape, 4, 0).eval(), torch.randn(5, *shape)
     with pytest.raises(ValueError, match=r"takes images \[n, .*channels come last: x.movedim\(-1, 1\)"):
-        made(x.movedim(1, -1))
+        result(x.movedim(1, -1))
     with pytest.raises(ValueError, match=r"takes images \[n, .*\]$"):
-        made(x[None])
-    assert torch.equal(made(x), made(x.flatten(1))) and (shape[0] > 1 or torch.equal(made(x), made(x[:, 0])))
+        result(x[None])
+    assert torch.equal(result(x), result(x.flatten(1))) and (shape[0] > 1 or torch.equal(result(x), result(x[:, 0])))
     if name != "resnet18_gn":  # which takes images of three rows
         with pytest.raises(ValueError, match=r"got samples of the shape .*channels come last"):
             models.build(name, (*shape[1:], shape[0]), 4, 0)
@@ -118,10 +118,10 @@ def test_resnet_is_the_published_topology() -> None:
 
 def test_resnets_other_stem_keeps_the_resolution() -> None:
     model = models.build("resnet18_gn", (3, 16, 16), 10, 0, stem="3x3")
-    seen = []
-    model.blocks.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+    records = []
+    model.blocks.register_forward_pre_hook(lambda _, inputs: records.append(tuple(inputs[0].shape)))
     model(torch.randn(2, 3, 16, 16))
-    assert seen == [(2, 64, 16, 16)] and model.conv1.weight.shape == (64, 3, 3, 3)
+    assert records == [(2, 64, 16, 16)] and model.conv1.weight.shape == (64, 3, 3, 3)
     small = models.build("resnet18_gn", (1, 8, 8), 10, 0, widths=[8, 8, 16, 16], stem="3x3")
     assert small(torch.randn(3, 1, 8, 8)).shape == (3, 10)
 
@@ -147,8 +147,8 @@ def test_a_users_model(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     path = f"{tmp_path / 'own.py'}:"
     assert models.build(path + "Plain", (8, 8), 10, 0, width=4)[1].out_features == 4
-    made = models.build(path + "make", (8, 8), 10, 3)
-    assert torch.equal(vector(made), vector(models.build(path + "make", (8, 8), 10, 3)))
+    result = models.build(path + "make", (8, 8), 10, 3)
+    assert torch.equal(vector(result), vector(models.build(path + "make", (8, 8), 10, 3)))
     first, second = models.build(path + "ready", (64,), 10, 0), models.build(path + "ready", (64,), 10, 0)
     assert first is not second and torch.equal(first.weight, second.weight)
     with pytest.raises(ValueError, match="must make a torch.nn.Module, got int"):

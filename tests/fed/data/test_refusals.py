@@ -16,16 +16,16 @@ def pair(n: int, labels: list[int] | None = None) -> tuple[torch.Tensor, torch.T
     return torch.zeros(n, 2), torch.tensor(labels if labels is not None else [0] * n, dtype=torch.int64)
 
 
-def dirichlet(**changed):
-    partition.dirichlet(**{"labels": np.arange(20) % 2, "clients": 2, "alpha": 0.3, "classes": 2} | changed)
+def dirichlet(**changes):
+    partition.dirichlet(**{"labels": np.arange(20) % 2, "clients": 2, "alpha": 0.3, "classes": 2} | changes)
 
 
-def pathological(**changed):
-    partition.pathological(**{"labels": np.arange(40) % 4, "clients": 4, "classes_per_client": 2} | changed)
+def pathological(**changes):
+    partition.pathological(**{"labels": np.arange(40) % 4, "clients": 4, "classes_per_client": 2} | changes)
 
 
-def domains(**changed):
-    by_domain(**{"domains": {"a": pair(3), "b": pair(5)}, "held_out": "b"} | changed)
+def domains(**changes):
+    by_domain(**{"domains": {"a": pair(3), "b": pair(5)}, "held_out": "b"} | changes)
 
 
 def digits_with(outputs):

@@ -40,13 +40,13 @@ def test_digits_sizes_scale_and_classes() -> None:
 
 def test_digits_are_read_without_scikit_learns_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with them, where its file is not there."""
-    found = handwritten.load()
+    result = handwritten.load()
     monkeypatch.setattr(handwritten, "FILE", "datasets/data/elsewhere.csv")
-    for a, b in zip(found, handwritten.load(), strict=True):
+    for a, b in zip(result, handwritten.load(), strict=True):
         assert torch.equal(a, b)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert torch.equal(handwritten.load()[0], found[0])
+    assert torch.equal(handwritten.load()[0], result[0])
 
 
 def test_digits_are_the_real_images_with_their_labels() -> None:
@@ -55,19 +55,19 @@ def test_digits_are_the_real_images_with_their_labels() -> None:
     pixels, labels = load_digits(return_X_y=True)
     data = digits(split="iid")
     train_x = torch.cat([x for x, _ in data]).flatten(1).numpy()
-    seen = {row.tobytes() for row in np.rint(_undo(train_x, pixels)).astype(np.uint8)}
-    seen |= {row.tobytes() for row in np.rint(_undo(data.test[0].flatten(1).numpy(), pixels)).astype(np.uint8)}
-    assert seen == {row.tobytes() for row in pixels.astype(np.uint8)}
+    records = {row.tobytes() for row in np.rint(_undo(train_x, pixels)).astype(np.uint8)}
+    records |= {row.tobytes() for row in np.rint(_undo(data.test[0].flatten(1).numpy(), pixels)).astype(np.uint8)}
+    assert records == {row.tobytes() for row in pixels.astype(np.uint8)}
     pairs = {row.tobytes(): label for row, label in zip(pixels.astype(np.uint8), labels, strict=True)}
     for x, y in [*data, data.test]:
         rows = np.rint(_undo(x.flatten(1).numpy(), pixels)).astype(np.uint8)
         assert [pairs[row.tobytes()] for row in rows] == y.tolist()
 
 
-def _undo(scaled: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+def _undo(values: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     """Return the pixels with the scale of the training part, which this test takes from the data set."""
     train, _ = stratified_test(np.asarray(_labels()), 0.2)
-    return scaled * pixels[train].std() + pixels[train].mean()
+    return values * pixels[train].std() + pixels[train].mean()
 
 
 def _labels() -> np.ndarray:

@@ -38,14 +38,14 @@ def positions(subsets: list[Subset[Any]]) -> list[list[int]]:
 def test_every_sample_goes_to_one_client(alpha: float | None) -> None:
     subsets = fed.split(TensorDataset(X, Y), clients=20, alpha=alpha)
     assert [len(subset) for subset in subsets] == [20, *[10] * 19]
-    assert sorted(i for own in positions(subsets) for i in own) == list(range(210))
+    assert sorted(i for indices in positions(subsets) for i in indices) == list(range(210))
 
 
 def test_alpha_says_how_unlike_the_clients_are() -> None:
     spread = []
     for alpha in (0.05, 1.0, 1000.0):
         splits = positions(fed.split(Named("y"), clients=14, alpha=alpha))
-        shares = [np.bincount(Y[own], minlength=3) / len(own) for own in splits]
+        shares = [np.bincount(Y[indices], minlength=3) / len(indices) for indices in splits]
         spread.append(float(np.std(shares)))
     assert spread[0] > 0.3 > spread[1] > 0.15 > spread[2]
 

@@ -99,8 +99,8 @@ def test_what_the_compiled_part_would_declare_is_declared(tmp_path: Path) -> Non
     for name, text in PARTS.items():
         (tmp_path / "torchvision" / name).write_text(textwrap.dedent(text))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{textwrap.dedent(USE)}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "as it should be", done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.stdout.strip() == "as it should be", process.stderr
 
 
 def test_torchvision_itself_knows_whether_its_operators_work() -> None:
@@ -149,12 +149,12 @@ def train(executor: str, **options: float) -> fed.Result:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap on the CPU
 def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -> None:
-    one, *others = (train(executor) for executor in ("sequential", "threads", "vmap"))
+    run_1, *other_runs = (train(executor) for executor in ("sequential", "threads", "vmap"))
     start = models.build("vit_b_32", (3, 64, 64), 5, 0)
-    for name, value in one.model.state_dict().items():
+    for name, value in run_1.model.state_dict().items():
         assert torch.isfinite(value).all() and not torch.equal(value, start.state_dict()[name]), name
-        for other in others:
-            torch.testing.assert_close(other.model.state_dict()[name], value, rtol=1e-3, atol=1e-5)
+        for run in other_runs:
+            torch.testing.assert_close(run.model.state_dict()[name], value, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["dropout", "attention_dropout"])
@@ -199,8 +199,8 @@ def test_the_whole_vit_b_32_on_the_command_line(tmp_path: Path, monkeypatch: Mon
     monkeypatch.chdir(tmp_path)
     classes = [f"class_{k:02}" for k in range(65)]
     rng = np.random.default_rng(0)
-    for domain, kept in (("Art", 65), ("Clipart", 2), ("Product", 2), ("Real World", 2)):
-        for name in classes[:kept]:
+    for domain, count in (("Art", 65), ("Clipart", 2), ("Product", 2), ("Real World", 2)):
+        for name in classes[:count]:
             folder = Path("data/officehome", domain, name)
             folder.mkdir(parents=True)
             Image.fromarray(rng.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / "1.png")

@@ -28,32 +28,32 @@ class Torch:
 
 class Context:
     def __init__(self, world: Torch, stream: str, capture_error_mode: str) -> None:
-        self.world, self.own = world, stream
+        self.world, self.stream = world, stream
 
     def __enter__(self) -> None:
-        self.before, self.world.stream = self.world.stream, self.own
+        self.old_stream, self.world.stream = self.world.stream, self.stream
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is not None:
             raise RuntimeError("operation failed due to a previous error during capture")
-        self.world.stream = self.before
+        self.world.stream = self.old_stream
 
 
 @pytest.mark.parametrize(
-    ("raised", "seen", "words"),
+    ("raised", "records", "words"),
     [
         (ValueError("the model looks at its values"), CaptureError,
             "ValueError: the model looks at its values. Use executor='streams'"),
         (ClientError("client 3 failed"), ClientError, "client 3 failed"),
     ],
 )  # fmt: skip
-def test_a_capture_that_fails_says_why(raised: Exception, seen: type, words: str, monkeypatch: MonkeyPatch) -> None:
+def test_a_capture_that_fails_says_why(raised: Exception, records: type, words: str, monkeypatch: MonkeyPatch) -> None:
     world, cuda, stream = Torch(monkeypatch), Cuda(torch.device("cuda", 0)), "a stream"
 
     def work() -> None:
         raise raised
 
-    with pytest.raises(seen, match=words):
+    with pytest.raises(records, match=words):
         cuda.capture(work, stream)  # type: ignore[arg-type]
     assert world.stream == "before"
     cuda.capture(lambda: None, stream)  # type: ignore[arg-type]

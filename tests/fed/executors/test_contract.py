@@ -16,8 +16,8 @@ NORMED = {"model": normed, "sizes": (8, 16, 8, 12), "batch_size": 4}
 NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "accountant": None}, "momentum": 0.0}
 # Every algorithm, and every option that reaches into the training of a client or into the server's step.
 ALGORITHMS = {
-    name: (cases.ours(FIRST[made.__name__]) if made.__name__ in FIRST else made(), NORMED if name == "fedbn" else {})
-    for name, made in fed.algorithms.registry.items()
+    name: (cases.ours(FIRST[cls.__name__]) if cls.__name__ in FIRST else cls(), NORMED if name == "fedbn" else {})
+    for name, cls in fed.algorithms.registry.items()
 }
 OPTIONS = {
     "clip": (cases.ours("fedlesam"), {"clip_norm": 0.05}),
@@ -65,10 +65,10 @@ def bits(name, *arguments, **more):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_in_parts_and_in_threads_has_the_bits_of_one_in_one_piece(name, tmp_path):
-    whole, slots = bits(name), (1, 3, 7)[list(CASES).index(name) % 3]
+    full_run, slots = bits(name), (1, 3, 7)[list(CASES).index(name) % 3]
     train(name, rounds=1, run_dir=tmp_path)
-    assert bits(name, "threads", slots, run_dir=tmp_path, resume=True) == whole
-    assert bits(name, "threads", slots, client_state="disk") == whole
+    assert bits(name, "threads", slots, run_dir=tmp_path, resume=True) == full_run
+    assert bits(name, "threads", slots, client_state="disk") == full_run
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -85,9 +85,9 @@ def test_clients_that_are_not_alike_train_step_by_step(monkeypatch: pytest.Monke
     """They step together while their batches have equal shapes; the remaining client uses a graph of its
     epoch_graphs."""
     ragged = (6, 7, 3)
-    ours = train(fed.FedSAM(rho=0.05), ragged)
+    actual = train(fed.FedSAM(rho=0.05), ragged)
     monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: None)
-    assert train(fed.FedSAM(rho=0.05), ragged) == ours
+    assert train(fed.FedSAM(rho=0.05), ragged) == actual
 
 
 @pytest.mark.usefixtures("captured")
@@ -130,11 +130,11 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 2)])
 def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch in one launch needs no graph; steps with duals are captured, including their row programs."""
-    own, taken = RowPass.train, []
-    monkeypatch.setattr(RowPass, "train", lambda *operands: (taken.append(1), own(*operands)))
+    original, calls = RowPass.train, []
+    monkeypatch.setattr(RowPass, "train", lambda *operands: (calls.append(1), original(*operands)))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4))
     clients = [(torch.randn(6, 64), torch.randint(4, (6,))) for _ in range(3)]
     fed.run(
         model, clients, CASES[name], executor="vmap", slots=3, rounds=3, batch_size=4, local_epochs=2, participation=1.0
     )
-    assert bool(taken) == (graphs == 0) and len(FakeCuda.captured) == graphs
+    assert bool(calls) == (graphs == 0) and len(FakeCuda.captured) == graphs

@@ -29,12 +29,12 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner, self.kept = oracle.smooth_model(FLOAT), None
+        self.inner, self.activation = oracle.smooth_model(FLOAT), None
 
     def forward(self, x):
-        self.kept = x * 2
+        self.activation = x * 2
         time.sleep(1e-4)  # another thread's turn
-        return self.inner(self.kept - x)
+        return self.inner(self.activation - x)
 
 
 def test_a_model_that_keeps_what_it_sees_is_not_shared_between_threads():
@@ -43,24 +43,24 @@ def test_a_model_that_keeps_what_it_sees_is_not_shared_between_threads():
 
 
 def test_one_thread_inside_an_operation_for_every_client_and_the_users_afterwards():
-    before, seen = torch.get_num_threads(), set()
+    old_threads, records = torch.get_num_threads(), set()
 
     def loss(out, y):
-        seen.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        records.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
         return F.cross_entropy(out, y)
 
     torch.set_num_threads(2)
     try:
         run(fed.FedAvg(), "threads", 3, loss=loss, rounds=1)
         assert torch.get_num_threads() == 2
-        assert seen == {(True, 1), (False, 1)}  # the trial step, the clients
+        assert records == {(True, 1), (False, 1)}  # the trial step, the clients
         fresh = []
-        other = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
-        other.start()
-        other.join()
+        thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
         assert fresh == [2]
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(old_threads)
 
 
 def alive():
@@ -87,7 +87,7 @@ def test_an_error_in_one_client_stops_the_round_at_once():
 
 
 def test_ctrl_c_comes_out_and_leaves_no_thread_behind():
-    before, calls = torch.get_num_threads(), []
+    old_threads, calls = torch.get_num_threads(), []
 
     def loss(out, y):
         calls.append(1)
@@ -98,7 +98,7 @@ def test_ctrl_c_comes_out_and_leaves_no_thread_behind():
 
     with pytest.raises(KeyboardInterrupt):
         run(fed.FedAvg(), "threads", 2, sizes=(500,) * 4, participation=1.0, loss=loss)
-    assert not alive() and len(calls) < 40 and torch.get_num_threads() == before
+    assert not alive() and len(calls) < 40 and torch.get_num_threads() == old_threads
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it starts", "while it starts"])
@@ -213,50 +213,50 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     dense = chosen(oracle.smooth_model(FLOAT), tmp_path)
     assert dense["name"] == "vmap" and "dense" in dense["reason"] and dense["numbers"].startswith("vmap, ")
     conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 3))
-    found = chosen(conv, tmp_path, x=(1, 6, 6))
-    assert (found["name"], found["numbers"], found["slots"]) == ("threads", "exact", 2)
-    assert "convolution" in found["reason"]
+    result = chosen(conv, tmp_path, x=(1, 6, 6))
+    assert (result["name"], result["numbers"], result["slots"]) == ("threads", "exact", 2)
+    assert "convolution" in result["reason"]
     dropout = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    found = chosen(dropout, tmp_path)
-    assert found["name"] == "threads" and "draws" in found["reason"]
-    found = chosen(nn.Sequential(Hidden(), nn.Identity()), tmp_path)
-    assert found["name"] == "sequential" and "draws" in found["reason"]
+    result = chosen(dropout, tmp_path)
+    assert result["name"] == "threads" and "draws" in result["reason"]
+    result = chosen(nn.Sequential(Hidden(), nn.Identity()), tmp_path)
+    assert result["name"] == "sequential" and "draws" in result["reason"]
     normed = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    found = chosen(normed, tmp_path, buffers="keep")
-    assert found["name"] == "threads" and "buffers" in found["reason"]
+    result = chosen(normed, tmp_path, buffers="keep")
+    assert result["name"] == "threads" and "buffers" in result["reason"]
     assert chosen(oracle.smooth_model(FLOAT), tmp_path, fed.FedRobust())["name"] == "threads"
     width = auto._WIDEST["cpu"] // 8
     wide = nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.Linear(width, 3))
-    found = chosen(wide, tmp_path)
-    assert found["name"] == "threads" and "no row program" in found["reason"]
+    result = chosen(wide, tmp_path)
+    assert result["name"] == "threads" and "no row program" in result["reason"]
     if native.why_not("cpu") is None:
         rowwise = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
         assert chosen(rowwise, tmp_path)["name"] == "vmap"
     width = auto._WIDEST_ROWWISE // 8
     wider = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
-    found = chosen(wider, tmp_path)
-    assert found["name"] == "threads" and "keeps a processor busy" in found["reason"]
+    result = chosen(wider, tmp_path)
+    assert result["name"] == "threads" and "keeps a processor busy" in result["reason"]
     monkeypatch.setattr(threads, "cpus", lambda: 1)
     assert chosen(conv, tmp_path, x=(1, 6, 6))["name"] == "sequential"
-    alone = chosen(oracle.smooth_model(FLOAT), tmp_path, slots=1)
-    assert alone["name"] == "sequential" and "one at a time" in alone["reason"]
+    single_slot = chosen(oracle.smooth_model(FLOAT), tmp_path, slots=1)
+    assert single_slot["name"] == "sequential" and "one at a time" in single_slot["reason"]
 
 
 def test_processes_of_one_machine_share_its_cpus(monkeypatch):
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    found = []
+    results = []
     for processes in ("1", "2", "3", "20"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        found.append(threads.cpus())
-    assert found == [8, 4, 2, 1]
+        results.append(threads.cpus())
+    assert results == [8, 4, 2, 1]
 
 
 def test_auto_does_not_stack_a_model_that_somebody_watches(tmp_path):
     calls = []
     model = oracle.smooth_model(FLOAT)
     model.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
-    found = chosen(model, tmp_path)
-    assert found["name"] != "vmap" and "hooks" in found["reason"] and calls
+    result = chosen(model, tmp_path)
+    assert result["name"] != "vmap" and "hooks" in result["reason"] and calls
 
 
 def test_the_names_are_those_of_the_registry_and_auto():
@@ -292,14 +292,14 @@ def test_the_page_names_what_torch_refuses() -> None:
 
 def test_one_pixel_of_adaptive_pooling_is_a_mean() -> None:
     """So it serves on a GPU, where other sizes are refused."""
-    seen = []
+    records = []
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
+            records.append(str(func))
             return func(*args, **(kwargs or {}))
 
     x = torch.randn(2, 3, 5, 5, requires_grad=True)
     with Seen():
         torch.nn.AdaptiveAvgPool2d(1)(x).sum().backward()
-    assert "aten.mean.dim" in seen and not any("adaptive" in name for name in seen)
+    assert "aten.mean.dim" in records and not any("adaptive" in name for name in records)

@@ -71,10 +71,10 @@ class Spoiled(fed.FedAvg):
         return {"k": torch.zeros(3)}
 
     def finish_client(self, server: Any, client: Any, results: Any, round: fed.Round) -> Any:
-        bad = torch.tensor([i == 1 and round.index == 1 for i in results.client_ids])[:, None]
-        delta = torch.where(bad & (self.place == "delta"), self.value, results.delta)
-        k = torch.where(bad & (self.place == "state"), self.value, client["k"] + 1)
-        weight = torch.where(bad[:, 0], self.value, 1.0).tolist() if self.sends_weights else None
+        is_bad = torch.tensor([i == 1 and round.index == 1 for i in results.client_ids])[:, None]
+        delta = torch.where(is_bad & (self.place == "delta"), self.value, results.delta)
+        k = torch.where(is_bad & (self.place == "state"), self.value, client["k"] + 1)
+        weight = torch.where(is_bad[:, 0], self.value, 1.0).tolist() if self.sends_weights else None
         return {"k": k}, fed.Upload(mean={"delta": delta}, weight=weight)
 
 
@@ -152,18 +152,18 @@ def test_the_others_train_as_without_it(
     algorithm, options, reason = CASES[name]
     with caplog.at_level(logging.WARNING, logger="fastsam.fed"):
         result = train(executor, slots, algorithm, **options)
-    without, rounds = without_client_1(name), excluded_by(name)
-    assert excluded_clients(result) == rounds and excluded_clients(without) == [[]] * 3
+    run_without, rounds = without_client_1(name), excluded_by(name)
+    assert excluded_clients(result) == rounds and excluded_clients(run_without) == [[]] * 3
     assert result.summary()["excluded"] == sum(map(len, rounds)) and result.history[0]["clients"] == 5
     first = rounds.index([1])
     found = result.history[first]["excluded"][0]["reason"]
     assert found.startswith(reason) and f"round {first + 1}: client 1 is excluded: {found}" in caplog.messages
     if executor == "vmap":
-        assert oracle.difference(result.model, without.model) < 1e-5
+        assert oracle.difference(result.model, run_without.model) < 1e-5
         return
-    assert same_bits(result.model, without.model) and digest(result) == digest(sequential(name))
+    assert same_bits(result.model, run_without.model) and digest(result) == digest(sequential(name))
     keys = ("train_loss", "steps") if found.startswith("it raised") else ("train_loss",)
-    assert [[r[key] for key in keys] for r in result.history] == [[r[key] for key in keys] for r in without.history]
+    assert [[r[key] for key in keys] for r in result.history] == [[r[key] for key in keys] for r in run_without.history]
 
 
 # --- what ends a run
@@ -180,8 +180,8 @@ def test_clients_that_share_a_pass_are_excluded_together() -> None:
     result = train("vmap", 5, clients=clients)
     assert excluded_clients(result) == [[1, 3]] * 3
     assert all(
-        one["reason"] == "it raised ValueError: a batch of two (local step 1, in a pass of 2 clients)"
-        for one in result.history[0]["excluded"]
+        entry["reason"] == "it raised ValueError: a batch of two (local step 1, in a pass of 2 clients)"
+        for entry in result.history[0]["excluded"]
     )
     assert excluded_clients(train(clients=clients)) == [[1, 3]] * 3
 
@@ -225,11 +225,11 @@ def test_what_the_algorithm_raises_and_ctrl_c_still_end_the_run() -> None:
 
 def test_a_model_that_draws_where_it_must_not_is_no_clients_error() -> None:
     """It is an error of the run: with threads, random numbers would depend on the order of clients."""
-    drawn = [0]
+    draws = [0]
 
     def late(scores: Tensor, y: Tensor) -> Tensor:
-        drawn[0] += 1
-        if drawn[0] > 30:
+        draws[0] += 1
+        if draws[0] > 30:
             torch.rand(1)
         return F.cross_entropy(scores, y)
 

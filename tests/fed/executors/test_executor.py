@@ -26,29 +26,29 @@ def clients(*sizes, dtype=FLOAT):
 class Recorder(nn.Module):
     """Notes the inputs of every training forward pass. `seen` is shared by all copies of the module."""
 
-    def __init__(self, inner, seen):
+    def __init__(self, inner, records):
         super().__init__()
-        self.inner, self.seen = inner, seen
+        self.inner, self.records = inner, records
 
     def __deepcopy__(self, memo):
-        return Recorder(copy.deepcopy(self.inner, memo), self.seen)
+        return Recorder(copy.deepcopy(self.inner, memo), self.records)
 
     def forward(self, x):
         if self.training and torch.is_grad_enabled():
-            self.seen.append(x.detach().clone())
+            self.records.append(x.detach().clone())
         return self.inner(x)
 
 
 def batches_of(rounds=1, seed=0, sizes=(7, 12), **options):
     """Return the sample numbers in the batches of each client and round, without batches of the trial step."""
-    seen = []
+    records = []
     data = [
         (torch.arange(n, dtype=FLOAT)[:, None].repeat(1, 6) + 100 * i, torch.zeros(n, dtype=torch.long))
         for i, n in enumerate(sizes)
     ]
-    model = Recorder(oracle.smooth_model(FLOAT), seen)
+    model = Recorder(oracle.smooth_model(FLOAT), records)
     run(model, data, fed.FedAvg(), rounds=rounds, participation=1.0, batch_size=5, seed=seed, **options)
-    return [x[:, 0].int().tolist() for x in seen[2:]]
+    return [x[:, 0].int().tolist() for x in records[2:]]
 
 
 def test_batches_in_stored_order_with_the_last_at_its_exact_size():
@@ -60,12 +60,12 @@ def test_batches_in_stored_order_with_the_last_at_its_exact_size():
 def test_shuffled_batches_hold_every_sample_once_in_an_order_of_seed_round_client_and_epoch():
     def orders(**options):
         flat = [i for batch in batches_of(rounds=2, local_epochs=2, sizes=(12, 12), **options) for i in batch]
-        return [flat[at : at + 12] for at in range(0, len(flat), 12)]
+        return [flat[start : start + 12] for start in range(0, len(flat), 12)]
 
-    made = orders()
-    assert [sorted(o) for o in made] == ([list(range(12))] * 2 + [list(range(100, 112))] * 2) * 2
-    assert len({tuple(i % 100 for i in o) for o in made}) == 8  # no two epochs, clients or rounds share an order
-    assert made == orders() and made != orders(seed=1)
+    result = orders()
+    assert [sorted(o) for o in result] == ([list(range(12))] * 2 + [list(range(100, 112))] * 2) * 2
+    assert len({tuple(i % 100 for i in o) for o in result}) == 8  # no two epochs, clients or rounds share an order
+    assert result == orders() and result != orders(seed=1)
 
 
 def test_a_large_client_is_gathered_in_blocks_without_losing_a_sample():
@@ -85,7 +85,7 @@ def test_both_passes_of_a_step_have_the_same_dropout_mask(above):
 
 
 def test_masks_differ_between_steps_clients_and_rounds():
-    seen = []
+    records = []
 
     class Masks(nn.Module):
         def __init__(self):
@@ -95,12 +95,12 @@ def test_masks_differ_between_steps_clients_and_rounds():
         def forward(self, x):
             mask = F.dropout(torch.ones(64), 0.5, self.training)
             if self.training:
-                seen.append(tuple(mask.tolist()))
+                records.append(tuple(mask.tolist()))
             return self.inner(x) + 0 * mask.sum()
 
     run(Masks(), clients(6, 6), fed.FedSAM(), rounds=2, participation=1.0, batch_size=3)
-    seen = seen[2 + 4 :]  # the trial; the first client's steps before it was found to draw
-    assert seen[0::2] == seen[1::2] and len(set(seen)) == len(seen) // 2 == 2 * 2 * 2
+    records = records[2 + 4 :]  # the trial; the first client's steps before it was found to draw
+    assert records[0::2] == records[1::2] and len(set(records)) == len(records) // 2 == 2 * 2 * 2
 
 
 @pytest.mark.parametrize("above", [-math.inf, 1.5])
@@ -116,19 +116,19 @@ def test_torchs_own_random_state_is_neither_used_nor_changed():
     finals = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        model, before = Drops(), torch.get_rng_state()
+        model, old_state = Drops(), torch.get_rng_state()
         finals.append(run(model, clients(20, 9), fed.FedSAM(), rounds=2).model)
-        assert torch.equal(before, torch.get_rng_state())
+        assert torch.equal(old_state, torch.get_rng_state())
     assert same_bits(*finals)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_are_one_inside_and_the_users_afterwards(threads):
-    before, seen = torch.get_num_threads(), []
+    old_threads, records = torch.get_num_threads(), []
 
     def loss(out, y):
-        seen.append(torch.get_num_threads())
-        if len(seen) > 6:
+        records.append(torch.get_num_threads())
+        if len(records) > 6:
             raise RuntimeError("enough")
         return F.cross_entropy(out, y)
 
@@ -136,22 +136,22 @@ def test_threads_are_one_inside_and_the_users_afterwards(threads):
     try:
         with pytest.raises(fed.ClientError, match="client 0 failed in round .*, local step 0: RuntimeError: enough"):
             run(oracle.smooth_model(FLOAT), clients(9), fed.FedAvg(), rounds=9, loss=loss)
-        assert torch.get_num_threads() == threads and set(seen) == {1}
+        assert torch.get_num_threads() == threads and set(records) == {1}
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(old_threads)
 
 
 def test_the_model_that_was_handed_over_is_not_changed():
     model = oracle.smooth_model(FLOAT).eval()
-    before, addresses = copy.deepcopy(model.state_dict()), [p.data_ptr() for p in model.parameters()]
+    original, addresses = copy.deepcopy(model.state_dict()), [p.data_ptr() for p in model.parameters()]
     result = run(model, clients(9, 9), fed.FedSAM(), rounds=2)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(v, original[k]) for k, v in model.state_dict().items())
     assert addresses == [p.data_ptr() for p in model.parameters()]
     assert not model.training and all(p.grad is None for p in model.parameters())
     assert not same_bits(result.model, model) and type(result.model) is type(model)
-    own = [p.untyped_storage().nbytes() for p in result.model.parameters()]
+    sizes = [p.untyped_storage().nbytes() for p in result.model.parameters()]
     # no views of a big row: saving one tensor saves one tensor
-    assert own == [p.numel() * 4 for p in result.model.parameters()]
+    assert sizes == [p.numel() * 4 for p in result.model.parameters()]
 
 
 class Sometimes(nn.Module):
@@ -198,15 +198,15 @@ def test_a_parameter_that_only_the_second_pass_uses_is_updated_at_its_own_weight
     w = model.b.weight.detach(), model.b.bias.detach()
     loss = F.cross_entropy(model.b(data[0][0]), data[0][1])
     g = torch.autograd.grad(loss, list(model.b.parameters()))
-    moved = copy.deepcopy(model)
+    moved_model = copy.deepcopy(model)
     with torch.no_grad():
-        for p, wi, gi in zip(moved.b.parameters(), w, g):
+        for p, wi, gi in zip(moved_model.b.parameters(), w, g):
             p.copy_(wi + 0.5 * gi / oracle.flat_norm(g))
-    moved.calls.fill_(1)
-    F.cross_entropy(moved.train()(data[0][0]), data[0][1]).backward()
+    moved_model.calls.fill_(1)
+    F.cross_entropy(moved_model.train()(data[0][0]), data[0][1]).backward()
     # The order of samples in a batch is shuffled: equal up to rounding.
-    torch.testing.assert_close(final.a.weight, model.a.weight - 0.1 * moved.a.weight.grad, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(final.b.weight, model.b.weight - 0.1 * moved.b.weight.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(final.a.weight, model.a.weight - 0.1 * moved_model.a.weight.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(final.b.weight, model.b.weight - 0.1 * moved_model.b.weight.grad, rtol=1e-5, atol=1e-6)
 
 
 class Unusual(nn.Module):
@@ -219,13 +219,13 @@ class Unusual(nn.Module):
         self.conv2 = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.encode, self.decode = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         self.decode.weight = self.encode.weight
-        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 3))
+        self.scale, self.empty_weight = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 3))
         self.frozen = nn.Linear(4, 3)
         self.frozen.requires_grad_(False)
 
     def forward(self, x):
         x = torch.tanh(self.conv2(torch.tanh(self.conv(x)))).mean((2, 3))
-        return self.frozen(self.scale * self.decode(torch.tanh(self.encode(x)))) + self.empty.sum()
+        return self.frozen(self.scale * self.decode(torch.tanh(self.encode(x)))) + self.empty_weight.sum()
 
 
 @pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
@@ -241,9 +241,9 @@ def test_unusual_parameters(backend):
     plain = copy.deepcopy(model)
     for _ in range(3):
         optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.2, momentum=0.5)
-        for at in (0, 4):
+        for dim in (0, 4):
             optimizer.zero_grad()
-            F.cross_entropy(plain(data[0][0][at : at + 4]), data[0][1][at : at + 4]).backward()
+            F.cross_entropy(plain(data[0][0][dim : dim + 4]), data[0][1][dim : dim + 4]).backward()
             optimizer.step()
     assert oracle.movement(final, plain) < 1e-14
     assert final.decode.weight is final.encode.weight
@@ -266,12 +266,12 @@ def test_batch_norm_average_is_the_mean_over_the_clients(weighting):
     model, data = normed().double(), clients(4, 12, dtype=torch.float64)
     options = {"rounds": 1, "batch_size": 4, "buffers": "average", "participation": 1.0, "shuffle": False}
     result = run(model, data, fed.FedAvg(), weighting=weighting, **options)
-    alone = [run(model, [c], fed.FedAvg(), **options).model for c in data]
+    single_run = [run(model, [c], fed.FedAvg(), **options).model for c in data]
     share = (0.5, 0.5) if weighting == "uniform" else (0.25, 0.75)
     for name in ("running_mean", "running_var"):
-        mean = sum(s * getattr(m[1], name) for s, m in zip(share, alone))
+        mean = sum(s * getattr(m[1], name) for s, m in zip(share, single_run))
         torch.testing.assert_close(getattr(result.model[1], name), mean, rtol=1e-14, atol=1e-16)
-    assert [m[1].num_batches_tracked.item() for m in alone] == [1, 3]
+    assert [m[1].num_batches_tracked.item() for m in single_run] == [1, 3]
     assert result.model[1].num_batches_tracked.item() == (2 if weighting == "uniform" else round(0.25 + 0.75 * 3))
     # Two clients send 56 + 18 float64 parameters, and buffers of 10 float64 and one int64.
     assert result.history[0]["megabytes_up"] == pytest.approx(2 * 8 * (35 + 10 + 18 + 10 + 1) / 1e6)

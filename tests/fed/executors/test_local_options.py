@@ -66,13 +66,13 @@ def test_executors_agree_or_refuse(variant, option, executor):
         with pytest.raises(ValueError, match="optimizer needs plain local steps, or steps of SAM"):
             train(executor, VARIANTS[variant], **OPTIONS[option])
         return
-    plain, without = (train("sequential", VARIANTS[variant], **more) for more in (OPTIONS[option], {}))
-    assert oracle.movement(plain.model, without.model) > 1e-4
+    plain, run_without = (train("sequential", VARIANTS[variant], **more) for more in (OPTIONS[option], {}))
+    assert oracle.movement(plain.model, run_without.model) > 1e-4
     if (option, executor) == ("optimizer", "vmap"):
         with pytest.raises(ValueError, match="does not serve the options optimizer"):
             train(executor, VARIANTS[variant], **OPTIONS[option])
         return
-    other = train(executor, VARIANTS[variant], **OPTIONS[option])
+    other_run = train(executor, VARIANTS[variant], **OPTIONS[option])
     if executor == "threads":
-        assert digest(other) == digest(plain)
-    assert oracle.movement(plain.model, other.model) < 1e-4
+        assert digest(other_run) == digest(plain)
+    assert oracle.movement(plain.model, other_run.model) < 1e-4

@@ -30,15 +30,15 @@ def twin(optimizer, rho, mu):
                 for p, start in zip(parameters, w, strict=True):
                     p.copy_(start)
             opt = optimizer(parameters)
-            for bx, by in zip(x.split(5), y.split(5), strict=True):
-                grads = torch.autograd.grad(F.cross_entropy(model(bx), by), parameters)
+            for bx, batch_y in zip(x.split(5), y.split(5), strict=True):
+                grads = torch.autograd.grad(F.cross_entropy(model(bx), batch_y), parameters)
                 if rho:
                     norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt() + 1e-7
                     clean = [p.detach().clone() for p in parameters]
                     with torch.no_grad():
                         for p, g in zip(parameters, grads, strict=True):
                             p.add_(g, alpha=rho / norm.item())
-                    grads = torch.autograd.grad(F.cross_entropy(model(bx), by), parameters)
+                    grads = torch.autograd.grad(F.cross_entropy(model(bx), batch_y), parameters)
                     with torch.no_grad():
                         for p, unperturbed in zip(parameters, clean, strict=True):
                             p.copy_(unperturbed)
@@ -46,7 +46,10 @@ def twin(optimizer, rho, mu):
                     p.grad = g + mu * (p.detach() - start)
                 opt.step()
             deltas.append([p.detach() - start for p, start in zip(parameters, w, strict=True)])
-        w = [start + torch.stack(own).mean(0) for start, own in zip(w, zip(*deltas, strict=True), strict=True)]
+        w = [
+            start + torch.stack(client_deltas).mean(0)
+            for start, client_deltas in zip(w, zip(*deltas, strict=True), strict=True)
+        ]
     with torch.no_grad():
         for p, value in zip(model.parameters(), w, strict=True):
             p.copy_(value)
@@ -60,9 +63,9 @@ def twin(optimizer, rho, mu):
     ids=["FedAvg", "FedSAM", "FedProx"],
 )
 def test_against_plain_torch(optimizer, algorithm, rho, mu):
-    made = partial(optimizer, lr=0.02)
-    assert oracle.difference(train(algorithm, made), twin(made, rho, mu)) < 1e-12
-    assert oracle.difference(train(algorithm, made, executor="threads"), twin(made, rho, mu)) < 1e-12
+    make = partial(optimizer, lr=0.02)
+    assert oracle.difference(train(algorithm, make), twin(make, rho, mu)) < 1e-12
+    assert oracle.difference(train(algorithm, make, executor="threads"), twin(make, rho, mu)) < 1e-12
 
 
 def test_the_runs_learning_rate_applies_unless_the_partial_names_one():

@@ -59,10 +59,10 @@ def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[.
         for _ in range(2):
             losses, grads, _ = same(passes, form, x, y)
         assert passes.replays.has_row_pass(x, y)
-        known = passes.replays.row_pass(n, x[0], y[0])
-        alone = known.program([*(t[:1] for t in (*form.leaves, x, y)), *known.constants])[0]
-        assert torch.equal(alone[: form.z.shape[1] + 1][-1], losses[0]), "other rows change no bit"
-        assert torch.equal(passes.layout.views(alone)[0], grads[0][0])
+        row_pass = passes.replays.row_pass(n, x[0], y[0])
+        single_row_program = row_pass.program([*(t[:1] for t in (*form.leaves, x, y)), *row_pass.constants])[0]
+        assert torch.equal(single_row_program[: form.z.shape[1] + 1][-1], losses[0]), "other rows change no bit"
+        assert torch.equal(passes.layout.views(single_row_program)[0], grads[0][0])
 
 
 @pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU])
@@ -78,24 +78,24 @@ def test_what_has_no_form_is_replayed_operation_by_operation(activation: type) -
 
 def test_labels_that_are_no_class() -> None:
     passes, form, x, y = prepared()
-    for wrong in (4, -1, -101):
-        y[1, 3] = wrong
-        with pytest.raises(RuntimeError, match=f"Target {wrong} is out of bounds"):
+    for label in (4, -1, -101):
+        y[1, 3] = label
+        with pytest.raises(RuntimeError, match=f"Target {label} is out of bounds"):
             passes.run(form, x, y)
 
 
 def test_inputs_that_do_not_fit() -> None:
     passes, form, x, y = prepared()
-    found = passes.replays.row_pass(5, x[0], y[0])
+    result = passes.replays.row_pass(5, x[0], y[0])
     leaves = [v.detach() for v in form.leaves]
-    for bad in (x[:, :4], x.double(), x.mT.contiguous().mT, x[:1]):
+    for bad_x in (x[:, :4], x.double(), x.mT.contiguous().mT, x[:1]):
         with pytest.raises(RuntimeError, match="another shape, order of memory or dtype"):
-            found.program([*leaves, bad, y, *found.constants])
+            result.program([*leaves, bad_x, y, *result.constants])
     with pytest.raises(RuntimeError, match="inputs, got 2"):
-        found.program([x, y])
+        result.program([x, y])
     with FakeTensorMode(allow_non_fake_inputs=True):
-        seen = found.program([torch.empty(7, 5, 12)])
-    assert seen.shape == (7, found.program([*leaves, x, y, *found.constants]).shape[1]), "what a compiler is told"
+        records = result.program([torch.empty(7, 5, 12)])
+    assert records.shape == (7, result.program([*leaves, x, y, *result.constants]).shape[1]), "what a compiler is told"
 
 
 # --- local epochs ---
@@ -107,11 +107,11 @@ def test_samples_and_labels_that_are_not_there() -> None:
     passes.run(form, x[indices], y[indices])
     assert passes.replays.row_pass(5, x, y) is None, "compared with the plain pass once"
     passes.run(form, x[indices], y[indices])
-    known, losses = passes.replays.row_pass(5, x, y), torch.zeros(2, dtype=torch.float64)
+    row_pass, losses = passes.replays.row_pass(5, x, y), torch.zeros(2, dtype=torch.float64)
 
     def take(x: Tensor, y: Tensor, indices: Tensor, batch: int = 5) -> None:
-        operands = (form.leaves, known.constants, x, y, indices, batch, form.z, None)
-        known.program.steps_(*operands, form.layout.table, form.hparams, losses)
+        operands = (form.leaves, row_pass.constants, x, y, indices, batch, form.z, None)
+        row_pass.program.steps_(*operands, form.layout.table, form.hparams, losses)
 
     take(x, y, indices)
     for place in (9, -1):
@@ -154,16 +154,16 @@ def train(method: str, sizes: tuple[int, ...] = (23, 23, 23, 8, 8, 1, 30), **opt
     ids=str,
 )
 def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkeypatch: MonkeyPatch) -> None:
-    taken, train_ = [], RowPass.train
+    calls, train_ = [], RowPass.train
 
     def count(self: RowPass, blocks: Any, rows: Any) -> None:
-        taken.append(blocks[0].equal_shape_steps[0])
+        calls.append(blocks[0].equal_shape_steps[0])
         train_(self, blocks, rows)
 
     monkeypatch.setattr(RowPass, "train", count)
     native_ = digest(train(method, slots=3, **options))
-    alone = "fedsmoo", "fedgsam", "fedmoswa"
-    assert (max(taken, default=0) > 1) == (method not in alone), "duals, gaps and changing rates go step by step"
+    slow_names = "fedsmoo", "fedgsam", "fedmoswa"
+    assert (max(calls, default=0) > 1) == (method not in slow_names), "duals, gaps and changing rates go step by step"
     assert native_ == digest(train(method, slots=5, **options)), "rows are computed by themselves"
     monkeypatch.setattr(Replays, "row_pass", lambda *a: None)
     assert native_ == digest(train(method, slots=3, **options))
@@ -186,21 +186,21 @@ def test_two_threads_change_no_bit() -> None:
         torch.set_num_threads(1)
         expected = [passes.replays.run(form.leaves, x, y) for _ in range(3)][-1]
         torch.set_num_threads(2)
-        found = passes.replays.run(form.leaves, x, y)
+        result = passes.replays.run(form.leaves, x, y)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))
+    assert torch.equal(result[0], expected[0]) and all(map(torch.equal, result[1], expected[1]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa: str) -> None:
     """Tests of instructions and passes with the instruction sets of older processors."""
-    chosen = "elementwise or sums or softmax or dense_classifiers or numbers_end"
+    selection = "elementwise or sums or softmax or dense_classifiers or numbers_end"
     instructions = str(ROOT / "tests" / "ops" / "test_row_program.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, instructions, "-k", chosen]
-    done = subprocess.run(command, env=os.environ | {"FASTSAM_ISA": isa}, capture_output=True, text=True)
-    assert done.returncode == 0 and "11 passed" in done.stdout, done.stdout[-2000:]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, instructions, "-k", selection]
+    process = subprocess.run(command, env=os.environ | {"FASTSAM_ISA": isa}, capture_output=True, text=True)
+    assert process.returncode == 0 and "11 passed" in process.stdout, process.stdout[-2000:]
 
 
 # --- Row programs and unusual models, labels and words: the plain numbers, or another way to them.
@@ -242,19 +242,19 @@ def test_steps_check_the_memory_beside_the_weights() -> None:
     x, y, indices = torch.randn(9, 6), torch.randint(3, (9,)), torch.arange(8).view(2, 4)
     for _ in range(2):
         passes.run(form, x[indices], y[indices])
-    known = passes.replays.row_pass(4, x, y)
+    row_pass = passes.replays.row_pass(4, x, y)
     far, long, group = (form.layout.table.clone() for _ in range(3))
     far[0, 0], long[0, 1], group[0, 2] = form.z.shape[1], 2**62, 1
     narrow, sums = form.z[:, :16].contiguous(), torch.zeros(2, dtype=torch.float64)
 
     def take(z: Tensor = form.z, w: Tensor | None = None, table: Tensor = form.layout.table, **fields: Tensor) -> None:
-        operands = (form.leaves, known.constants, x, y, indices, 4, z, w, table)
-        known.program.steps_(*operands, form.hparams, sums.clone(), **fields)
+        operands = (form.leaves, row_pass.constants, x, y, indices, 4, z, w, table)
+        row_pass.program.steps_(*operands, form.hparams, sums.clone(), **fields)
 
     take()
-    for bad in (
+    for arguments in (
         {"z": narrow}, {"z": form.z.double()}, {"z": torch.cat([form.z, form.z], 1)}, {"w": narrow, "sumsq": sums},
         {"momentum": narrow}, {"q": narrow}, {"shift": narrow}, {"table": far}, {"table": long}, {"table": group},
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"must be (a )?f|table (must have|has|names)"):
-            take(**bad)
+            take(**arguments)

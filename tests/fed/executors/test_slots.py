@@ -22,18 +22,18 @@ EXECUTORS = [("sequential", None), ("threads", 3), ("vmap", 8)]
 def peak_of_vectors(monkeypatch, clients, executor, slots):
     """The most rows `[row_size]` or `[rows, row_size]` that were alive at once, in rows, looked at four times in a
     round."""
-    counts, calls, own = [], [], Cohort.finish
+    counts, calls, original = [], [], Cohort.finish
 
     def finish(self, results):
-        own(self, results)
-        before = len(calls)
+        original(self, results)
+        old_count = len(calls)
         calls.extend(results.client_ids)
-        if len(calls) // (clients // 4) > before // (clients // 4):
+        if len(calls) // (clients // 4) > old_count // (clients // 4):
             stride = results.delta.shape[-1]
-            found = [
+            result = [
                 t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() <= 2 and t.shape[-1:] == (stride,)
             ]
-            distinct = {t.untyped_storage().data_ptr(): t for t in found}.values()
+            distinct = {t.untyped_storage().data_ptr(): t for t in result}.values()
             counts.append(sum(t.untyped_storage().nbytes() for t in distinct))
 
     monkeypatch.setattr(Cohort, "finish", finish)
@@ -47,23 +47,23 @@ def peak_of_vectors(monkeypatch, clients, executor, slots):
 
 @pytest.mark.parametrize(
     ("clients", "executor", "slots"),
-    [(100, "threads", 2), *(pytest.param(10_000, *each, marks=pytest.mark.slow) for each in EXECUTORS)],
+    [(100, "threads", 2), *(pytest.param(10_000, *case, marks=pytest.mark.slow) for case in EXECUTORS)],
 )
 def test_memory_is_bounded_by_slots_and_not_by_clients(monkeypatch, executor, slots, clients):
     """Ten thousand stateless clients cost what twenty do."""
-    few, many = (peak_of_vectors(monkeypatch, n, executor, slots) for n in (20, clients))
+    small_count, large_count = (peak_of_vectors(monkeypatch, n, executor, slots) for n in (20, clients))
     # The system decides the number of rows between the threads at any moment.
-    assert many <= (1.5 if executor == "threads" else 1.1) * few
+    assert large_count <= (1.5 if executor == "threads" else 1.1) * small_count
 
 
 def test_the_longest_clients_come_first_where_clients_train_at_once(monkeypatch):
     orders = {}
     for executor, slots in EXECUTORS:
-        seen, own = [], Cohort.tasks
+        records, original = [], Cohort.tasks
 
-        def tasks(self, *args, own=own, seen=seen):
-            for task in own(self, *args):
-                seen.append(len(task.y))
+        def tasks(self, *args, original=original, records=records):
+            for task in original(self, *args):
+                records.append(len(task.y))
                 yield task
 
         monkeypatch.setattr(Cohort, "tasks", tasks)
@@ -71,7 +71,7 @@ def test_the_longest_clients_come_first_where_clients_train_at_once(monkeypatch)
         options = {"rounds": 1, "participation": 1.0, "executor": executor, "slots": slots}
         fed.run(oracle.smooth_model(FLOAT), data, fed.FedAvg(), **options)
         monkeypatch.undo()
-        orders[executor] = seen
+        orders[executor] = records
     assert orders == {"sequential": [7, 16, 1, 23, 12], "threads": [23, 16, 12, 7, 1], "vmap": [23, 16, 12, 7, 1]}
 
 
@@ -92,15 +92,17 @@ def train(algorithm=None, clients=6, **options):
 
 @pytest.mark.parametrize("name", ["delta", "gradient", "dual"])
 def test_a_client_with_an_infinite_result_is_found_by_its_row(name):
-    good, bad = torch.ones(3, 4), torch.ones(3, 4)
-    bad[1, 1], bad[2, 3] = float("nan"), float("inf")
-    results = ClientResults([5, 6, 7], good, [1] * 3, [1] * 3, torch.zeros(3), [1] * 3, gradient=good, dual=good)
+    good_rows, bad_rows = torch.ones(3, 4), torch.ones(3, 4)
+    bad_rows[1, 1], bad_rows[2, 3] = float("nan"), float("inf")
+    results = ClientResults(
+        [5, 6, 7], good_rows, [1] * 3, [1] * 3, torch.zeros(3), [1] * 3, gradient=good_rows, dual=good_rows
+    )
     uploads = ClientUploads({}, results, {}, {}, {}, {}, {"loss": [0.0] * 3}, None, [1] * 3)
     assert cohort._nonfinite_clients(uploads) == {}
-    broken = replace(uploads, results=replace(results, **{name: bad}))
+    broken_value = replace(uploads, results=replace(results, **{name: bad_rows}))
     reason = f"its {name} is not finite"
-    assert cohort._nonfinite_clients(broken) == {1: reason, 2: reason}
-    uploaded = replace(broken, mean={"x": bad})
+    assert cohort._nonfinite_clients(broken_value) == {1: reason, 2: reason}
+    uploaded = replace(broken_value, mean={"x": bad_rows})
     assert cohort._nonfinite_clients(uploaded) == {}  # it is checked when it is added
 
 
@@ -108,56 +110,56 @@ def test_a_client_with_an_infinite_result_is_found_by_its_row(name):
 
 
 class Norms(fed.FedAvg):
-    seen: list[float]
+    records: list[float]
 
     def finish_client(self, server, client, results, round):
-        Norms.seen.extend(float(row.norm()) for row in results.delta)
+        Norms.records.extend(float(row.norm()) for row in results.delta)
         return super().finish_client(server, client, results, round)
 
 
 def test_clipping_shortens_long_displacements_and_no_others():
-    Norms.seen = []
+    Norms.records = []
     train(Norms())
-    free = Norms.seen
+    free = Norms.records
     limit = sorted(free)[3]
-    Norms.seen = []
+    Norms.records = []
     train(Norms(), privacy=fed.Privacy(clip=limit))
-    assert Norms.seen == pytest.approx([min(n, limit) for n in free], rel=1e-5)
-    assert [a == b for a, b in zip(Norms.seen, free, strict=True)].count(True) >= 3
+    assert Norms.records == pytest.approx([min(n, limit) for n in free], rel=1e-5)
+    assert [a == b for a, b in zip(Norms.records, free, strict=True)].count(True) >= 3
 
 
 def test_shortened():
     x = torch.tensor([[3.0, 4.0], [0.5, 0.0], [float("inf"), 1.0]])
-    longest, before = x[:2], x.clone()
-    assert shorten_(longest, 5.0) == [5.0, 0.5] and torch.equal(x, before)
+    longest, original = x[:2], x.clone()
+    assert shorten_(longest, 5.0) == [5.0, 0.5] and torch.equal(x, original)
     shorten_(x, 1.0)
-    torch.testing.assert_close(x[0], before[0] / 5, rtol=1e-5, atol=0)
-    assert float(x[0].double().norm()) <= 1.0 and torch.equal(x[1], before[1])
+    torch.testing.assert_close(x[0], original[0] / 5, rtol=1e-5, atol=0)
+    assert float(x[0].double().norm()) <= 1.0 and torch.equal(x[1], original[1])
     assert not torch.isfinite(x[2]).all()
-    alone = before[2:].clone()
-    shorten_(alone, 1.0)
-    assert not torch.isfinite(alone).all()
+    short_row = original[2:].clone()
+    shorten_(short_row, 1.0)
+    assert not torch.isfinite(short_row).all()
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e25])
 def test_shortened_where_float32_holds_no_squares(size):
     x = torch.tensor([[3.0, 4.0], [0.3, 0.4]]) * size
-    before = x.clone()
+    original = x.clone()
     assert shorten_(x, size) == pytest.approx([5 * size, 0.5 * size], rel=1e-5)
-    torch.testing.assert_close(x[0].double(), before[0].double() / 5, rtol=1e-5, atol=0)
-    assert torch.equal(x[1], before[1])
+    torch.testing.assert_close(x[0].double(), original[0].double() / 5, rtol=1e-5, atol=0)
+    assert torch.equal(x[1], original[1])
 
 
 def test_control_variates_follow_the_shortened_displacement():
     """One client, one step: with the displacement cut to a length L, SCAFFOLD's c_i has the length L/(lr*K)."""
-    kept = {}
+    variates = {}
 
     class Seen(fed.SCAFFOLD):
         def finish_client(self, server, client, results, round):
             state, upload = super().finish_client(server, client, results, round)
-            kept.update(state)
+            variates.update(state)
             return state, upload
 
     train(Seen(), clients=1, batch_size=9, lr=0.1, privacy=fed.Privacy(clip=1e-3))
-    (c,) = kept.values()
+    (c,) = variates.values()
     assert float(c.norm()) == pytest.approx(1e-3 / 0.1, rel=1e-5)

@@ -43,8 +43,8 @@ def train(
         clients = FederatedData(clients, clients[0], classes=3, augment=augment)
     keywords = {"rounds": 3, "batch_size": 5, "local_epochs": 2, "participation": 0.8, "weight_decay": 0.01} | options
     torch.manual_seed(0)
-    made = oracle.smooth_model(torch.float32) if model is None else model()
-    return digest(fed.run(made, clients, algorithm, test=clients[0], device=device, **keywords))
+    module = oracle.smooth_model(torch.float32) if model is None else model()
+    return digest(fed.run(module, clients, algorithm, test=clients[0], device=device, **keywords))
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -153,10 +153,10 @@ class Partly(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.always, self.whole = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+        self.always, self.sometimes = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.always(x) + (self.whole(x) if len(x) == 5 else 0)
+        return self.always(x) + (self.sometimes(x) if len(x) == 5 else 0)
 
 
 MODELS = {
@@ -181,31 +181,31 @@ def test_models_and_data_of_all_sorts(case: str, name: str) -> None:
 @pytest.mark.parametrize("augment", [lambda x, g: x.T.contiguous().T, lambda x, g: x[:1].expand_as(x)])
 def test_inputs_stay_laid_out_as_they_were(augment: object) -> None:
     """Results of libraries, and the storage of expanded tensors, depend on the layout."""
-    seen: set[object] = set()
+    records: set[object] = set()
 
     class Model(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled():
-                seen.add((x.shape, x.stride()))
+                records.add((x.shape, x.stride()))
             return super().forward(x)
 
-    found = []
+    results = []
     for executor in ("sequential", "graph"):
-        seen.clear()
-        done = train(fed.FedSAM(), executor=executor, model=lambda: Model(6, 3), augment=augment, sizes=(20, 20, 13))
-        found.append((done, set(seen)))
-    assert found[0] == found[1]
+        records.clear()
+        process = train(fed.FedSAM(), executor=executor, model=lambda: Model(6, 3), augment=augment, sizes=(20, 20, 13))
+        results.append((process, set(records)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_an_error_names_the_client_and_its_step(executor: str) -> None:
     """Also when the step is one of many in a joint graph."""
-    bad = float(oracle.ragged_clients(torch.float32, (20,) * 4)[2][0][:, 0].sum())
+    client_sum = float(oracle.ragged_clients(torch.float32, (20,) * 4)[2][0][:, 0].sum())
 
     class Model(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if len(x) == 20 and abs(float(x.detach()[:, 0].sum()) - bad) < 1e-4:
+            if len(x) == 20 and abs(float(x.detach()[:, 0].sum()) - client_sum) < 1e-4:
                 raise ValueError("bad sample")
             return super().forward(x)
 
@@ -218,13 +218,13 @@ def test_an_error_names_the_client_and_its_step(executor: str) -> None:
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_round_that_is_left_in_the_middle_leaves_the_executor_usable(executor: str) -> None:
     tasks, start, setup = oracle_tasks()
-    made = executors.registry[executor](setup)
-    results = made.train(start, [], iter(tasks))
+    cls = executors.registry[executor](setup)
+    results = cls.train(start, [], iter(tasks))
     next(results)
     results.close()
-    again = sorted(ends_of(made.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
+    repeat = sorted(ends_of(cls.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
     plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
-    for a, b in zip(again, plain, strict=True):
+    for a, b in zip(repeat, plain, strict=True):
         assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses) and a.num_steps == b.num_steps
 
 
@@ -312,12 +312,12 @@ def test_auto_takes_graphs_on_a_gpu_unless_a_capture_would_fail_or_freeze(
     monkeypatch: MonkeyPatch, model: Callable[[], torch.nn.Module], name: str, because: str
 ) -> None:
     monkeypatch.setattr(FakeCuda, "waits", False)
-    made = model()
-    layout = Layout.from_tensors(list(made.parameters()))
+    module = model()
+    layout = Layout.from_tensors(list(module.parameters()))
     example = oracle.ragged_clients(torch.float32, (8,))[0]
     monkeypatch.setattr(model_copy, "Arena", lambda layout, device: Arena(layout))  # on the CPU
-    found, reason = rule_of(monkeypatch, model=made, layout=layout, example=example)
-    assert found == name and re.search(because, reason), reason
+    result, reason = rule_of(monkeypatch, model=module, layout=layout, example=example)
+    assert result == name and re.search(because, reason), reason
 
 
 def rule_of(monkeypatch: MonkeyPatch, options: Any = None, **changes: object) -> tuple[str, str]:
@@ -333,8 +333,8 @@ def rule_of(monkeypatch: MonkeyPatch, options: Any = None, **changes: object) ->
 
 @pytest.mark.usefixtures("no_cuda")
 def test_auto_takes_streams_if_a_client_that_raises_is_excluded(monkeypatch: MonkeyPatch) -> None:
-    found, reason = rule_of(monkeypatch, options={"on_client_error": "exclude"})
-    assert found == "streams" and "on_client_error='exclude'" in reason
+    result, reason = rule_of(monkeypatch, options={"on_client_error": "exclude"})
+    assert result == "streams" and "on_client_error='exclude'" in reason
 
 
 # ---- lanes that end together
@@ -354,15 +354,15 @@ def test_lanes_that_end_together_close_together(executor: str) -> None:
 def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: MonkeyPatch) -> None:
     """Also where nothing can be waited for afterwards."""
     tasks, start, setup = oracle_tasks((64, 64, 64), batch=16)
-    made = executors.registry["graph"](replace(setup, options=replace(setup.options, slots=slots)))
+    cls = executors.registry["graph"](replace(setup, options=replace(setup.options, slots=slots)))
 
     def refuses(work: object, stream: object) -> None:
-        monkeypatch.setattr(type(made.joint), "wait_stream", dead)
+        monkeypatch.setattr(type(cls.joint), "wait_stream", dead)
         raise CaptureError("the step cannot be captured as a CUDA graph: it was refused")
 
-    def dead(stream: object, other: object) -> None:
+    def dead(stream: object, other_stream: object) -> None:
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(made.graphs, "capture", refuses)
+    monkeypatch.setattr(cls.graphs, "capture", refuses)
     with pytest.raises((CaptureError, fed.ClientError), match="it was refused"):
-        list(made.train(start, [], iter(tasks)))
+        list(cls.train(start, [], iter(tasks)))

@@ -30,16 +30,16 @@ FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")
 def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **options):
     """The largest difference of a weight; the records must say the same."""
     data = oracle.ragged_clients(dtype, sizes)
-    made = (lambda: oracle.smooth_model(dtype)) if model is None else model
+    make = (lambda: oracle.smooth_model(dtype)) if model is None else model
     base = {
         "rounds": 3, "participation": 0.8, "batch_size": 5, "local_epochs": 2, "momentum": 0.3, "weight_decay": 0.01,
     } | options  # fmt: skip
-    plain = fed.run(made(), data, algorithm, executor="sequential", **base)
-    ours = fed.run(made(), data, algorithm, executor="vmap", slots=slots, **base)
-    for a, b in zip(plain.history, ours.history, strict=True):
+    plain = fed.run(make(), data, algorithm, executor="sequential", **base)
+    actual = fed.run(make(), data, algorithm, executor="vmap", slots=slots, **base)
+    for a, b in zip(plain.history, actual.history, strict=True):
         assert all(a[k] == b[k] for k in ("steps", "backprops", "clients"))
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-9 if dtype == torch.float64 else 1e-4)
-    return oracle.movement(plain.model, ours.model)
+    return oracle.movement(plain.model, actual.model)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_any_number_of_slots_agrees_in_single_precision(slots, method):
 
 
 def test_a_run_continues_in_the_same_bits(tmp_path):
-    whole = run(fed.SCAFFOLD(), "vmap", 3, rounds=4)
+    full_run = run(fed.SCAFFOLD(), "vmap", 3, rounds=4)
     run(fed.SCAFFOLD(), "vmap", 3, rounds=2, run_dir=tmp_path / "run")
     parts = run(fed.SCAFFOLD(), "vmap", 3, rounds=4, run_dir=tmp_path / "run", resume=True)
-    assert oracle.movement(whole.model, parts.model) == 0
+    assert oracle.movement(full_run.model, parts.model) == 0
     with pytest.raises(fed.RunDirectoryError, match="numbers"):
         run(fed.SCAFFOLD(), "vmap", 4, rounds=5, run_dir=tmp_path / "run", resume=True)
 
@@ -84,9 +84,9 @@ def test_other_losses_are_mapped(loss):
 def test_ignored_labels_do_not_count():
     outputs = torch.randn(3, 5, 4, dtype=torch.float64)
     y = torch.tensor([[0, 1, -100, 2, 3], [-100, -100, 1, 1, 1], [0, 1, 2, 3, 0]])
-    found = stacked._cross_entropy(outputs, y)
+    result = stacked._cross_entropy(outputs, y)
     expected = torch.stack([F.cross_entropy(o, t) for o, t in zip(outputs, y, strict=True)])
-    assert torch.allclose(found, expected, rtol=1e-14)
+    assert torch.allclose(result, expected, rtol=1e-14)
 
 
 def tasks_of(n, stored, **options):
@@ -119,9 +119,9 @@ def test_what_a_feed_has_gathered_goes_with_it(stored):
     """At once: until the garbage collector comes, there would be the samples of many rounds."""
     gatherer = BatchGatherer(tasks_of(100, stored))
     gatherer.get(0)
-    gone = weakref.ref(gatherer)
+    removed_ops = weakref.ref(gatherer)
     del gatherer
-    assert gone() is None
+    assert removed_ops() is None
 
 
 # --- what is refused ---
@@ -148,8 +148,8 @@ def test_models_that_cannot_be_stacked_are_refused_with_the_reason(model, words,
     options = options | {"rounds": 1, "batch_size": 4}
     with pytest.raises(ValueError, match=f"executor 'vmap' cannot serve here: .*{words}.*executor='auto'"):
         run(fed.FedAvg(), "vmap", 3, model(), sizes=(8, 8), **options)
-    taken = run(fed.FedAvg(), "auto", None, model(), sizes=(8, 8), **options)
-    assert taken.summary()["executor"] in ("threads", "sequential")
+    calls = run(fed.FedAvg(), "auto", None, model(), sizes=(8, 8), **options)
+    assert calls.summary()["executor"] in ("threads", "sequential")
 
 
 def test_errors_name_the_clients():
@@ -183,9 +183,9 @@ def test_on_a_gpu_rows_follow_cohort_and_memory(
     """No cache of a processor limits them: a call costs the same for any number."""
     monkeypatch.setattr(stacked, "_memory", lambda device: memory)
     setup = dense("cuda", cohort)
-    found = stacked.slots_of(setup)
-    assert found == rows
-    assert 4 * 16 * found * 4 * setup.layout.row_size <= memory
+    result = stacked.slots_of(setup)
+    assert result == rows
+    assert 4 * 16 * result * 4 * setup.layout.row_size <= memory
 
 
 def test_one_row_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +200,13 @@ def test_on_a_cpu_rows_stay_in_the_cache() -> None:
 
 def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """From ordinary memory each copy would wait for all that the device has to do, twice a step."""
-    asked: list[tuple[int, ...]] = []
-    own = stacked_rows.to_device
+    tables: list[tuple[int, ...]] = []
+    original = stacked_rows.to_device
 
     def counted(t: torch.Tensor, device: torch.device) -> torch.Tensor:
         if t.dtype == torch.int64:
-            asked.append(tuple(t.tolist()))
-        return own(t, device)
+            tables.append(tuple(t.tolist()))
+        return original(t, device)
 
     monkeypatch.setattr(stacked_rows, "to_device", counted)
     # in the third step the first and the last have whole batches
@@ -216,8 +216,8 @@ def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -
                        participation=1.0, local_epochs=2, executor="vmap", slots=3))
         for _ in range(2)
     ]  # fmt: skip
-    sets = set(asked)
-    assert sets and len(asked) == 2 * len(sets) and runs[0] == runs[1]
+    sets = set(tables)
+    assert sets and len(tables) == 2 * len(sets) and runs[0] == runs[1]
 
 
 # --- Samples that come batch by batch: who trains them.

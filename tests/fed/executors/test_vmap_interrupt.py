@@ -31,8 +31,8 @@ def test_an_interrupt_of_the_trial_comes_out_and_leaves_nothing_mapped() -> None
     with Tracer(None, TORCH) as all_of_it:
         stacked.why_not(setup)
     assert all_of_it.lines > 50
-    for at in range(all_of_it.lines):
-        with Tracer(at, TORCH) as tracer, pytest.raises(Interrupt):
+    for line in range(all_of_it.lines):
+        with Tracer(line, TORCH) as tracer, pytest.raises(Interrupt):
             stacked.why_not(setup)
         assert _functorch.get_dynamic_layer_stack_depth() == 0, tracer.where
     assert stacked.why_not(setup) is None

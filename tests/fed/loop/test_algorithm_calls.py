@@ -15,9 +15,9 @@ def as_a_users(algorithm: fed.Algorithm) -> fed.Algorithm:
     """Return the same algorithm of a class that is not one of fastsam's, under the same name."""
     cls = type(algorithm)
     users = type(cls.__name__, (cls,), {"__module__": "a_user"})
-    made = users.__new__(users)
-    made.__dict__.update(algorithm.__dict__)
-    return made
+    result = users.__new__(users)
+    result.__dict__.update(algorithm.__dict__)
+    return result
 
 
 @pytest.mark.parametrize("name", fed.algorithms.registry)

@@ -36,18 +36,22 @@ class WithLoss(nn.Module):
 
 def test_it_gives_the_bits_and_records_of_the_loss_of_outputs() -> None:
     plain = run(pairs(), executor="sequential", metrics={"first": lambda out, y: float(out[0, 0])})
-    made = run(pairs(), loss=fed.BatchLoss(cross_entropy, predict), metrics={"first": lambda out, y: float(out[0, 0])})
-    assert torch.equal(weights(made), weights(plain))
-    for ours, theirs in zip(made.history, plain.history, strict=True):
-        for key in set(theirs) - {"seconds", "seconds_training"}:
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-6) if isinstance(ours[key], float) else True, key
-    assert made.history[-1]["client_accuracy_std"] == plain.history[-1]["client_accuracy_std"]
-    own = [
-        run(pairs(), **kept, local_parameters="2.bias").history[-1]
-        for kept in ({}, {"loss": fed.BatchLoss(cross_entropy, predict)})
+    result = run(
+        pairs(), loss=fed.BatchLoss(cross_entropy, predict), metrics={"first": lambda out, y: float(out[0, 0])}
+    )
+    assert torch.equal(weights(result), weights(plain))
+    for actual, expected in zip(result.history, plain.history, strict=True):
+        for key in set(expected) - {"seconds", "seconds_training"}:
+            assert actual[key] == pytest.approx(expected[key], rel=1e-6) if isinstance(actual[key], float) else True, (
+                key
+            )
+    assert result.history[-1]["client_accuracy_std"] == plain.history[-1]["client_accuracy_std"]
+    groups = [
+        run(pairs(), **options, local_parameters="2.bias").history[-1]
+        for options in ({}, {"loss": fed.BatchLoss(cross_entropy, predict)})
     ]
-    assert own[0]["client_accuracy_mean"] == own[1]["client_accuracy_mean"] is not None
-    tuned = [fed.finetune(one, pairs(), test=pairs()[3]) for one in (made, plain)]
+    assert groups[0]["client_accuracy_mean"] == groups[1]["client_accuracy_mean"] is not None
+    tuned = [fed.finetune(run_1, pairs(), test=pairs()[3]) for run_1 in (result, plain)]
     assert tuned[0] == tuned[1]
 
 
@@ -55,19 +59,19 @@ def test_models_that_put_out_an_object_with_the_loss() -> None:
     plain = run(pairs(), executor="sequential")
     columns = [{"x": x, "labels": y} for x, y in pairs()]
     loss = fed.BatchLoss(lambda m, batch: m(**batch).loss, lambda m, batch: (m(**batch).logits, batch["labels"]))
-    made = run(columns, loss=loss, model=WithLoss(), test=columns[3])
-    assert torch.equal(weights(made), weights(plain))
-    assert made.history[-1]["test_accuracy"] == plain.history[-1]["test_accuracy"]
-    without = run(columns, loss=fed.BatchLoss(loss.loss), model=WithLoss(), test=columns[3])
-    assert without.history[-1]["test_accuracy"] is None
-    assert without.history[-1]["test_loss"] == pytest.approx(plain.history[-1]["test_loss"], rel=1e-6)
+    result = run(columns, loss=loss, model=WithLoss(), test=columns[3])
+    assert torch.equal(weights(result), weights(plain))
+    assert result.history[-1]["test_accuracy"] == plain.history[-1]["test_accuracy"]
+    run_without = run(columns, loss=fed.BatchLoss(loss.loss), model=WithLoss(), test=columns[3])
+    assert run_without.history[-1]["test_accuracy"] is None
+    assert run_without.history[-1]["test_loss"] == pytest.approx(plain.history[-1]["test_loss"], rel=1e-6)
 
 
 def test_a_full_gradient_over_batches_is_that_of_all_samples() -> None:
     options: dict[str, Any] = {"rounds": 3, "participation": 1.0, "lr": 0.1, "batch_size": 4}
     results = []
-    for clients, own in ((pairs(), model()), ([Rows(x, y, "nested") for x, y in pairs()], OfParts())):
-        results.append(fed.run(own, clients, fed.MimeLite(), executor="sequential", **options))
+    for clients, user_model in ((pairs(), model()), ([Rows(x, y, "nested") for x, y in pairs()], OfParts())):
+        results.append(fed.run(user_model, clients, fed.MimeLite(), executor="sequential", **options))
     assert torch.equal(weights(results[0]), weights(results[1]))
 
 
@@ -87,23 +91,25 @@ class Half(nn.Module):
 @pytest.mark.parametrize("executor", ["sequential", "threads", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_frozen_parameters_are_neither_trained_nor_sent_nor_copied(executor: str) -> None:
     torch.manual_seed(0)
-    own = Half()
-    made = run(pairs(), model=own, executor=executor)
-    assert torch.equal(made.model.base.weight, own.base.weight) and made.model.base.weight is not own.base.weight
-    assert not torch.equal(made.model.head.weight, own.head.weight)
-    assert not made.model.base.weight.requires_grad
-    sent = sum(p.numel() for p in own.head.parameters())
-    assert made.summary()["parameters"] == sent
-    assert made.history[-1]["megabytes_up"] == pytest.approx(4 * sent * 4 / 1e6)
+    model = Half()
+    result = run(pairs(), model=model, executor=executor)
+    assert (
+        torch.equal(result.model.base.weight, model.base.weight) and result.model.base.weight is not model.base.weight
+    )
+    assert not torch.equal(result.model.head.weight, model.head.weight)
+    assert not result.model.base.weight.requires_grad
+    uploads = sum(p.numel() for p in model.head.parameters())
+    assert result.summary()["parameters"] == uploads
+    assert result.history[-1]["megabytes_up"] == pytest.approx(4 * uploads * 4 / 1e6)
 
 
 def test_replicas_have_what_is_not_trained_in_common() -> None:
-    own = Half()
-    layout = Layout.from_tensors(trainable(own))
-    replicas = [Replica(own, layout, Arena(layout).field("w", torch.float32)[0]) for _ in range(2)]
+    model = Half()
+    layout = Layout.from_tensors(trainable(model))
+    replicas = [Replica(model, layout, Arena(layout).field("w", torch.float32)[0]) for _ in range(2)]
     for replica in replicas:
-        assert replica.module.base.weight is own.base.weight
-        assert replica.module.head.weight.data_ptr() != own.head.weight.data_ptr()
+        assert replica.module.base.weight is model.base.weight
+        assert replica.module.head.weight.data_ptr() != model.head.weight.data_ptr()
 
 
 def test_a_pass_that_writes_what_is_not_trained_is_refused() -> None:

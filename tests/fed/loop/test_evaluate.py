@@ -26,10 +26,10 @@ class Oracle(torch.nn.Module):
         return 10 * F.one_hot(answer, 3).to(x.dtype)
 
 
-def population(labels, clients, wrong=(), priors=None):
+def population(labels, clients, wrong_samples=(), priors=None):
     y = torch.tensor(labels)
     x = torch.stack([y.float(), torch.zeros(len(y))], dim=1)
-    x[list(wrong), 1] = 1.0
+    x[list(wrong_samples), 1] = 1.0
     return Population(PairClients(clients), CPU, as_samples((x, y)), priors=priors)
 
 
@@ -38,11 +38,11 @@ def client(*labels):
 
 
 def test_accuracy_and_loss_by_hand():
-    people = population([0, 1, 2, 0, 1, 2, 0, 1], [client(0)], wrong=[1, 4, 6])
+    people = population([0, 1, 2, 0, 1, 2, 0, 1], [client(0)], wrong_samples=[1, 4, 6])
     got = Evaluator(F.cross_entropy, people, True, "shared", 0)(Oracle())
-    right = math.log(1 + 2 * math.exp(-10))
+    loss = math.log(1 + 2 * math.exp(-10))
     assert got["test_accuracy"] == 5 / 8
-    assert got["test_loss"] == pytest.approx((5 * right + 3 * (10 + right)) / 8, rel=1e-6)
+    assert got["test_loss"] == pytest.approx((5 * loss + 3 * (10 + loss)) / 8, rel=1e-6)
     assert [got[f"client_accuracy_{k}"] for k in ("mean", "std", "min", "max")] == [5 / 8, 0, 5 / 8, 5 / 8]
     assert got["client_worst"] is None and got["client_best"] is None  # all are validated on the same
 
@@ -50,7 +50,7 @@ def test_accuracy_and_loss_by_hand():
 def test_prior_follows_each_clients_own_classes():
     """A client that holds one class is validated on that class; the spread is the population's."""
     labels = [0] * 10 + [1] * 10 + [2] * 10
-    people = population(labels, [client(0, 0), client(1), client(2, 2, 2)], wrong=range(10))
+    people = population(labels, [client(0, 0), client(1), client(2, 2, 2)], wrong_samples=range(10))
     slices = client_slices("prior", people, seed=0)
     assert [{labels[j] for j in s} for s in slices] == [{0}, {1}, {2}] and [len(s) for s in slices] == [10, 10, 10]
     got = Evaluator(F.cross_entropy, people, True, "prior", 0)(Oracle())
@@ -62,7 +62,9 @@ def test_prior_follows_each_clients_own_classes():
 
 def test_the_worst_and_the_best_client_are_named_even_when_others_have_no_sample():
     """Client 0 has no class of the test set; 1 and 3 are wrong, 2 and 4 right: the first of each is named."""
-    people = population([0] * 10 + [1] * 10, [client(2), client(0), client(1), client(0), client(1)], wrong=range(10))
+    people = population(
+        [0] * 10 + [1] * 10, [client(2), client(0), client(1), client(0), client(1)], wrong_samples=range(10)
+    )
     got = Evaluator(F.cross_entropy, people, True, "prior", 0)(Oracle())
     assert (got["client_worst"], got["client_best"]) == (1, 2)
     assert (got["client_accuracy_min"], got["client_accuracy_max"]) == (0, 1)
@@ -74,7 +76,7 @@ def test_prior_uses_the_priors_of_the_split():
 
 
 def test_clients_whose_classes_the_test_set_lacks():
-    people = population([0, 1, 0, 1], [client(2, 2), client(0, 2)], wrong=[1, 3])
+    people = population([0, 1, 0, 1], [client(2, 2), client(0, 2)], wrong_samples=[1, 3])
     assert [len(s) for s in client_slices("prior", people, 0)] == [0, 2]
     got = Evaluator(F.cross_entropy, people, True, "prior", 0)(Oracle())
     assert (got["test_accuracy"], got["client_accuracy_mean"], got["client_accuracy_std"]) == (0.5, 1.0, 0.0)
@@ -86,8 +88,8 @@ def test_iid_slices_share_the_test_set():
     slices = client_slices("iid", population([0, 1, 2] * 7, [client(0)] * 4), seed=3)
     assert sorted(len(s) for s in slices) == [5, 5, 5, 6]
     assert sorted(np.concatenate(slices)) == list(range(21))
-    few = client_slices("iid", population([0, 1], [client(0)] * 5), seed=3)
-    assert [len(s) for s in few] == [1] * 5 and set(np.concatenate(few)) == {0, 1}
+    small_count = client_slices("iid", population([0, 1], [client(0)] * 5), seed=3)
+    assert [len(s) for s in small_count] == [1] * 5 and set(np.concatenate(small_count)) == {0, 1}
 
 
 @pytest.mark.parametrize("mode", ["prior", "iid"])
@@ -140,9 +142,9 @@ def test_summary():
 
 def test_memory_is_what_is_kept_and_what_a_step_works_with():
     """SCAFFOLD keeps w and c on the server and c_i for every client that took part: 73 numbers each, in rows of 256."""
-    made = run(fed.SCAFFOLD(), rounds=2, participation=1.0).summary()
-    assert made["state_megabytes"] == pytest.approx((2 + 5) * 256 * 8 / 1e6)
-    assert made["client_megabytes"] == pytest.approx((2 + fed.SCAFFOLD.working_vectors) * 73 * 8 / 1e6)
+    result = run(fed.SCAFFOLD(), rounds=2, participation=1.0).summary()
+    assert result["state_megabytes"] == pytest.approx((2 + 5) * 256 * 8 / 1e6)
+    assert result["client_megabytes"] == pytest.approx((2 + fed.SCAFFOLD.working_vectors) * 73 * 8 / 1e6)
 
 
 def test_without_a_test_set_nothing_is_measured():

@@ -25,9 +25,9 @@ from tests.helpers.sums import add_client_
 SIZES = (9, 9, 4, 9, 9, 17, 9)
 
 
-def run(algorithm, bad=(), **options):
+def run(algorithm, bad_clients=(), **options):
     data = oracle.ragged_clients(FLOAT, SIZES)
-    data = [(overflow(x) if i in bad else x, y) for i, (x, y) in enumerate(data)]
+    data = [(overflow(x) if i in bad_clients else x, y) for i, (x, y) in enumerate(data)]
     base = {"rounds": 3, "participation": 0.8, "batch_size": 4, "executor": "vmap", "slots": 4}
     return fed.run(fixed_linear(), data, algorithm, **(base | options))
 
@@ -45,20 +45,20 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
     rows = torch.tensor(lists, dtype=torch.float64).to(dtype)
     weights = data.draw(st.lists(st.sampled_from([1, 7, 30]), min_size=n, max_size=n))
     losses = data.draw(st.lists(st.sampled_from([0.5, 2.0, math.nan]), min_size=n, max_size=n))
-    together, alone = (FixedPointAggregate(n, 30) for _ in range(2))
+    group_sum, single_sums = (FixedPointAggregate(n, 30) for _ in range(2))
     first = torch.zeros(size, dtype=dtype)
-    for aggregate in (together, alone):  # the sum exists for any number of accepted clients
+    for aggregate in (group_sum, single_sums):  # the sum exists for any number of accepted clients
         assert add_client_(aggregate, 1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
-    known = {0: "it is known to be bad"} if data.draw(st.booleans()) else {}
-    problems = together.add_rows(weights, {"delta": rows}, {"plain": rows}, {"loss": losses}, known)
-    assert known.items() <= problems.items()
+    known_problems = {0: "it is known to be bad"} if data.draw(st.booleans()) else {}
+    problems = group_sum.add_rows(weights, {"delta": rows}, {"plain": rows}, {"loss": losses}, known_problems)
+    assert known_problems.items() <= problems.items()
     for i, (row, weight, loss) in enumerate(zip(rows, weights, losses, strict=True)):
-        if i not in known:
-            assert add_client_(alone, weight, {"delta": row}, {"plain": row}, {"loss": loss}) == problems.get(i)
-    assert torch.equal(together.mean("delta"), alone.mean("delta"))
-    assert torch.equal(together.sum("plain"), alone.sum("plain"))
-    assert (together.num_clients, together.weight) == (alone.num_clients, alone.weight)
-    assert together.scalar("loss") == alone.scalar("loss")
+        if i not in known_problems:
+            assert add_client_(single_sums, weight, {"delta": row}, {"plain": row}, {"loss": loss}) == problems.get(i)
+    assert torch.equal(group_sum.mean("delta"), single_sums.mean("delta"))
+    assert torch.equal(group_sum.sum("plain"), single_sums.sum("plain"))
+    assert (group_sum.num_clients, group_sum.weight) == (single_sums.num_clients, single_sums.weight)
+    assert group_sum.scalar("loss") == single_sums.scalar("loss")
 
 
 # --- runs ---
@@ -85,8 +85,11 @@ class OneByOne:
         ]
         shared = set(map(id, server.values()))
 
-        def rows(own):
-            return {n: x if id(x) in shared else torch.cat([part[n] for part in own]) for n, x in own[0].items()}
+        def rows(client_rows):
+            return {
+                n: x if id(x) in shared else torch.cat([part[n] for part in client_rows])
+                for n, x in client_rows[0].items()
+            }
 
         states, uploads = zip(*closed, strict=True)
         weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.sends_weights else None
@@ -115,7 +118,7 @@ RUNS = [
 
 # In every run one algorithm of some; the other combinations are slow.
 @pytest.mark.parametrize(
-    ("name", "its", "bad", "options"),
+    ("name", "its", "bad_clients", "options"),
     [
         pytest.param(*algorithm, *run, marks=[] if i % (4 * len(RUNS)) == j else pytest.mark.slow)
         for i, algorithm in enumerate(ALGORITHMS)
@@ -123,23 +126,23 @@ RUNS = [
     ],
     ids=str,
 )
-def test_one_call_for_a_group_gives_the_bits_of_a_call_each(name, its, bad, options):
-    made = getattr(fed, name)
-    each = OneByOne(made(**its))
-    grouped, single = (run(algorithm, bad, **options) for algorithm in (made(**its), each))
-    assert (max(each._sizes) > 1) == ("executor" not in options)
+def test_one_call_for_a_group_gives_the_bits_of_a_call_each(name, its, bad_clients, options):
+    result = getattr(fed, name)
+    one_by_one = OneByOne(result(**its))
+    grouped, single = (run(algorithm, bad_clients, **options) for algorithm in (result(**its), one_by_one))
+    assert (max(one_by_one._sizes) > 1) == ("executor" not in options)
     assert same_bits(grouped.model, single.model)
     assert excluded_clients(grouped) == excluded_clients(single)  # the reasons depend on the place of detection
-    assert {e["client"] for r in grouped.history for e in r["excluded"]} == set(bad)
+    assert {e["client"] for r in grouped.history for e in r["excluded"]} == set(bad_clients)
     assert [r["train_loss"] for r in grouped.history] == [r["train_loss"] for r in single.history]
 
 
 def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch):
-    sizes, own = [], fed.SCAFFOLD.local_update
+    sizes, original = [], fed.SCAFFOLD.local_update
 
     def local_update(self, server, client, round):
         sizes.append(len(client["c_i"]))
-        return own(self, server, client, round)
+        return original(self, server, client, round)
 
     monkeypatch.setattr(fed.SCAFFOLD, "local_update", local_update)
     run(fed.SCAFFOLD(), rounds=2, participation=1.0)
@@ -162,9 +165,9 @@ class Radii(fed.FedSAM):
 
 
 def test_numbers_of_local_steps_may_differ_between_clients():
-    together, alone = (run(Radii(), participation=1.0, slots=slots) for slots in (8, 1))
-    assert digest(together) != digest(run(fed.FedSAM(), participation=1.0, slots=8))
-    for p, q in zip(together.model.parameters(), alone.model.parameters(), strict=True):
+    group_run, single_run = (run(Radii(), participation=1.0, slots=slots) for slots in (8, 1))
+    assert digest(group_run) != digest(run(fed.FedSAM(), participation=1.0, slots=8))
+    for p, q in zip(group_run.model.parameters(), single_run.model.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
 
@@ -172,26 +175,26 @@ class Mixed(fed.FedAvg):
     """States that hold other things after other rounds: the clients of a group are then not alike."""
 
     def finish_client(self, server, client, results, round):
-        self.seen.append((sorted(client), len(results.client_ids)))
-        kept = {name: t.clone() for name, t in client.items()} | {f"round {round.index}": results.delta}
-        return kept, fed.Upload(mean={"delta": results.delta})
+        self.records.append((sorted(client), len(results.client_ids)))
+        old_states = {name: t.clone() for name, t in client.items()} | {f"round {round.index}": results.delta}
+        return old_states, fed.Upload(mean={"delta": results.delta})
 
 
 def test_clients_of_a_group_whose_states_are_not_alike_are_closed_apart():
-    Mixed.seen = []
+    Mixed.records = []
     result = run(Mixed(), slots=8, participation=0.6, rounds=4)
-    assert {len(names) for names, _ in Mixed.seen} >= {0, 1, 2} and max(n for _, n in Mixed.seen) > 1
+    assert {len(names) for names, _ in Mixed.records} >= {0, 1, 2} and max(n for _, n in Mixed.records) > 1
     assert digest(result) == digest(run(fed.FedAvg(), slots=8, participation=0.6, rounds=4))
 
 
 def test_some_of_a_group_have_memory_of_their_own():
-    moved, mu = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
-    kept = [{0: None}, {}]
-    results = ClientResults([4, 7], moved, [2, 3], [2, 3], torch.tensor([0.5, 1.5]), [8, 9], dual=mu, snapshots=kept)
+    start, mu = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
+    options = [{0: None}, {}]
+    results = ClientResults([4, 7], start, [2, 3], [2, 3], torch.tensor([0.5, 1.5]), [8, 9], dual=mu, snapshots=options)
     second = results.take([1])
     assert torch.equal(results.column([1.0, -2.0]), torch.tensor([[1.0], [-2.0]]))
     assert results.column([0, 1]).dtype == FLOAT
-    moved.zero_(), mu.zero_(), results.losses.zero_()
+    start.zero_(), mu.zero_(), results.losses.zero_()
     assert second.delta.tolist() == [[3, 4, 5]] and second.dual.tolist() == [[1, 1, 1]]
     assert (second.client_ids, second.num_steps, second.num_samples, second.snapshots) == ([7], [3], [9], [{}])
     assert second.losses.tolist() == [1.5] and second.gradient is None

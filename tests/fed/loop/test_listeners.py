@@ -23,31 +23,31 @@ class Diary(fed.Callback):
     """Writes down what it hears."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
+        self.records: list[tuple[Any, ...]] = []
 
     def on_start(self, run: fed.callbacks.RunView) -> None:
-        self.seen.append(("start", run.round, [record["round"] for record in run.history]))
+        self.records.append(("start", run.round, [record["round"] for record in run.history]))
 
     def on_evaluation(self, run: fed.callbacks.RunView, record: dict[str, Any]) -> None:
-        self.seen.append(("evaluation", record["round"], record["test_loss"] is not None))
+        self.records.append(("evaluation", record["round"], record["test_loss"] is not None))
 
     def on_round(self, run: fed.callbacks.RunView, record: dict[str, Any]) -> None:
-        self.seen.append(("round", run.round, record["round"], record == run.history[-1]))
+        self.records.append(("round", run.round, record["round"], record == run.history[-1]))
 
     def on_end(self, run: fed.callbacks.RunView, result: fed.Result | None) -> None:
-        self.seen.append(("end", run.round, result and len(result.history), type(run.error).__name__, run.stopped))
+        self.records.append(("end", run.round, result and len(result.history), type(run.error).__name__, run.stopped))
 
 
 def test_when_the_methods_are_called(tmp_path):
     diary = Diary()
     start(tmp_path / "run", rounds=3, eval_every=2, callbacks=[diary])
-    assert diary.seen == [
+    assert diary.records == [
         ("start", 0, []), ("round", 1, 1, True), ("evaluation", 2, True), ("round", 2, 2, True),
         ("evaluation", 3, True), ("round", 3, 3, True), ("end", 3, 3, "NoneType", None),
     ]  # fmt: skip
-    again = Diary()
-    start(tmp_path / "run", rounds=4, eval_every=2, callbacks=[again], resume=True)
-    assert again.seen[0] == ("start", 3, [1, 2, 3]) and [e[:2] for e in again.seen[1:]] == [
+    repeat = Diary()
+    start(tmp_path / "run", rounds=4, eval_every=2, callbacks=[repeat], resume=True)
+    assert repeat.records[0] == ("start", 3, [1, 2, 3]) and [e[:2] for e in repeat.records[1:]] == [
         ("evaluation", 4),
         ("round", 4),
         ("end", 4),
@@ -101,12 +101,12 @@ def test_a_stopped_run_ends_as_if_its_rounds_were_over(tmp_path):
     two = start(tmp_path / "two", rounds=2)
     assert len(result.history) == 2 and same_bits(result.model, two.model)
     assert result.summary()["stopped"] == "enough" and two.summary()["stopped"] is None
-    assert diary.seen[-2:] == [("round", 2, 2, True), ("end", 2, 2, "NoneType", "enough")]
+    assert diary.records[-2:] == [("round", 2, 2, True), ("end", 2, 2, "NoneType", "enough")]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == "enough"
     # The directory holds the last round, from which a run without the callback continues.
     longer = start(tmp_path / "run", rounds=5, resume=True, **options)
-    whole = start(tmp_path / "whole", rounds=5)
-    assert same_bits(longer.model, whole.model) and records(tmp_path / "run") == records(tmp_path / "whole")
+    full_run = start(tmp_path / "whole", rounds=5)
+    assert same_bits(longer.model, full_run.model) and records(tmp_path / "run") == records(tmp_path / "whole")
     assert longer.summary()["stopped"] is None
 
 
@@ -132,19 +132,19 @@ def test_a_callback_that_raises_is_named_and_the_last_round_is_kept(tmp_path, me
     def breaks(self, *arguments):
         raise KeyError("x")
 
-    diary, after = Diary(), Diary()
-    callbacks = [diary, type("Breaks", (), {method: breaks})(), after]
+    diary, second_diary = Diary(), Diary()
+    callbacks = [diary, type("Breaks", (), {method: breaks})(), second_diary]
     with pytest.raises(fed.CallbackError, match=words) as caught:
         start(tmp_path / "run", callbacks=callbacks, checkpoint_every=100)
     assert isinstance(caught.value.__cause__, KeyError)
     assert json.loads((tmp_path / "run" / "checkpoint" / "manifest.json").read_text())["round"] == rounds
     assert len(records(tmp_path / "run") if rounds else []) == rounds
     error = "NoneType" if method == "on_end" else "CallbackError"
-    assert diary.seen[-1][0] == "end" and diary.seen[-1][3] == error
-    assert (after.seen[-1:] == []) if method == "on_start" else (after.seen[-1][0] == "end")
+    assert diary.records[-1][0] == "end" and diary.records[-1][3] == error
+    assert (second_diary.records[-1:] == []) if method == "on_start" else (second_diary.records[-1][0] == "end")
     resumed = start(tmp_path / "run", resume=True)
-    whole = start(tmp_path / "whole")
-    assert same_bits(resumed.model, whole.model)
+    full_run = start(tmp_path / "whole")
+    assert same_bits(resumed.model, full_run.model)
 
 
 def test_the_end_is_told_after_an_error_too_and_does_not_hide_it(caplog):
@@ -155,22 +155,22 @@ def test_the_end_is_told_after_an_error_too_and_does_not_hide_it(caplog):
     diary = Diary()
     with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.ERROR, "fastsam.fed"):
         start_small(rounds=3, callbacks=[Bad(), diary, Alarm(2, KeyboardInterrupt())])
-    assert diary.seen[-1] == ("end", 2, None, "KeyboardInterrupt", None)
+    assert diary.records[-1] == ("end", 2, None, "KeyboardInterrupt", None)
     assert "Bad.on_end failed after 2 rounds: ValueError: closed already" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("progress", "terminal", "shown"),
+    ("progress", "terminal", "is_table"),
     [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
 )
-def test_a_bar_where_there_is_a_terminal(progress, terminal, shown, tmp_path, monkeypatch, capsys):
+def test_a_bar_where_there_is_a_terminal(progress, terminal, is_table, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     start(tmp_path / "run", progress=progress)
-    seen = capsys.readouterr()
-    assert seen.out == "" and ("3/3" in seen.err) == shown
-    assert ("everything is in" in seen.err and str(tmp_path / "run") in seen.err.replace("\n", "")) == shown
+    records = capsys.readouterr()
+    assert records.out == "" and ("3/3" in records.err) == is_table
+    assert ("everything is in" in records.err and str(tmp_path / "run") in records.err.replace("\n", "")) == is_table
 
 
 # --- A client that moves far beyond its cohort is named once in the log and in every record, and nothing else changes.
@@ -203,7 +203,7 @@ def test_it_is_named_once_and_recorded_always(caplog: pytest.LogCaptureFixture, 
         line,
     )
     assert caplog.records[-1].levelno == logging.WARNING
-    assert [[one["client"] for one in r["outliers"]] for r in result.history] == [[3]] * 3
+    assert [[outlier["client"] for outlier in r["outliers"]] for r in result.history] == [[3]] * 3
     factor = result.history[0]["outliers"][0]["factor"]
     assert f"{factor:.3g}" in line and factor > 1e3
 

@@ -28,12 +28,12 @@ def one_hot_squares(out, y):
 def binary_clients(number=4, samples=20):
     """Two classes that a line parts, a third of them of class 1; client i has more of class 1 than client i - 1."""
     g = torch.Generator().manual_seed(0)
-    made = []
+    results = []
     for i in range(number + 1):
         y = (torch.rand(samples, generator=g) < (0.35 if i == number else 0.15 + 0.2 * i)).long()
         x = torch.randn(samples, 5, generator=g) + 3.0 * y[:, None]
-        made.append((x, y))
-    return made[:-1], made[-1]
+        results.append((x, y))
+    return results[:-1], results[-1]
 
 
 def run(loss, outputs=1, **options):
@@ -61,8 +61,8 @@ def test_outputs_that_are_not_one_per_class_have_no_accuracy(loss, outputs):
 def test_outputs_that_are_one_per_class_have_it(loss):
     result = run(loss, 2, lr=0.03)
     x, y = binary_clients()[1]
-    right = (result.model(x).argmax(1) == y).double().mean().item()
-    assert result.history[-1]["test_accuracy"] == right > 0.8 and result.summary()["rounds_to_target"] is not None
+    accuracy = (result.model(x).argmax(1) == y).double().mean().item()
+    assert result.history[-1]["test_accuracy"] == accuracy > 0.8 and result.summary()["rounds_to_target"] is not None
     assert result.history[-1]["train_set_accuracy"] > 0.8
 
 
@@ -82,13 +82,13 @@ def binary_accuracy(outputs, labels):
 def test_one_output_with_a_threshold_is_a_metric():
     result = run(logistic, metrics={"binary_accuracy": binary_accuracy})
     x, y = binary_clients()[1]
-    right = ((result.model(x)[:, 0] > 0) == y.bool()).double().mean().item()
+    accuracy = ((result.model(x)[:, 0] > 0) == y.bool()).double().mean().item()
     last = result.history[-1]
-    assert last["test_binary_accuracy"] == right > 0.8 and last["test_accuracy"] is None
+    assert last["test_binary_accuracy"] == accuracy > 0.8 and last["test_accuracy"] is None
     low, mean, high = (last[f"client_binary_accuracy_{name}"] for name in ("min", "mean", "max"))
     assert low <= mean <= high
     assert last["client_binary_accuracy_std"] > 0
-    assert result.summary()["metrics"]["test_binary_accuracy"] == right and result.summary()["validation"] == "prior"
+    assert result.summary()["metrics"]["test_binary_accuracy"] == accuracy and result.summary()["validation"] == "prior"
 
 
 class Accumulated:
@@ -98,14 +98,14 @@ class Accumulated:
         self.reset()
 
     def reset(self):
-        self.wrong = self.seen = 0
+        self.errors = self.records = 0
 
     def update(self, outputs, labels):
-        self.wrong += int((outputs.argmax(1) != labels).sum())
-        self.seen += len(labels)
+        self.errors += int((outputs.argmax(1) != labels).sum())
+        self.records += len(labels)
 
     def compute(self):
-        return torch.tensor(self.wrong / self.seen, dtype=torch.float64)
+        return torch.tensor(self.errors / self.records, dtype=torch.float64)
 
 
 def test_functions_and_objects_are_over_all_and_over_clients():
@@ -153,13 +153,13 @@ def test_the_command_names_metrics_and_reports_them(tmp_path: Path, monkeypatch,
         "\n\ndef accuracy(out, y):\n    return ((out[:, 0] > 0) == y.bool()).double().mean()\n"
     )
     monkeypatch.chdir(tmp_path)
-    asked = [
+    arguments = [
         "--data", "all.npz", "--clients", "3", "--split", "iid", "--model", "own.py:model", "--loss", "own.py:loss",
         "--rounds", "2",
     ]  # fmt: skip
-    asked += ["--participation", "1"]
+    arguments += ["--participation", "1"]
     (tmp_path / "metrics.toml").write_text('[metrics]\nbinary_accuracy = "own.py:accuracy"\n')
-    assert cli.main(["compare", "metrics.toml", "--algorithms", "fedavg,fedsam", *asked, "--run-dir", "out"]) == 0
+    assert cli.main(["compare", "metrics.toml", "--algorithms", "fedavg,fedsam", *arguments, "--run-dir", "out"]) == 0
     assert "binary accuracy" in (tmp_path / "out" / "report.md").read_text()
     runs = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert 0 < runs["algorithms"]["fedsam"]["test_binary_accuracy"]["mean"] <= 1

@@ -32,13 +32,13 @@ def test_options_of_a_run(name: str) -> None:
         refused(name, lambda value=value: Settings(**{name: value}))
 
 
-CASES = [(made, field.name) for made in fed.algorithms.registry.values() for field in fields(made)]
+CASES = [(cls, field.name) for cls in fed.algorithms.registry.values() for field in fields(cls)]
 
 
-@pytest.mark.parametrize(("made", "name"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_options_of_the_algorithms(made: Any, name: str) -> None:
+@pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_options_of_the_algorithms(cls: Any, name: str) -> None:
     for value in NONSENSE:
-        refused(name, lambda value=value: made(**{name: value}))
+        refused(name, lambda value=value: cls(**{name: value}))
 
 
 @pytest.mark.parametrize("name", ["pad", "flip", "crop"])

@@ -40,8 +40,8 @@ class Noisy(fed.Algorithm):
         return client, fed.Upload(mean={"delta": delta, "counts": counts})
 
     def step_server(self, server, aggregate, round):
-        after = super().step_server(server, aggregate, round)
-        return {"w": after["w"] + self.noise(after["w"], round)} if self.place == "server" else after
+        new_state = super().step_server(server, aggregate, round)
+        return {"w": new_state["w"] + self.noise(new_state["w"], round)} if self.place == "server" else new_state
 
 
 def run(algorithm, **options):
@@ -78,44 +78,44 @@ def test_the_padding_of_a_row_is_what_no_parameter_has():
 class Mixing(fed.Algorithm):
     """FedAvg with one thing that is not a client's own, given by name."""
 
-    def __init__(self, how: str) -> None:
-        self.how, self.calls = how, [0]
+    def __init__(self, mode: str) -> None:
+        self.mode, self.calls = mode, [0]
 
     def init_client(self, server: Any) -> Any:
         return {"c": torch.zeros_like(server["w"])}
 
     def local_update(self, server: Any, client: Any, round: Any) -> fed.LocalUpdate:
-        if self.how == "local_update":
+        if self.mode == "local_update":
             noise = 0.1 / len(client["c"]) * torch.ones_like(client["c"])
             return fed.LocalUpdate(gradient_offset=noise * (server["w"] != 0))
         return fed.LocalUpdate()
 
     def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
         delta = results.delta
-        if self.how == "finish_client":
+        if self.mode == "finish_client":
             delta = delta / delta.norm()
-        if self.how == "noise":
+        if self.mode == "noise":
             delta = delta + torch.randn_like(delta) * (delta != 0)
-        if self.how == "memory":
+        if self.mode == "memory":
             self.calls.append(1)
-        if self.how == "rows":
+        if self.mode == "rows":
             delta = delta / delta.norm(dim=1, keepdim=True)
         return {"c": delta}, fed.Upload(mean={"delta": delta})
 
 
-def trained(how: str) -> fed.Result:
+def trained(mode: str) -> fed.Result:
     clients = oracle.ragged_clients(torch.float32, (8, 8, 8))
     model = oracle.smooth_model(torch.float32)
-    return fed.run(model, clients, Mixing(how), rounds=2, participation=1.0, executor="vmap")
+    return fed.run(model, clients, Mixing(mode), rounds=2, participation=1.0, executor="vmap")
 
 
 @pytest.mark.parametrize(
-    ("how", "method", "n"),
+    ("mode", "method", "n"),
     [("local_update", "local_update", 2), ("finish_client", "finish_client", 3), ("noise", "finish_client", 3)],
 )
-def test_rows_that_are_mixed(how: str, method: str, n: int) -> None:
+def test_rows_that_are_mixed(mode: str, method: str, n: int) -> None:
     with pytest.raises(fed.AlgorithmError, match=f"Mixing.{method} returns different numbers for {n} clients together"):
-        trained(how)
+        trained(mode)
 
 
 def test_rows_that_are_not_mixed(caplog: pytest.LogCaptureFixture) -> None:

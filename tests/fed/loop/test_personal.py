@@ -26,21 +26,21 @@ def heads_of_their_own(phi: float, server_lr: float) -> tuple[nn.Module, list[nn
     clients = oracle.ragged_clients(sizes=SIZES)
     heads = [copy.deepcopy(shared[2].state_dict()) for _ in clients]
     for _ in range(OPTIONS["rounds"]):
-        moved: list[list[Tensor]] = []
+        moves: list[list[Tensor]] = []
         for i, (x, y) in enumerate(clients):
-            own = copy.deepcopy(shared)
-            own[2].load_state_dict(heads[i])
-            begin = [p.detach().clone() for p in own.parameters()]
-            opt = torch.optim.SGD(own.parameters(), lr=OPTIONS["lr"])
+            client_model = copy.deepcopy(shared)
+            client_model[2].load_state_dict(heads[i])
+            begin = [p.detach().clone() for p in client_model.parameters()]
+            opt = torch.optim.SGD(client_model.parameters(), lr=OPTIONS["lr"])
             for a, b in zip(x.split(4), y.split(4), strict=True):
                 opt.zero_grad()
-                pull = sum(((p - q) ** 2).sum() for p, q in zip(own.parameters(), begin, strict=True))
-                (F.cross_entropy(own(a), b) + phi / 2 * pull).backward()
+                pull = sum(((p - q) ** 2).sum() for p, q in zip(client_model.parameters(), begin, strict=True))
+                (F.cross_entropy(client_model(a), b) + phi / 2 * pull).backward()
                 opt.step()
-            heads[i] = copy.deepcopy(own[2].state_dict())
-            moved.append([p.detach() - q for p, q in zip(own[0].parameters(), begin[:2], strict=True)])
+            heads[i] = copy.deepcopy(client_model[2].state_dict())
+            moves.append([p.detach() - q for p, q in zip(client_model[0].parameters(), begin[:2], strict=True)])
         with torch.no_grad():
-            for p, *parts in zip(shared[0].parameters(), *moved, strict=True):
+            for p, *parts in zip(shared[0].parameters(), *moves, strict=True):
                 p += server_lr * sum(parts) / len(parts)
     own_models = [copy.deepcopy(shared) for _ in clients]
     for model, head in zip(own_models, heads, strict=True):
@@ -64,9 +64,9 @@ def test_every_client_has_a_head_of_its_own(algorithm, phi):
     assert same_bits(result.model[2], begin[2]), "the global head stays as it was"
     if phi is None:
         return
-    shared, own = heads_of_their_own(phi, 0.7)
+    shared, original = heads_of_their_own(phi, 0.7)
     assert oracle.movement(result.model[0], shared[0]) < 1e-12
-    for i, model in enumerate(own):
+    for i, model in enumerate(original):
         assert oracle.movement(result.client_model(i), model) < 1e-12
     assert oracle.movement(result.client_model(0), result.client_model(1)) > 1e-2
 
@@ -84,16 +84,16 @@ def test_accuracies_over_clients_are_those_of_their_own_models(validation):
         assert (record["client_accuracy_min"], record["client_accuracy_max"]) == pytest.approx((min(found), max(found)))
         assert record["client_worst"] == found.index(min(found)) and record["client_best"] == found.index(max(found))
     assert record["client_accuracy_std"] > 0
-    right = (result.model(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
-    assert record["test_accuracy"] == pytest.approx(right)
+    accuracy = (result.model(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
+    assert record["test_accuracy"] == pytest.approx(accuracy)
 
 
 def test_only_what_is_shared_is_sent():
-    plain, own = start_small(), start_small(local_parameters="2.*")
+    plain, original = start_small(), start_small(local_parameters="2.*")
     parts = {name: p.numel() for name, p in plain.model.named_parameters()}
     share = (parts["0.weight"] + parts["0.bias"]) / sum(parts.values())
     for way in ("megabytes_up", "megabytes_down"):
-        assert own.history[0][way] == pytest.approx(share * plain.history[0][way])
+        assert original.history[0][way] == pytest.approx(share * plain.history[0][way])
 
 
 # --- Fine-tuning after a run, compared with a run of one client.
@@ -109,16 +109,16 @@ def test_each_client_trains_alone(options: dict[str, Any]) -> None:
     """As one round of federated averaging with only this client, from the model that it has at the end."""
     clients = oracle.ragged_clients()
     result = fed.run(oracle.smooth_model(), clients, fed.FedSAM(), rounds=2, **TUNED, **options)
-    kept = [p.clone() for p in result.model.parameters()]
+    weights = [p.clone() for p in result.model.parameters()]
     tuned = fed.finetune(result, clients, epochs=4, test=TEST)
-    assert [one["client"] for one in tuned] == [0, 1, 2, 3, 4]
-    for i, one in enumerate(tuned):
+    assert [entry["client"] for entry in tuned] == [0, 1, 2, 3, 4]
+    for i, entry in enumerate(tuned):
         start = result.client_model(i) if options else result.model
-        alone = fed.run(start, clients[i : i + 1], fed.FedAvg(), rounds=1, local_epochs=4, **TUNED)
-        assert one["before"] == (start(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
-        assert one["after"] == alone.history[-1]["test_accuracy"]
-    assert len({one["after"] for one in tuned}) > 1, "no client learnt anything: this shows nothing"
-    assert all(map(torch.equal, kept, result.model.parameters()))
+        single_run = fed.run(start, clients[i : i + 1], fed.FedAvg(), rounds=1, local_epochs=4, **TUNED)
+        assert entry["before"] == (start(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
+        assert entry["after"] == single_run.history[-1]["test_accuracy"]
+    assert len({entry["after"] for entry in tuned}) > 1, "no client learnt anything: this shows nothing"
+    assert all(map(torch.equal, weights, result.model.parameters()))
 
 
 def test_accuracies_are_measured_on_the_clients_own_samples() -> None:
@@ -129,7 +129,7 @@ def test_accuracies_are_measured_on_the_clients_own_samples() -> None:
     options: dict[str, Any] = {"participation": 1.0, "rounds": 1, "batch_size": 5, "lr": 0.1, "test": (x, y)}
     result = fed.run(nn.Linear(6, 3), clients, fed.FedAvg(), **options)
     tuned = fed.finetune(result, clients, epochs=60, lr=0.5, test=(x, y))
-    assert [one["after"] for one in tuned] == [1.0, 1.0, 1.0] and all(one["before"] < 1 for one in tuned)
+    assert [run_1["after"] for run_1 in tuned] == [1.0, 1.0, 1.0] and all(run_1["before"] < 1 for run_1 in tuned)
 
 
 def test_every_kind_of_data() -> None:
@@ -140,13 +140,15 @@ def test_every_kind_of_data() -> None:
     tuned = fed.finetune(result, data)
     lazy = fed.LazyClients(3, data.__getitem__)
     result = fed.run(model, lazy, fed.FedAvg(), rounds=1, participation=1.0, test=data.test, client_test_split="shared")
-    again = fed.finetune(result, lazy, test=data.test)
-    assert all(0 < one["after"] <= 1 for one in (*tuned, *again)) and len(again) == 3
+    repeat = fed.finetune(result, lazy, test=data.test)
+    assert all(0 < run_1["after"] <= 1 for run_1 in (*tuned, *repeat)) and len(repeat) == 3
 
 
 def test_two_calls_give_the_same() -> None:
     clients = oracle.ragged_clients()
     options = TUNED | {"shuffle": True}
-    result, other = (fed.run(oracle.smooth_model(), clients, fed.FedAvg(), rounds=1, **options) for _ in range(2))
-    assert same_bits(result.model, other.model)
-    assert fed.finetune(result, clients, test=TEST) == fed.finetune(other, clients, test=TEST)
+    result, other_result = (
+        fed.run(oracle.smooth_model(), clients, fed.FedAvg(), rounds=1, **options) for _ in range(2)
+    )
+    assert same_bits(result.model, other_result.model)
+    assert fed.finetune(result, clients, test=TEST) == fed.finetune(other_result, clients, test=TEST)

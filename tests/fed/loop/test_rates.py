@@ -24,22 +24,22 @@ def test_a_formula_a_function_and_a_scheduler_of_torch_are_the_decay_that_they_s
     ):
         run = start(tmp_path / f"{i}", lr=lr)
         assert same_bits(run.model, decayed.model) and records(tmp_path / f"{i}") == records(tmp_path / "decay")
-    other = start(tmp_path / "constant", lr=0.2)
-    assert not same_bits(other.model, decayed.model)
+    constant_run = start(tmp_path / "constant", lr=0.2)
+    assert not same_bits(constant_run.model, decayed.model)
 
 
 def test_a_scheduler_of_torch_takes_a_step_a_round():
     result = start_small(rounds=6, lr=fed.TorchSchedule(0.1, lambda opt: CosineAnnealingLR(opt, T_max=5, eta_min=0.01)))
-    wanted = [0.01 + 0.09 * (1 + math.cos(math.pi * t / 5)) / 2 for t in range(6)]
-    assert [record["lr"] for record in result.history] == pytest.approx(wanted)
+    expected_value = [0.01 + 0.09 * (1 + math.cos(math.pi * t / 5)) / 2 for t in range(6)]
+    assert [record["lr"] for record in result.history] == pytest.approx(expected_value)
 
 
 def test_the_servers_rate():
     """A round at rate 0 leaves the model as it is; a formula knows the clients' rate."""
-    one = start_small(rounds=1)
+    short_run = start_small(rounds=1)
     two = start_small(rounds=2, server_lr=lambda t: 1.0 - t)
-    assert same_bits(one.model, two.model) and [r["server_lr"] for r in two.history] == [1.0, 0.0]
-    assert "server_lr" not in one.history[0]
+    assert same_bits(short_run.model, two.model) and [r["server_lr"] for r in two.history] == [1.0, 0.0]
+    assert "server_lr" not in short_run.history[0]
     formula = start_small(rounds=3, lr="0.2/round", server_lr="lr/first_lr")
     assert [r["server_lr"] for r in formula.history] == pytest.approx([1, 1 / 2, 1 / 3])
 
@@ -47,12 +47,12 @@ def test_the_servers_rate():
 def test_the_rate_of_the_first_round_is_what_an_algorithm_is_told():
     class Asks(fed.FedAvg):
         def local_update(self, server, client, round):
-            seen.append((round.index, round.lr, round.first_lr, round.server_lr))
+            records.append((round.index, round.lr, round.first_lr, round.server_lr))
             return super().local_update(server, client, round)
 
-    seen = []
+    records = []
     start_small(algorithm=Asks(), rounds=2, lr=lambda t: 0.5 - 0.1 * t, server_lr="2/round")
-    assert seen[-2:] == [(0, 0.5, 0.5, 2.0), (1, 0.4, 0.5, 1.0)]
+    assert records[-2:] == [(0, 0.5, 0.5, 2.0), (1, 0.4, 0.5, 1.0)]
 
 
 @pytest.mark.filterwarnings("error")
@@ -78,20 +78,20 @@ STEPS = {"local_steps": 7, "local_epochs": 1}
 
 def batches(samples: int, **options: object) -> list[list[int]]:
     """The batches of one client whose samples are numbered, in stored order."""
-    seen = []
+    records = []
 
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        seen.append(y.long().tolist())
+        records.append(y.long().tolist())
         return output.sum() * 0
 
     numbered = torch.arange(float(samples))
     run_options = {"shuffle": False, "batch_size": 3, "loss": loss, "executor": "sequential", **options}
     record = start_small(clients=[(torch.zeros(samples, 6), numbered)], rounds=1, **run_options).history[0]
-    return seen[-record["steps"] :]  # after the batches of the trial step
+    return records[-record["steps"] :]  # after the batches of the trial step
 
 
 @pytest.mark.parametrize(
-    ("samples", "options", "wanted"),
+    ("samples", "options", "expected_value"),
     [
         (7, {"local_steps": 5}, [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2], [3, 4, 5]]),
         (7, {"local_steps": 2}, [[0, 1, 2], [3, 4, 5]]),
@@ -102,8 +102,8 @@ def batches(samples: int, **options: object) -> list[list[int]]:
         (7, {"drop_last": True, "local_steps": 3}, [[0, 1, 2], [3, 4, 5], [0, 1, 2]]),
     ],
 )
-def test_the_batches_of_a_client(samples, options, wanted):
-    assert batches(samples, **options) == wanted
+def test_the_batches_of_a_client(samples, options, expected_value):
+    assert batches(samples, **options) == expected_value
 
 
 def test_as_many_steps_as_the_epochs_have_are_these_epochs():

@@ -62,9 +62,9 @@ class Picky(nn.Linear):
 class Holds(nn.Module):
     """A model with something that no deep copy can have."""
 
-    def __init__(self, what):
+    def __init__(self, kind):
         super().__init__()
-        self.inner, self.what = nn.Linear(6, 3), what
+        self.inner, self.kind = nn.Linear(6, 3), kind
 
     def forward(self, x):
         return self.inner(x)

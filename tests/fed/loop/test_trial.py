@@ -29,9 +29,9 @@ def test_gradients_that_are_switched_off(off):
 
 
 class Scaled(nn.Module):
-    def __init__(self, trained):
+    def __init__(self, is_trained):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(3), requires_grad=trained)
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=is_trained)
 
     def forward(self, scores, y):
         return F.cross_entropy(scores * self.scale, y)
@@ -39,15 +39,15 @@ class Scaled(nn.Module):
 
 def test_a_loss_with_parameters_of_its_own():
     with pytest.raises(ValueError, match="loss has trainable parameters .scale., which no run trains"):
-        start(loss=Scaled(trained=True))
-    start(loss=Scaled(trained=False))
+        start(loss=Scaled(is_trained=True))
+    start(loss=Scaled(is_trained=False))
 
 
 def test_a_loss_that_ignores_another_label():
     options = {"loss": nn.CrossEntropyLoss(ignore_index=255), "participation": 1.0}
-    ours = start(clients=[(X, torch.where(Y == 1, 255, Y))], **options)
-    theirs = start(clients=[(X, torch.where(Y == 1, -100, Y))], participation=1.0)
-    assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
+    actual = start(clients=[(X, torch.where(Y == 1, 255, Y))], **options)
+    expected = start(clients=[(X, torch.where(Y == 1, -100, Y))], participation=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(actual.model.parameters(), expected.model.parameters(), strict=True))
     with pytest.raises(ValueError, match="client 1: all labels are 255"):
         start(clients=[(X, Y), (X, NOTHING + 355)], **options)
 
@@ -116,36 +116,36 @@ def test_a_metric_that_no_record_has(callback: Any) -> None:
 class Odd(nn.Linear):
     """A linear model with a side effect, given by name."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, mode: str) -> None:
         super().__init__(6, 3)
-        self.how, self.calls = how, 0
+        self.mode, self.calls = mode, 0
         self.scale = torch.ones(3, requires_grad=True)  # which is not registered
         self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "counter":
+        if self.mode == "counter":
             self.calls += 1
             return super().forward(x) / self.calls
-        if self.how == "python":
+        if self.mode == "python":
             return super().forward(x) * random.random()
-        if self.how == "numpy":
+        if self.mode == "numpy":
             return super().forward(x) * float(np.random.rand())
-        if self.how == "layer drop":
+        if self.mode == "layer drop":
             return super().forward(x) if random.random() < 2 else x
-        if self.how == "input":
+        if self.mode == "input":
             x.relu_()
-        if self.how == "buffer":
+        if self.mode == "buffer":
             self.mean = x.mean(0)
-        if self.how == "attention":  # stored, and changes no result
-            self.calls, self.seen = self.calls + 1, x.detach().sum()
-        if self.how == "leaf inside":
+        if self.mode == "attention":  # stored, and changes no result
+            self.calls, self.records = self.calls + 1, x.detach().sum()
+        if self.mode == "leaf inside":
             return super().forward(x + torch.zeros(6, requires_grad=True))
-        return super().forward(x) * (self.scale if self.how == "unregistered" else 1)
+        return super().forward(x) * (self.scale if self.mode == "unregistered" else 1)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["pairs", "trees"])
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("mode", "words"),
     [
         ("counter", "repeated from the same weights, batch and seed, gives .* changes calls"),
         ("python", "changes Python's random numbers"),
@@ -158,15 +158,15 @@ class Odd(nn.Linear):
         ("leaf inside", None),
     ],
 )
-def test_a_training_pass_with_a_side_effect(how: str, words: str | None, tree: bool) -> None:
-    given, options = X.clone(), dict[str, Any](buffers="average", executor="sequential")
-    clients: Any = [((given,), Y)] if tree else [(given, Y)]
+def test_a_training_pass_with_a_side_effect(mode: str, words: str | None, tree: bool) -> None:
+    inputs, options = X.clone(), dict[str, Any](buffers="average", executor="sequential")
+    clients: Any = [((inputs,), Y)] if tree else [(inputs, Y)]
     if words is None:
-        start(Odd(how), clients, **options)
+        start(Odd(mode), clients, **options)
     else:
         with pytest.raises(ValueError, match=words):
-            start(Odd(how), clients, **options)
-    assert torch.equal(given, X)
+            start(Odd(mode), clients, **options)
+    assert torch.equal(inputs, X)
 
 
 def test_a_loss_that_refers_to_the_users_model() -> None:

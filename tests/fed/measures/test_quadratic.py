@@ -87,8 +87,8 @@ def test_ascent_finds_the_sharpest_direction_even_at_the_minimum() -> None:
 def test_ascent_with_more_steps_rises_further_and_stays_in_the_ball() -> None:
     f = objective(DIAGONAL, samples([0.0]))
     w = row([0.1, 0.0, 0.0, 1.0, 0.0, 0.0])
-    found = [sharpness.ascent(f, w, 2.0, steps) for steps in (1, 3, 30)]
-    assert found[0] < found[1] < found[2]
+    result = [sharpness.ascent(f, w, 2.0, steps) for steps in (1, 3, 30)]
+    assert result[0] < result[1] < result[2]
     # The maximum of the secular equation: (L - A)d = A w with ||d|| = rho.
     a, start = torch.tensor(EIGENVALUES, dtype=torch.float64), torch.tensor([0.1, 0, 0, 1.0, 0, 0], dtype=torch.float64)
     low, high = 4.0 + 1e-9, 100.0
@@ -97,7 +97,7 @@ def test_ascent_with_more_steps_rises_further_and_stays_in_the_ball() -> None:
         low, high = (middle, high) if float((a * start / (middle - a)).norm()) > 2.0 else (low, middle)
     d = a * start / (low - a)
     best = 0.5 * float((a * (start + d) ** 2).sum() - (a * start**2).sum())
-    assert found[2] == pytest.approx(best, rel=1e-6) and max(found) <= best * (1 + 1e-9)
+    assert result[2] == pytest.approx(best, rel=1e-6) and max(result) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])
@@ -123,19 +123,19 @@ def test_smoothness_along_a_path_is_the_largest_curvature_on_it() -> None:
 
 def test_gradient_variances() -> None:
     """Unit gradients -e1 and -e2 about their mean's direction are at a squared distance of 2 - sqrt(2)."""
-    w, each = row([0.0] * 6), [objective(IDENTITY, samples([2.0])), objective(IDENTITY, samples([0, 2.0]))]
+    w, objectives = row([0.0] * 6), [objective(IDENTITY, samples([2.0])), objective(IDENTITY, samples([0, 2.0]))]
     full = objective(IDENTITY, samples([2.0], [0, 2.0]))
-    assert diagnostics.sigma_local(full, each, w) == pytest.approx(math.sqrt(2 - math.sqrt(2)))
+    assert diagnostics.sigma_local(full, objectives, w) == pytest.approx(math.sqrt(2 - math.sqrt(2)))
     assert diagnostics.sigma_local(full, [full], w) == 0
-    assert diagnostics.sigma_global(each, w) == pytest.approx(math.sqrt(2))  # (1, -1) and (-1, 1) around the mean
+    assert diagnostics.sigma_global(objectives, w) == pytest.approx(math.sqrt(2))  # (1, -1) and (-1, 1) around the mean
 
 
 def test_estimation_bias_is_zero_for_a_round_quadratic_and_two_for_the_opposite() -> None:
     f = objective(IDENTITY, samples([1.0] * 6))
-    before = row([3.0, 0, 0, 0, 0, 0])
-    after = before - 0.1 * f.gradient(before)
-    assert diagnostics.estimation_bias(before, after, f.gradient(after)) == pytest.approx(0, abs=1e-7)
-    assert diagnostics.estimation_bias(after, before, f.gradient(after)) == pytest.approx(2)
+    start = row([3.0, 0, 0, 0, 0, 0])
+    end = start - 0.1 * f.gradient(start)
+    assert diagnostics.estimation_bias(start, end, f.gradient(end)) == pytest.approx(0, abs=1e-7)
+    assert diagnostics.estimation_bias(end, start, f.gradient(end)) == pytest.approx(2)
     assert diagnostics.estimation_bias(row([1.0]+[0.0]*5), row([0.0]*6),
         row([0.0, 1.0]+[0.0]*4)) == pytest.approx(math.sqrt(2))  # fmt: skip
 
@@ -148,10 +148,10 @@ def test_dual_gap() -> None:
 @cheap
 @given(st.lists(vectors, min_size=1, max_size=5), vectors)
 def test_consistency_from_sums_is_the_sum_of_squares(ends: list[list[float]], new: list[float]) -> None:
-    deltas, moved = [row(end) for end in ends], row(new)
+    deltas, new_row = [row(end) for end in ends], row(new)
     squares, total = sum(float(d @ d) for d in deltas), torch.stack(deltas).sum(0)
-    expected = sum(float((d - moved).square().sum()) for d in deltas) / len(deltas)
-    assert drift.consistency(squares, total, moved, len(deltas)) == pytest.approx(expected, abs=1e-9)
+    expected = sum(float((d - new_row).square().sum()) for d in deltas) / len(deltas)
+    assert drift.consistency(squares, total, new_row, len(deltas)) == pytest.approx(expected, abs=1e-9)
 
 
 def test_weight_drift_and_perturbation_spread() -> None:
@@ -159,8 +159,8 @@ def test_weight_drift_and_perturbation_spread() -> None:
     assert drift.weight_drift(weights, row([0.0] * 6)) == pytest.approx((0 + 1 + 0 + 4) / 4)
     # The mean at the first step is (1/2, 1/2): squared distances 1/2 for e1, e2 and 0, and 5/2 for 2 e1. (With two
     # steps the last would do.)
-    none, e1, e2 = row([0.0] * 6), row([1.0] + [0.0] * 5), row([0, 1.0, 0, 0, 0, 0])
-    assert drift.perturbation_spread([[e1, none, e2], [e2, none, 2 * e1]]) == pytest.approx((5 * 0.5 + 2.5) / 6)
+    zero, e1, e2 = row([0.0] * 6), row([1.0] + [0.0] * 5), row([0, 1.0, 0, 0, 0, 0])
+    assert drift.perturbation_spread([[e1, zero, e2], [e2, zero, 2 * e1]]) == pytest.approx((5 * 0.5 + 2.5) / 6)
 
 
 @cheap
@@ -183,8 +183,10 @@ def test_perturbation_drift_is_zero_for_the_global_direction_and_one_for_the_opp
     assert with_direction(1) == pytest.approx(0, abs=1e-7) and with_direction(1, 0.5) == pytest.approx(0, abs=1e-7)
     assert with_direction(-1) == pytest.approx(1)
     g = flat(f.gradient(row([0.125, 0.5, 0, 0, 0, 0])))
-    right = row([float(g[1]), -float(g[0]), 0, 0, 0, 0])
-    assert drift.perturbation_drift(weights, [[right], [right]], w, f.gradient) == pytest.approx(math.sqrt(2) / 2)
+    orthogonal = row([float(g[1]), -float(g[0]), 0, 0, 0, 0])
+    assert drift.perturbation_drift(weights, [[orthogonal], [orthogonal]], w, f.gradient) == pytest.approx(
+        math.sqrt(2) / 2
+    )
 
 
 def test_the_surface_of_a_quadratic() -> None:
@@ -193,20 +195,20 @@ def test_the_surface_of_a_quadratic() -> None:
     first, second = directions(f.replica.layout, w, seed=3)
     grid = surface(f, w, (first, second), points=5, radius=2.0)
     assert grid.shape == (5, 5) and float(grid[2, 2]) == pytest.approx(f.value(w))
-    at = flat(w) + 1.0 * flat(first) - 2.0 * flat(second) - 0.5
-    assert float(grid[0, 3]) == pytest.approx(float(0.5 * (DIAGONAL.diagonal() * at**2).sum()))
+    point = flat(w) + 1.0 * flat(first) - 2.0 * flat(second) - 0.5
+    assert float(grid[0, 3]) == pytest.approx(float(0.5 * (DIAGONAL.diagonal() * point**2).sum()))
     with pytest.raises(ValueError, match="2 points or more"):
         surface(f, w, (first, second), points=1)
 
 
 def test_directions_have_the_size_of_the_filters_and_none_in_biases() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Flatten(), torch.nn.Linear(3, 4)).double()
-    made = quadratic.replica(model)
-    pair = directions(made.layout, made.row)
+    result = quadratic.replica(model)
+    pair = directions(result.layout, result.row)
     assert not torch.equal(*pair)
     for direction in pair:
-        conv, conv_bias, linear, linear_bias = made.layout.views(direction)
-        weights = made.layout.views(made.row)
+        conv, conv_bias, linear, linear_bias = result.layout.views(direction)
+        weights = result.layout.views(result.row)
         for d, w in ((conv, weights[0]), (linear, weights[2])):
             torch.testing.assert_close(d.flatten(1).norm(dim=1), w.flatten(1).norm(dim=1), rtol=1e-8, atol=0)
         assert not conv_bias.any() and not linear_bias.any()
@@ -214,42 +216,42 @@ def test_directions_have_the_size_of_the_filters_and_none_in_biases() -> None:
 
 def test_directions_are_orthogonal_before_the_filters_are_scaled() -> None:
     """With one filter the scaling is a number, so orthogonal directions stay orthogonal."""
-    made = quadratic.replica(torch.nn.Linear(5, 1, bias=False).double())
-    first, second = directions(made.layout, made.row, seed=1)
+    result = quadratic.replica(torch.nn.Linear(5, 1, bias=False).double())
+    first, second = directions(result.layout, result.row, seed=1)
     assert float(first @ second) == pytest.approx(0, abs=1e-14) and first.any()
 
 
 def test_margin_risk_by_hand() -> None:
     """Softmax of (log p, log(1-p)): margins are 2p - 1 for label 0."""
     model = torch.nn.Linear(2, 2, bias=False).double()
-    made = quadratic.replica(model)
-    w = torch.zeros_like(made.row)
-    made.layout.gather([torch.eye(2, dtype=torch.float64)], w)
+    result = quadratic.replica(model)
+    w = torch.zeros_like(result.row)
+    result.layout.gather([torch.eye(2, dtype=torch.float64)], w)
 
     def people(*shares: float) -> tuple[Tensor, Tensor]:
         return torch.tensor([[math.log(p), math.log(1 - p)] for p in shares]).double(), torch.zeros(len(shares)).long()
 
     pairs = [people(0.9, 0.6), people(0.2, 0.3, 0.55, 0.95)]  # margins 0.8, 0.2 and -0.6, -0.4, 0.1, 0.9
-    assert diagnostics.margin_risk(made, pairs, w, margin=0.0) == pytest.approx((0 + 0.5) / 2)
-    assert diagnostics.margin_risk(made, pairs, w, margin=0.3, batch=1) == pytest.approx((0.5 + 0.75) / 2)
+    assert diagnostics.margin_risk(result, pairs, w, margin=0.0) == pytest.approx((0 + 0.5) / 2)
+    assert diagnostics.margin_risk(result, pairs, w, margin=0.3, batch=1) == pytest.approx((0.5 + 0.75) / 2)
 
 
 def test_spectral_complexity_by_hand() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).double()
-    made = quadratic.replica(model)
-    w = torch.zeros_like(made.row)
+    result = quadratic.replica(model)
+    w = torch.zeros_like(result.row)
     bias = torch.ones(2, dtype=torch.float64)
     first, second = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([2.0, -2.0])).double()
-    made.layout.gather([first, bias, second, bias], w)
-    assert diagnostics.spectral_complexity(made.layout, w) == pytest.approx(3 * 2 * (10 / 3 + 8 / 2))
-    assert diagnostics.spectral_complexity(made.layout, torch.zeros_like(w)) == 0
+    result.layout.gather([first, bias, second, bias], w)
+    assert diagnostics.spectral_complexity(result.layout, w) == pytest.approx(3 * 2 * (10 / 3 + 8 / 2))
+    assert diagnostics.spectral_complexity(result.layout, torch.zeros_like(w)) == 0
 
 
 def test_the_subset_has_every_clients_share_and_depends_on_the_seed_alone() -> None:
     pairs = [samples(*[[float(i)] for i in range(n)]) for n in (40, 20, 1)]
-    chosen = subset(pairs, 30, seed=1)
-    assert [len(y) for _, y in chosen] == [19, 9, 1]
-    assert all(set(x[:, 0].tolist()) <= set(p[:, 0].tolist()) for (x, _), (p, _) in zip(chosen, pairs))
-    again, other = subset(pairs, 30, seed=1), subset(pairs, 30, seed=2)
-    assert torch.equal(chosen[0][0], again[0][0]) and not torch.equal(chosen[0][0], other[0][0])
+    selection = subset(pairs, 30, seed=1)
+    assert [len(y) for _, y in selection] == [19, 9, 1]
+    assert all(set(x[:, 0].tolist()) <= set(p[:, 0].tolist()) for (x, _), (p, _) in zip(selection, pairs))
+    repeat, other_subset = subset(pairs, 30, seed=1), subset(pairs, 30, seed=2)
+    assert torch.equal(selection[0][0], repeat[0][0]) and not torch.equal(selection[0][0], other_subset[0][0])
     assert subset(pairs, None, 0) == pairs and subset(pairs, 61, 0) == pairs

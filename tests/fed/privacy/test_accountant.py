@@ -91,9 +91,9 @@ def test_the_page_has_these_protocols() -> None:
 def test_the_figure_of_a_protocol(protocol: str) -> None:
     options = dict(re.findall(r'(\w+)="?([\w.]+)"?', protocol))
     share, sampler, noise = float(options["participation"]), options.get("sampler", "bernoulli"), options.get("noise")
-    ours = Accountant(privacy_events(noise or "central", sampler, share, 100, 1.0), 1e-5).epsilon(100)
-    assert ours == pytest.approx(checks.package(*EVENTS[protocol]), rel=1e-12)
-    assert f"{ours:.3f}" == f"{figures()[protocol]:.3f}"
+    actual = Accountant(privacy_events(noise or "central", sampler, share, 100, 1.0), 1e-5).epsilon(100)
+    assert actual == pytest.approx(checks.package(*EVENTS[protocol]), rel=1e-12)
+    assert f"{actual:.3f}" == f"{figures()[protocol]:.3f}"
 
 
 def test_the_algorithms_of_the_page() -> None:
@@ -101,7 +101,7 @@ def test_the_algorithms_of_the_page() -> None:
 
     served = {kind.__name__ for kind in registry.values() if only_deltas(kind())}
     line = PAGE[PAGE.index("So DP-FedAvg") : PAGE.index("## The options")]
-    named = set(re.findall(r"\b(?:Fed\w+|SCAFFOLD)\b", line.replace("DP-Fed", "")))
-    assert named & {kind.__name__ for kind in registry.values()} == named
-    assert {name for name in named if name in served} >= served
-    assert {name for name in named if name not in served} == {"SCAFFOLD", "FedNova", "FedExP", "FedDyn"}
+    names = set(re.findall(r"\b(?:Fed\w+|SCAFFOLD)\b", line.replace("DP-Fed", "")))
+    assert names & {kind.__name__ for kind in registry.values()} == names
+    assert {name for name in names if name in served} >= served
+    assert {name for name in names if name not in served} == {"SCAFFOLD", "FedNova", "FedExP", "FedDyn"}

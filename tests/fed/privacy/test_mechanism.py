@@ -57,8 +57,11 @@ def total(cohort: list[int], **options: Any) -> torch.Tensor:
 def test_no_client_moves_the_sum_by_more_than_the_clip(clip: float, noise: float) -> None:
     """With and without it, client for client; the noise is the same in both, being a function of seed and round."""
     everybody = list(range(6))
-    whole = total(everybody, clip=clip, noise_multiplier=noise)
-    moves = [total([i for i in everybody if i != one], clip=clip, noise_multiplier=noise) - whole for one in everybody]
+    total_sum = total(everybody, clip=clip, noise_multiplier=noise)
+    moves = [
+        total([i for i in everybody if i != run_1], clip=clip, noise_multiplier=noise) - total_sum
+        for run_1 in everybody
+    ]
     lengths = [float(move.norm()) for move in moves]
     assert max(lengths) <= clip * (1 + 1e-12)  # the noise that is taken out again leaves a last bit of float64
     assert max(lengths) > 0.99 * clip
@@ -84,12 +87,12 @@ class ClientDeltas:
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
         return ()
 
-    def clients(self, before: Any, results: Any, about: Any) -> dict[str, list[float]]:
-        self.deltas.setdefault(about.index, []).extend(results.delta.double())
+    def clients(self, before: Any, results: Any, facts: Any) -> dict[str, list[float]]:
+        self.deltas.setdefault(facts.index, []).extend(results.delta.double())
         return {"one": [1.0] * len(results.delta)}
 
-    def round(self, before: Any, after: Any, aggregate: Any, about: Any) -> dict[str, float | None]:
-        self.means[about.index] = aggregate.mean("delta")
+    def round(self, before: Any, after: Any, aggregate: Any, facts: Any) -> dict[str, float | None]:
+        self.means[facts.index] = aggregate.mean("delta")
         return {"measured_clients": aggregate.scalar("one")}
 
 
@@ -105,10 +108,10 @@ def test_measures_read_what_has_no_noise_and_a_round_without_clients_has_no_meas
         true = torch.stack(measures.deltas[t]).mean(0)
         assert true.norm() > 0.01 and (mean - true).norm() < 1e-12
     assert all(("measured_clients" in record) == (record["clients"] > 0) for record in result.history)
-    for named in ((), ["sharpness", "consistency"]):  # other measures, or none: the same run
-        same = checks.run(measures=named, **options)
+    for measures in ((), ["sharpness", "consistency"]):  # other measures, or none: the same run
+        same = checks.run(measures=measures, **options)
         assert torch.equal(checks.moved(same, 6), checks.moved(result, 6))
-        assert all(("consistency" in r) == (bool(named) and r["clients"] > 0) for r in same.history)
+        assert all(("consistency" in r) == (bool(measures) and r["clients"] > 0) for r in same.history)
 
 
 def test_the_padding_of_a_row_stays_zero() -> None:
@@ -118,9 +121,9 @@ def test_the_padding_of_a_row_stays_zero() -> None:
 
 
 def test_other_seeds_and_rounds_have_other_noise() -> None:
-    drawn = [normals(1000, seed, purpose, t) for seed in (0, 1) for purpose in ("noise", "count") for t in (0, 1)]
-    apart = torch.corrcoef(torch.stack(drawn)) - torch.eye(8)
-    assert float(apart.abs().max()) < 0.16
+    draws = [normals(1000, seed, purpose, t) for seed in (0, 1) for purpose in ("noise", "count") for t in (0, 1)]
+    correlation = torch.corrcoef(torch.stack(draws)) - torch.eye(8)
+    assert float(correlation.abs().max()) < 0.16
     assert torch.equal(normals(1000, 0, "noise", 1)[:10], normals(10, 0, "noise", 1))
 
 
@@ -128,20 +131,20 @@ def test_the_noise_is_philox_from_its_counter_zero() -> None:
     """The noise does not depend on earlier draws, in this thread and other threads."""
     for parts in ((0, "noise", 0), (5, "node", 1, 2, 3)):
         normals(3, "what", "comes", "before")
-        theirs = np.random.Generator(np.random.Philox(key=seeds.derive(*parts))).standard_normal(50)
-        assert normals(50, *parts).tolist() == theirs.tolist()
+        expected = np.random.Generator(np.random.Philox(key=seeds.derive(*parts))).standard_normal(50)
+        assert normals(50, *parts).tolist() == expected.tolist()
 
 
 def test_epsilon_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting")
     options = KINDS["local"] | {"accountant": "rdp"}
-    whole = [r["epsilon"] for r in checks.run(rounds=4, **options).history]
+    epsilons = [r["epsilon"] for r in checks.run(rounds=4, **options).history]
     checks.run(rounds=2, run_dir=tmp_path, **options)
-    assert [r["epsilon"] for r in checks.run(rounds=4, run_dir=tmp_path, resume=True, **options).history] == whole
+    assert [r["epsilon"] for r in checks.run(rounds=4, run_dir=tmp_path, resume=True, **options).history] == epsilons
 
 
 def test_who_is_served() -> None:
-    served = {one.__name__ for one in registry.values() if only_deltas(one())}
+    served = {run_1.__name__ for run_1 in registry.values() if only_deltas(run_1())}
     assert served >= {"FedAvg", "FedSAM", "FedProx", "FedAvgM", "FedAdam", "FedAdagrad", "FedYogi", "FedGSAM"}
     assert not served & {
         "SCAFFOLD", "FedNova", "FedExP", "FedDyn", "FedSMOO", "FedCM", "MimeLite", "Centralised_SGD", "FedBN",

@@ -53,55 +53,55 @@ def test_the_default_config_says_what_was_run(tmp_path):
 
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_rounds_in_parts_are_the_rounds_in_one_piece(tmp_path, every):
-    whole = start(tmp_path / "whole", rounds=5)
+    full_run = start(tmp_path / "whole", rounds=5)
     for rounds in (1, 2, 4, 5, 5):
         parts = start(tmp_path / "parts", rounds=rounds, resume=True, checkpoint_every=every)
-    assert same_bits(whole.model, parts.model) and records(tmp_path / "whole") == records(tmp_path / "parts")
+    assert same_bits(full_run.model, parts.model) and records(tmp_path / "whole") == records(tmp_path / "parts")
     files = [tmp_path / name / "model.safetensors" for name in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_the_start_is_in_the_checkpoint(tmp_path):
     """Resuming needs only the model's structure, so a model built without a seed will do."""
-    whole = start(tmp_path / "whole", rounds=4)
+    full_run = start(tmp_path / "whole", rounds=4)
     start(tmp_path / "parts", rounds=2)
-    other = oracle.smooth_model(seed=77)
-    assert same_bits(whole.model, start(tmp_path / "parts", rounds=4, resume=True, model=other).model)
+    other_model = oracle.smooth_model(seed=77)
+    assert same_bits(full_run.model, start(tmp_path / "parts", rounds=4, resume=True, model=other_model).model)
 
 
 def killed(mode, directory, *arguments):
     command = [sys.executable, "-m", "tests.helpers.fed_kill", mode, str(directory), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_killed_at_random_instants(tmp_path):
-    seen = killed("random", tmp_path, 40, 0)
-    assert set(seen["resumed"]) == {seen["whole"]}
+    records = killed("random", tmp_path, 40, 0)
+    assert set(records["resumed"]) == {records["whole"]}
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 15], ids=["all", "one in fifteen"])
-def test_killed_before_every_operation_on_a_file(tmp_path, each):
-    seen = killed("every", tmp_path, each)
-    assert len(seen["resumed"]) > 30 // each and set(seen["resumed"]) == {seen["whole"]}
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 15], ids=["all", "one in fifteen"])
+def test_killed_before_every_operation_on_a_file(tmp_path, stride):
+    records = killed("every", tmp_path, stride)
+    assert len(records["resumed"]) > 30 // stride and set(records["resumed"]) == {records["whole"]}
 
 
 @pytest.mark.slow  # tests/lab/test_cli.py sends the command one
 def test_interrupted_by_a_signal(tmp_path):
-    seen = killed("interrupt", tmp_path)
-    assert seen["resumed"] == [seen["whole"]]
+    records = killed("interrupt", tmp_path)
+    assert records["resumed"] == [records["whole"]]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["loss", "progress"])
-def test_whatever_ends_a_run_early_leaves_the_last_completed_round(tmp_path, error, where):
-    whole = start(tmp_path / "whole", executor="sequential", rounds=5)
-    loss = cross_entropy_until(25 if where == "loss" else 0, lambda: fail(error("stop")))  # in the middle of a round
+@pytest.mark.parametrize("place", ["loss", "progress"])
+def test_whatever_ends_a_run_early_leaves_the_last_completed_round(tmp_path, error, place):
+    full_run = start(tmp_path / "whole", executor="sequential", rounds=5)
+    loss = cross_entropy_until(25 if place == "loss" else 0, lambda: fail(error("stop")))  # in the middle of a round
 
     def progress(record):
-        if where == "progress" and record["round"] == 3:
+        if place == "progress" and record["round"] == 3:
             raise error("stop")
 
     with pytest.raises((error, fed.ClientError), match="stop"):
@@ -109,11 +109,11 @@ def test_whatever_ends_a_run_early_leaves_the_last_completed_round(tmp_path, err
     completed = json.loads((tmp_path / "run" / "checkpoint" / "manifest.json").read_text())["round"]
     assert completed == len(records(tmp_path / "run")) and 0 < completed < 5
     resumed = start(tmp_path / "run", executor="sequential", rounds=5, resume=True)
-    assert same_bits(whole.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
+    assert same_bits(full_run.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
 
 
 def test_interrupted_while_a_record_is_written(tmp_path, monkeypatch):
-    whole = start(tmp_path / "whole", rounds=5)
+    full_run = start(tmp_path / "whole", rounds=5)
     log = RunDirectory.log
 
     def half(self, record):
@@ -127,15 +127,15 @@ def test_interrupted_while_a_record_is_written(tmp_path, monkeypatch):
         start(tmp_path / "run", rounds=5, checkpoint_every=2)
     assert [r["round"] for r in records(tmp_path / "run")] == [1, 2, 3]
     resumed = start(tmp_path / "run", rounds=5, checkpoint_every=2, resume=True)
-    assert same_bits(whole.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
+    assert same_bits(full_run.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
 
 
 def test_an_existing_run_is_refused(tmp_path):
     start(tmp_path / "run")
-    before = snapshot(tmp_path / "run")
+    old_snapshot = snapshot(tmp_path / "run")
     with pytest.raises(fed.RunDirectoryError, match="exists and is not empty.*resume=True"):
         start(tmp_path / "run")
-    assert snapshot(tmp_path / "run") == before
+    assert snapshot(tmp_path / "run") == old_snapshot
 
 
 def test_resume_starts_where_there_is_nothing(tmp_path):
@@ -157,9 +157,9 @@ def test_a_directory_with_other_files_is_refused(tmp_path, resume):
 
 
 def other_clients():
-    changed = oracle.ragged_clients()
-    changed[1][0][0, 0] += 1e-12
-    return changed
+    changes = oracle.ragged_clients()
+    changes[1][0][0, 0] += 1e-12
+    return changes
 
 
 def wider():
@@ -182,25 +182,25 @@ def wider():
 )  # fmt: skip
 def test_another_run_is_not_continued(tmp_path, change, key):
     start(tmp_path / "run", rounds=1)
-    before = snapshot(tmp_path / "run")
-    with pytest.raises(fed.RunDirectoryError, match=rf"another {key}: it was started with") as told:
+    old_snapshot = snapshot(tmp_path / "run")
+    with pytest.raises(fed.RunDirectoryError, match=rf"another {key}: it was started with") as messages:
         start(tmp_path / "run", rounds=2, resume=True, **change)
     meaning = {"data": "hashes of all clients' samples", "numbers": "executor, slots and the number of ranks"}
-    assert meaning.get(key, "") in str(told.value)
-    assert snapshot(tmp_path / "run") == before
+    assert meaning.get(key, "") in str(messages.value)
+    assert snapshot(tmp_path / "run") == old_snapshot
 
 
 def test_fewer_rounds_than_done(tmp_path):
     start(tmp_path / "run", rounds=3)
-    before = snapshot(tmp_path / "run")
+    old_snapshot = snapshot(tmp_path / "run")
     with pytest.raises(ValueError, match="rounds must be 3 or more.*got 2"):
         start(tmp_path / "run", rounds=2, resume=True)
-    assert snapshot(tmp_path / "run") == before
+    assert snapshot(tmp_path / "run") == old_snapshot
 
 
-def damage(path, how):
+def damage(path, mode):
     data = path.read_bytes()
-    if how == "gone":
+    if mode == "gone":
         path.unlink()
     else:
         path.write_bytes(
@@ -209,73 +209,74 @@ def damage(path, how):
                 "empty": b"",
                 "flipped": data[:-1] + bytes([data[-1] ^ 1]),
                 "foreign": b'{"a": 1}',
-            }[how]
+            }[mode]
         )
 
 
-@pytest.mark.parametrize("how", ["gone", "cut", "empty", "flipped", "foreign"])
+@pytest.mark.parametrize("mode", ["gone", "cut", "empty", "flipped", "foreign"])
 @pytest.mark.parametrize("file", ["checkpoint/manifest.json", "checkpoint/server-000003.safetensors", "metrics.jsonl"])
-def test_a_damaged_run_is_refused_and_left_alone(tmp_path, file, how):
+def test_a_damaged_run_is_refused_and_left_alone(tmp_path, file, mode):
     start(tmp_path / "run", rounds=3)
-    damage(tmp_path / "run" / file, how)
-    before = snapshot(tmp_path / "run")
+    damage(tmp_path / "run" / file, mode)
+    old_snapshot = snapshot(tmp_path / "run")
     with pytest.raises(fed.RunDirectoryError, match=Path(file).name.split("-")[0] + "|holds no checkpoint"):
         start(tmp_path / "run", rounds=4, resume=True)
-    assert snapshot(tmp_path / "run") == before
+    assert snapshot(tmp_path / "run") == old_snapshot
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"version": 99}, {"clients": 3}, {"files": {}}, {"identity": None}, {"round": None}, {"server": "no"}]
+    "wrong_content",
+    [{"version": 99}, {"clients": 3}, {"files": {}}, {"identity": None}, {"round": None}, {"server": "no"}],
 )
-def test_a_manifest_with_other_contents(tmp_path, wrong):
+def test_a_manifest_with_other_contents(tmp_path, wrong_content):
     start(tmp_path / "run", rounds=2)
     manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
-    manifest.write_text(json.dumps(seal(json.loads(manifest.read_text()) | wrong)))
+    manifest.write_text(json.dumps(seal(json.loads(manifest.read_text()) | wrong_content)))
     with pytest.raises(fed.RunDirectoryError):
         start(tmp_path / "run", rounds=4, resume=True)
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 9], ids=["all", "one per byte"])
-def test_no_flipped_bit_of_the_manifest_is_accepted(tmp_path, each):
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 9], ids=["all", "one per byte"])
+def test_no_flipped_bit_of_the_manifest_is_accepted(tmp_path, stride):
     """Some flips change the key of one client to the key of another client."""
     start(tmp_path / "run", algorithm=fed.SCAFFOLD(), rounds=1)
     manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
     whole, content = manifest.read_bytes(), read_manifest(manifest)
     assert len(content["clients"]) > 1
-    damaged = tmp_path / "manifest.json"
-    for bit in range(0, 8 * len(whole), each):
+    copy = tmp_path / "manifest.json"
+    for bit in range(0, 8 * len(whole), stride):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
-        damaged.write_bytes(data)
+        copy.write_bytes(data)
         try:
-            found = read_manifest(damaged)
+            result = read_manifest(copy)
         except fed.RunDirectoryError:
             continue
-        assert found == content, f"bit {bit}"
+        assert result == content, f"bit {bit}"
 
 
 def test_a_directory_of_the_version_before_is_resumed(tmp_path):
     """Its manifest has no checksum."""
-    whole = start(tmp_path / "whole", rounds=4)
+    full_run = start(tmp_path / "whole", rounds=4)
     start(tmp_path / "run", rounds=2)
     manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
     content = json.loads(manifest.read_text()) | {"version": 1}
     del content["checksum"]
     manifest.write_text(json.dumps(content))
-    assert same_bits(whole.model, start(tmp_path / "run", rounds=4, resume=True).model)
+    assert same_bits(full_run.model, start(tmp_path / "run", rounds=4, resume=True).model)
     assert json.loads(manifest.read_text())["version"] == 2
 
 
-@pytest.mark.parametrize("how", ["gone", "cut", "empty", "flipped", "foreign"])
-def test_records_damaged_in_mid_run_are_written_anew(tmp_path, how, caplog):
+@pytest.mark.parametrize("mode", ["gone", "cut", "empty", "flipped", "foreign"])
+def test_records_damaged_in_mid_run_are_written_anew(tmp_path, mode, caplog):
     path = tmp_path / "run" / "metrics.jsonl"
 
     def progress(record):
         if record["round"] == 3:
-            damage(path, how)
+            damage(path, mode)
 
-    whole = start(tmp_path / "run", rounds=4, progress=progress)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == whole.history
+    full_run = start(tmp_path / "run", rounds=4, progress=progress)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == full_run.history
     assert "metrics.jsonl was removed or changed from outside" in caplog.text
     start(tmp_path / "run", rounds=5, resume=True)
 
@@ -325,16 +326,16 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("when", ["written", "synchronised"])
-def test_a_disk_that_is_full_for_the_records_is_told_with_their_name(tmp_path, monkeypatch, when):
+@pytest.mark.parametrize("time", ["written", "synchronised"])
+def test_a_disk_that_is_full_for_the_records_is_told_with_their_name(tmp_path, monkeypatch, time):
     open_regular, fsync = checkpoint.open_regular, os.fsync
 
     def full(path, flags):
-        appends = when == "written" and flags & os.O_APPEND
+        appends = time == "written" and flags & os.O_APPEND
         return os.open("/dev/full", os.O_WRONLY) if appends else open_regular(path, flags)
 
     def full_at_the_end(descriptor):
-        if when == "synchronised" and os.readlink(f"/proc/self/fd/{descriptor}").endswith("metrics.jsonl"):
+        if time == "synchronised" and os.readlink(f"/proc/self/fd/{descriptor}").endswith("metrics.jsonl"):
             raise OSError(28, "No space left on device")
         fsync(descriptor)
 

@@ -33,23 +33,25 @@ def on_disk(directory: Path) -> tuple[int, int]:
     """Return the bytes of all tensors in the files of client states, and the bytes of the tensors in use."""
     folder = directory / "checkpoint"
     manifest = json.loads((folder / "manifest.json").read_text())
-    whole = live = 0
+    total_bytes = live = 0
     for file in folder.glob("clients-*.safetensors"):
         header = file.read_bytes()
         places = json.loads(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]["places"])
         tensors = load_file(file)
-        own = {key for i, state in places.items() if manifest["clients"].get(i) == file.name for key in state.values()}
-        whole += sum(t.nbytes for t in tensors.values())
-        live += sum(tensors[key].nbytes for key in own)
-    return whole, live
+        live_keys = {
+            key for i, state in places.items() if manifest["clients"].get(i) == file.name for key in state.values()
+        }
+        total_bytes += sum(t.nbytes for t in tensors.values())
+        live += sum(tensors[key].nbytes for key in live_keys)
+    return total_bytes, live
 
 
-@pytest.mark.parametrize("algorithm", [fed.FedDyn(), fed.FedLESAM(rho=0.1)], ids=lambda made: type(made).__name__)
+@pytest.mark.parametrize("algorithm", [fed.FedDyn(), fed.FedLESAM(rho=0.1)], ids=lambda make: type(make).__name__)
 def test_files_hold_at_most_twice_what_lives(tmp_path: Path, algorithm: fed.Algorithm) -> None:
     for rounds in (4, 9, 14, 19):
         start(tmp_path / "run", algorithm, rounds, resume=True)
-        whole, live = on_disk(tmp_path / "run")
-        assert 0 < live <= whole <= 2 * live
+        total_bytes, live = on_disk(tmp_path / "run")
+        assert 0 < live <= total_bytes <= 2 * live
 
 
 def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -64,10 +66,10 @@ def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> 
         options |= {"rounds": rounds, "sampler": back, "run_dir": directory}
         return fed.run(oracle.smooth_model(), clients, fed.FedDyn(), **options)
 
-    whole = go(tmp_path / "whole", 14)
+    full_run = go(tmp_path / "whole", 14)
     for rounds in (5, 12, 13, 14):
         parts = go(tmp_path / "parts", rounds, resume=True)
-    assert same_bits(whole.model, parts.model)
+    assert same_bits(full_run.model, parts.model)
     assert records(tmp_path / "whole") == records(tmp_path / "parts")
 
 
@@ -86,5 +88,5 @@ def test_a_disk_that_was_full_does_not_leave_old_states_behind(tmp_path: Path, m
         start(tmp_path / "run", fed.FedDyn(), 9)
     assert failed
     start(tmp_path / "run", fed.FedDyn(), 9, resume=True)
-    whole, live = on_disk(tmp_path / "run")
-    assert 0 < live <= whole <= 2 * live
+    total_bytes, live = on_disk(tmp_path / "run")
+    assert 0 < live <= total_bytes <= 2 * live

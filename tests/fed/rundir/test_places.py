@@ -47,12 +47,14 @@ def test_a_run_writes_through_no_link(tmp_path):
 def test_what_the_user_keeps_in_the_checkpoint_stays(tmp_path):
     start(tmp_path / "run", rounds=1)
     folder = tmp_path / "run" / "checkpoint"
-    own = ["best.safetensors", "server.safetensors", "server-best.safetensors", "clients-000001.safetensors.bak"]
-    for name in own:
+    own_files = ["best.safetensors", "server.safetensors", "server-best.safetensors", "clients-000001.safetensors.bak"]
+    for name in own_files:
         (folder / name).write_text("mine")
     (folder / "server-000000.safetensors").write_text("left by a kill")
     start(tmp_path / "run", rounds=2, resume=True)
-    assert sorted(p.name for p in folder.iterdir()) == sorted([*own, "manifest.json", "server-000002.safetensors"])
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        [*own_files, "manifest.json", "server-000002.safetensors"]
+    )
 
 
 @pytest.mark.parametrize("name", ["checkpoint/manifest.json", "checkpoint/server-000001.safetensors", "metrics.jsonl"])
@@ -75,10 +77,10 @@ def test_a_file_that_cannot_be_written_is_told_before_the_training(tmp_path, nam
         path.mkdir()
     else:
         path.symlink_to(tmp_path / "elsewhere")
-    before = snapshot(tmp_path / "run")
+    old_snapshot = snapshot(tmp_path / "run")
     with pytest.raises(fed.RunDirectoryError, match=rf"{name} is not a regular file.*choose another run_dir"):
         start(tmp_path / "run", rounds=2, resume=True)
-    assert snapshot(tmp_path / "run") == before and not (tmp_path / "elsewhere").exists()
+    assert snapshot(tmp_path / "run") == old_snapshot and not (tmp_path / "elsewhere").exists()
 
 
 def test_a_relative_directory_is_that_of_the_start(tmp_path, monkeypatch):
@@ -103,10 +105,10 @@ def test_a_link_in_place_of_the_checkpoints_folder_is_not_followed(tmp_path, res
         shutil.rmtree(tmp_path / "run" / "checkpoint")
     (tmp_path / "run" / "checkpoint").symlink_to(victim)
     (victim / "server-000000.safetensors").write_text("precious")
-    before = snapshot(victim)
+    old_snapshot = snapshot(victim)
     with pytest.raises(fed.RunDirectoryError, match=r"checkpoint is a link or a file.*choose another run_dir"):
         start(tmp_path / "run", rounds=2, resume=True)
-    assert snapshot(victim) == before
+    assert snapshot(victim) == old_snapshot
 
 
 def test_a_link_that_appears_during_a_run_is_not_followed(tmp_path):
@@ -139,16 +141,16 @@ def test_a_data_frame_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_runs_in_one_directory(tmp_path):
     """The second is refused while the first one works, whether it resumes or began at the same instant; afterwards it
     may go on."""
-    told = []
+    messages = []
 
     def second(record):
         with pytest.raises(fed.RunDirectoryError) as caught:
             start(tmp_path / "run", resume=True)
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     start(tmp_path / "run", rounds=2, progress=second)
     words = f"another run is working in {tmp_path / 'run'}; wait until it has ended, or choose another run_dir"
-    assert told == [words] * 2
+    assert messages == [words] * 2
     assert len(records(tmp_path / "run")) == 2
     start(tmp_path / "run", resume=True)
     start(tmp_path / "whole")
@@ -158,7 +160,7 @@ def test_two_runs_in_one_directory(tmp_path):
 def test_two_runs_that_begin_at_once(tmp_path):
     """Both have found no directory; one of them makes it."""
     opened = [RunDirectory(tmp_path / "run", {}, torch.device("cpu"), Ranks(), lambda t: t, ExitStack()) for _ in "12"]
-    assert [one.read(resume=False) for one in opened] == [None, None]
+    assert [reader.read(resume=False) for reader in opened] == [None, None]
     state = RunState(0, {"w": torch.zeros(4)}, [])
     opened[0].start(state, {}, {})
     with pytest.raises(fed.RunDirectoryError, match="another run is working in"):

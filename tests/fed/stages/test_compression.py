@@ -29,28 +29,28 @@ def model() -> nn.Module:
 
 
 def run(share: float | None = SHARE, **options: Any) -> fed.Result:
-    given = {"rounds": 4, "participation": 1.0, "batch_size": 8, "lr": LR, "executor": "sequential"} | options
-    algorithm = given.pop("algorithm", fed.FedAvg())
+    inputs = {"rounds": 4, "participation": 1.0, "batch_size": 8, "lr": LR, "executor": "sequential"} | options
+    algorithm = inputs.pop("algorithm", fed.FedAvg())
     compression = None if share is None else fed.TopK(share)
-    return fed.run(model(), clients(), algorithm, compression=compression, **given)
+    return fed.run(model(), clients(), algorithm, compression=compression, **inputs)
 
 
 def unfused(rounds: int) -> Tensor:
     """Return the weights after `rounds` rounds of one full-batch step per client, computed by torch only."""
-    made, k = model(), math.ceil(SHARE * PARAMETERS)
+    module, k = model(), math.ceil(SHARE * PARAMETERS)
     errors = [torch.zeros(PARAMETERS, dtype=torch.float64) for _ in clients()]
     for _ in range(rounds):
-        sent = []
+        uploads = []
         for i, (x, y) in enumerate(clients()):
-            gradients = torch.autograd.grad(F.cross_entropy(made(x), y), list(made.parameters()))
+            gradients = torch.autograd.grad(F.cross_entropy(module(x), y), list(module.parameters()))
             v = errors[i] - LR * torch.cat([g.flatten() for g in gradients])
-            kept = torch.zeros_like(v)
+            residual = torch.zeros_like(v)
             for place in sorted(range(PARAMETERS), key=lambda j: -abs(float(v[j])))[:k]:
-                kept[place] = v[place]
-            sent.append(kept)
-            errors[i] = v - kept
-        nn.utils.vector_to_parameters(vector(made) + sum(sent) / len(sent), made.parameters())
-    return vector(made)
+                residual[place] = v[place]
+            uploads.append(residual)
+            errors[i] = v - residual
+        nn.utils.vector_to_parameters(vector(module) + sum(uploads) / len(uploads), module.parameters())
+    return vector(module)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -64,16 +64,16 @@ def test_all_elements_are_no_compression() -> None:
 
 
 def test_the_record_has_the_megabytes_that_were_sent() -> None:
-    sent, plain = run().history[0], run(share=None).history[0]
-    assert sent["megabytes_down"] == plain["megabytes_down"] == 4 * PARAMETERS * 8 / 1e6
-    assert sent["megabytes_up"] == pytest.approx(4 * math.ceil(SHARE * PARAMETERS) * (8 + 4) / 1e6)
+    uploads, plain = run().history[0], run(share=None).history[0]
+    assert uploads["megabytes_down"] == plain["megabytes_down"] == 4 * PARAMETERS * 8 / 1e6
+    assert uploads["megabytes_up"] == pytest.approx(4 * math.ceil(SHARE * PARAMETERS) * (8 + 4) / 1e6)
 
 
 def test_other_uploads_stay_as_they_are() -> None:
     """SCAFFOLD's control variates are not compressed, and its deltas are."""
-    one, other = run(algorithm=fed.SCAFFOLD()), run(algorithm=fed.SCAFFOLD(), share=None)
-    assert one.history[0]["train_loss"] == other.history[0]["train_loss"]
-    assert not torch.equal(vector(one.model), vector(other.model))
+    run_1, run_2 = run(algorithm=fed.SCAFFOLD()), run(algorithm=fed.SCAFFOLD(), share=None)
+    assert run_1.history[0]["train_loss"] == run_2.history[0]["train_loss"]
+    assert not torch.equal(vector(run_1.model), vector(run_2.model))
 
 
 def test_the_largest_elements() -> None:

@@ -65,11 +65,11 @@ def test_parameters_that_a_pass_does_not_use_stay(name, executor):
     model = Partly()
     clients = [(torch.randn(n, 4, dtype=torch.float64), torch.arange(n) % 3) for n in (7, 10)]
     final = train(STEPS[name], model, clients, executor).model
-    for before, after in zip(model.unused.parameters(), final.unused.parameters(), strict=True):
-        assert torch.equal(before, after)
+    for old_p, new_p in zip(model.unused.parameters(), final.unused.parameters(), strict=True):
+        assert torch.equal(old_p, new_p)
     assert not torch.equal(model.sometimes.weight, final.sometimes.weight)
-    other = train(STEPS[name], model, clients, "sequential").model
-    for a, b in zip(final.parameters(), other.parameters(), strict=True):
+    other_model = train(STEPS[name], model, clients, "sequential").model
+    for a, b in zip(final.parameters(), other_model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
@@ -77,9 +77,9 @@ def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
     """Then every step of a round has the gradient of the anchor, whatever the weights: as a loss that is linear."""
     model, (x, y) = oracle.smooth_model(), oracle.ragged_clients()[0]
     x, y = x[:5], y[:5]
-    kept = {"local_epochs": 3, "batch_size": 5, "lr": 0.1, "shuffle": False}
+    options = {"local_epochs": 3, "batch_size": 5, "lr": 0.1, "shuffle": False}
     constants = {"direction": D.GRADIENT, "anchor": lambda w, layout: w, "anchor_weight": 1.0}
-    final = fed.run(model, [(x, y)], Constants(constants), rounds=1, participation=1.0, **kept).model
+    final = fed.run(model, [(x, y)], Constants(constants), rounds=1, participation=1.0, **options).model
     loss = torch.nn.functional.cross_entropy(model(x), y)
     grads = torch.autograd.grad(loss, list(model.parameters()))
     for p, g, q in zip(model.parameters(), grads, final.parameters(), strict=True):
@@ -92,8 +92,8 @@ def test_measures_along_the_path_see_the_perturbation(name):
     """The same on every executor, and no bit of the training changes."""
 
     start = partial(train, STEPS[name], oracle.smooth_model(), oracle.ragged_clients())
-    one, other = (start(e, measures=["perturbation_drift"]) for e in ("sequential", "vmap"))
-    seen = one.history[-1]["perturbation_drift"]
-    assert seen == pytest.approx(other.history[-1]["perturbation_drift"], rel=1e-6) and seen > 1e-3
-    for p, q in zip(one.model.parameters(), start("sequential").model.parameters(), strict=True):
+    run_1, run_2 = (start(e, measures=["perturbation_drift"]) for e in ("sequential", "vmap"))
+    records = run_1.history[-1]["perturbation_drift"]
+    assert records == pytest.approx(run_2.history[-1]["perturbation_drift"], rel=1e-6) and records > 1e-3
+    for p, q in zip(run_1.model.parameters(), start("sequential").model.parameters(), strict=True):
         assert torch.equal(p, q)

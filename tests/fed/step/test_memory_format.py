@@ -100,25 +100,27 @@ def test_stacked_clients_are_not_trained_in_channels_last():
 
 
 @pytest.mark.parametrize("format", memory_format.FORMATS)
-@pytest.mark.parametrize("own", [torch.contiguous_format, LAST], ids=str)
-def test_the_models_own_order_comes_back(format, own):
-    model = small().to(memory_format=own)
-    before, values = strides(model), [p.detach().clone() for p in model.parameters()]
+@pytest.mark.parametrize("own_format", [torch.contiguous_format, LAST], ids=str)
+def test_the_models_own_order_comes_back(format, own_format):
+    model = small().to(memory_format=own_format)
+    original, values = strides(model), [p.detach().clone() for p in model.parameters()]
     result = run(model, format)
-    assert strides(result.model) == before == strides(model)
+    assert strides(result.model) == original == strides(model)
     assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
 
 
 def test_training_and_evaluation_both_see_the_format():
-    seen = set()
+    records = set()
 
     class Watching(Small):
         def forward(self, x):
-            seen.add((self.training, self.second.weight.stride() == self.second.weight.to(memory_format=LAST).stride()))
+            records.add(
+                (self.training, self.second.weight.stride() == self.second.weight.to(memory_format=LAST).stride())
+            )
             return super().forward(x)
 
     run(Watching(), "auto", rounds=1)
-    assert seen == {(True, True), (False, True)}
+    assert records == {(True, True), (False, True)}
 
 
 def test_tied_weights_stay_tied_and_the_rest_keeps_its_order():
@@ -126,12 +128,12 @@ def test_tied_weights_stay_tied_and_the_rest_keeps_its_order():
     model.twin = nn.Conv2d(6, 8, 1)
     model.twin.weight = model.point.weight
     model.register_buffer("map", torch.zeros(1, 2, 3, 3))
-    made = memory_format.reorder(model, "channels_last", CPU, stacked=False)
-    assert made.twin.weight is made.point.weight and made is not model
-    assert made.map.stride() == model.map.stride() and made.out.weight.stride() == model.out.weight.stride()
-    for p in made.parameters():
+    result = memory_format.reorder(model, "channels_last", CPU, stacked=False)
+    assert result.twin.weight is result.point.weight and result is not model
+    assert result.map.stride() == model.map.stride() and result.out.weight.stride() == model.out.weight.stride()
+    for p in result.parameters():
         assert p.dim() != 4 or p.stride() == torch.empty(p.shape, memory_format=LAST).stride()
-    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -192,10 +194,12 @@ def test_a_model_without_maps_is_not_copied():
 
 
 def test_the_order_tells_apart_what_bits_depend_on():
-    one = nn.Sequential(nn.Conv2d(1, 4, 3))  # contiguous in both formats, as torch says; convolutions go by the strides
+    small_model = nn.Sequential(
+        nn.Conv2d(1, 4, 3)
+    )  # contiguous in both formats, as torch says; convolutions go by the strides
     assert (
-        memory_format.order(one) == "preserve"
-        and memory_format.order(copy.deepcopy(one).to(memory_format=LAST)) == "channels_last"
+        memory_format.order(small_model) == "preserve"
+        and memory_format.order(copy.deepcopy(small_model).to(memory_format=LAST)) == "channels_last"
     )
     mixed = small()
     mixed.second.weight.data = mixed.second.weight.data.to(memory_format=LAST)
@@ -236,16 +240,16 @@ SOUND = {
 @pytest.mark.parametrize("name", AT_RISK)
 def test_models_at_risk_are_kept_out_of_channels_last(name):
     make, layer = AT_RISK[name]
-    model, own = make(), make().to(memory_format=LAST)
-    for one in (model, own):
-        assert layer in memory_format.rule(one, CPU, stacked=False)[1]
+    model, original = make(), make().to(memory_format=LAST)
+    for module in (model, original):
+        assert layer in memory_format.rule(module, CPU, stacked=False)[1]
         for stacked in (False, True):
-            assert memory_format.order(memory_format.reorder(one, "auto", CPU, stacked)) == "preserve"
+            assert memory_format.order(memory_format.reorder(module, "auto", CPU, stacked)) == "preserve"
     assert memory_format.reorder(model, "preserve", CPU, stacked=False) is model
-    for one, asked in ((model, "channels_last"), (own, "channels_last"), (own, "preserve")):
-        words = f"memory_format='{asked}' would .* past its memory .*{layer}.*Use memory_format='auto'"
+    for module, format in ((model, "channels_last"), (original, "channels_last"), (original, "preserve")):
+        words = f"memory_format='{format}' would .* past its memory .*{layer}.*Use memory_format='auto'"
         with pytest.raises(ValueError, match=words):
-            memory_format.reorder(one, asked, CPU, stacked=False)
+            memory_format.reorder(module, format, CPU, stacked=False)
     cuda = torch.device("cuda")
     assert memory_format.order(memory_format.reorder(model, "channels_last", cuda, stacked=False)) == "channels_last"
     assert memory_format.order(memory_format.reorder(model.double(), "channels_last", CPU, False)) == "channels_last"
@@ -255,9 +259,9 @@ def test_models_at_risk_are_kept_out_of_channels_last(name):
 def test_models_that_are_not_at_risk_are_not_kept_out(name):
     model = SOUND[name]()
     assert memory_format.rule(model, CPU, stacked=False)[0] == "channels_last"
-    made = memory_format.reorder(model, "channels_last", CPU, stacked=False)
+    result = memory_format.reorder(model, "channels_last", CPU, stacked=False)
     assert all(
-        p.dim() != 4 or p.stride() == torch.empty_like(p, memory_format=LAST).stride() for p in made.parameters()
+        p.dim() != 4 or p.stride() == torch.empty_like(p, memory_format=LAST).stride() for p in result.parameters()
     )
 
 
@@ -265,13 +269,13 @@ def test_models_that_are_not_at_risk_are_not_kept_out(name):
 
 
 def test_a_run_is_resumed_in_its_own_format(tmp_path):
-    whole = run(small(), "auto", rounds=3)
+    full_run = run(small(), "auto", rounds=3)
     run(small(), "auto", rounds=1, run_dir=tmp_path / "run")
     words = "another memory_format: it was started with 'channels_last', now it is 'preserve'"
     with pytest.raises(RunDirectoryError, match=words):
         run(small(), "preserve", rounds=3, run_dir=tmp_path / "run", resume=True)
     resumed = run(small(), "channels_last", rounds=3, run_dir=tmp_path / "run", resume=True)  # the result of auto
-    assert moved(resumed, whole) == 0
+    assert moved(resumed, full_run) == 0
 
 
 def test_directories_older_than_the_keyword_are_those_of_preserve(tmp_path):
@@ -311,15 +315,15 @@ print(*(b - a for a, b in zip(seen, seen[1:])))
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are those of glibc")
-@pytest.mark.parametrize(("how", "low", "high"), [("with", 0, 1000), ("without", 2000, sys.maxsize)])
-def test_steps_do_not_fault_their_memory_in_again(how, low, high):
+@pytest.mark.parametrize(("mode", "low", "high"), [("with", 0, 1000), ("without", 2000, sys.maxsize)])
+def test_steps_do_not_fault_their_memory_in_again(mode, low, high):
     """A block has 980 pages of 4 KiB."""
     settings = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([sys.executable, "-c", FAULTS, how], **options)
-    assert done.returncode == 0, done.stderr
-    assert low <= sorted(map(int, done.stdout.split()))[3] < high  # the median of 7 rounds
+    process = subprocess.run([sys.executable, "-c", FAULTS, mode], **options)
+    assert process.returncode == 0, process.stderr
+    assert low <= sorted(map(int, process.stdout.split()))[3] < high  # the median of 7 rounds
 
 
 def test_memory_is_only_kept_for_runs_on_the_cpu(monkeypatch):

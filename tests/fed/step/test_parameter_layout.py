@@ -88,32 +88,32 @@ class Accuracies:
     """A number of the global model, computed by a user in three ways and compared with the record."""
 
     def __init__(self):
-        self.seen, self.steps = [], []
+        self.records, self.steps = [], []
 
     def snapshots(self, round, steps):
         return (0,)
 
-    def clients(self, before, results, about):
-        p = about.layout.numel
+    def clients(self, before, results, facts):
+        p = facts.layout.numel
         assert before["w"].shape == (p,) and results.delta.shape == (len(results.client_ids), p)
         first = results.snapshots[0][0]
         assert torch.equal(first.w, before["w"]) and first.eps.shape == (p,)
-        self.seen.append(about.layout.unflatten(results.delta)["conv.weight"].clone())
+        self.records.append(facts.layout.unflatten(results.delta)["conv.weight"].clone())
         return {"apply_update": results.delta.square().sum(1)}
 
-    def round(self, before, after, aggregate, about):
-        assert aggregate.mean("delta").shape == after["w"].shape == (about.layout.numel,)
+    def round(self, before, after, aggregate, facts):
+        assert aggregate.mean("delta").shape == after["w"].shape == (facts.layout.numel,)
         assert torch.allclose(aggregate.mean("delta"), (after["w"] - before["w"]).double(), atol=1e-6)
         x, y = clients()[0]
-        model = about.layout.model(after["w"])
+        model = facts.layout.model(after["w"])
         with torch.no_grad():
-            mine = float(F.cross_entropy(model(x), y))
-            by_vector = about.layout.model(before["w"])  # with the buffers of after
+            row = float(F.cross_entropy(model(x), y))
+            by_vector = facts.layout.model(before["w"])  # with the buffers of after
             vector_to_parameters(after["w"], [p for p in by_vector.parameters() if p.requires_grad])
-            other = float(F.cross_entropy(by_vector(x), y))
+            expected_loss = float(F.cross_entropy(by_vector(x), y))
         assert torch.equal(parameters_to_vector([p for p in model.parameters() if p.requires_grad]), after["w"])
         assert not model.training and {p.data_ptr() for p in model.parameters()}.isdisjoint({after["w"].data_ptr()})
-        return {"mine": mine, "other": other}
+        return {"mine": row, "other": expected_loss}
 
 
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
@@ -125,9 +125,9 @@ def test_a_measure_sees_vectors_as_torch_makes_them_and_the_model(format, execut
     result = run(measures=measures, **options)
     for record in result.history:
         assert record["mine"] == record["other"] == pytest.approx(record["test_loss"], rel=1e-6)
-    again = run(**options)
-    assert parameters_to_vector(again.model.parameters()).equal(parameters_to_vector(result.model.parameters()))
-    assert all(d.shape[1:] == (4, 3, 3, 2) for d in measures.seen)
+    repeat = run(**options)
+    assert parameters_to_vector(repeat.model.parameters()).equal(parameters_to_vector(result.model.parameters()))
+    assert all(d.shape[1:] == (4, 3, 3, 2) for d in measures.records)
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,15 @@ def test_views_of_the_servers_row_are_watched_too():
 
 def test_a_mask_by_names_and_modules(rows):
     """True where a parameter of that name is, in whatever order it is stored; never in the padding."""
-    for patterns, wanted in (
+    for patterns, expected_value in (
         ("conv", {"conv.weight", "conv.bias"}),
         ("*.bias", {"conv.bias", "norm.bias", "out.bias"}),
         (["out.weight", "nor?"], {"out.weight", "norm.weight", "norm.bias"}),
     ):
         mask = rows.mask("personal", patterns)
         parts = rows.unflatten(mask)
-        assert {name for name, part in parts.items() if part.all()} == wanted
-        assert int(mask.sum()) == sum(parts[name].numel() for name in wanted)
+        assert {name for name, part in parts.items() if part.all()} == expected_value
+        assert int(mask.sum()) == sum(parts[name].numel() for name in expected_value)
     for pattern in ("frozen", "con", "weight"):
         with pytest.raises(
             ValueError,

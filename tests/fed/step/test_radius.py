@@ -88,33 +88,33 @@ def distance(algorithm: fed.Algorithm, unfused: Unfused, executor: str, **more: 
 @pytest.mark.parametrize(("name", "executor"), one_in(2, FALLING, EXECUTORS))
 def test_the_radius_moves_on_a_line(name, executor):
     constants = FALLING[name]
-    made = {key: constants[key] for key in ("direction", "rho", "rho_end_factor")}
-    assert distance(steps(constants), Unfused(**made), executor) < 1e-12
+    result = {key: constants[key] for key in ("direction", "rho", "rho_end_factor")}
+    assert distance(steps(constants), Unfused(**result), executor) < 1e-12
 
 
 def test_row_programs_take_it(monkeypatch):
     """Step by step, in single precision: they agree with the plain executor, and serve."""
-    taken: list[int] = []
+    calls: list[int] = []
 
     def counted(own, blocks, row_slice):
-        before = blocks[0].k
+        old_k = blocks[0].k
         train(own, blocks, row_slice)
-        taken.append(blocks[0].k - before)
+        calls.append(blocks[0].k - old_k)
 
     train = RowPass.train
     monkeypatch.setattr(RowPass, "train", counted)
     model, clients = oracle.smooth_model(torch.float32), oracle.ragged_clients(torch.float32)
-    one, other = (
+    run_1, run_2 = (
         replayed(model, clients, steps(FALLING["falling"]), OPTIONS, executor=executor).model
         for executor in ("sequential", "vmap")
     )
-    assert oracle.difference(one, other) < 1e-5
-    assert set(taken) == (set() if native.why_not("cpu") else {1})
+    assert oracle.difference(run_1, run_2) < 1e-5
+    assert set(calls) == (set() if native.why_not("cpu") else {1})
 
 
-@pytest.mark.parametrize("wrong", [1.0, 0.2])
-def test_another_end_is_noticed(wrong):
-    assert distance(steps(FALLING["falling"]), Unfused(D.GRADIENT, 0.4, wrong), "sequential") > 1e-5
+@pytest.mark.parametrize("wrong_end", [1.0, 0.2])
+def test_another_end_is_noticed(wrong_end):
+    assert distance(steps(FALLING["falling"]), Unfused(D.GRADIENT, 0.4, wrong_end), "sequential") > 1e-5
 
 
 def test_a_dual_follows_a_falling_radius():
@@ -170,13 +170,13 @@ def test_the_radius_of_each_parameter_on_every_backend(backend):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "wrong_scale",
     [(1.0, 1.0, 0.0, 0.5), (1.5, 1.0, 1.0, 0.5), (1.5, 1.0, 1e-300, 0.5)],
     ids=["another radius", "no mask", "the norm of everything"],
 )
-def test_another_scale_is_noticed(wrong):
+def test_another_scale_is_noticed(wrong_scale):
     constants = {"direction": D.GRADIENT, "rho": 0.4} | SCALED
-    assert distance(steps(constants), Unfused(D.GRADIENT, 0.4, scale=wrong), "sequential") > 1e-5
+    assert distance(steps(constants), Unfused(D.GRADIENT, 0.4, scale=wrong_scale), "sequential") > 1e-5
 
 
 FALLS = {"rho_end_factor": 0.1}
@@ -245,11 +245,11 @@ def test_every_client_has_its_own(executor):
 def test_a_scale_of_one_has_the_bits_of_none():
     """Times 1 nothing is rounded: every kernel sees the numbers that it sees without."""
     options = {"rounds": 2, "batch_size": 5, "executor": "sequential"}
-    scaled, plain = (
+    scaled_run, plain = (
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), steps(constants), **options).model
         for constants in (
             {"direction": D.GRADIENT, "rho": 0.4, "rho_scale": lambda w, layout: layout.factors("rho_scale", {}, w)},
             {"direction": D.GRADIENT, "rho": 0.4},
         )
     )
-    assert same_bits(scaled, plain)
+    assert same_bits(scaled_run, plain)

@@ -41,12 +41,12 @@ def test_any_permutation_gives_the_same_bits_and_the_exact_sum(data):
         torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size)), dtype=torch.float64).to(dtype)
         for _ in range(n)
     ]
-    one = total(vectors)
-    assert torch.equal(one, total(data.draw(st.permutations(vectors))))
+    total_sum = total(vectors)
+    assert torch.equal(total_sum, total(data.draw(st.permutations(vectors))))
     for j in range(size):
         exact = math.fsum(v[j].item() for v in vectors)
         # Each term is rounded down to 2^-80 once; the sum is rounded to a double twice.
-        assert abs(one[j].item() - exact) <= 2.0**-52 * abs(exact) + n * 2.0**-80
+        assert abs(total_sum[j].item() - exact) <= 2.0**-52 * abs(exact) + n * 2.0**-80
 
 
 @settings(max_examples=30, deadline=None)
@@ -56,12 +56,12 @@ def test_any_grouping_gives_the_same_bits(seed, cut):
     generator = torch.Generator().manual_seed(seed)
     exponents = [float(torch.randint(-9, 5, (), generator=generator)) for _ in range(21)]
     vectors = [torch.randn(33, generator=generator) * 10.0**e for e in exponents]
-    whole, left, right = (FixedPointSum(torch.zeros(33), 21) for _ in range(3))
+    total_sum, left_sum, right_sum = (FixedPointSum(torch.zeros(33), 21) for _ in range(3))
     for i, v in enumerate(vectors):
-        whole.add_(v, 0.3)
-        (left if i < cut else right).add_(v, 0.3)
-    left.add_limbs(*right.limbs())
-    assert torch.equal(whole.value(), left.value())
+        total_sum.add_(v, 0.3)
+        (left_sum if i < cut else right_sum).add_(v, 0.3)
+    left_sum.add_limbs(*right_sum.limbs())
+    assert torch.equal(total_sum.value(), left_sum.value())
 
 
 def test_plain_addition_would_not_do():
@@ -81,16 +81,16 @@ def test_many_small_terms_carry_into_the_high_limb():
     torch.testing.assert_close(out.value(), 5000 * value, rtol=3e-16, atol=5000 * 2.0**-80)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e12, -1e12])
-def test_what_cannot_be_summed_is_refused_whole(bad):
+@pytest.mark.parametrize("bad_value", [math.nan, math.inf, -math.inf, 1e12, -1e12])
+def test_what_cannot_be_summed_is_refused_whole(bad_value):
     aggregate = FixedPointAggregate(terms=4, heaviest=1)
-    good = {"delta": torch.ones(3)}
-    assert add_client_(aggregate, 1, good, {"count": torch.ones(2)}, {"loss": 1.0}) is None
-    poison = torch.tensor([1.0, bad, 2.0])
+    good_vectors = {"delta": torch.ones(3)}
+    assert add_client_(aggregate, 1, good_vectors, {"count": torch.ones(2)}, {"loss": 1.0}) is None
+    poison = torch.tensor([1.0, bad_value, 2.0])
     assert "delta" in add_client_(aggregate, 1, {"delta": poison}, {"count": torch.ones(2)}, {"loss": 1.0})
-    assert "count" in add_client_(aggregate, 1, good, {"count": torch.tensor([0.0, bad])}, {"loss": 1.0})
-    if not math.isfinite(bad):
-        assert "loss" in add_client_(aggregate, 1, good, {"count": torch.ones(2)}, {"loss": bad})
+    assert "count" in add_client_(aggregate, 1, good_vectors, {"count": torch.tensor([0.0, bad_value])}, {"loss": 1.0})
+    if not math.isfinite(bad_value):
+        assert "loss" in add_client_(aggregate, 1, good_vectors, {"count": torch.ones(2)}, {"loss": bad_value})
     assert aggregate.num_clients == 1
     assert aggregate.mean("delta").tolist() == [1, 1, 1]
     assert aggregate.sum("count").tolist() == [1, 1]
@@ -146,12 +146,12 @@ class Weighed(fed.FedAvg):
         return client, fed.Upload({"delta": results.delta}, weight=weight)
 
 
-def weighing(made, sends_weights=True):
+def weighing(result, sends_weights=True):
     """FedAvg whose clients send `made(ends)`."""
 
     class Sent(fed.FedAvg):
         def finish_client(self, server, client, results, round):
-            return client, fed.Upload({"delta": results.delta}, weight=made(results))
+            return client, fed.Upload({"delta": results.delta}, weight=result(results))
 
     Sent.sends_weights = sends_weights
     return Sent()
@@ -159,9 +159,9 @@ def weighing(made, sends_weights=True):
 
 @pytest.mark.parametrize("executor", ["sequential", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_samples_as_own_weights_are_the_weighting_by_samples(executor):
-    own = run(Weighed(scale=0.37), executor, **SHORT)
-    assert oracle.movement(own.model, run(fed.FedAvg(), executor, weighting="samples", **SHORT).model) < 1e-6
-    assert oracle.movement(own.model, run(fed.FedAvg(), executor, **SHORT).model) > 1e-3
+    weighed_run = run(Weighed(scale=0.37), executor, **SHORT)
+    assert oracle.movement(weighed_run.model, run(fed.FedAvg(), executor, weighting="samples", **SHORT).model) < 1e-6
+    assert oracle.movement(weighed_run.model, run(fed.FedAvg(), executor, **SHORT).model) > 1e-3
 
 
 def test_they_multiply_the_weights_of_the_run():
@@ -202,15 +202,15 @@ def test_averaged_buffers_follow_them():
         options = {"buffers": "average", "sizes": (7, 12, 9), "rounds": 2} | options
         return run(algorithm, "sequential", model=model, **options).model[1].running_mean
 
-    own = made(Weighed())
-    torch.testing.assert_close(own, made(fed.FedAvg(), weighting="samples"), rtol=1e-5, atol=1e-6)
-    assert (own - made(fed.FedAvg())).abs().max() > 1e-4
+    weighed_run = made(Weighed())
+    torch.testing.assert_close(weighed_run, made(fed.FedAvg(), weighting="samples"), rtol=1e-5, atol=1e-6)
+    assert (weighed_run - made(fed.FedAvg())).abs().max() > 1e-4
 
 
 def test_personal_parameters_keep_the_weights():
-    own, plain = (run(a, "sequential", local_parameters=["0.*"], **SHORT | o)
+    weighed_run, plain = (run(a, "sequential", local_parameters=["0.*"], **SHORT | o)
                   for a, o in ((Weighed(), {}), (fed.FedAvg(), {"weighting": "samples"})))  # fmt: skip
-    assert oracle.movement(own.model, plain.model) < 1e-6
+    assert oracle.movement(weighed_run.model, plain.model) < 1e-6
 
 
 def run_weights(algorithm, **options):
@@ -242,12 +242,12 @@ def test_tiny_numbers_are_added_to_2_to_the_minus_110(values: list[float]) -> No
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
+    ("bad_value", "words"),
     [(math.nan, "is not finite"), (-math.inf, "is not finite"), (-1e19, r"is out of range \(-1e\+19, at")],
 )
-def test_numbers_that_cannot_be_summed_leave_their_client_out(bad: float, words: str) -> None:
+def test_numbers_that_cannot_be_summed_leave_their_client_out(bad_value: float, words: str) -> None:
     aggregate = FixedPointAggregate(4, 1)
-    problems = aggregate.add_rows([1] * 3, {}, {}, {"x": [1.0, bad, 4e17], "y": [1.0, 1.0, 1.0]})
+    problems = aggregate.add_rows([1] * 3, {}, {}, {"x": [1.0, bad_value, 4e17], "y": [1.0, 1.0, 1.0]})
     assert list(problems) == [1] and re.search(f"the x {words}", problems[1])
     assert aggregate.scalar("x") == 1.0 + 4e17 and aggregate.scalar("y") == aggregate.num_clients == 2
 
@@ -260,13 +260,13 @@ def rounds() -> list[Any]:
 def test_all_ranks_have_the_sums_of_one_in_every_round(rounds: list[Any]) -> None:
     """Names that only one rank has, that come later, and that stay away."""
     expected = rank_cases.exchanged(0)
-    assert [[r["sums"] for r in one] for one in rounds] == [[r["sums"] for r in expected]] * 2
+    assert [[r["sums"] for r in run_1] for run_1 in rounds] == [[r["sums"] for r in expected]] * 2
     assert {name for r in expected for name in r["sums"]} >= {"mean a", "total late", "number late"}
 
 
 def test_a_round_is_one_all_reduce(rounds: list[Any]) -> None:
-    for one in rounds:
-        assert [r["calls"] for r in one] == [{"all_reduce": 1, "all_gather_object": 1}] * 6
+    for record in rounds:
+        assert [r["calls"] for r in record] == [{"all_reduce": 1, "all_gather_object": 1}] * 6
 
 
 def test_one_name_with_two_shapes_is_an_error_on_all_ranks() -> None:

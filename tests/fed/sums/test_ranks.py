@@ -48,9 +48,9 @@ def launch(ranks: int, directory: Path, **options: object) -> subprocess.Complet
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
-def hashes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    assert done.returncode == 0, done.stderr
-    return dict(line.split() for line in done.stdout.splitlines())
+def hashes(process: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    assert process.returncode == 0, process.stderr
+    return dict(line.split() for line in process.stdout.splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,12 @@ def test_any_number_of_ranks_ends_in_the_same_bits(tmp_path: Path, alone: dict[s
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_run_and_one_process_resumes_it(tmp_path: Path, alone: dict[str, str]) -> None:
+def test_a_rank_that_dies_ends_the_run_and_one_process_resumes_it(tmp_path: Path, single_run: dict[str, str]) -> None:
     began = time.monotonic()
     died = launch(2, tmp_path, algorithms="scaffold", die="1:20")
     assert died.returncode != 0 and time.monotonic() - began < 120
     assert "SIGKILL" in died.stderr
-    assert fed_ranks.train("scaffold", tmp_path, resume=True) == alone["scaffold"]
+    assert fed_ranks.train("scaffold", tmp_path, resume=True) == single_run["scaffold"]
 
 
 @pytest.mark.slow
@@ -115,13 +115,13 @@ def test_the_command_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumed_on_other_ranks_has_the_same_bits(tmp_path: Path, alone: dict[str, str]) -> None:
+def test_a_killed_run_resumed_on_other_ranks_has_the_same_bits(tmp_path: Path, single_run: dict[str, str]) -> None:
     """SIGKILL to all processes at 20 random instants, each time going on with another number of ranks, executor and
     number of slots."""
     random_, kills = random.Random(0), 0
     began = time.monotonic()
     hashes(launch(2, tmp_path / "timing", algorithms="fedlesam-d", rounds=12))
-    whole = time.monotonic() - began
+    seconds = time.monotonic() - began
     ranks = executor = slots = None
     while kills < 20:
         ranks = random_.choice([r for r in (1, 2, 3) if r != ranks])
@@ -129,7 +129,7 @@ def test_a_killed_run_resumed_on_other_ranks_has_the_same_bits(tmp_path: Path, a
         options = {"algorithms": "fedlesam-d", "rounds": 12, "resume": "true", "executor": executor, "slots": slots}
         process = start(ranks, tmp_path / "killed", **options)
         try:
-            process.communicate(timeout=random_.uniform(0.2, 1.0) * whole)
+            process.communicate(timeout=random_.uniform(0.2, 1.0) * seconds)
         except subprocess.TimeoutExpired:
             for pid in (process.pid, *children(process.pid)):
                 with suppress(ProcessLookupError):
@@ -156,9 +156,9 @@ def test_every_client_is_dealt_to_whoever_has_least(size: int, clients: list[tup
     dealt = Ranks(0, size).assign(list(work), work, owner_ranks)
     loads = [0] * size
     for i in sorted(work, key=lambda i: (-work[i], i)):
-        least = [rank for rank in range(size) if loads[rank] == min(loads)]
+        minimum = [rank for rank in range(size) if loads[rank] == min(loads)]
         home = owner_ranks.get(i, 0)
-        assert dealt[i] == (home if home in least else least[0])
+        assert dealt[i] == (home if home in minimum else minimum[0])
         loads[dealt[i]] += work[i]
     assert sorted(dealt) == sorted(work)
 
@@ -256,8 +256,8 @@ def test_the_cohort_is_that_of_rank_0() -> None:
 
 
 def test_a_rank_that_dies_is_noticed() -> None:
-    killed, told = on_ranks(2, _dies_on_rank_0)
-    assert killed == "died" and told.startswith("RankError")
+    killed, messages = on_ranks(2, _dies_on_rank_0)
+    assert killed == "died" and messages.startswith("RankError")
 
 
 def _dies_on_rank_0(rank: int) -> Any:
