@@ -148,14 +148,14 @@ test-cuda: $(READY) ## the GPU kernels without a GPU: compiled, their machine co
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
-check: $(READY) ## style, types, prose of changed lines, import rules
+check: $(READY) ## style, types, prose, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# mypy must see kernels/ under its installed name
 	@mkdir -p build/types && ln -sfn ../../kernels build/types/fastsam_kernels
 	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers -p tests.attack
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
-	$(BIN)/python tools/check_prose.py
+	$(BIN)/python tools/check_prose.py $$(git ls-files '*.py')
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check` asks for

@@ -61,7 +61,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fastsam.fed", BELOW_FED),
     ("fastsam.lab", ("fastsam.fed", *BELOW_FED, "fastsam.backends", "fastsam.__version__", "fastsam.FusedSAM")),
 )  # fmt: skip
-OUTER = frozenset({"fastsam", "fastsam.__main__"})  # import what they like, and nobody inside imports them
+OUTER = frozenset({"fastsam", "fastsam.__main__"})  # may import all modules, and no module imports them
 # Definitions that all backends share: the layout of the device scalars, dtypes, update rules, row programs' words.
 SHARED = tuple(
     f"fastsam_kernels.{name}"

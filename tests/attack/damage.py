@@ -24,7 +24,7 @@ def _flip(data: bytearray, rng: random.Random) -> bytes:
 
 
 def _zeros(data: bytearray, rng: random.Random) -> bytes:
-    """As a block that the disk lost."""
+    """Return the data with zeros in one place, as if the disk had lost a block."""
     begin = rng.randrange(len(data) + 1)
     length = min(rng.choice([1, 16, 512, 4096]), len(data) - begin)
     data[begin : begin + length] = bytes(length)

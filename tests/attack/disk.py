@@ -1,4 +1,4 @@
-"""Disks that are full, or that may not be written: told with the file's name, and with some room the run goes on in the
+"""Disks that are full, or that may not be written: the error names the file, and with some room the run goes on in the
 same bits."""
 
 import errno

@@ -18,7 +18,7 @@ KERNELS = str(Path(fastsam_kernels.__file__).parent) + os.sep
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt is, no Exception: it must not be swallowed on the way."""
+    """An interrupt like KeyboardInterrupt, no Exception: it must not be swallowed on the way."""
 
 
 class Tracer:

@@ -1,4 +1,4 @@
-"""Small archives in the published formats of CIFAR and EMNIST, and torchvision told to expect them instead of the
+"""Small archives in the published formats of CIFAR and EMNIST, and a torchvision that expects them instead of the
 published ones."""
 
 import functools
@@ -48,7 +48,7 @@ def md5(content: bytes) -> str:
 
 
 def python2_string(text: bytes) -> bytes:
-    """As Python 2 pickled a str: SHORT_BINSTRING or BINSTRING."""
+    """Return the pickle of a str by Python 2: SHORT_BINSTRING or BINSTRING."""
     return (b"U" + bytes([len(text)]) if len(text) < 256 else b"T" + len(text).to_bytes(4, "little")) + text
 
 

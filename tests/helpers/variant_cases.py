@@ -181,7 +181,11 @@ def clip_factor(v: Tensor, limit: float) -> float:
 
 
 def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
-    """Float64, unfused, with torch's own optimizer. limit: largest norm of all that a step subtracts."""
+    """Train in float64, unfused, with torch's own optimizer.
+
+    Args:
+        limit: largest norm of all that a step subtracts.
+    """
     start, loss = problem()
     params = [p.clone().requires_grad_() for p in start]
     cls, options = BASES[base]

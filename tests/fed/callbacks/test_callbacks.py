@@ -191,7 +191,7 @@ def test_a_countdown_of_runs() -> None:
     ]  # fmt: skip
 
 
-# --- Early stopping and the best model, beside what a person would count from the records.
+# --- Early stopping and the best model, compared with a count from the records.
 
 
 class View:

@@ -265,7 +265,7 @@ def test_the_names_are_those_of_the_registry_and_auto():
         run(fed.FedAvg(), "parallel")
 
 
-# --- The page's table of operations without a deterministic CUDA form, beside what torch says of itself.
+# --- The page's table of operations without a deterministic CUDA form, compared with torch's documentation.
 
 
 SAID = str(torch.use_deterministic_algorithms.__doc__)

@@ -241,8 +241,8 @@ def test_a_product_that_is_read_both_ways_is_made_once():
     same(passes, form, x, y)
 
 
-# --- Passes of stacked clients that are not replayed: what has an effect beside its result runs through the model's own
-# code each time.
+# --- Passes of stacked clients that are not replayed: a pass with side effects runs through the model's own code each
+# time.
 
 
 class Changing(nn.Linear):
@@ -319,7 +319,7 @@ def test_passes_that_cannot_be_recorded_run_plainly(kind, words, caplog):
 
 
 def test_results_of_elsewhere_are_not_taken_for_constants(caplog):
-    """As when a backward pass runs where nothing is recorded."""
+    """A pass that ignores its weights, like a backward pass that is not recorded, is not replayed."""
     passes, form = stacked(nn.Linear(4, 1, bias=False))
     fixed = torch.ones(5), [torch.ones(5, 1, 4)]
     replays = Replays(lambda weights, x, y: fixed, passes.module, passes.layout)

@@ -23,7 +23,7 @@ def predict(m: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 class WithLoss(nn.Module):
-    """As Hugging Face's models: keywords in, an object out that has the loss when there are labels."""
+    """A model like Hugging Face's: keywords in, an object out that has the loss if there are labels."""
 
     def __init__(self) -> None:
         super().__init__()

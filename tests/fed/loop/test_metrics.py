@@ -92,7 +92,7 @@ def test_one_output_with_a_threshold_is_a_metric():
 
 
 class Accumulated:
-    """As torchmetrics' objects are."""
+    """A metric with the interface of torchmetrics."""
 
     def __init__(self):
         self.reset()

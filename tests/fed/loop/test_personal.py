@@ -106,7 +106,7 @@ TUNED: dict[str, Any] = {
 
 @pytest.mark.parametrize("options", [{}, {"local_parameters": "2.*"}], ids=["global model", "client models"])
 def test_each_client_trains_alone(options: dict[str, Any]) -> None:
-    """As one round of federated averaging with only this client, from the model that it has at the end."""
+    """Finetuning equals one round of federated averaging with only this client, from its final model."""
     clients = oracle.ragged_clients()
     result = fed.run(oracle.smooth_model(), clients, fed.FedSAM(), rounds=2, **TUNED, **options)
     weights = [p.clone() for p in result.model.parameters()]

@@ -88,7 +88,7 @@ def test_batchnorm_and_a_batch_of_one_sample(tmp_path):
     start(norm, clients, pool, batch_size=4, participation=1.0, buffers="keep")
 
 
-# --- What is easily got wrong in a call of `fed.run` is told in words, before the first round.
+# --- Frequent mistakes in a call of `fed.run` are errors with words, before the first round.
 
 
 def test_a_run_without_a_test_set(caplog: pytest.LogCaptureFixture) -> None:

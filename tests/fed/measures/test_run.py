@@ -276,7 +276,7 @@ def test_the_code_of_the_documentation_runs():
     )
 
 
-# --- Measures of the user's own: what they return, in the record or told.
+# --- A user's own measures: what they return is in the record, or an error names it.
 
 
 def test_numbers_of_other_types_go_into_the_record(tmp_path):

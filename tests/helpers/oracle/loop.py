@@ -190,9 +190,11 @@ def run(
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
     trace: list[Any] | None = None,
 ) -> nn.Module:
-    """All rounds; `active[t]` are the clients of round t. Returns the final model.
+    """Train for all rounds and return the final model.
 
-    trace: a list that receives `(server, kept, w)` after every round.
+    Args:
+        active: the clients of each round.
+        trace: a list that receives `(server, kept, w)` after every round.
     """
     model = copy.deepcopy(model)
     w, kept = values(model), dict[int, Kept]()

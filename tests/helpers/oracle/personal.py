@@ -39,8 +39,11 @@ def train(
     epochs: Iterable[int],
     pull: Callable[[nn.Module], Tensor | float] = lambda model: 0.0,
 ) -> None:
-    """Local steps of one client in round t on some of the parameters, in place. epochs: their numbers, which the order
-    of samples depends on."""
+    """Take the local steps of one client in round t on some of the parameters, in place.
+
+    Args:
+        epochs: numbers of the epochs, on which the order of samples depends.
+    """
     x, y = data
     descend = descent(trained, options, t)
     model.train()
@@ -68,7 +71,11 @@ def received(shared: nn.Module, own: nn.Module, stays: Sequence[str]) -> nn.Modu
 
 
 def fedbn(model: nn.Module, clients: Clients, options: Options, active: Active, layers: Sequence[str]) -> Ended:
-    """Li et al. 2021, Algorithm 1. layers: modules that stay, with all that their state_dict has."""
+    """Train by Li et al. 2021, Algorithm 1.
+
+    Args:
+        layers: modules that stay, with all that their state_dict has.
+    """
     shared = copy.deepcopy(model)
     own = [copy.deepcopy(model) for _ in clients]
     stays = [n for n in shared.state_dict() if n.rpartition(".")[0] in layers]
