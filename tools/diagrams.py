@@ -46,7 +46,7 @@ EXECUTORS: Mapping[str, Node] = {
     "threads 1": Node(0.9, 3, "threads on a CPU,\notherwise sequential", True),
     "gpu": Node(4.6, 3, "Is there a GPU?"),
     "dense cpu": Node(2.7, 2, "Dense model, up to 2^16 parameters\n(2^20 as row programs),\nmany small clients?"),
-    "dense gpu": Node(6.6, 2, "Dense model, up to 2^20\nparameters, many clients?"),
+    "dense gpu": Node(6.6, 2, "Many clients, and a dense model up to\n2^20 parameters or a CNN up to 2^18?"),
     "vmap cpu": Node(0.9, 1, "vmap", True),
     "cores": Node(3.4, 1, "Several cores?"),
     "vmap gpu": Node(5.5, 1, "vmap", True),

@@ -20,10 +20,12 @@ log = logging.getLogger("fastsam.fed")
 
 AUTO = "auto"
 # Parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache; row programs go row
-# by row. That of GPUs is not calibrated.
+# by row. The limit of dense models on GPUs is not calibrated.
 _WIDEST = {"cpu": 2**16, "cuda": 2**20}
 _WIDEST_ROWWISE = 2**20
-_UNSTACKED = (nn.modules.conv._ConvNd, nn.RNNBase)
+# Convolutions on a GPU: with 225,034 parameters stacked steps took .25 of the time of captured ones for 100 clients at
+# once, .6 for 20, and 1.5 for 8.
+_WIDEST_CONVOLUTIONS, _FEWEST_CLIENTS = 2**18, 16
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def rule(setup: Setup) -> tuple[str, str]:
     """Return the executor's name, and why."""
     reason = _not_stacked(setup)
     if reason is None:
-        return "vmap", "a dense model of this size: stacked clients share the cost of every call"
+        return "vmap", "stacked clients of such a model share the cost of every call"
     if setup.device.type == "cuda" and streams.why_not(setup) is None:
         capture_problem = _not_captured(setup)
         if capture_problem is None:
@@ -68,14 +70,14 @@ def rule(setup: Setup) -> tuple[str, str]:
 
 def _not_stacked(setup: Setup) -> str | None:
     """Return the reason why stacked clients would be slower, or are impossible, or None if they are the fastest."""
-    if any(isinstance(m, _UNSTACKED) for m in setup.model.modules()) or any(
-        len(s.shape) > 2 for s in setup.layout.segments
-    ):
-        return "the model is not dense (convolutions, recurrent layers): stacked, they are slower than one by one"
+    slots = setup.options.slots or stacked.slots_of(setup)
+    reason = _not_dense(setup, slots)
+    if reason is not None:
+        return reason
     widest = _WIDEST.get(setup.device.type, _WIDEST["cuda"])
     if setup.layout.numel > max(widest, _WIDEST_ROWWISE):
         return f"the model has more than {max(widest, _WIDEST_ROWWISE)} parameters: one client keeps a processor busy"
-    if (setup.options.slots or stacked.slots_of(setup)) == 1:
+    if slots == 1:
         return "clients train one at a time: there is nothing to stack"
     if _has_hooks(setup.model):
         return "the model has hooks: stacked clients would call them only while a pass is recorded"
@@ -83,6 +85,27 @@ def _not_stacked(setup: Setup) -> str | None:
     if reason is None and setup.layout.numel > widest and not stacked.has_row_program(setup):
         return f"the model has more than {widest} parameters and no row program: stacked rows leave the cache"
     return reason
+
+
+def _not_dense(setup: Setup, slots: int) -> str | None:
+    """Return the reason why layers of the model would be slower with `slots` clients stacked, or None."""
+    modules = list(setup.model.modules())
+    if any(isinstance(m, nn.RNNBase) for m in modules):
+        return "the model is not dense (recurrent layers): stacked, they are slower than one by one"
+    has_convolutions = any(isinstance(m, nn.modules.conv._ConvNd) for m in modules)
+    if not has_convolutions and all(len(s.shape) <= 2 for s in setup.layout.segments):
+        return None
+    if setup.device.type != "cuda":
+        return "the model is not dense (convolutions): stacked, they are slower than one by one"
+    if not all(p.is_contiguous() for p in setup.model.parameters()):
+        return "the convolutions are in channels_last, in which clients are not stacked"
+    clients = slots if setup.cohort is None else min(slots, setup.cohort)
+    if setup.layout.numel <= _WIDEST_CONVOLUTIONS and clients >= _FEWEST_CLIENTS:
+        return None
+    return (
+        f"the model is not dense (convolutions): stacked, they are faster with at most {_WIDEST_CONVOLUTIONS} "
+        f"parameters and at least {_FEWEST_CLIENTS} clients at once"
+    )
 
 
 def _not_captured(setup: Setup) -> str | None:

@@ -211,7 +211,7 @@ def chosen(model, tmp_path, algorithm=None, x=(6,), **options):
 def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(threads, "cpus", lambda: 2)
     dense = chosen(oracle.smooth_model(FLOAT), tmp_path)
-    assert dense["name"] == "vmap" and "dense" in dense["reason"] and dense["numbers"].startswith("vmap, ")
+    assert dense["name"] == "vmap" and "share the cost" in dense["reason"] and dense["numbers"].startswith("vmap, ")
     conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 3))
     result = chosen(conv, tmp_path, x=(1, 6, 6))
     assert (result["name"], result["numbers"], result["slots"]) == ("threads", "exact", 2)
