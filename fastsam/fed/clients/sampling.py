@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
 
 
 def make(sampler: str | Sampler | None, clients: int, participation: float, redraws: bool = True) -> Sampler:
-    """Return the sampler of that name over `clients` clients, or the callable itself.
+    """Return the sampler of that name over `clients` clients, or the callable with a check of the ids that it returns.
 
     "bernoulli": each client takes part with probability `participation`, independently. If no client does, it is drawn
     again (Qu et al. 2022), unless `redraws` is False. "fixed": exactly `participation * clients` clients (rounded, at
@@ -37,7 +38,7 @@ def make(sampler: str | Sampler | None, clients: int, participation: float, redr
         ValueError: the name is unknown, or the participation is not in (0, 1].
     """
     if callable(sampler):
-        return sampler
+        return partial(_call_sampler, sampler, clients)
     if not isinstance(sampler, str) or sampler not in NAMES:
         raise ValueError(
             f"sampler must be {', '.join(map(repr, NAMES))} or a callable (round, generator) -> client ids, got "
@@ -108,14 +109,15 @@ def expected_size(sampler: str | Sampler, participation: float, clients: int) ->
     return float(fixed_size(participation, clients)) if sampler in ("fixed", "shuffled") else None
 
 
-def draw(sampler: Sampler, round: int, clients: int, seed: int, may_be_empty: bool = False) -> list[int]:
-    """Return the clients of a round in ascending order.
-
-    Raises:
-        ValueError: the sampler returned something invalid, or no client although `may_be_empty` is False.
-    """
+def draw(sampler: Sampler, round: int, seed: int) -> list[int]:
+    """Return the clients of a round in ascending order, by a sampler of `make`."""
     first = round - round % (sampler.epoch if isinstance(sampler, Shuffled) else 1)
-    ids = sampler(round, seeds.generator(seed, "sample", first))
+    return sorted(sampler(round, seeds.generator(seed, "sample", first)))
+
+
+def _call_sampler(sampler: Sampler, clients: int, round: int, generator: torch.Generator) -> list[int]:
+    """Return the ids that a user's sampler returns. Raises ValueError unless they are ids of different clients."""
+    ids: Any = sampler(round, generator)
     try:
         values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         client_ids = values if set(map(type, values)) == {int} else [integer("a client id", i) for i in values]
@@ -124,17 +126,14 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, may_be_empty: bo
             f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round + 1} it returned "
             f"{ids!r}"
         ) from error
-    sorted_ids = sorted(client_ids)
-    if not sorted_ids and may_be_empty:
-        return sorted_ids
-    if not sorted_ids or sorted_ids[0] < 0 or sorted_ids[-1] >= clients or len(set(sorted_ids)) != len(sorted_ids):
-        wrong = [i for i in client_ids if not 0 <= i < clients]
+    wrong = [i for i in client_ids if not 0 <= i < clients]
+    if wrong or not client_ids or len(set(client_ids)) != len(client_ids):
         problem = f"{wrong[0]}, which is not a client" if wrong else "a client twice" if client_ids else "no client"
         raise ValueError(
             f"the sampler must return at least one client id, and only different ids from 0 to {clients - 1}; in "
             f"round {round + 1} it returned {problem}"
         )
-    return sorted_ids
+    return client_ids
 
 
 def check_available(available: Any, sampler: str | Sampler | None) -> None:
@@ -182,7 +181,7 @@ def draw_present(
     ids = present(available, round, clients)
     if not ids:
         return []
-    return [ids[i] for i in draw(make(sampler, len(ids), share_of(len(ids))), round, len(ids), seed)]
+    return [ids[i] for i in draw(make(sampler, len(ids), share_of(len(ids))), round, seed)]
 
 
 def likely(sampler: str | Sampler | None, clients: int, participation: float) -> int:

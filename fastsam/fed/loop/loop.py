@@ -167,7 +167,7 @@ class Loop:
         """Return the clients of round t, the same on all ranks."""
         settings, num_clients = self.settings, len(self.population.clients)
         if settings.available is None:
-            client_ids = sampling.draw(self.sampler, t, num_clients, settings.seed, self._may_empty)
+            client_ids = sampling.draw(self.sampler, t, settings.seed)
         else:
             assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
             client_ids = sampling.draw_present(
@@ -216,11 +216,15 @@ class Loop:
 
     def _next(self, t: int) -> list[int]:
         """Return the clients of the round after round t, for prefetching, or [] if they are not needed or not known."""
-        settings = self.settings
-        prefetches = self.states.prefetches or self.population.clients.prefetches
-        if not prefetches or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
+        if not self._prefetches or t + 1 >= self.settings.rounds:
             return []
-        return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed, self._may_empty)
+        return sampling.draw(self.sampler, t + 1, self.settings.seed)
+
+    @cached_property
+    def _prefetches(self) -> bool:
+        """True if the clients of the next round are known and their states or data can be fetched before it."""
+        is_known = isinstance(self.settings.sampler, str) and not self.settings.available
+        return is_known and (self.states.prefetches or self.population.clients.prefetches)
 
     def _evaluate(self, state: RunState, num_rounds: int) -> dict[str, Any]:
         if not self._evaluates(num_rounds):

@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,19 @@ class _RoundResults:
     clients: int = 0
     results: dict[int, _End] = field(default_factory=dict)
     total: FixedPointSum | None = None
+
+
+class _MeasuredRound(NamedTuple):
+    """The server's state before a round and its weights after it, the sums of the clients, and the round."""
+
+    old_state: State
+    w: Tensor
+    aggregate: Aggregate
+    context: Round
+
+    @property
+    def old_w(self) -> Tensor:
+        return self.old_state["w"]
 
 
 class RoundMeasures:
@@ -136,8 +149,9 @@ class RoundMeasures:
             return record
         # A client that was excluded for its upload would count here. Measures of the clients then have no value.
         is_complete = self._results.clients == aggregate.num_clients
+        measured_round = _MeasuredRound(old_state, new_state["w"], aggregate, context)
         for name in self.names if is_complete else [n for n in self.names if n not in _OF_CLIENTS]:
-            record |= getattr(self, f"_{name}")(old_state, new_state, aggregate, context)
+            record |= getattr(self, f"_{name}")(measured_round)
         self._results = _RoundResults()
         return record
 
@@ -146,62 +160,54 @@ class RoundMeasures:
 
     # --- one measure each ---
 
-    def _train(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        record = {"train_set_loss": self.sample_mean.value(new_state["w"])}
-        return record | (
-            {"train_set_accuracy": accuracy(self.replica, self.pairs, new_state["w"])} if self.classifies else {}
-        )
+    def _train(self, round: _MeasuredRound) -> dict[str, float]:
+        record = {"train_set_loss": self.sample_mean.value(round.w)}
+        return record | ({"train_set_accuracy": accuracy(self.replica, self.pairs, round.w)} if self.classifies else {})
 
-    def _sharpness(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        return {"sharpness": sharpness.one_step(self.sample_mean, new_state["w"], self.options.rho)}
+    def _sharpness(self, round: _MeasuredRound) -> dict[str, float]:
+        return {"sharpness": sharpness.one_step(self.sample_mean, round.w, self.options.rho)}
 
-    def _sharpness_ascent(
-        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
-    ) -> dict[str, float]:
+    def _sharpness_ascent(self, round: _MeasuredRound) -> dict[str, float]:
+        return {"sharpness_ascent": sharpness.ascent(self.sample_mean, round.w, self.options.rho, self.options.steps)}
+
+    def _consistency(self, round: _MeasuredRound) -> dict[str, float]:
+        assert self._results.total is not None  # a round without a client has raised before
+        change = round.w.double() - round.old_w.double()
+        squares = round.aggregate.scalar("squared displacement")
         return {
-            "sharpness_ascent": sharpness.ascent(self.sample_mean, new_state["w"], self.options.rho, self.options.steps)
+            "consistency": drift.consistency(squares, self._results.total.value(), change, round.aggregate.num_clients)
         }
 
-    def _consistency(
-        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
-    ) -> dict[str, float]:
-        assert self._results.total is not None  # a round without a client has raised before
-        change = new_state["w"].double() - old_state["w"].double()
-        squares = aggregate.scalar("squared displacement")
-        return {"consistency": drift.consistency(squares, self._results.total.value(), change, aggregate.num_clients)}
-
-    def _perturbation_drift(
-        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
-    ) -> dict[str, float]:
+    def _perturbation_drift(self, round: _MeasuredRound) -> dict[str, float]:
         weights, perturbations = self._rows()
         if not perturbations:
             return {}
         gradient = self.fair.gradient
         return {
             "perturbation_drift": drift.perturbation_drift(
-                weights, perturbations, old_state["w"], gradient, context.server_lr
+                weights, perturbations, round.old_w, gradient, round.context.server_lr
             )
         }
 
-    def _drifts(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+    def _drifts(self, round: _MeasuredRound) -> dict[str, float]:
         weights, perturbations = self._rows()
-        record = {"e_w": drift.weight_drift(weights, old_state["w"])} if weights else {}
+        record = {"e_w": drift.weight_drift(weights, round.old_w)} if weights else {}
         return record | ({"e_delta": drift.perturbation_spread(perturbations)} if perturbations else {})
 
-    def _smoothness(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        w, paths = old_state["w"], []
+    def _smoothness(self, round: _MeasuredRound) -> dict[str, float]:
+        w, paths = round.old_w, []
         for client, end in sorted(self._results.results.items()):
             objective = Objective.sample_mean(self.replica, self.loss, [self.pairs[client]])
             path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.delta]
             paths.append(diagnostics.path_smoothness(objective, path))
         return {
-            "smoothness_global": diagnostics.path_smoothness(self.sample_mean, [w, new_state["w"]]),
+            "smoothness_global": diagnostics.path_smoothness(self.sample_mean, [w, round.w]),
             "smoothness_clients": max(paths, default=0.0),
-            "hessian_norm": diagnostics.hessian_norm(self.sample_mean, new_state["w"], self.options.iterations),
+            "hessian_norm": diagnostics.hessian_norm(self.sample_mean, round.w, self.options.iterations),
         }
 
-    def _variances(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        w, local, clients = new_state["w"], [], []
+    def _variances(self, round: _MeasuredRound) -> dict[str, float]:
+        w, local, clients = round.w, [], []
         for x, y in self.pairs:
             parts = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
             batches = [Objective.sample_mean(self.replica, self.loss, [part]) for part in parts]
@@ -210,14 +216,12 @@ class RoundMeasures:
         mean_square = sum(s**2 for s in local) / len(local)
         return {"sigma_l": mean_square**0.5, "sigma_g": diagnostics.sigma_global(clients, w)}
 
-    def _estimation_bias(
-        self, old_state: State, new_state: State, aggregate: Aggregate, context: Round
-    ) -> dict[str, float]:
-        gradient = self.fair.gradient(new_state["w"])
-        return {"estimation_bias": diagnostics.estimation_bias(old_state["w"], new_state["w"], gradient)}
+    def _estimation_bias(self, round: _MeasuredRound) -> dict[str, float]:
+        gradient = self.fair.gradient(round.w)
+        return {"estimation_bias": diagnostics.estimation_bias(round.old_w, round.w, gradient)}
 
-    def _margin(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
-        w, margin = new_state["w"], self.options.margin
+    def _margin(self, round: _MeasuredRound) -> dict[str, float]:
+        w, margin = round.w, self.options.margin
         neighbour = w.double() + self.options.rho * unit(self.fair.gradient(w))
         return {
             "margin_risk": diagnostics.margin_risk(self.replica, self.pairs, w, margin),
@@ -225,9 +229,9 @@ class RoundMeasures:
             "spectral_complexity": diagnostics.spectral_complexity(self.replica.layout, w),
         }
 
-    def _dual_gap(self, old_state: State, new_state: State, aggregate: Aggregate, context: Round) -> dict[str, float]:
+    def _dual_gap(self, round: _MeasuredRound) -> dict[str, float]:
         last = [end.eps for _, end in sorted(self._results.results.items()) if end.eps is not None]
-        return {"dual_gap": diagnostics.dual_gap(last, old_state["s"])} if last and "s" in old_state else {}
+        return {"dual_gap": diagnostics.dual_gap(last, round.old_state["s"])} if last and "s" in round.old_state else {}
 
     def _rows(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """Return weights and perturbations by client at the first, middle and last step; none without snapshots."""

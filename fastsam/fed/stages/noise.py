@@ -172,7 +172,7 @@ def _accountant(settings: Any, num_clients: int) -> Accountant | None:
         ) from error
     share = settings.share_of(num_clients)
     draws = sampling.make(settings.sampler, num_clients, share)
-    participations = ParticipationCounter(lambda t: sampling.draw(draws, t, num_clients, settings.seed))
+    participations = ParticipationCounter(lambda t: sampling.draw(draws, t, settings.seed))
     return Accountant(
         privacy_events(
             privacy.noise,

@@ -17,7 +17,7 @@ from tests.helpers.fed_runs import same_bits
 
 def drawn(name, clients, participation, rounds, seed=0):
     sampler = sampling.make(name, clients, participation)
-    return [sampling.draw(sampler, t, clients, seed) for t in range(rounds)]
+    return [sampling.draw(sampler, t, seed) for t in range(rounds)]
 
 
 def test_regression():
@@ -35,9 +35,9 @@ def test_regression():
 )  # fmt: skip
 def test_every_draw_is_valid_and_repeatable(name, clients, participation, round, seed):
     sampler = sampling.make(name, clients, participation)
-    ids = sampling.draw(sampler, round, clients, seed)
+    ids = sampling.draw(sampler, round, seed)
     assert ids == sorted(set(ids)) and ids and ids[0] >= 0 and ids[-1] < clients
-    assert ids == sampling.draw(sampling.make(name, clients, participation), round, clients, seed)
+    assert ids == sampling.draw(sampling.make(name, clients, participation), round, seed)
     if name == "fixed":
         assert len(ids) == max(1, int(participation * clients + 0.5))
     if participation == 1.0:
@@ -97,7 +97,7 @@ def test_the_papers_sampling_as_a_callable():
     x, y = torch.randn(2, 6, dtype=torch.float64), torch.tensor([0, 1])
     result = fed.run(oracle.smooth_model(), [(x, y)] * 100, fed.FedAvg(), rounds=10, sampler=papers)
     assert [r["clients"] for r in result.history] == [7, 7, 11, 11, 7, 11, 7, 7, 8, 10]
-    assert sampling.draw(papers, 0, 100, 0) == [4, 15, 33, 61, 69, 80, 92]
+    assert sampling.draw(papers, 0, 0) == [4, 15, 33, 61, 69, 80, 92]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, set, np.array, torch.tensor, iter])

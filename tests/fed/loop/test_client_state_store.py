@@ -326,7 +326,7 @@ COHORTS = [range(10), [0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
 def test_the_next_cohort_is_fetched_while_this_one_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of both cohorts is fetched after it has trained, with its new state."""
     monkeypatch.setattr(sampling, "make", lambda *arguments: None)
-    monkeypatch.setattr(sampling, "draw", lambda sampler, t, clients, seed, poisson=False: list(COHORTS[t]))
+    monkeypatch.setattr(sampling, "draw", lambda sampler, t, seed: list(COHORTS[t]))
     seen = copies(monkeypatch)
     train(Numbered(), rounds=4, client_state="host")
     expected = [

@@ -153,7 +153,7 @@ def order(n: int, seed: int, t: int, client: int, epoch: int, shuffle: bool) -> 
 def attendance(rounds: int, clients: int, share: float, seed: int, sampler: str = "bernoulli") -> list[list[int]]:
     """Return the clients of each round, a public fact of a run."""
     draw = sampling.make(sampler, clients, share)
-    return [sampling.draw(draw, t, clients, seed) for t in range(rounds)]
+    return [sampling.draw(draw, t, seed) for t in range(rounds)]
 
 
 def clipped(inside: Vector, limit: float | None) -> Vector:
