@@ -84,6 +84,8 @@ def check_scheduled(name: str, value: Scheduled) -> None:
 
 def value_at(name: str, value: Scheduled, round: Round) -> float:
     """Return the value in a round. Raises ValueError if it is not a finite number >= 0."""
+    if type(value) is float:  # it was checked when the algorithm was made
+        return value
     if isinstance(value, str):
         result: object = formula(name, value, round.index, {"lr": round.lr, "first_lr": round.first_lr})
     else:

@@ -26,7 +26,7 @@ Batch = TypeVar("Batch", bound=tuple[Any, ...])
 
 
 class StopClient(BaseException):
-    """The executor has asked the loop of a client to end, because the run ends."""
+    """The executor has asked a client to end its local work, because the run ends."""
 
 
 class Client:
@@ -373,19 +373,20 @@ def train(
     start: Tensor,
     buffers: Sequence[Tensor],
     stop_requested: Callable[[], bool] | None = None,
-) -> ClientResults | None:
-    """Do the local work of a client in a row, from the global model's weights and buffers. Return None if
-    `stop_requested` ended it early. Raises ClientError if the model or the loss raised."""
+) -> ClientResults:
+    """Do the local work of a client in a row, from the global model's weights and buffers.
+
+    Raises:
+        ClientError: the model or the loss raised.
+        StopClient: `stop_requested` returned True.
+    """
     row.open(task, start, buffers)
     if task.loop is not None:
-        try:
-            client = Client(row, stop_requested)
-            return client.results(task.loop.run(client))
-        except StopClient:
-            return None
+        client = Client(row, stop_requested)
+        return client.results(task.loop.run(client))
     with row.client_errors:
         for batch in row.batches:
             if stop_requested is not None and stop_requested():
-                return None
+                raise StopClient
             row.next_step(*batch)
     return row.close()

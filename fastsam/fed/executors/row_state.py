@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -118,7 +118,25 @@ class RowSlice:
         self._starts = [field for field in starts if field is not None]
         zeros = [self.momentum, *map(self.field, variant.memory)]
         self._zeros = [field for field in zeros if field is not None]
-        self._prepares = self.w is not None or self.sumsq_v is not None
+        self._perturb, self._prepare = self._perturbation(), self._preparation()  # not bound: each would be a cycle
+
+    def _perturbation(self) -> Callable[[RowSlice, Gradients, Tensor | None], None]:
+        """Return the method that perturbs by a first gradient."""
+        variant = self.variant
+        if variant.direction is Direction.GRADIENT_MINUS_DUAL:
+            return RowSlice._perturb_by_dual
+        is_plain = variant.direction in (Direction.GRADIENT, Direction.ADAPTIVE_GRADIENT)
+        if is_plain and not (variant.has_rho_scale or variant.anchor_weight):
+            return RowSlice._perturb_by_gradient
+        return RowSlice._perturb_by_direction
+
+    def _preparation(self) -> Callable[[RowSlice, Gradients, Gradients | None], list[Tensor] | None] | None:
+        """Return the method that prepares an update, or None if nothing has to be prepared."""
+        variant = self.variant
+        reads_first = variant.keeps_first or variant.surrogate or variant.uses_last_gradient
+        if self.sumsq_v is not None or reads_first or variant.uses_path or variant.anchor_weight:
+            return RowSlice._prepare_update
+        return RowSlice._restore_unused if variant.two_passes else None
 
     @property
     def folds_shift(self) -> bool:
@@ -181,27 +199,37 @@ class RowSlice:
     def perturb(self, first: Gradients, eps: Tensor | None = None) -> None:
         """Set `z = w + eps` by the first gradients. With a dual, eps `[rows, row_size]` is also written to `eps` if it
         is given."""
-        grads, table = first.tensors, first.table
+        self._perturb(self, first, eps)
+
+    def _perturb_by_gradient(self, first: Gradients, eps: Tensor | None) -> None:
         assert self.w is not None  # set_variant() allocated it
-        if self.variant.direction is Direction.GRADIENT_MINUS_DUAL:
-            mu, s = self.field("dual"), self.s
-            assert s is not None
-            self.kernels.dual_norm_(self.sumsq, grads, mu, s, table, self.hparams)
-            self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hparams, self.sumsq, eps=eps)
-        else:
-            if self.variant.direction is Direction.GRADIENT_PLUS:
-                grads = self._sum_directions(first)
-            weights = [self.w] if self.variant.direction is Direction.ADAPTIVE_GRADIENT else []
-            if self.variant.has_rho_scale:
-                grads = self._times(grads, first, self.vectors["rho_scale"].sign())
-            self.kernels.norm_(self.sumsq, grads, weights, table, self.hparams)
-            if self.variant.direction is Direction.GRADIENT_BY_DRIFT:
-                grads = self._by_drift(first)
-            if self.variant.has_rho_scale:
-                grads = self._times(grads, first, self.vectors["rho_scale"])
-            self.kernels.perturb_([self.z], self.w, grads, table, self.hparams, self.sumsq, False)
-        if self.variant.anchor_weight:
-            self.z.lerp_(self.vectors["anchor"], self.variant.anchor_weight)
+        weights = [self.w] if self.variant.direction is Direction.ADAPTIVE_GRADIENT else []
+        self.kernels.norm_(self.sumsq, first.tensors, weights, first.table, self.hparams)
+        self.kernels.perturb_([self.z], self.w, first.tensors, first.table, self.hparams, self.sumsq, False)
+
+    def _perturb_by_dual(self, first: Gradients, eps: Tensor | None) -> None:
+        grads, table, mu, s = first.tensors, first.table, self.field("dual"), self.s
+        assert self.w is not None and s is not None
+        self.kernels.dual_norm_(self.sumsq, grads, mu, s, table, self.hparams)
+        self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hparams, self.sumsq, eps=eps)
+
+    def _perturb_by_direction(self, first: Gradients, eps: Tensor | None) -> None:
+        """Perturb along the first gradient and further parts of the direction, and pull towards the anchor."""
+        assert self.w is not None
+        grads, table, variant = first.tensors, first.table, self.variant
+        if variant.direction is Direction.GRADIENT_PLUS:
+            grads = self._sum_directions(first)
+        weights = [self.w] if variant.direction is Direction.ADAPTIVE_GRADIENT else []
+        if variant.has_rho_scale:
+            grads = self._times(grads, first, self.vectors["rho_scale"].sign())
+        self.kernels.norm_(self.sumsq, grads, weights, table, self.hparams)
+        if variant.direction is Direction.GRADIENT_BY_DRIFT:
+            grads = self._by_drift(first)
+        if variant.has_rho_scale:
+            grads = self._times(grads, first, self.vectors["rho_scale"])
+        self.kernels.perturb_([self.z], self.w, grads, table, self.hparams, self.sumsq, False)
+        if variant.anchor_weight:
+            self.z.lerp_(self.vectors["anchor"], variant.anchor_weight)
 
     def perturb_along_path(self) -> None:
         """Set `z = w + eps` along `k*e + drift*(w - w^t)` in step k, before any gradient. The field "path" is k*e."""
@@ -266,11 +294,17 @@ class RowSlice:
 
     def update(self, grads: Gradients, first: Gradients | None) -> None:
         """Update `z`, and `w` if the steps have it."""
-        g1 = self._prepare_update(grads, first) if self._prepares else None
+        g1 = None if self._prepare is None else self._prepare(self, grads, first)
         self.kernels.update_(
             [self.z], self.w, grads.tensors, grads.table, self.hparams, "sgd", [self.momentum],
             g1=g1, sumsq_v=self.sumsq_v, write_master=self.w is not None, q=self.q, **self._shift,
         )  # fmt: skip
+
+    def _restore_unused(self, grads: Gradients, first: Gradients | None) -> None:
+        """Restore parameters that only the first pass used, which must not stay perturbed."""
+        if first is not None and first.slots != grads.slots:
+            assert self.w is not None
+            self.kernels.restore_([self.z], self.w, first.table)
 
     def _prepare_update(self, grads: Gradients, first: Gradients | None) -> list[Tensor] | None:
         """Return the first gradients if the update reads them. Restore what only the first pass used, and compute what
@@ -278,10 +312,8 @@ class RowSlice:
         if self.variant.uses_path or self.variant.anchor_weight:
             if self.w is not None and len(grads.slots) < len(self.layout.segments):
                 self.z.copy_(self.w)  # parameters that the pass did not use were perturbed too, and must not stay so
-        elif first is not None and first.slots != grads.slots:
-            assert self.w is not None
-            # parameters that only the first pass used must not stay perturbed
-            self.kernels.restore_([self.z], self.w, first.table)
+        else:
+            self._restore_unused(grads, first)
         if self.variant.uses_last_gradient:
             torch._foreach_copy_(self._like(grads, self.field("last")), grads.tensors)
         g1 = first.like(grads) if first is not None and self.variant.keeps_first else None

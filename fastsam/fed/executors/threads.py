@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
-from fastsam.fed.executors.client import train
+from fastsam.fed.executors.client import StopClient, train
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.executors.task import Setup, Task
@@ -141,6 +141,8 @@ class _ThreadPool:
         try:
             with row.random.generator_context():
                 return train(row, task, self.start, self.buffers, self.stop.is_set)
+        except StopClient:
+            return None
         except ClientError as error:
             if not excludes(self.setup, error):
                 raise

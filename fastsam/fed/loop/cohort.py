@@ -67,23 +67,18 @@ class Cohort:
         self.stages, self.states = run.stages, run.states
         self.old_state, self.round, self.visible = old_state, round, visible
         self.client_ids, self.local_ids = client_ids, local_ids
-        sizes = self.data.sizes
         # Weights are fixed when the clients are sampled. Otherwise the sums would depend on the order in which clients
         # finish.
-        if run.weights is None:
-            by_samples = self.settings.weighting == "samples"
-            self.weights = {i: sizes[i] if by_samples else 1 for i in client_ids}
-        else:
-            self.weights = {i: run.weights[i] for i in client_ids}
+        self.weights = {i: run.weight_of(i) for i in client_ids}
         self.ranks: Ranks = run.ranks
         self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()))
         self.clients, self.owner_ranks = dict(old_state.clients), old_state.owner_ranks
         self.exclusions: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
-        self.steps = self.backward_passes = 0
-        self._training_states: dict[int, State] = {}  # the states that are not empty, of clients that train
-        # The state and the local update of all clients that take part for the first time.
-        self._shared_first: tuple[State, ClientUpdate] | None = None
+        self.steps: dict[int, int] = {}  # numbers of local steps
+        self.backward_passes = 0
+        self._training_states: dict[int, State] = {}  # states at the start of the round, of clients that train
+        self._first: tuple[State, ClientUpdate] | None = None  # see `_first_of`
         for stage in self.stages:
             stage.begin_round(self.sums)
 
@@ -113,7 +108,7 @@ class Cohort:
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""
-        server, state = self.old_state.server, self._training_states.get(client, {})
+        server, state = self.old_state.server, self._training_states[client]
         run = partial(self.contract.train_client, server, state, self.visible)
         return ClientLoop(run, [*server.values(), *state.values()])
 
@@ -122,24 +117,30 @@ class Cohort:
 
         Clients that take part for the first time share one state, and therefore one LocalUpdate.
         """
-        all_states, server = self.old_state.clients, self.old_state.server
-        old_states = {i: self.states.get(i, all_states[i]) for i in clients if i in all_states}
-        self._training_states |= old_states
-        if len(old_states) < len(clients) and self._shared_first is None:
-            new = [i for i in clients if i not in old_states]
-            state = self.contract.init_client(server, self.visible, new)
-            self._shared_first = state, self._local_updates([state], new[:1])[0]
-        if self._shared_first is not None and self._shared_first[0]:
-            self._training_states |= {i: self._shared_first[0] for i in clients if i not in old_states}
-        if self._shared_first is not None and not old_states:
-            return [self._shared_first[1]] * len(clients)
+        all_states = self.old_state.clients
+        states = {i: self.states.get(i, all_states[i]) for i in clients if i in all_states}
+        if not states:
+            state, update = self._first_of(clients)
+            self._training_states |= dict.fromkeys(clients, state)
+            return [update] * len(clients)
         updates: dict[int, ClientUpdate] = {}
-        ids, states = list(old_states), list(old_states.values())
-        for places in group_by_shape(states):
+        ids, rows_of_ids = list(states), list(states.values())
+        for places in group_by_shape(rows_of_ids):
             group = [ids[place] for place in places]
-            updates |= dict(zip(group, self._local_updates([states[place] for place in places], group), strict=True))
-        first = None if self._shared_first is None else self._shared_first[1]
-        return [update for i in clients if (update := updates.get(i, first)) is not None]
+            updates |= zip(group, self._local_updates([rows_of_ids[place] for place in places], group), strict=True)
+        if new := [i for i in clients if i not in states]:
+            state, update = self._first_of(new)
+            states |= dict.fromkeys(new, state)
+            updates |= dict.fromkeys(new, update)
+        self._training_states |= states
+        return [updates[i] for i in clients]
+
+    def _first_of(self, clients: Sequence[int]) -> tuple[State, ClientUpdate]:
+        """Return the state and the local update of clients that take part for the first time, which all share."""
+        if self._first is None:
+            state = self.contract.init_client(self.old_state.server, self.visible, clients)
+            self._first = state, self._local_updates([state], clients[:1])[0]
+        return self._first
 
     def _local_updates(self, states: Sequence[State], clients: Sequence[int]) -> list[ClientUpdate]:
         """Return the local updates of clients whose states have equal shapes."""
@@ -154,10 +155,10 @@ class Cohort:
         """Add the results of some clients to the sums and store their new states, or exclude them."""
         if isinstance(results, ClientError):
             for client in results.client_ids:
-                self._training_states.pop(client, None)
+                del self._training_states[client]
                 self._exclude(client, results.reason)
             return
-        self.steps += sum(results.num_steps)
+        self.steps |= zip(results.client_ids, results.num_steps, strict=True)
         self.backward_passes += sum(results.backward_passes)
         norms: list[float] | None = None
         for stage in self.stages:
@@ -165,7 +166,7 @@ class Cohort:
         if norms is None:
             norms = torch.linalg.vector_norm(results.delta, dim=1).tolist()
         self.norms |= zip(results.client_ids, norms, strict=True)
-        states = [self._training_states.pop(i, {}) for i in results.client_ids]
+        states = [self._training_states.pop(i) for i in results.client_ids]
         for places in group_by_shape(states):
             is_complete = len(places) == len(states)
             self._add_and_store([states[i] for i in places], results if is_complete else results.take(places))
@@ -216,7 +217,8 @@ class Cohort:
         stateful = self.clients.keys() & set(self.local_ids)
         parts = self.ranks.gather((stateful, self.norms, self.exclusions, self.steps, self.backward_passes))
         stateful_ids, norms, exclusions, steps, backward_passes = zip(*parts, strict=True)
-        self.steps, self.backward_passes = sum(steps), sum(backward_passes)
+        self.steps = {i: num_steps for part in steps for i, num_steps in part.items()}
+        self.backward_passes = sum(backward_passes)
         self.exclusions = {i: reason for part in exclusions for i, reason in part.items()}
         self.norms = {i: part[i] for i in self.client_ids for part in norms if i in part}
         idle_owners = {i: rank for i, rank in self.owner_ranks.items() if i not in self.weights}
@@ -227,6 +229,8 @@ class Cohort:
 
     def check(self) -> None:
         """Raise RuntimeError if no client is left, or more than `max_excluded` of the cohort were excluded."""
+        if not self.exclusions:
+            return
         out, share = len(self.exclusions), self.settings.max_excluded
         if out > _MAX_LOGGED:
             log.warning("round %d: %d of %d clients are excluded", self.round.index + 1, out, len(self.client_ids))
@@ -250,15 +254,13 @@ class Cohort:
         return {
             "clients": len(self.client_ids),
             "samples": sum(map(self.data.known_size, self.client_ids)),
-            "steps": self.steps,
+            "steps": sum(self.steps.values()),
             "train_loss": self.sums.scalar("loss") / samples if samples else None,  # a loop may record none
         }
 
     def outlier_list(self) -> list[dict[str, Any]]:
         """Return the clients whose delta is far beyond the cohort's, with the multiple of the median norm."""
-        sizes, settings = self.data.sizes, self.settings
-        steps = {i: settings.steps_of(sizes[i]) for i in self.norms}
-        return [{"client": i, "factor": factor} for i, factor in outliers(self.norms, steps).items()]
+        return [{"client": i, "factor": factor} for i, factor in outliers(self.norms, self.steps).items()]
 
     def excluded_list(self) -> list[dict[str, Any]]:
         """Return the excluded clients and the reasons, by client."""
@@ -282,7 +284,7 @@ def _nonfinite_clients(uploads: ClientUploads) -> Problems:
         problems = dict.fromkeys(bad_rows, f"its {name} is not finite") | problems
     # The last reason of a client counts: states and deltas follow from a loss.
     losses = {i: "the loss is not finite" for i, x in enumerate(uploads.scalars["loss"]) if not math.isfinite(x)}
-    return not_finite(new_state, uploads.client, n) | problems | losses
+    return (not_finite(new_state, uploads.client, n) if new_state else {}) | problems | losses
 
 
 def _state_of(uploads: ClientUploads, place: int, old_state: State) -> State:
@@ -320,7 +322,7 @@ def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, 
     """
     if len(norms) < _MIN_CLIENTS:
         return {}
-    median_norm, median_steps = median(norms.values()), median(steps[i] for i in norms)
+    median_norm, median_steps = median(norms.values()), max(1, median(steps[i] for i in norms))
     far = {
         i: norm for i, norm in norms.items() if norm > OUTLIER_FACTOR * median_norm * max(1.0, steps[i] / median_steps)
     }

@@ -9,7 +9,7 @@ One round:  Loop._sample -> Cohort.tasks (Algorithm.init_client, local_update) -
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -105,6 +105,13 @@ class Loop:
         """True if a round in which no client was sampled has a server step."""
         return any(stage.keeps_empty_rounds for stage in self.stages)
 
+    @cached_property
+    def weight_of(self) -> Callable[[int], int]:
+        """A function of a client's id that returns its weight in the server's mean."""
+        if self.weights is not None:
+            return self.weights.__getitem__
+        return self.population.clients.sizes.__getitem__ if self.settings.weighting == "samples" else lambda client: 1
+
     def _round(self, state: RunState) -> RunState:
         """Return the state after one more round."""
         began, t = time.perf_counter(), state.round
@@ -114,9 +121,8 @@ class Loop:
             return self._skip_round(state, round, visible, began)
         state, local_ids = self._assign_clients(state, client_ids)
         cohort = Cohort(self, state, round, visible, client_ids, local_ids)
-        executor = self.choice.executor
-        tasks = cohort.tasks(executor, self._next(t))
-        for results in executor.train(state.server["w"], state.buffers, tasks):
+        tasks = cohort.tasks(self.choice.executor, self._next(t))
+        for results in self.choice.executor.train(state.server["w"], state.buffers, tasks):
             cohort.finish(results)
         cohort.all_reduce()
         cohort.check()
@@ -125,7 +131,8 @@ class Loop:
         new_state = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.owner_ranks)
         if self.ranks.first:
             record = self._record(cohort, new_state, seconds_training)
-            warn(record["outliers"], state.history, self.settings.aggregation_name)
+            if record["outliers"]:
+                warn(record["outliers"], state.history, self.settings.aggregation_name)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         self.states.commit()
         return new_state
@@ -165,13 +172,13 @@ class Loop:
 
     def _sample(self, t: int, state: RunState) -> list[int]:
         """Return the clients of round t, the same on all ranks."""
-        settings, num_clients = self.settings, len(self.population.clients)
+        settings = self.settings
         if settings.available is None:
             client_ids = sampling.draw(self.sampler, t, settings.seed)
         else:
             assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
             client_ids = sampling.draw_present(
-                settings.sampler, settings.share_of, settings.available, t, num_clients, settings.seed
+                settings.sampler, settings.share_of, settings.available, t, len(self.population.clients), settings.seed
             )
         if callable(settings.sampler) or settings.available:  # a user's function may draw differently on each rank
             client_ids = self.ranks.broadcast(client_ids)

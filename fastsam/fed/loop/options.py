@@ -190,7 +190,7 @@ class Settings:
     def lr_of(self, index: int) -> float:
         """Return the local learning rate of round `index` (from 0)."""
         if isinstance(self.lr, float):
-            return decay_rate("lr", self.lr, "lr_decay", self.lr_decay, index)
+            return self.lr * self.lr_decay**index
         return rate_at("lr", self.lr, index, {}, above=0)
 
     def server_lr_of(self, index: int) -> float:
@@ -210,7 +210,8 @@ class Settings:
     def _check_rates(self) -> None:
         """Raise ValueError for a rate without a value in some round, or out of range."""
         steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
-        # A number changes with lr_decay alone, and most in the last round.
+        if isinstance(self.lr, float):  # it changes most in the last round
+            decay_rate("lr", self.lr, "lr_decay", self.lr_decay, self.rounds - 1)
         for index in (self.rounds - 1,) if steady else range(self.rounds):
             self.lr_of(index)
             self.server_lr_of(index)

@@ -8,8 +8,8 @@ MUTANTS = mutants(r"""
 algorithms.base Algorithm.step_server: {**server, 'w': apply_update(server['w'], round.server_lr *
     aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], aggregate.mean('delta'))} @ fedavg
 algorithms.base apply_update: w.double() + update => w.double() - update @ fedavg
-loop.cohort Cohort.__init__: sizes[i] if by_samples else 1 => 1 @ fedavg momentum
-loop.cohort Cohort.__init__: sizes[i] if by_samples else 1 => sizes[i] @ fedavg
+loop.loop Loop.weight_of: self.settings.weighting == 'samples' => False @ fedavg momentum
+loop.loop Loop.weight_of: self.settings.weighting == 'samples' => True @ fedavg
 # FedAdam, FedAdagrad, FedYogi
 algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadagrad-momentum
