@@ -8,9 +8,9 @@ from fastsam.fed.algorithms.base import LocalUpdate, Round, State
 from fastsam.fed.executors import ClientError, Setup, Task
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.loop.checked_contract import check_padding
 from fastsam.fed.loop.client_state import rows
 from fastsam.fed.loop.contract import ClientUpdate, Contract
+from fastsam.fed.loop.first_round import check_padding
 from fastsam.fed.loop.trial_pass import restore_random_state
 from fastsam.fed.rundir.checkpoint import RunState
 
