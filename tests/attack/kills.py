@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.attack.trials import Attack, Trial
-from tests.helpers.fed_kill import DIED, dies_at, digest, finish, forked, train
+from tests.helpers.fed_kill import EXIT_DIED, die_at_operation, digest, finish, forked, train
 
 ROUNDS, LONG = 3, 9
 INTERRUPTED = 130  # exit code of `forked` after Ctrl-C
@@ -36,7 +36,7 @@ def measure_run(folder: Path, rounds: int, **options: Any) -> FullRun:
     train(folder / "whole", rounds=rounds, **options)
     seconds = time.perf_counter() - start
     operations_file = folder / "operations"
-    pid = forked(lambda: operations_file.write_text(str(dies_at(folder / "counted", _NEVER))))
+    pid = forked(lambda: operations_file.write_text(str(die_at_operation(folder / "counted", _NEVER))))
     if finish(pid) != 0:
         raise RuntimeError("an undisturbed run failed")
     size = max(path.stat().st_size for path in (folder / "whole").rglob("*") if path.is_file())
@@ -53,10 +53,10 @@ def kill_at_operation(trial: Trial) -> int:
     """kill -9 before one of the operations on its files, each in turn; in half of the trials before one of the resumed
     run too."""
     directory, count = trial.folder / "run", trial.number % trial.common.operations
-    assert finish(forked(partial(dies_at, directory, count))) == DIED
+    assert finish(forked(partial(die_at_operation, directory, count))) == EXIT_DIED
     if trial.rng.random() < 0.5:
-        code = finish(forked(partial(dies_at, directory, trial.rng.randrange(trial.common.operations))))
-        assert code in (0, DIED), f"the resumed run left with {code}"
+        code = finish(forked(partial(die_at_operation, directory, trial.rng.randrange(trial.common.operations))))
+        assert code in (0, EXIT_DIED), f"the resumed run left with {code}"
     return check_resume(trial, directory, ROUNDS)
 
 

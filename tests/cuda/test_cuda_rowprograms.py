@@ -3,7 +3,6 @@ found, and nvcc's report."""
 
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from tests.helpers.emulated_rows import (
 )
 from tests.helpers.fed_runs import digest
 from tests.helpers.op_cases import same_bits
-from tests.helpers.places import ROOT
 
 pytestmark = [pytest.mark.gpu_code, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -200,13 +198,7 @@ def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
     emulated.compile_library(folder / "as-it-is")
     path = folder / re.sub(r"\W", "-", f"rows {error}")
     library = emulated.compile_library(path, ERRORS[error], ready=folder / "as-it-is")
-    argv = [sys.executable, "-c", SCRIPT, str(library)]
-    process = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if error == "none":
-        assert process.returncode == 0, process.stderr
-    else:
-        assert process.returncode != 0, f"the error {error!r} went unnoticed"
-        assert "AssertionError" in process.stderr or process.returncode < 0, process.stderr
+    emulated.assert_found(error, SCRIPT, library)
 
 
 # --- what nvcc makes of it ---

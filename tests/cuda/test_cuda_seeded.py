@@ -1,8 +1,6 @@
 """Errors put into a copy of the CUDA kernels, one at a time, must turn the emulated steps red (see `emulated.py`)."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +13,6 @@ from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.emulated_steps import assert_sound, case_of, sam_step
 from tests.helpers.op_cases import Case, Memory, close
-from tests.helpers.places import ROOT
 
 pytestmark = [
     pytest.mark.gpu_code,
@@ -168,10 +165,4 @@ def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
     if any(not name.endswith(".cu") for name in changes):
         changes = emulated.ONLY_FLOAT | changes
     library = emulated.compile_library(folder / re.sub(r"\W", "-", error), changes, ready=folder / "as-it-is")
-    argv = [sys.executable, "-c", SCRIPT, str(library)]
-    process = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if error == "none":
-        assert process.returncode == 0, process.stderr
-    else:
-        assert process.returncode != 0, f"the error {error!r} went unnoticed"
-        assert "AssertionError" in process.stderr or process.returncode < 0, process.stderr
+    emulated.assert_found(error, SCRIPT, library)

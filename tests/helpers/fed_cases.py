@@ -82,7 +82,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedrobust-diag": ("FedRobust", {"lam": 0.3, "ascent_steps": 3, "form": "diag"}),
     "fedrobust-radius": ("FedRobust", {"ascent_steps": 2, "eta_2": 0.5, "form": "full", "radius": (0.2, 0.1)}),
 }
-NOT_STACKED = tuple(name for name, made in fed.algorithms.registry.items() if has_loop(made()))
+NOT_STACKED = tuple(name for name, cls in fed.algorithms.registry.items() if has_loop(cls()))
 # Options whose names or values differ in the twin.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "fedsam-schedule": {"rho": lambda t: (0.3, 0.2, 0.1)[min(t, 2)]},

@@ -57,22 +57,22 @@ def says(page: str, sentence: str) -> bool:
 
 def blocks(page: str) -> Iterator[Block]:
     """The fenced blocks, in the order of the page."""
-    opened: tuple[str, str, str, int] | None = None
+    fence_start: tuple[str, str, str, int] | None = None
     code: list[str] = []
     reason, quoted = None, False
     for number, line in enumerate(text_of(page).splitlines(), 1):
         fence = _FENCE.match(line)
-        if opened is None:
+        if fence_start is None:
             if fence:
-                opened, code = (fence[1], fence[2], fence[3], number + 1), []
+                fence_start, code = (fence[1], fence[2], fence[3], number + 1), []
             elif line.strip():
-                found = _NOT_RUN.fullmatch(line.strip())
-                reason = found[1] if found else None
+                match = _NOT_RUN.fullmatch(line.strip())
+                reason = match[1] if match else None
                 quoted = _QUOTED.fullmatch(line.strip()) is not None
-        elif fence and fence[2].startswith(opened[1]) and not fence[3]:
-            made = textwrap.dedent("\n".join(code)) + "\n"
-            yield Block(page, opened[3], opened[2], made, reason, quoted)
-            opened, reason, quoted = None, None, False
+        elif fence and fence[2].startswith(fence_start[1]) and not fence[3]:
+            text = textwrap.dedent("\n".join(code)) + "\n"
+            yield Block(page, fence_start[3], fence_start[2], text, reason, quoted)
+            fence_start, reason, quoted = None, None, False
         else:
             code.append(line)
 

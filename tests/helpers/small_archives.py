@@ -119,8 +119,8 @@ def emnist_files(n: int = 200, kind: str = "byclass") -> tuple[dict[str, bytes],
         x = RNG.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         y = RNG.integers(0, 62, count).astype(np.uint8)
         y[0] = 61
-        for what, array in (("images-idx3", x), ("labels-idx1", y)):
-            files[f"emnist-{kind}-{part}-{what}-ubyte.gz"] = gzip.compress(idx(array))
+        for name_of_part, array in (("images-idx3", x), ("labels-idx1", y)):
+            files[f"emnist-{kind}-{part}-{name_of_part}-ubyte.gz"] = gzip.compress(idx(array))
         content[part] = (x, y.tolist())
     return files, content
 
@@ -151,8 +151,8 @@ def served(folder: Path, declared_length: int | None = None) -> Iterator[str]:
             pass
 
         def send_header(self, key: str, value: str) -> None:
-            wrong = key == "Content-Length" and declared_length is not None
-            super().send_header(key, str(declared_length) if wrong else value)
+            is_wrong = key == "Content-Length" and declared_length is not None
+            super().send_header(key, str(declared_length) if is_wrong else value)
 
     class Server(http.server.ThreadingHTTPServer):
         def handle_error(self, *arguments: Any) -> None:

@@ -33,7 +33,7 @@ class Traffic:
             np.add.at(counts, (inside - start) // tensor.element_size(), 1)
 
     def of(self, kind: str, name: str) -> list[np.ndarray]:
-        return [c for (found, *_), c in zip(self.spans, self.counts[kind], strict=True) if found == name]
+        return [c for (span_name, *_), c in zip(self.spans, self.counts[kind], strict=True) if span_name == name]
 
 
 def _extent(tensor: Tensor) -> int:

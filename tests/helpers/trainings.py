@@ -65,7 +65,7 @@ def _specs() -> list[Any]:
     """Every variant with every base; the other axes go round. `make test` takes one in six, and three usual ones."""
     usual = [Spec("sam", "sgd", torch.float32, "plain")]
     usual += [Spec(variant, "adamw", torch.float64, "plain") for variant in ("gsam", "wsam")]
-    found: list[Any] = [pytest.param(spec, id="-".join(map(str, spec))) for spec in usual]
+    params: list[Any] = [pytest.param(spec, id="-".join(map(str, spec))) for spec in usual]
     numbers = itertools.count(), itertools.count()
     for (i, variant), (j, base) in itertools.product(enumerate(VARIANTS), enumerate(BASES)):
         slow = (i + j) % 6 > 0
@@ -76,8 +76,8 @@ def _specs() -> list[Any]:
         spec = spec if spec.valid else spec._replace(options="plain")
         spec = spec if spec.valid else spec._replace(dtype=torch.float32)
         if spec.valid and spec not in usual:
-            found.append(pytest.param(spec, id="-".join(map(str, spec)), marks=[pytest.mark.slow] if slow else []))
-    return found
+            params.append(pytest.param(spec, id="-".join(map(str, spec)), marks=[pytest.mark.slow] if slow else []))
+    return params
 
 
 SPECS = _specs()

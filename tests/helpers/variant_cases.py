@@ -198,8 +198,8 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
         else:
             d = paper.direction(g1)
             eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
-            moved = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
-            v = paper.mixed(g1, flat(torch.autograd.grad(loss(moved, t), moved)))
+            perturbed = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
+            v = paper.mixed(g1, flat(torch.autograd.grad(loss(perturbed, t), perturbed)))
         correction = None if t % paper.interval else paper.correction()
         factor = clip_factor(v if correction is None else v + correction, limit)
         for p, g in zip(params, like(factor * v, params), strict=True):
@@ -232,7 +232,7 @@ ONE_PASS: dict[str, tuple[SAM, Prefetcher]] = {
 }
 
 
-def one_pass_loop(ahead: Prefetcher, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
+def one_pass_loop(direction_of: Prefetcher, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
     """Float64, unfused, with torch's own optimizer: the clean weights."""
     start, loss = problem()
     params = [p.clone().requires_grad_() for p in start]
@@ -240,13 +240,13 @@ def one_pass_loop(ahead: Prefetcher, base: str, steps: int, limit: float = math.
     optimizer = cls(params, **options)
     eps = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
     for t in range(steps):
-        rested = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
-        g = flat(torch.autograd.grad(loss(rested, t), rested))
+        perturbed = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
+        g = flat(torch.autograd.grad(loss(perturbed, t), perturbed))
         g = clip_factor(g, limit) * g
         for p, part in zip(params, like(g, params), strict=True):
             p.grad = part
         optimizer.step()
-        d = ahead(optimizer, params, g)
+        d = direction_of(optimizer, params, g)
         eps = RHO * d / (d.norm() + 1e-12)
     return [p.detach() for p in params]
 
@@ -332,10 +332,10 @@ def fused(
     `layouts` may change the parameters' memory; `groups` has the numbers of the parameters of each group.
     """
     start, _ = problem(dtype)
-    cls, own = BASES[base]
+    cls, base_options = BASES[base]
     params = [nn.Parameter(p) for p in start]
     if layouts is not None:
         layouts(params)
-    given = params if groups is None else [{"params": [params[i] for i in group]} for group in groups]
-    opt = FusedSAM(given, cls, variant=sam, backend=backend, **own, **options)
+    groups_of_params = params if groups is None else [{"params": [params[i] for i in group]} for group in groups]
+    opt = FusedSAM(groups_of_params, cls, variant=sam, backend=backend, **base_options, **options)
     return Training(params, opt).steps(range(steps))

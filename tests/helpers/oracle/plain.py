@@ -1,7 +1,6 @@
 """Methods whose server averages: FedAvg, FedAdam, FedProx, FedSAM, FedGSAM, FedLESAM."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -123,16 +122,6 @@ class FedGSAM(FedSAM):
         return minus(g2, scaled(self.alpha, minus(g1, along)))
 
 
-def lesam_begin(method: Any, visit: Visit) -> None:
-    """The perturbation of a whole round: towards the model received last time (Fan et al. 2024, Algorithm 1)."""
-    before = visit.mine.get("w_old") if method.reference == "client" else visit.server["w_last"]
-    if before is None and method.initial_perturbation == "none":
-        visit.notes["eps"] = zeros(visit.anchor)
-        return
-    before = zeros(visit.anchor) if before is None else before
-    visit.notes["eps"] = scaled(at(visit.t, method.rho), unit(minus(before, visit.anchor)))
-
-
 @dataclass
 class FedLESAM(FedAvg):
     """Fan et al. 2024, Algorithm 1."""
@@ -145,7 +134,13 @@ class FedLESAM(FedAvg):
         return {"w_last": None}
 
     def begin(self, visit: Visit) -> None:
-        lesam_begin(self, visit)
+        """Set the perturbation of a whole round, towards the model received last time."""
+        old = visit.mine.get("w_old") if self.reference == "client" else visit.server["w_last"]
+        if old is None and self.initial_perturbation == "none":
+            visit.notes["eps"] = zeros(visit.anchor)
+        else:
+            old = zeros(visit.anchor) if old is None else old
+            visit.notes["eps"] = scaled(at(visit.t, self.rho), unit(minus(old, visit.anchor)))
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         return visit.gradient(add(w, visit.notes["eps"]), x, y)
