@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def select_attacks(names: str | None) -> list[Attack]:
-    """The attacks of these names. Raises ValueError for an unknown one."""
+    """Return the attacks of these names. Raises ValueError if a name is unknown."""
     by_name = {attack.name: attack for attack in ATTACKS}
     selection = by_name if names is None else dict.fromkeys(names.split(","))
     if unknown := [name for name in selection if name not in by_name]:

@@ -115,7 +115,7 @@ def _config(content: bytes, folder: Path) -> None:
 
 
 def _run_directory(place: str) -> Callable[[bytes, Path], None]:
-    """One of a run's files; a checkpoint's with its hash in a manifest that is right."""
+    """Return a door that replaces a file of a run. The manifest gets the hash of a file of the checkpoint."""
 
     def resume(content: bytes, folder: Path) -> None:
         directory = folder / "run"
@@ -144,7 +144,7 @@ DOORS: dict[str, Callable[[bytes, Path], None]] = {
 
 
 def read_file(trial: Trial) -> int:
-    """Every door in turn, with a payload in some form: an error, and nothing of it was run."""
+    """Hand a payload in some format to one of the doors. It must raise an error, and must not run the payload."""
     rng, marker = trial.rng, trial.folder / "ran"
     name = list(DOORS)[trial.number % len(DOORS)]
     payload = Payload(marker, rng.choice(["open", "system", "exec", "mkdir"]))

@@ -48,7 +48,7 @@ def _steps(backend: str) -> Work:
 
 
 def _optimizers(folder: Path) -> None:
-    """One made, saved, loaded into another, and gone."""
+    """Make an optimizer, save its state, and load the state into a second optimizer."""
     opts = []
     for _ in range(2):
         params = make_parameters([(50, 30), (40,)], torch.float32)

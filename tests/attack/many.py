@@ -35,7 +35,7 @@ def train_many(trial: Trial) -> int:
 
 
 def _peak_megabytes() -> float:
-    """The most that this process ever had."""
+    """Return the peak of this process's resident memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -155,7 +155,7 @@ def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def _damage(rng: random.Random, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with something else, or nothing, in one to three places."""
+    """Replace or delete one to three entries of a state dict."""
     for _ in range(rng.choice([1, 1, 2, 3])):
         *parents, key = rng.choice([path for path in _places(state_dict) if path])
         container: Any = state_dict
@@ -274,7 +274,7 @@ def command_line(trial: Trial) -> int:
 
 
 def config_files(trial: Trial) -> int:
-    """A config of which some bytes are others."""
+    """Run a config file in which some bytes are replaced."""
     with _working_directory(trial.folder):
         data, rng = bytearray(CONFIG.encode()), trial.rng
         for _ in range(rng.randint(1, 3)):

@@ -30,7 +30,7 @@ Arguments = dict[str, Any]
 
 
 def make_arguments(rng: random.Random) -> tuple[str, Arguments]:
-    """An op and arguments that fit: a few segments of any lengths, in any dtype."""
+    """Return an op and valid arguments: a few segments of any lengths, in any dtype."""
     shapes: list[tuple[int, ...]] = [(rng.choice(LENGTHS),) for _ in range(rng.randint(0, 3))] + [(5, 7)]
     rng.shuffle(shapes)
     step = Step(rng.randrange(10**6), rng.choice(FLOATS), shapes)
@@ -86,7 +86,7 @@ def _table(rng: random.Random, table: Tensor) -> Any:
 
 
 def _list(rng: random.Random, tensors: list[Tensor]) -> Any:
-    """One of them is wrong, gone or too many; two change places; or one field is in place of all."""
+    """Change, delete, repeat or reorder tensors of a list, or put one field in place of the list."""
     kind, result = rng.randrange(6), list(tensors)
     if kind == 0 or not result:
         return [] if rng.random() < 0.5 else [torch.zeros(rng.choice([1, 2]), rng.choice([0, 8, 64, 8192]))]
@@ -104,7 +104,7 @@ def _list(rng: random.Random, tensors: list[Tensor]) -> Any:
 
 
 def damage_arguments(rng: random.Random, arguments: Arguments) -> Arguments:
-    """One to three arguments are others."""
+    """Change one to three arguments."""
     arguments = dict(arguments)
     for name in rng.sample(sorted(arguments), min(len(arguments), rng.choice([1, 1, 2, 3]))):
         value = arguments[name]
@@ -189,7 +189,7 @@ def _assert_same_numbers(arguments: Arguments, expected: Arguments, name: str) -
 
 
 def _reference_arguments(name: str, arguments: Arguments) -> Arguments:
-    """The arguments as the functions of `fastsam.ops` and the reference take them."""
+    """Return the arguments as the functions of `fastsam.ops` and the reference take them."""
     arguments = dict(arguments)
     if name == "update_":
         arguments["state"] = [arguments.pop(f"state{i}") for i in range(3)]

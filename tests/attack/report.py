@@ -14,7 +14,7 @@ _SHOWN = 5  # failures of an attack that the terminal shows
 
 
 def line(attack: dict[str, Any]) -> str:
-    """An attack on the terminal; each failure with the command that repeats it."""
+    """Return an attack as text for the terminal, each failure with the command that repeats it."""
     if attack["left_out"]:
         return f"{attack['name']:<24} left out: {attack['left_out']}"
     failures = attack["failures"]

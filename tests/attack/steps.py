@@ -25,7 +25,7 @@ def _plan(trial: Trial) -> Plan:
 
 
 def interrupt_at_lines(trial: Trial) -> int:
-    """An exception before lines of the code of a step."""
+    """Raise an exception before lines of the code of a step."""
     plan = _plan(trial)
     lines = plan.lines()
     sample = trial.rng.sample(range(lines), min(TIMES, lines))

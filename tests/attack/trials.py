@@ -180,7 +180,7 @@ def _redirect_output(file: Path) -> None:
 
 
 def _wait(pid: int, patience: float) -> int | None:
-    """The exit code, as `os.waitstatus_to_exitcode` has it; None for a process that had to be killed."""
+    """Return the exit code, as `os.waitstatus_to_exitcode` has it, or None if the process had to be killed."""
     descriptor = os.pidfd_open(pid)
     try:
         has_ended = bool(select.select([descriptor], [], [], patience)[0])

@@ -99,7 +99,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def kernels(library: Path) -> list[Kernel]:
-    """All kernels of all architectures with their resources and instructions."""
+    """Return all kernels of all architectures with their resources and instructions."""
     table: dict[tuple[str, str], Kernel] = {}
     for option in ("-res-usage", "-sass"):
         arch = name = ""

@@ -36,7 +36,7 @@ def small_emulation(folder: Path) -> Emulation:
 
 
 def calls(module: ModuleType) -> Iterator:
-    """The tests of a module that take a backend, each with every value of its other parameters."""
+    """Yield the tests of a module that take a backend, each with every value of its other parameters."""
     for name, function in inspect.getmembers(module, inspect.isfunction):
         marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
         if not name.startswith("test_") or "backend" not in [mark.args[0] for mark in marks]:

@@ -99,8 +99,10 @@ def fixed_steps(emulation: Emulation) -> None:
 
 
 def sums_per_row(kernels: ModuleType, case: Case) -> None:
-    """All ops that add up, twice each into the same memory: the second call finds the tickets that the first one
-    left."""
+    """Compare all ops that add up, twice each into the same memory.
+
+    The second call finds the tickets of the first call.
+    """
     hparams, memory = case.hparams(ADAPTIVE=0.0), Memory(case, "cpu")
     values = {name: case.values(name) for name in ("grads", "weights", "mu", "s", "params")}
     grads, weights, params = (memory.operand(name, values[name]) for name in ("grads", "weights", "params"))

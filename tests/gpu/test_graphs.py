@@ -16,7 +16,7 @@ from tests.helpers.places import ROOT
 
 
 def capture_graph(body: object, warm_up: int = 2) -> torch.cuda.CUDAGraph:
-    """A graph of `body`, after `warm_up` ordinary calls on a side stream."""
+    """Return a graph of `body`, after `warm_up` ordinary calls on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -10,7 +10,7 @@ from fastsam import FusedSAM
 
 
 def train(rank: int, styles: Sequence[str]) -> dict[str, bytes]:
-    """The weights after three steps of each style, of which this rank has half of the samples."""
+    """Return the weights after three steps of each style. This rank has half of the samples."""
     samples, weights = slice(4 * rank, 4 * rank + 4), {}
     for style in styles:
         torch.manual_seed(0)

@@ -90,7 +90,7 @@ def compile_library(
 
 
 def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
-    """Every C++ and CUDA source below `sources`, with the texts replaced that `changes` names."""
+    """Copy the C++ and CUDA sources below `sources`, with the texts replaced that `changes` names."""
     for path in sources.rglob("*"):
         if path.suffix not in (".h", ".cuh", ".cu", ".cpp"):
             continue
@@ -105,7 +105,7 @@ def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
 
 
 def schemas() -> list[str]:
-    """The schemas of csrc/ops.cpp and csrc/rowprograms/ops.cpp."""
+    """Return the schemas of csrc/ops.cpp and csrc/rowprograms/ops.cpp."""
     text = "".join((build.csrc() / name).read_text() for name in ("ops.cpp", "rowprograms/ops.cpp"))
     matches = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', text)
     return ["".join(re.findall(r'"([^"]*)"', literals)) for literals in matches]
@@ -140,12 +140,14 @@ class Emulation:
         self.backend = _Backend("cuda-emulated", "cpu", "native", lambda: None, kernels=module)
 
     def order(self, blocks: int, threads: int) -> None:
-        """In which order blocks and threads run: 0 ascending, 1 descending, more: a shuffle with that seed."""
+        """Set the order of blocks and threads: 0 ascending, 1 descending, a larger number is the seed of a shuffle."""
         self._library.emulation_order(blocks, threads)
 
     def walk(self, lengths: Sequence[int], width: int, turns: int, minimum: int) -> int:
-        """-1 when the kernels' walk over segments of these lengths meets every element once, else an element for which
-        it does not."""
+        """Return -1 if the kernels' walk over segments of these lengths meets every element once.
+
+        Otherwise return an element that it does not meet once.
+        """
         counts = torch.zeros(sum(lengths) + 1, dtype=torch.uint8)
         function = self._library.emulation_walk
         function.restype = ctypes.c_int64
@@ -158,8 +160,11 @@ class Emulation:
         )  # fmt: skip
 
     def count(self, name: str) -> int:
-        """launches, blocks, largest_argument (bytes), misaligned or out_of_bounds (accesses), since it was loaded;
-        last_stream (its address)."""
+        """Return a counter since the library was loaded.
+
+        Counters are launches, blocks, largest_argument (bytes), and the accesses misaligned and out_of_bounds.
+        `last_stream` is the address of a stream.
+        """
         function = getattr(self._library, f"emulation_{name}")
         function.restype = ctypes.c_int64
         return int(function())
@@ -167,7 +172,7 @@ class Emulation:
 
 @contextmanager
 def direct(library: Path) -> Iterator[None]:
-    """Meanwhile `direct_calls.CudaDirectCalls` finds this library's functions, and takes tensors of the CPU."""
+    """Let `direct_calls.CudaDirectCalls` use this library's functions and tensors of the CPU."""
     original = libraries.library
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libraries, "library", lambda device="cpu": str(library) if device == "cuda" else original(device))
@@ -204,5 +209,5 @@ def assert_found(error: str, script: str, library: Path) -> None:
 
 
 def why_not() -> str | None:
-    """Why the emulation cannot be built here; None when it can."""
+    """Return the reason why the emulation cannot be built here, or None."""
     return build.why_not()

@@ -53,7 +53,7 @@ def classifier(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.R
 
 
 def make_row_pass(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU) -> tuple[Any, ...]:
-    """A compared row program, the rows it is for, and samples: one label does not count."""
+    """Return a compared row program, its rows, and samples. One label is ignored."""
     passes, rows = stacked(classifier(widths, activation), rows=ROWS)
     x, y = torch.randn(SAMPLES, widths[0]), torch.randint(widths[-1], (SAMPLES,))
     y[3] = -100
@@ -82,8 +82,11 @@ def uneven_epoch(steps: Sequence[int], is_joint: bool) -> list[Tensor]:
 
 
 def epoch(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU, sam: bool = True) -> list[Tensor]:
-    """All that two local steps write: with `sam` an adaptive perturbation, both gradients, momentum, q, a shift and
-    clipping; else plain SGD."""
+    """Return all tensors that two local steps write.
+
+    With `sam` the steps have an adaptive perturbation, both gradients, momentum, q, a shift and clipping. Otherwise
+    they are plain SGD.
+    """
     row_pass, rows, x, y = make_row_pass(widths, batch, activation)
     draw = torch.Generator().manual_seed(1)
     hparams = torch.zeros_like(rows.hparams)
@@ -129,8 +132,10 @@ def same_uneven_epochs(emulation: Emulation, namespace: str) -> None:
 
 
 def fixed_epochs(emulation: Emulation, namespace: str = emulated.NAMESPACE) -> None:
-    """A few epochs that meet every branch: a product of tiles and one of elements, a matrix that is turned, pieces of
-    more and fewer than 64."""
+    """Compare a few epochs that meet every branch.
+
+    Branches are products of tiles and of elements, a transposed matrix, and pieces of more and fewer than 64.
+    """
     same_epochs(emulation, namespace, (64, 32, 10), 16)
     same_epochs(emulation, namespace, (7, 5, 3), 5)
     same_uneven_epochs(emulation, namespace)

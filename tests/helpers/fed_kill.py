@@ -31,7 +31,7 @@ EXIT_DIED = 9  # the exit code of a process that died at an operation on a file
 
 
 def train(directory: Path, rounds: int = 9, delay: float = 0.0, dropout: float = 0.2, **options: Any) -> None:
-    """With client states, dropout, averaged buffers, momentum, and checkpoints that are rarer than rounds."""
+    """Train with client states, dropout, averaged buffers, momentum, and a checkpoint in every second round."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 3))
     generator = torch.Generator().manual_seed(1)
@@ -49,14 +49,14 @@ def train(directory: Path, rounds: int = 9, delay: float = 0.0, dropout: float =
 
 
 def digest(directory: Path) -> str:
-    """The final model's bytes and all metrics but the seconds."""
+    """Return a hash of the final model and of all metrics except times."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     records = [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
     return hashlib.sha256((directory / "model.safetensors").read_bytes() + json.dumps(records).encode()).hexdigest()
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Process id of a child that does `work` and leaves with 0, or with 1 after an exception."""
+    """Fork a child that does `work` and exits with 0, or with 1 after an exception. Return its process id."""
     pid = os.fork()
     if pid == 0:
         code = 1

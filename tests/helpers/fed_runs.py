@@ -92,7 +92,7 @@ def untimed(result: fed.Result) -> list[dict[str, Any]]:
 
 
 def digest(result: fed.Result) -> str:
-    """SHA-256 of the weights and of everything recorded but the times."""
+    """Return the SHA-256 of the weights and of the records without their times."""
     sha = hashlib.sha256()
     for p in result.model.parameters():
         sha.update(p.detach().numpy().tobytes())

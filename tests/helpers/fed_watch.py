@@ -33,7 +33,7 @@ class Watched:
 
     @property
     def _clients(self) -> dict[int, dict[str, Any]]:
-        """The last state of each client, by id."""
+        """Return the last state of each client, by id."""
         return {client: states[-1][1] for client, states in self._kept.items()}
 
     def init_server(self, w0: Tensor) -> State:

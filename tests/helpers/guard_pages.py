@@ -102,7 +102,7 @@ def finite(op: Op, operands: Operands) -> bool:
 
 
 def rows_of_a_sum(kernels: Any, rows: int, n: int, dtype: torch.dtype, at_end: bool) -> bool:
-    """`accumulate_` of rows with NaN between them: whether it found numbers only."""
+    """Return True if `accumulate_` of rows with NaN between them finds only numbers."""
     memory, stride = Guarded(at_end), n + 3
     x = memory.tensor(rows * stride - 3, dtype).as_strided((rows, n), (stride, 1))
     x.copy_(torch.randn(rows, n))
@@ -113,7 +113,7 @@ def rows_of_a_sum(kernels: Any, rows: int, n: int, dtype: torch.dtype, at_end: b
 
 
 def access_beyond(mode: str) -> None:
-    """One element too far."""
+    """Access one element too far."""
     memory = Guarded(at_end=True)
     tensor = memory.tensor(5, torch.float32)
     one_more = tensor.as_strided((1,), (1,), 0)

@@ -25,7 +25,7 @@ SETTINGS = (
 
 
 def require_pip_and_setuptools() -> None:
-    """Skip where this environment cannot build a wheel by itself."""
+    """Skip the test if this environment cannot build a wheel."""
     for name, oldest in (("pip", "22.3"), ("setuptools", "77")):
         try:
             version = metadata.version(name)
@@ -49,14 +49,14 @@ def copy_checkout(target: Path) -> Path:
 
 
 def environ(**settings: Any) -> dict[str, str]:
-    """This process's environment without what steers a build, plus `settings`; with the ninja of this environment."""
+    """Return the environment of this process without settings of a build, with `settings` and this Python's ninja."""
     clean = {key: value for key, value in os.environ.items() if key not in SETTINGS}
     clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
     return {**clean, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **settings}
 
 
 def run(*argv: str | Path, cwd: Path, ok: bool = True, timeout: float = 600, **settings: Any) -> str:
-    """stdout and stderr of a command; asserts that it succeeds, or, with `ok=False`, that it fails."""
+    """Return the output of a command. Assert that it succeeds, or with `ok=False` that it fails."""
     command = [str(argument) for argument in argv]
     process = subprocess.run(
         command, cwd=cwd, env=environ(**settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -19,7 +19,7 @@ def step(training: Training, t: int) -> None:
 
 
 def by_hand(training: Training, t: int) -> None:
-    """The step is over when `second_step` is."""
+    """Take a step in two halves, and restore the weights after an exception."""
     try:
         if training.opt.perturbs:
             training.ascend(t, zero_grad=True)
@@ -40,7 +40,7 @@ def in_context(training: Training, t: int) -> None:
 
 
 def look(training: Training, t: int) -> None:
-    """No step at all."""
+    """Evaluate at the perturbed weights without a step."""
     training.backward(t)
     with training.opt.perturbed():
         training.backward(t)
@@ -50,8 +50,10 @@ STYLES: dict[str, Callable[[Training, int], None]] = {f.__name__: f for f in (st
 
 
 def state(training: Training) -> list[Tensor]:
-    """All tensors of the state that say something: not a master copy that is no more than the weights, nor a memory of
-    nothing, which are there from the first look at the parameters."""
+    """Return the tensors of the state, except master copies that equal the weights, and empty memories.
+
+    Both exist as soon as the optimizer has read the parameters.
+    """
     tensors = []
     for i, entry in training.opt.state_dict()["state"].items():
         for name, value in sorted(entry.items()):

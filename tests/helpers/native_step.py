@@ -14,7 +14,7 @@ SHAPES = [(33,), (5, 7), (), (0,), (20000,), (3, 4, 2, 2)]
 
 
 def hparams(**columns: float) -> Tensor:
-    return hparams_of(device="cpu", **{"PENALTY": 0.5, **columns})
+    return hparams_of(1, "cpu", **{"PENALTY": 0.5, **columns})
 
 
 class Step:
@@ -36,7 +36,7 @@ class Step:
         self.h, self.table = hparams(), self.layout.table
 
     def run(self) -> str:
-        """One step; the digest of all that it wrote."""
+        """Take one step, and return the digest of all written tensors."""
         native.norm_(self.sumsq, self.g1, [], self.table, self.h)
         native.perturb_(self.params, self.backup, self.g1, self.table, self.h, self.sumsq, True)
         native.update_(self.params, self.backup, self.g2, self.table, self.h, "sgd", [self.m])

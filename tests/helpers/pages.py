@@ -41,7 +41,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def run(self, names: dict[str, Any]) -> None:
-        """Executes it in `names`; tracebacks have the lines of the page."""
+        """Execute the block in `names`. Tracebacks have the lines of the page."""
         lines = "\n" * (self.line - 1) + self.code
         exec(compile(lines, self.page, "exec", dont_inherit=True), names)
 
@@ -56,7 +56,7 @@ def says(page: str, sentence: str) -> bool:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The fenced blocks, in the order of the page."""
+    """Yield the fenced blocks, in the order of the page."""
     fence_start: tuple[str, str, str, int] | None = None
     code: list[str] = []
     reason, quoted = None, False
@@ -78,7 +78,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def without_fences(page: str) -> str:
-    """The page with its fenced blocks blanked, line by line."""
+    """Return the page with empty lines in place of its fenced blocks."""
     lines, inside = [], ""
     for line in text_of(page).splitlines():
         fence = _FENCE.match(line)
@@ -94,7 +94,7 @@ def without_fences(page: str) -> str:
 
 
 def indented(page: str) -> list[str]:
-    """The lines of the blocks that are indented by four blanks, after an empty line."""
+    """Return the lines of blocks that are indented by four blanks, after an empty line."""
     found, inside, before = [], False, ""
     for line in without_fences(page).splitlines():
         inside = line.startswith("    ") and (inside or not before.strip())
@@ -130,7 +130,7 @@ def _is_command(text: str) -> bool:
 
 
 def links(page: str) -> list[str]:
-    """The targets of its links and pictures that lead to a file or a heading of the checkout."""
+    """Return the targets of links and pictures that lead to a file or a heading of the checkout."""
     prose = re.sub(r"`[^`\n]*`", "", without_fences(page))
     return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", target)]
 

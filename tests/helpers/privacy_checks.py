@@ -41,7 +41,7 @@ def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, 
 
 
 def moved(result: fed.Result, size: int) -> Tensor:
-    """By how much all parameters moved, float64."""
+    """Return the displacement of all parameters in float64."""
     torch.manual_seed(0)
     before = nn.Linear(size, 8)
     pairs = zip(result.model.parameters(), before.parameters(), strict=True)
@@ -58,7 +58,7 @@ def scale(expected: float, size: int = 2000, **options: Any) -> None:
 
 
 def scales() -> None:
-    """The noise is z * clip / (expected cohort), whatever clients came."""
+    """Check that the noise is z * clip / (expected cohort), whatever the cohort is."""
     cohort_sizes = [r["clients"] for r in run(participation=0.5, seed=3).history]
     assert cohort_sizes != [4]  # a cohort unlike the expected one tells the two denominators apart
     scale(2 * 0.5 / 4, participation=0.5, seed=3)
@@ -67,12 +67,12 @@ def scales() -> None:
 
 
 def local_scale() -> None:
-    """The mean of the clients that took part has the noise of each client."""
+    """Check that the mean of a cohort has the noise of each client."""
     scale(2 * 0.5 / math.sqrt(2), participation=0.25, sampler="fixed", noise="local")
 
 
 def denominator() -> None:
-    """The sum of who came over the cohort that is expected."""
+    """Check that the sum over a cohort is divided by the expected size of the cohort."""
     options: dict[str, Any] = {"participation": 0.5, "seed": 3, "lr": 0.1, "clip": 100.0}
     (record,) = run(**options, noise_multiplier=0.0).history
     plain = moved(run(**options, noise_multiplier=0.0), 6)
@@ -81,7 +81,7 @@ def denominator() -> None:
 
 
 def clipped() -> None:
-    """No row is longer than the bound, also after rounding, and shorter rows keep their bits."""
+    """Check that no row is longer than the bound, also after rounding, and that shorter rows keep their bits."""
     for dtype in (torch.float32, torch.float64):
         g = torch.Generator().manual_seed(0)
         for limit in (1e-3, 0.7, 1.0, 1e3):
@@ -131,7 +131,7 @@ def poisson() -> None:
 
 
 def without_replacement() -> None:
-    """A client in place of another one: twice the clip, so half the multiplier."""
+    """Check epsilon for replaced clients, whose sensitivity is twice the clip."""
     same(epsilon("central", "fixed", 0.3), "without replacement", "REPLACE_ONE", 7, 10, 3, 0.6)
 
 

@@ -76,7 +76,7 @@ class Variant:
         return Operand(f"*{DTYPES[self.element(name)].value}", "i32", "constexpr")
 
     def element(self, name: str) -> torch.dtype:
-        """The dtype of an operand's elements."""
+        """Return the dtype of an operand's elements."""
         if name in OPERANDS or (name == "backup" and not self.master):
             return self.dtype
         return torch.float64 if self.dtype == torch.float64 else torch.float32

@@ -80,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train(rank: int, case: dict[str, Any], run_dir: Path | None = None, **more: Any) -> tuple[str, float, int]:
-    """The hash of a run, its state in megabytes, and how often a client was excluded or an outlier."""
+    """Return the hash of a run, its state in megabytes, and the number of excluded clients and outliers."""
     defaults: Any = {"rounds": 3, "batch_size": 5, "participation": 0.6, "executor": "sequential"}
     options = defaults | case | more
     clients = oracle.ragged_clients(torch.float32, options.pop("sizes", SIZES))
@@ -98,19 +98,19 @@ def train_all(rank: int, folder: Path | None) -> dict[str, Any]:
 
 
 def other_directories(rank: int, folder: Path) -> Any:
-    """Each rank names another directory, rank 2 none."""
+    """Train with a different directory on each rank, and without a directory on rank 2."""
     directory = [folder / "first", folder / "second", None][rank]
     return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 2}, directory)[0]
 
 
 def fails_on_rank_1(rank: int, folder: Path) -> Any:
-    """The loss raises on rank 1 in a later round."""
+    """Train with a loss that raises an error on rank 1 in a later round."""
     loss = cross_entropy_until(20 if rank == 1 else 0, lambda: fail(ValueError("bad labels")))
     return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 4, "loss": loss}, folder)
 
 
 def interrupted(rank: int, folder: Path) -> Any:
-    """Ctrl-C on rank 0 after the second round; as in a command, inside another `join_ranks`."""
+    """Send Ctrl-C on rank 0 after the second round, inside another `join_ranks` as in a command."""
 
     def progress(record: dict[str, Any]) -> None:
         if record["round"] == 2:
@@ -137,7 +137,7 @@ def other_weights(rank: int) -> Any:
 
 
 def own_dice(rank: int) -> Any:
-    """A sampler that draws from a generator of each process."""
+    """Train with a sampler that draws from a generator of its process."""
     dice = random.Random(rank)
     return train(rank, {"algorithm": fed.SCAFFOLD(), "sampler": lambda t, g: dice.sample(range(len(SIZES)), 4)})[0]
 

@@ -33,7 +33,7 @@ _PRELOADED = (
 
 
 def why_not() -> str | None:
-    """Why the kernels cannot be tested so here; None when they can."""
+    """Return the reason why the sanitizers cannot run here, or None."""
     if reason := build.why_not():
         return reason
     try:
@@ -69,7 +69,7 @@ def environment(packages: Path) -> dict[str, str]:
 
 
 def compile_copy() -> Path:
-    """The library, in a copy of the package."""
+    """Compile a copy of the package, and return the path of its library."""
     package = FOLDER / "fastsam_kernels"
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(ROOT / "kernels", package, ignore=shutil.ignore_patterns("*.so", "native.json", "__pycache__"))

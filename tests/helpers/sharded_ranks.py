@@ -86,7 +86,7 @@ class Pair:
 
 
 def placing(mesh: DeviceMesh, *placements: Sequence[Placement] | None) -> Place:
-    """The parameters placed in turn so; None: not at all."""
+    """Return a function that places parameters by these placements in turn. None leaves a parameter unplaced."""
 
     def place(i: int, t: Tensor) -> Tensor:
         where = placements[i % len(placements)]
@@ -121,7 +121,7 @@ def steps_beside_unsharded(rank: int, wide: bool) -> str:
 
 
 def one_sum_a_step(rank: int) -> str:
-    """The ranks talk once in a step, for one number; with `skip_nonfinite` twice."""
+    """Check that a step has one all-reduce of one number, and two with `skip_nonfinite`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     calls: list[tuple[int, torch.dtype]] = []
     original = dist.all_reduce
@@ -147,7 +147,7 @@ def one_sum_a_step(rank: int) -> str:
 
 
 def not_finite(rank: int) -> str:
-    """An inf on one rank counts on all ranks."""
+    """Check that an infinite gradient on one rank has an effect on all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for half in range(2):
         pair = Pair(placing(mesh, [Shard(0)], [Replicate()]), "sgd", skip_nonfinite=True)
@@ -210,7 +210,7 @@ def step(net: nn.Module, opt: FusedSAM, number: int) -> float:
 
 
 def fsdp_steps(rank: int, base: str = "sgd", variant: str = "sam") -> str:
-    """Every rank has the same batch here, so that the mean gradient is the unsharded one."""
+    """Compare steps. Every rank has the same batch, so that the mean gradient is the unsharded gradient."""
     cls, options = BASES[base]
     sam = {**EXACT, **CLOSE}[variant]
     net, plain = sharded_net(), Net()
@@ -224,7 +224,7 @@ def fsdp_steps(rank: int, base: str = "sgd", variant: str = "sam") -> str:
 
 
 def no_stale_copy(rank: int) -> str:
-    """The root keeps gathered parameters after a forward pass without a backward pass."""
+    """Check that no pass uses parameters that the root gathered in an earlier forward pass."""
     net, plain = sharded_net(), Net()
     opt, plain_opt = (FusedSAM(m.parameters(), torch.optim.SGD, rho=0.5, lr=0.1) for m in (net, plain))
     losses: list[list[float]] = []
@@ -249,7 +249,7 @@ def no_stale_copy(rank: int) -> str:
 
 
 def learns(rank: int) -> str:
-    """FSDP, SAM and a scheduler: elsewhere a public failure, where the loss stays where it is."""
+    """Check that the loss falls with FSDP, SAM and a scheduler."""
     net, plain = sharded_net(), Net()
     ends = []
     for model in (net, plain):
@@ -307,7 +307,7 @@ def tensor_parallel(rank: int) -> str:
 
 
 def refused(rank: int) -> str:
-    """Nothing is written then."""
+    """Check two refused steps, which write nothing."""
     net = sharded_net()
     opt = FusedSAM(net.parameters(), torch.optim.SGD, lr=0.1)
     old_weights = [whole(p).clone() for p in net.parameters()]
@@ -334,7 +334,7 @@ def refused(rank: int) -> str:
 
 
 def unequal_meshes(rank: int) -> str:
-    """A parameter on a mesh of some of the ranks is refused by the others."""
+    """Check that ranks outside of a parameter's mesh refuse the parameter."""
     meshes = init_device_mesh("cpu", (dist.get_world_size(),)), DeviceMesh("cpu", [0])
     params = [nn.Parameter(placing(mesh, [Shard(0)])(0, integers((8, 2), 1))) for mesh in meshes]
     try:
@@ -347,7 +347,7 @@ def unequal_meshes(rank: int) -> str:
 
 
 def interrupted(rank: int) -> str:
-    """An exception at the perturbed point: the weights are back, and no gathered copy of the perturbed ones is used."""
+    """Check that an exception at the perturbed point restores the weights, also in gathered copies."""
     net = sharded_net()
     opt = FusedSAM(net.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, momentum=0.9)
     step(net, opt, 0)
@@ -371,7 +371,7 @@ def interrupted(rank: int) -> str:
 
 
 def adapted(rank: int) -> str:
-    """Frozen parameters have no state, and join when they are unfrozen."""
+    """Check that frozen parameters have no state until they are unfrozen."""
     net, plain = sharded_net(), Net()
     opts = [FusedSAM(m.parameters(), torch.optim.AdamW, rho=0.2, lr=0.05) for m in (net, plain)]
     for number in range(4):
@@ -385,5 +385,5 @@ def adapted(rank: int) -> str:
 
 
 def all_of(rank: int, works: Sequence[tuple[Callable[..., str], tuple[Any, ...]]]) -> list[str]:
-    """Several of them in one group of processes."""
+    """Run several functions in one group of processes."""
     return [work(rank, *arguments) for work, arguments in works]

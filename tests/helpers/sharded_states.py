@@ -40,7 +40,7 @@ CHECKPOINTS: list[tuple[str, SAM, torch.dtype]] = [
 
 
 def resumed_in_memory(rank: int, wide: bool = True) -> str:
-    """By torch's functions, into a fresh optimizer that has made no step; and by the optimizer's own state dict."""
+    """Resume by torch's functions in an optimizer that has made no step, and by the optimizer's own state dict."""
     for base, sam, dtype in CHECKPOINTS if wide else CHECKPOINTS[:1]:
         for uses_own_state in (False, True):
             net, opt = trained(base, range(3), sam, dtype)
@@ -87,7 +87,7 @@ def save_sharded(rank: int, folder: str) -> str:
 
 
 def load_sharded(rank: int, folder: str) -> str:
-    """On another number of ranks."""
+    """Load on a different number of ranks, and compare."""
     for i, (base, sam, dtype) in enumerate(CHECKPOINTS):
         net, opt = trained(base, range(0), sam, dtype)
         model, optimizer = dcp.get_state_dict(net, opt)

@@ -216,12 +216,12 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
 
 
 def against_momentum(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Tensor) -> Tensor:
-    """Becker et al. 2024: stored weights are w - rho*v/||v||."""
+    """Return the direction of MSAM (Becker et al. 2024): stored weights are w - rho*v/||v||."""
     return -flat([optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params])
 
 
 def along_gradient(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Tensor) -> Tensor:
-    """Jo et al. 2025 with a staleness of one: the gradient made the last update."""
+    """Return the gradient of the last update (Jo et al. 2025 with a staleness of one)."""
     return -g if optimizer.param_groups[0].get("maximize") else g
 
 
@@ -233,7 +233,7 @@ ONE_PASS: dict[str, tuple[SAM, Prefetcher]] = {
 
 
 def one_pass_loop(direction_of: Prefetcher, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
-    """Float64, unfused, with torch's own optimizer: the clean weights."""
+    """Train in float64, unfused, with torch's own optimizer, and return the clean weights."""
     start, loss = problem()
     params = [p.clone().requires_grad_() for p in start]
     cls, options = BASES[base]
@@ -306,12 +306,12 @@ class Training(NamedTuple):
         return self
 
     def backward(self, t: int) -> None:
-        """A fresh gradient."""
+        """Compute a new gradient."""
         self.opt.zero_grad()
         problem()[1](self.params, t).backward()
 
     def ascend(self, t: int, zero_grad: bool = False) -> None:
-        """The first half of a step, by hand, if it has not been made."""
+        """Take the first half of a step, unless it was taken already."""
         if self.opt.phase == "first":
             self.backward(t)
             self.opt.first_step(zero_grad)

@@ -15,7 +15,7 @@ Ended = tuple[nn.Module, list[nn.Module]]  # the shared model, and each client's
 
 
 def descent(parameters: Iterable[nn.Parameter], options: Options, t: int) -> Callable[[Tensor], None]:
-    """Steps of gradient descent in round t, with momentum and weight decay, in place."""
+    """Return a function that takes a step of gradient descent in round t, with momentum and weight decay, in place."""
     trained, lr = list(parameters), options.lr * options.lr_decay**t
     velocity = [torch.zeros_like(p) for p in trained]
 
@@ -108,7 +108,7 @@ def fedrep(
 
 
 def distance(model: nn.Module, anchor: nn.Module) -> Tensor:
-    """Half the squared distance of two models' parameters."""
+    """Return half the squared distance of two models' parameters."""
     pairs = zip(model.parameters(), anchor.parameters(), strict=True)
     return torch.stack([(p - q.detach()).square().sum() for p, q in pairs]).sum() / 2
 
@@ -171,7 +171,7 @@ def pfedme(
 
 
 def mixed(alpha: Tensor, v: nn.Module, w: nn.Module) -> dict[str, Tensor]:
-    """alpha*v + (1 - alpha)*w, by name; gradients go to alpha and v."""
+    """Return alpha*v + (1 - alpha)*w by name, with gradients to alpha and v."""
     return {n: alpha * p + (1 - alpha) * w.get_parameter(n).detach() for n, p in v.named_parameters()}
 
 

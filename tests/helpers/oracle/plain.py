@@ -26,14 +26,14 @@ class FedAvg:
         return {}
 
     def begin(self, visit: Visit) -> None:
-        """Before the first local step."""
+        """Set the constants of this visit, before the first local step."""
 
     def origin(self, visit: Visit) -> Vector:
         """Return the start of the local steps, from which delta is measured."""
         return visit.anchor
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        """The gradient of a batch, where the method takes it."""
+        """Return the gradient of a batch at the point that the method chooses."""
         return visit.gradient(w, x, y)
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
@@ -45,7 +45,7 @@ class FedAvg:
         return {}
 
     def serve(self, server: dict, w: Vector, end: End) -> Vector:
-        """The next global model."""
+        """Return the next global model."""
         return add(w, scaled(end.server_lr, end.mean_move()))
 
 

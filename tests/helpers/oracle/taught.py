@@ -23,7 +23,7 @@ class Taught(FedAvg):
         raise NotImplementedError
 
     def kept(self, out: Tensor, y: Tensor) -> Tensor:
-        """The logits that are compared."""
+        """Return the logits that are compared."""
         return out
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
