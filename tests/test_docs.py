@@ -23,15 +23,15 @@ PYTHON = [block for page in PAGES for block in blocks(page) if block.language ==
 def cases() -> Iterator[tuple[str, list[Block]]]:
     """Yield the blocks that run together in a new namespace: a block and the blocks that it continues."""
     for page in PAGES:
-        first, *other_blocks = [block for block in PYTHON if block.page == page] or [None]
-        if first is None:
+        block_one, *other_blocks = [block for block in PYTHON if block.page == page] or [None]
+        if block_one is None:
             continue
         if says(page, IN_TURN):
-            yield page, [first, *other_blocks]
+            yield page, [block_one, *other_blocks]
             continue
-        old_value = [first] if says(page, AFTER_THE_FIRST) else []
-        yield str(first), [first]
-        yield from ((str(block), [*old_value, block]) for block in other_blocks)
+        context = [block_one] if says(page, AFTER_THE_FIRST) else []
+        yield str(block_one), [block_one]
+        yield from ((str(block), [*context, block]) for block in other_blocks)
 
 
 CASES = dict(cases())
@@ -49,14 +49,14 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds."""
     run = fed.run
 
-    def short(*arguments: Any, rounds: int, **options: Any) -> fed.Result:
+    def run_shortened(*arguments: Any, rounds: int, **options: Any) -> fed.Result:
         return run(*arguments, rounds=min(rounds, MOST_ROUNDS), **({"executor": "sequential"} | options))
 
-    monkeypatch.setattr(fed, "run", short)
+    monkeypatch.setattr(fed, "run", run_shortened)
 
 
 @pytest.fixture
-def in_a_process_group(tmp_path: Path) -> Iterator[Any]:
+def process_group(tmp_path: Path) -> Iterator[Any]:
     """A function that begins one, for blocks that say "in a process group"."""
     begin = partial(dist.init_process_group, "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield begin
@@ -64,7 +64,7 @@ def in_a_process_group(tmp_path: Path) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def missing(code: str) -> list[str]:
+def missing_modules(code: str) -> list[str]:
     """Modules that it imports and that are not installed."""
     nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -75,19 +75,19 @@ def missing(code: str) -> list[str]:
 @pytest.mark.usefixtures("few_rounds")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
-def test_its_python_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_process_group: Any) -> None:
-    *old_value, last = CASES[case]
-    ast.parse(last.code)
-    if last.left_out:
-        pytest.skip(f"{last}: {last.left_out}")
-    if lacking := missing(last.code):
-        names = ", ".join(lacking)
-        pytest.skip(f"{last} needs {names}, which is not installed (make test-integrations has the trainers)")
+def test_its_python_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process_group: Any) -> None:
+    *context, block_of_case = CASES[case]
+    ast.parse(block_of_case.code)
+    if block_of_case.left_out:
+        pytest.skip(f"{block_of_case}: {block_of_case.left_out}")
+    if modules := missing_modules(block_of_case.code):
+        names = ", ".join(modules)
+        pytest.skip(f"{block_of_case} needs {names}, which is not installed (make test-integrations has the trainers)")
     monkeypatch.chdir(tmp_path)
-    if "in a process group" in last.code:
-        in_a_process_group()
+    if "in a process group" in block_of_case.code:
+        process_group()
     result: dict[str, Any] = {"__name__": "page"}
-    for block in (*old_value, last):
+    for block in (*context, block_of_case):
         block.run(result)
     assert case not in CLAIMS or CLAIMS[case](result)
 
@@ -95,8 +95,8 @@ def test_its_python_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_every_block_of_a_page_in_turn_can_run() -> None:
     for page in PAGES:
         if says(page, IN_TURN):
-            own_value = [block for block in PYTHON if block.page == page]
-            assert not [str(block) for block in own_value if block.left_out or missing(block.code)], (
+            page_blocks = [block for block in PYTHON if block.page == page]
+            assert not [str(block) for block in page_blocks if block.left_out or missing_modules(block.code)], (
                 "what follows cannot run"
             )
 
@@ -104,8 +104,8 @@ def test_every_block_of_a_page_in_turn_can_run() -> None:
 def test_quoted_code_is_the_package_s() -> None:
     pages = quoted_code.pages()
     assert {path.name for path in pages} >= {"design.md", "own_algorithm.md"}
-    old = [path.name for path, text in pages.items() if quoted_code.page(text) != text]
-    assert not old, f"{old} quote old code; write it again: python tools/quoted_code.py"
+    differences = [path.name for path, text in pages.items() if quoted_code.page(text) != text]
+    assert not differences, f"{differences} quote old code; write it again: python tools/quoted_code.py"
 
 
 def test_python_is_fenced() -> None:

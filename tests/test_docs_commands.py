@@ -19,8 +19,8 @@ from tests.helpers.places import ROOT
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.M))
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-OURS = {"bench", "fastsam", "fastsam_kernels", "tests"}
-READERS_OWN = {"my_script.py", "repro.py", "train.py"}  # files of the reader's, or of another project
+PACKAGES = {"bench", "fastsam", "fastsam_kernels", "tests"}
+READER_FILES = {"my_script.py", "repro.py", "train.py"}  # files of the reader's, or of another project
 HOLES = {"POINTS": "5", "TABLE": "fedsam-table2"}  # values for the words that a reader replaces
 
 
@@ -82,43 +82,48 @@ def check_pip(arguments: Sequence[str]) -> None:
 
 def check_python(arguments: Sequence[str]) -> None:
     if arguments[0] != "-m":
-        assert arguments[0] in READERS_OWN or (ROOT / arguments[0]).is_file(), f"no file {arguments[0]}"
+        assert arguments[0] in READER_FILES or (ROOT / arguments[0]).is_file(), f"no file {arguments[0]}"
         return
-    module, rest = arguments[1], arguments[2:]
+    module, options = arguments[1], arguments[2:]
     top = module.partition(".")[0]
     if module == "fastsam":
-        check_fastsam(rest)
-    elif top in OURS:
+        check_fastsam(options)
+    elif top in PACKAGES:
         place = ROOT / re.sub("^fastsam_kernels", "kernels", module).replace(".", "/")
         file = next((path for path in (place.with_suffix(".py"), place / "__main__.py") if path.is_file()), None)
         assert file, f"no module {module}"
         room = "".join(path.read_text() for path in file.parent.rglob("*.py"))
-        flags = [word.partition("=")[0] for word in rest if word.startswith("--") and word != "--help"]
+        flags = [word.partition("=")[0] for word in options if word.startswith("--") and word != "--help"]
         assert all(f'"{flag}"' in room for flag in flags), f"{module} does not take all of {flags}"
     else:
         assert importlib.util.find_spec(top) or top in PYPROJECT, f"no module {module}"
 
 
 def check_fastsam(arguments: Sequence[str]) -> None:
-    bare = [word.strip("[]") for word in arguments]
+    words_of_command = [word.strip("[]") for word in arguments]
     top = cli.parser()
     # a name or a pattern, and not an example
-    if len(bare) == 1 or "..." in bare or "--help" in bare or "--key" in bare:
+    if (
+        len(words_of_command) == 1
+        or "..." in words_of_command
+        or "--help" in words_of_command
+        or "--key" in words_of_command
+    ):
         selection = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-        assert bare[0] in (*selection.choices, "--version", "--help"), f"no command {bare[0]}"
-        left_out = ("...", "--help", "--key", "value", "options")
-        bare = [HOLES.get(word, word) for word in bare if word not in left_out]
-        if len(bare) > 1:
-            top.parse_args(bare)
+        assert words_of_command[0] in (*selection.choices, "--version", "--help"), f"no command {words_of_command[0]}"
+        placeholders = ("...", "--help", "--key", "value", "options")
+        words_of_command = [HOLES.get(word, word) for word in words_of_command if word not in placeholders]
+        if len(words_of_command) > 1:
+            top.parse_args(words_of_command)
         return
-    parsed, flags = top.parse_known_args([HOLES.get(word, word) for word in bare])
-    if parsed.command == "reproduce" and not parsed.list:
-        check_plans(parsed.table, parsed.scale, tuple(flags))
-    elif parsed.command == "run":
-        config.resolve(config.read(example(parsed.config), flags))
-    elif parsed.command == "compare":
-        lists = [text.split(",") if text else None for text in (parsed.algorithms, parsed.seeds)]
-        compare.plan(config.read(example(parsed.config), flags), *lists, parsed.sweep)
+    options, flags = top.parse_known_args([HOLES.get(word, word) for word in words_of_command])
+    if options.command == "reproduce" and not options.list:
+        check_plans(options.table, options.scale, tuple(flags))
+    elif options.command == "run":
+        config.resolve(config.read(example(options.config), flags))
+    elif options.command == "compare":
+        lists = [text.split(",") if text else None for text in (options.algorithms, options.seeds)]
+        compare.plan(config.read(example(options.config), flags), *lists, options.sweep)
     else:
         assert not flags, f"takes no {flags}"
 

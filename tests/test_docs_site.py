@@ -44,13 +44,13 @@ def test_its_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(result), f"{page}: {target}: no such heading"
 
 
-READERS_OWN = {"study.py", "train.py", "QUESTION.json"}  # files of the reader, or of another project
+READER_FILES = {"study.py", "train.py", "QUESTION.json"}  # files of the reader, or of another project
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_the_files_that_it_names_exist(page: str) -> None:
     code = re.findall(r"`([\w./-]+\.(?:py|h|cu|cuh|cpp|json|toml|js))`", text_of(page))
-    names = {name for name in code if "NAME" not in name and not name.startswith(("runs/", "DIR"))} - READERS_OWN
+    names = {name for name in code if "NAME" not in name and not name.startswith(("runs/", "DIR"))} - READER_FILES
     result = ["/" + path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
     missing = [name for name in sorted(names) if not any(path.endswith(f"/{name}") for path in result)]
     assert not missing, f"{page} names {missing}"
@@ -74,7 +74,7 @@ def test_every_page_has_one_place(conf: ModuleType) -> None:
 
 def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
     """In each page that says how to do something, within its first fifteen lines."""
-    pages = [page for name, result in conf.sections(text_of(INDEX)) if name.startswith("How to") for page in result]
+    pages = [page for name, entries in conf.sections(text_of(INDEX)) if name.startswith("How to") for page in entries]
     assert len(pages) > 15
     for _, file in pages:
         lines = text_of(f"docs/{file}.md").splitlines()
@@ -129,31 +129,31 @@ def test_docutils_reads_every_docstring_of_the_reference(conf: ModuleType) -> No
     for name in re.findall(r"^\.\. auto\w+:: (fastsam\.[\w.]+)$", page, re.M):
         if name.endswith("SAMCallback"):
             continue  # it is made where Lightning is installed
-        is_table: object = fastsam
+        member: object = fastsam
         for part in name.split(".")[1:]:
-            is_table = getattr(is_table, part, None) or importlib.import_module(f"{vars(is_table)['__name__']}.{part}")
-        text, output = "\n".join(conf.as_rst((inspect.getdoc(is_table) or "").splitlines())), io.StringIO()
+            member = getattr(member, part, None) or importlib.import_module(f"{vars(member)['__name__']}.{part}")
+        text, output = "\n".join(conf.as_rst((inspect.getdoc(member) or "").splitlines())), io.StringIO()
         core.publish_doctree(text, settings_overrides={"report_level": 2, "warning_stream": output})
         assert not output.getvalue(), f"{name}: {output.getvalue()}"
 
 
 def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
     page = conf.with_algorithms(text_of("docs/api.md"))
-    is_table = set(re.findall(r"^\.\. auto\w+:: fastsam\.([\w.]+)$", page, re.M))
+    entries = set(re.findall(r"^\.\. auto\w+:: fastsam\.([\w.]+)$", page, re.M))
     names = set(fastsam.__all__) - {"variants"}  # the page lists its names, and the names of fed's modules, one by one
     names |= {f"variants.{name}" for name in fastsam.variants.__all__ if name not in names}
-    own_value = set(fed.__all__) - {"State"}  # which is a dict
-    rooms = {name for name in own_value if isinstance(getattr(fed, name), ModuleType)}
-    names |= {f"fed.{name}" for name in own_value - rooms}
-    names |= {f"fed.{room}.{name}" for room in rooms for name in getattr(fed, room).__all__ if name not in own_value}
+    public_names = set(fed.__all__) - {"State"}  # which is a dict
+    rooms = {name for name in public_names if isinstance(getattr(fed, name), ModuleType)}
+    names |= {f"fed.{name}" for name in public_names - rooms}
+    names |= {f"fed.{room}.{name}" for room in rooms for name in getattr(fed, room).__all__ if name not in public_names}
     names.discard("fed.algorithms.State")
-    assert not sorted(names - is_table), "docs/api.md does not show these"
-    for name in is_table - {"integrations.lightning.SAMCallback"}:  # which is made where Lightning is installed
-        position: object = fastsam
+    assert not sorted(names - entries), "docs/api.md does not show these"
+    for name in entries - {"integrations.lightning.SAMCallback"}:  # which is made where Lightning is installed
+        member: object = fastsam
         for part in name.split("."):
-            name = f"{position.__name__}.{part}"  # type: ignore[attr-defined]
-            position = getattr(position, part, None) or importlib.import_module(name)
-        assert position.__doc__, f"fastsam.{name} has no docstring"
+            name = f"{member.__name__}.{part}"  # type: ignore[attr-defined]
+            member = getattr(member, part, None) or importlib.import_module(name)
+        assert member.__doc__, f"fastsam.{name} has no docstring"
 
 
 @pytest.mark.parametrize("name", notebooks.PAGES)
@@ -175,12 +175,12 @@ def test_the_notebooks_are_their_pages(name: str) -> None:
 @pytest.mark.parametrize("name", notebooks.PAGES)
 def test_a_notebook_prints_what_its_code_prints(name: str) -> None:
     result = notebooks.notebook(text_of(f"docs/{name}.md"))
-    kept_value = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())
-    is_table, expected = (
+    committed_notebook = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())
+    outputs, expected = (
         [re.sub(r"[\d.]+", "", "".join(item["text"])) for cell in book["cells"] for item in cell.get("outputs", [])]
-        for book in (result, kept_value)
+        for book in (result, committed_notebook)
     )  # numbers differ between machines
-    assert is_table == expected
+    assert outputs == expected
 
 
 def internal(conf: ModuleType) -> set[str]:
@@ -208,8 +208,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_made_without_a_warning(site: Path) -> None:
     result = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     assert {"index.html", *(page.replace(".md", ".html") for page in PAGES if page != "README.md")} <= result
-    is_table = (site / "docs" / "api.html").read_text()
-    assert "fastsam.FusedSAM.first_step" in is_table and "Sharpness-Aware Minimization (SAM) around" in is_table
+    reference = (site / "docs" / "api.html").read_text()
+    assert "fastsam.FusedSAM.first_step" in reference and "Sharpness-Aware Minimization (SAM) around" in reference
     assert 'class="math' in (site / "docs" / "algorithms.html").read_text()
 
 
@@ -221,9 +221,11 @@ def test_a_search_shows_the_users_pages_first(site: Path, conf: ModuleType, quer
         pytest.skip("no node, which runs the script of the search")
     script = ROOT / "tests" / "helpers" / "search.js"
     process = subprocess.run(["node", str(script), str(site), query], capture_output=True, text=True, check=True)
-    record = json.loads(process.stdout)
-    first = next((n for n, page in enumerate(record) if page in internal(conf)), len(record))
-    assert first >= 3 and not [page for page in record[first:] if page not in internal(conf)], record
+    results = json.loads(process.stdout)
+    num_user_pages = next((n for n, page in enumerate(results) if page in internal(conf)), len(results))
+    assert num_user_pages >= 3 and not [page for page in results[num_user_pages:] if page not in internal(conf)], (
+        results
+    )
 
 
 def test_lists_become_cards_and_marked_places_tabs(conf: ModuleType) -> None:

@@ -31,15 +31,18 @@ FLOORS = (  # from the ground up; rooms of one floor do not know each other
 
 
 def _rooms() -> Iterator[tuple[str, tuple[str, ...]]]:
-    below: tuple[str, ...] = ()
+    lower_rooms: tuple[str, ...] = ()
     for floor in FLOORS:
         rooms = tuple(f"fastsam.fed.{room}" for room in floor)
-        asks = ("fastsam.backends", "fastsam.__version__") if floor[0] in ("common", "rundir", "loop") else ()
-        program = below
+        exceptions = ("fastsam.backends", "fastsam.__version__") if floor[0] in ("common", "rundir", "loop") else ()
+        allowed_rooms = lower_rooms
         if floor == ("algorithms",):  # the only part of executors is the handle that loops get
-            program = (*(room for room in below if room != "fastsam.fed.executors"), "fastsam.fed.executors.client")
-        yield from ((room, (*program, *BELOW_FED, *asks)) for room in rooms)
-        below += rooms
+            allowed_rooms = (
+                *(room for room in lower_rooms if room != "fastsam.fed.executors"),
+                "fastsam.fed.executors.client",
+            )
+        yield from ((room, (*allowed_rooms, *BELOW_FED, *exceptions)) for room in rooms)
+        lower_rooms += rooms
 
 
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -70,7 +73,7 @@ SHARED = tuple(
 BACKEND_NAMES = frozenset({"native", "triton", "foreach", "reference"})
 EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"})
 # imported inside the function that needs them
-LATE = frozenset(
+HEAVY = frozenset(
     {
         *("matplotlib", "markdown_it", "PIL", "sklearn", "triton", "pandas", "scipy", "rich"),
         *("lightning", "transformers", "accelerate", "tensorboard", "wandb", "mlflow", "dp_accounting"),
@@ -103,26 +106,26 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str,
             yield from ((f"{prefix}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def within(name: str, prefix: str) -> bool:
+def is_in(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
 def group(module: str) -> tuple[str, tuple[str, ...]] | None:
-    return next((rule for rule in RULES if within(module, rule[0])), None)
+    return next((rule for rule in RULES if is_in(module, rule[0])), None)
 
 
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """Each import of `source` that the rules forbid to `module`."""
     rule = group(module)
-    bad_value = []
+    errors = []
     for name, line in imports(ast.parse(source), module, is_package):
         if name.split(".")[0] in ("tests", "bench", "kernels", "tools"):
-            bad_value.append(f"{module}:{line} imports {name}: nothing imports these folders")
+            errors.append(f"{module}:{line} imports {name}: nothing imports these folders")
         if name.split(".")[0] not in ("fastsam", "fastsam_kernels"):
             continue
-        if rule and not any(within(name, allowed) for allowed in (rule[0], *rule[1], *SHARED)):
-            bad_value.append(f"{module}:{line} imports {name}")
-    return bad_value
+        if rule and not any(is_in(name, allowed) for allowed in (rule[0], *rule[1], *SHARED)):
+            errors.append(f"{module}:{line} imports {name}")
+    return errors
 
 
 def named_strings(source: str, names: frozenset[str]) -> list[str]:
@@ -157,19 +160,19 @@ def top_level_imports(source: str, module: str, is_package: bool) -> set[str]:
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Imports inside functions and under TYPE_CHECKING count too. A package's `__init__` stands for no module here."""
-    program = {name: path for name, path in modules().items() if path.name != "__init__.py"}
+    files = {name: path for name, path in modules().items() if path.name != "__init__.py"}
     for path in sorted((ROOT / "bench").rglob("*.py")):
-        program[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
+        files[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
     graph = {}
-    for name, path in program.items():
-        result = (imported for imported, _ in imports(ast.parse(path.read_text()), name, False))
-        graph[name] = {m for run_1 in result for m in (run_1, run_1.rpartition(".")[0]) if m in program and m != name}
+    for name, path in files.items():
+        targets = (name_imported for name_imported, _ in imports(ast.parse(path.read_text()), name, False))
+        graph[name] = {m for target in targets for m in (target, target.rpartition(".")[0]) if m in files and m != name}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_every_module_has_a_rule() -> None:
-    run_without = [name for name in modules() if name not in OUTER and group(name) is None]
-    assert not run_without, f"say in RULES what {run_without} may import"
+    names = [name for name in modules() if name not in OUTER and group(name) is None]
+    assert not names, f"say in RULES what {names} may import"
 
 
 def test_every_module_is_on_the_design_page() -> None:
@@ -185,10 +188,10 @@ def test_every_module_is_on_the_design_page() -> None:
 
 
 def test_imports_point_down() -> None:
-    bad_value = [
+    errors = [
         v for name, path in modules().items() for v in violations(name, path.read_text(), path.name == "__init__.py")
     ]
-    assert not bad_value, "\n".join(bad_value)
+    assert not errors, "\n".join(errors)
 
 
 @pytest.mark.parametrize(
@@ -239,26 +242,28 @@ def test_the_rules_allow(module: str, source: str) -> None:
 
 
 def test_algorithms_and_executors_name_neither_backend_nor_each_other() -> None:
-    bad_value = []
+    errors = []
     for name, path in modules().items():
-        if within(name, "fastsam.fed.algorithms"):
+        if is_in(name, "fastsam.fed.algorithms"):
             names = (BACKEND_NAMES - {"reference"}) | EXECUTOR_NAMES  # FedLESAM has an option of that name
-            bad_value += [f"{name} {hit}" for hit in named_strings(path.read_text(), names)]
-        if within(name, "fastsam.fed.executors"):
-            bad_value += [f"{name} {hit}" for hit in named_strings(path.read_text(), BACKEND_NAMES)]
-    assert not bad_value, "\n".join(bad_value)
+            errors += [f"{name} {hit}" for hit in named_strings(path.read_text(), names)]
+        if is_in(name, "fastsam.fed.executors"):
+            errors += [f"{name} {hit}" for hit in named_strings(path.read_text(), BACKEND_NAMES)]
+    assert not errors, "\n".join(errors)
     assert named_strings('x = f(backend="native")', BACKEND_NAMES), "the check itself must see a name"
     assert not named_strings('x = util.find_spec("triton")', BACKEND_NAMES)
 
 
 def test_heavy_packages_are_imported_where_they_are_used() -> None:
-    late = {
-        name: top_level_imports(path.read_text(), name, path.name == "__init__.py") & LATE
+    heavy_imports = {
+        name: top_level_imports(path.read_text(), name, path.name == "__init__.py") & HEAVY
         for name, path in modules().items()
     }
     # A Triton kernel module is itself imported at first use.
-    bad_value = {name: result for name, result in late.items() if result - ({"triton"} if "triton" in name else set())}
-    assert not bad_value, f"imported at the top: {bad_value}"
+    errors = {
+        name: result for name, result in heavy_imports.items() if result - ({"triton"} if "triton" in name else set())
+    }
+    assert not errors, f"imported at the top: {errors}"
 
 
 PROBE = """
@@ -289,5 +294,5 @@ def test_import_fastsam_touches_no_cuda_no_compiler_and_nothing_heavy(tmp_path: 
     records = json.loads(process.stdout)
     assert records["events"] == [], "import fastsam started a process or loaded a library"
     assert not records["cuda"] and records["libraries"] == []
-    assert not LATE & set(records["modules"]), f"import fastsam imports {LATE & set(records['modules'])}"
+    assert not HEAVY & set(records["modules"]), f"import fastsam imports {HEAVY & set(records['modules'])}"
     assert list(tmp_path.iterdir()) == [], "import fastsam wrote into the cache"

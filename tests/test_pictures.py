@@ -10,20 +10,20 @@ from fastsam.fed.executors.base import registry
 from tests.helpers.pages import PAGES, links
 from tools import diagrams, pictures
 
-DRAWN = {
+BARS = {
     "speed.svg": ("step_bars", "whole_bars", "round_bars"),
     "step.svg": ("step_bars",),
     "rounds.svg": ("round_bars",),
 }
-ALL = [*DRAWN, "variants.svg", "surfaces.svg", *diagrams.DIAGRAMS]
+ALL = [*BARS, "variants.svg", "surfaces.svg", *diagrams.DIAGRAMS]
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", BARS)
 def test_a_picture_shows_the_measured_numbers(name: str) -> None:
-    is_table = re.findall(r">(\d+\.\d\d)</text>", (pictures.FOLDER / name).read_text())
-    bars = [getattr(pictures, results)() for results in DRAWN[name]]
+    shown_numbers = re.findall(r">(\d+\.\d\d)</text>", (pictures.FOLDER / name).read_text())
+    bars = [getattr(pictures, results)() for results in BARS[name]]
     expected = [f"{value:.2f}" for panel in bars for values in panel.values() for value in values.values()]
-    assert is_table == expected, "the picture is older than bench/results: `make pictures` draws it again"
+    assert shown_numbers == expected, "the picture is older than bench/results: `make pictures` draws it again"
 
 
 def test_each_contender_of_the_picture_was_measured() -> None:
@@ -36,24 +36,24 @@ def test_each_contender_of_the_picture_was_measured() -> None:
 
 
 def test_the_picture_of_variants_has_the_measured_ones() -> None:
-    is_table = (pictures.FOLDER / "variants.svg").read_text()
+    picture = (pictures.FOLDER / "variants.svg").read_text()
     for points in pictures.variant_points().values():
-        assert len(points) > 8 and all(f">{name}" in is_table for name in points)
+        assert len(points) > 8 and all(f">{name}" in picture for name in points)
 
 
 def test_the_trees_end_at_what_there_is() -> None:
     answers = {node.text for node in diagrams.EXECUTORS.values() if node.answer}
     assert {name for text in answers for name in registry if name in text} == set(registry)
     for nodes, edges in ((diagrams.EXECUTORS, diagrams.EXECUTOR_EDGES), (diagrams.MEMORY, diagrams.MEMORY_EDGES)):
-        reached = {end for _, end, _ in edges}
-        assert len(set(nodes) - reached) == 1, "one question is the first"
+        targets = {end for _, end, _ in edges}
+        assert len(set(nodes) - targets) == 1, "one question is the first"
         for name, node in nodes.items():
             assert sorted(label for start, _, label in edges if start == name) == ([] if node.answer else ["no", "yes"])
 
 
 def test_every_picture_is_on_a_page() -> None:
-    is_table = {target.rpartition("/")[2] for page in PAGES for target in links(page) if target.endswith(".svg")}
-    assert is_table == {*ALL, "logo.svg"}
+    names = {target.rpartition("/")[2] for page in PAGES for target in links(page) if target.endswith(".svg")}
+    assert names == {*ALL, "logo.svg"}
 
 
 def test_the_same_numbers_give_the_same_file(tmp_path) -> None:

@@ -37,7 +37,7 @@ def check(folder: Path, source: str) -> tuple[int, str]:
     ],
     ids=["question word", "preposition", "banned", "long", "no parameter", "no attribute", "in a sentence"],
 )
-def test_what_is_found(tmp_path: Path, source: str, words: str) -> None:
+def test_a_slip_is_found(tmp_path: Path, source: str, words: str) -> None:
     code, output = check(tmp_path, source)
     assert code == 1 and words in output
 

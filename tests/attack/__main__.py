@@ -21,24 +21,24 @@ from tests.attack.report import KIND, line
 from tests.attack.trials import Attack, Count
 
 
-def arguments() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tests.attack", description="Attacks on what fastsam promises.")
-    made.add_argument("--minutes", type=float, default=10.0, help="for all attacks, dealt out by their shares [10]")
-    made.add_argument("--seed", type=int, default=0, help="which trials: those of another seed are others [0]")
-    made.add_argument("--only", metavar="NAME,NAME", help=f"of {', '.join(attack.name for attack in ATTACKS)}")
-    made.add_argument("--number", type=int, help="one trial alone, as a failure names it; with --only")
-    made.add_argument("--examples", type=Path, metavar="DIR", help="folder of failing values: they are tried first")
-    made.add_argument("--out", type=Path, metavar="FILE", help="what came of it, as JSON")
-    return made
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.attack", description="Attacks on what fastsam promises.")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all attacks, dealt out by their shares [10]")
+    parser.add_argument("--seed", type=int, default=0, help="which trials: those of another seed are others [0]")
+    parser.add_argument("--only", metavar="NAME,NAME", help=f"of {', '.join(attack.name for attack in ATTACKS)}")
+    parser.add_argument("--number", type=int, help="one trial alone, as a failure names it; with --only")
+    parser.add_argument("--examples", type=Path, metavar="DIR", help="folder of failing values: they are tried first")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="what came of it, as JSON")
+    return parser
 
 
-def chosen(names: str | None) -> list[Attack]:
-    """The attacks of these names. Raises ValueError for an unknown one."""
-    known = {attack.name: attack for attack in ATTACKS}
-    wanted = known if names is None else dict.fromkeys(names.split(","))
-    if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"there is no attack {unknown[0]!r}; there are {', '.join(known)}")
-    return [known[name] for name in wanted]
+def select_attacks(names: str | None) -> list[Attack]:
+    """Return the attacks of these names. Raises ValueError if a name is unknown."""
+    by_name = {attack.name: attack for attack in ATTACKS}
+    selection = by_name if names is None else dict.fromkeys(names.split(","))
+    if unknown := [name for name in selection if name not in by_name]:
+        raise ValueError(f"there is no attack {unknown[0]!r}; there are {', '.join(by_name)}")
+    return [by_name[name] for name in selection]
 
 
 def record(attack: Attack, count: Count) -> dict[str, Any]:
@@ -46,30 +46,30 @@ def record(attack: Attack, count: Count) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = arguments()
-    given = parser.parse_args()
+    parser = make_parser()
+    options = parser.parse_args()
     try:
-        attacks = chosen(given.only)
+        attacks = select_attacks(options.only)
     except ValueError as error:
         parser.error(str(error))
-    if given.number is not None and len(attacks) != 1:
+    if options.number is not None and len(attacks) != 1:
         parser.error("--number is of one attack: name it with --only")
     importlib.import_module("torch._dynamo")  # which torch imports when it first needs it: here, and not in every trial
     torch.set_num_threads(1)  # before any fork: a child must not wait for threads that only its parent has
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script started this in its background
-    made, seconds = list[dict[str, Any]](), given.minutes * 60 / sum(attack.share for attack in attacks)
+    records, seconds = list[dict[str, Any]](), options.minutes * 60 / sum(attack.share for attack in attacks)
     for attack in attacks:
-        if given.number is not None:
-            count = attack.again(given.number)
+        if options.number is not None:
+            count = attack.repeat(options.number)
         else:
-            count = attack(given.seed, time.monotonic() + seconds * attack.share, given.examples)
-        made.append(record(attack, count))
-        print(line(made[-1]), flush=True)
-    if given.out is not None:
-        about = {"kind": KIND, "environment": facts(command_line("tests.attack")), "seed": given.seed}
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(about | {"minutes": given.minutes, "attacks": made}, indent=1) + "\n")
-    return int(any(one["failures"] for one in made))
+            count = attack(options.seed, time.monotonic() + seconds * attack.share, options.examples)
+        records.append(record(attack, count))
+        print(line(records[-1]), flush=True)
+    if options.out is not None:
+        about = {"kind": KIND, "environment": facts(command_line("tests.attack")), "seed": options.seed}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(about | {"minutes": options.minutes, "attacks": records}, indent=1) + "\n")
+    return int(any(entry["failures"] for entry in records))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def _zeros(data: bytearray, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-HOW: dict[str, Callable[[bytearray, random.Random], bytes]] = {
+DAMAGES: dict[str, Callable[[bytearray, random.Random], bytes]] = {
     "flipped": _flip,
     "cut": lambda data, rng: bytes(data[: rng.randrange(len(data) + 1)]),
     "longer": lambda data, rng: bytes(data) + rng.randbytes(rng.randint(1, 100)),
@@ -43,54 +43,57 @@ HOW: dict[str, Callable[[bytearray, random.Random], bytes]] = {
 
 
 @dataclass(frozen=True)
-class Original:
+class FullRun:
     """A run of `BEFORE` rounds, and its result after `AFTER` rounds."""
 
     directory: Path
     model: bytes
     records: list[dict[str, Any]]
 
+    def equals(self, directory: Path) -> bool:
+        """Return True if a run in `directory` ended in the same bits."""
+        return (directory / "model.safetensors").read_bytes() == self.model and records(directory) == self.records
 
-def go(directory: Path, rounds: int) -> fed.Result:
+
+def resume(directory: Path, rounds: int = AFTER) -> fed.Result:
     return start(directory, algorithm=fed.SCAFFOLD(), rounds=rounds, resume=True, executor="sequential")
 
 
-def prepare(folder: Path) -> Original:
-    go(folder / "run", BEFORE)
-    go(folder / "whole", AFTER)
-    return Original(folder / "run", (folder / "whole" / "model.safetensors").read_bytes(), records(folder / "whole"))
+def prepare(folder: Path) -> FullRun:
+    resume(folder / "run", BEFORE)
+    resume(folder / "whole")
+    return FullRun(folder / "run", (folder / "whole" / "model.safetensors").read_bytes(), records(folder / "whole"))
 
 
-def a_directory(trial: Trial) -> int:
-    """One or two of its files are damaged in some way, gone, or exchanged."""
+def damage_files(trial: Trial) -> int:
+    """Damage, delete or exchange one or two files of a run directory, and resume the run."""
     rng, directory = trial.rng, trial.folder / "run"
     shutil.copytree(trial.common.directory, directory)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    told = []
+    damages = []
     for path in rng.sample(files, rng.choice([1, 1, 2])):
-        how = rng.choice([*HOW, "gone", "another file"])
-        told.append(f"{path.name} {how}")
-        if how == "gone":
+        kind = rng.choice([*DAMAGES, "gone", "another file"])
+        damages.append(f"{path.name} {kind}")
+        if kind == "gone":
             path.unlink()
-        elif how == "another file":
+        elif kind == "another file":
             path.write_bytes((trial.common.directory / rng.choice(files).relative_to(directory)).read_bytes())
         else:
-            path.write_bytes(HOW[how](bytearray(path.read_bytes()), rng))
-    before = snapshot(directory)
+            path.write_bytes(DAMAGES[kind](bytearray(path.read_bytes()), rng))
+    digests = snapshot(directory)
     try:
-        go(directory, AFTER)
+        resume(directory)
     except RunDirectoryError:
-        assert snapshot(directory) == before, f"refused, and changed: {told}"
+        assert snapshot(directory) == digests, f"refused, and changed: {damages}"
         return 1
-    same = (directory / "model.safetensors").read_bytes() == trial.common.model
-    assert same and records(directory) == trial.common.records, f"continued in other bits: {told}"
+    assert trial.common.equals(directory), f"continued in other bits: {damages}"
     return 1
 
 
-def bit_by_bit(trial: Trial) -> int:
-    """Single bits of the manifest and of the files that it names, one after the other over all trials."""
+def flip_bits(trial: Trial) -> int:
+    """Flip single bits of the manifest and of the files that it names, one after the other over all trials."""
     folder = trial.common.directory / "checkpoint"
-    content, damaged = read_manifest(folder / "manifest.json"), trial.folder / "damaged"
+    content, copy = read_manifest(folder / "manifest.json"), trial.folder / "damaged"
     files = ["manifest.json", *sorted(content["files"])]
     sizes = [8 * (folder / name).stat().st_size for name in files]
     for number in range(trial.number * BITS, (trial.number + 1) * BITS):
@@ -101,18 +104,18 @@ def bit_by_bit(trial: Trial) -> int:
         name = files[file]
         data = bytearray((folder / name).read_bytes())
         data[place // 8] ^= 1 << place % 8
-        damaged.write_bytes(data)
+        copy.write_bytes(data)
         try:
-            found = read_manifest(damaged) if name == files[0] else read_tensors(damaged, content["files"][name])
+            result = read_manifest(copy) if name == files[0] else read_tensors(copy, content["files"][name])
         except RunDirectoryError:
             continue
-        assert found == content, f"bit {place} of {name} was flipped, and it was read"
+        assert result == content, f"bit {place} of {name} was flipped, and it was read"
     return BITS
 
 
 ATTACKS = (
-    Attack("damaged-directory", "a damaged run directory is refused and left as it is, or changes no bit", a_directory,
+    Attack("damaged-directory", "a damaged run directory is refused and left as it is, or changes no bit", damage_files,
         prepare),
-    Attack("flipped-bit", "no flipped bit of a manifest, or of a file that it names, is taken", bit_by_bit, prepare,
+    Attack("flipped-bit", "no flipped bit of a manifest, or of a file that it names, is taken", flip_bits, prepare,
         share=0.3),
 )  # fmt: skip

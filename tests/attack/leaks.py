@@ -48,20 +48,20 @@ def _steps(backend: str) -> Work:
 
 
 def _optimizers(folder: Path) -> None:
-    """One made, saved, loaded into another, and gone."""
-    made = []
+    """Make an optimizer, save its state, and load the state into a second optimizer."""
+    opts = []
     for _ in range(2):
         params = make_parameters([(50, 30), (40,)], torch.float32)
         opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9)
         opt.step(lambda params=params: backward(params, 0))  # type: ignore[misc]
-        made.append(opt)
+        opts.append(opt)
     file = io.BytesIO()
-    torch.save(made[0].state_dict(), file)
+    torch.save(opts[0].state_dict(), file)
     file.seek(0)
-    made[1].load_state_dict(torch.load(file, weights_only=True))
+    opts[1].load_state_dict(torch.load(file, weights_only=True))
 
 
-def _refused(folder: Path) -> None:
+def _refuse_runs(folder: Path) -> None:
     """Start a run that is refused before its first round, and a run that fails in its first round."""
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -79,42 +79,42 @@ def _refused(folder: Path) -> None:
     shutil.rmtree(folder / "run", ignore_errors=True)
 
 
-SERVING = [b.name for b in backends.table() if b.device == "cpu" and b.available and b.name != "triton"]
+BACKENDS = [b.name for b in backends.table() if b.device == "cpu" and b.available and b.name != "triton"]
 EXECUTORS = ("sequential", "threads", "vmap")
 SUBJECTS: dict[str, Callable[[], Work]] = {
-    **{f"steps on {name}": (lambda name=name: _steps(name)) for name in SERVING},  # type: ignore[misc]
+    **{f"steps on {name}": (lambda name=name: _steps(name)) for name in BACKENDS},  # type: ignore[misc]
     **{f"runs on {name}": (lambda name=name: _run(name)) for name in EXECUTORS},  # type: ignore[misc]
     "runs in a directory": lambda: _run_in_a_directory,
     "optimizers": lambda: _optimizers,
-    "runs that are refused": lambda: _refused,
+    "runs that are refused": lambda: _refuse_runs,
 }
 
 
-def _used() -> dict[str, int]:
+def _measure_resources() -> dict[str, int]:
     gc.collect()
     objects = gc.get_objects()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
-    tensors = sum(isinstance(one, torch.Tensor) for one in objects)
+    tensors = sum(isinstance(entry, torch.Tensor) for entry in objects)
     return {
         "tensors": tensors, "objects": len(objects), "files": len(os.listdir("/proc/self/fd")), "kilobytes": resident,
     }  # fmt: skip
 
 
-def repeated(trial: Trial) -> int:
+def repeat_subject(trial: Trial) -> int:
     """Compare the resources of one subject after `WARM` repetitions with its resources after `TIMES` more."""
     name = sorted(SUBJECTS)[trial.number % len(SUBJECTS)]
     work = SUBJECTS[name]()
     for _ in range(WARM):
         work(trial.folder)
-    before = _used()
+    old_resources = _measure_resources()
     for _ in range(TIMES):
         work(trial.folder)
-    after = _used()
-    more = {key: after[key] - before[key] for key in after}
-    allowed = {"tensors": 0, "objects": OBJECTS, "files": 0, "kilobytes": KILOBYTES}
-    print(name, more, flush=True)
-    assert all(more[key] <= allowed[key] for key in more), f"{name}, {TIMES} times: more of {more}"
+    new_resources = _measure_resources()
+    growth = {key: new_resources[key] - old_resources[key] for key in new_resources}
+    limits = {"tensors": 0, "objects": OBJECTS, "files": 0, "kilobytes": KILOBYTES}
+    print(name, growth, flush=True)
+    assert all(growth[key] <= limits[key] for key in growth), f"{name}, {TIMES} times: more of {growth}"
     return TIMES
 
 
-ATTACKS = (Attack("leaks", "runs and steps that are repeated keep no memory, tensors or files", repeated),)
+ATTACKS = (Attack("leaks", "runs and steps that are repeated keep no memory, tensors or files", repeat_subject),)

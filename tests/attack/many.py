@@ -15,27 +15,27 @@ MEGABYTES = 1000  # beyond what torch itself takes; the clients' own tensors tak
 ALGORITHMS = (fed.FedAvg(), fed.SCAFFOLD(), fed.FedDyn(), fed.FedLESAM(rho=0.1))
 
 
-def a_hundred_thousand(trial: Trial) -> int:
+def train_many(trial: Trial) -> int:
     """Start and one round with a hundred of them, by several algorithms in turn."""
     generator = torch.Generator().manual_seed(trial.number)
     x = torch.randn(CLIENTS, SAMPLES, FEATURES, generator=generator)
     y = torch.randint(0, 3, (CLIENTS, SAMPLES), generator=generator)
     clients = list(zip(x.unbind(), y.unbind(), strict=True))
-    before, began = _megabytes(), time.monotonic()
+    old_megabytes, start = _peak_megabytes(), time.monotonic()
     algorithm = ALGORITHMS[trial.number % len(ALGORITHMS)]
     result = fed.run(
         nn.Linear(FEATURES, 3), clients, algorithm, rounds=1, participation=1e-3, run_dir=trial.folder / "run"
     )
-    seconds, more = time.monotonic() - began, _megabytes() - before
-    print(type(algorithm).__name__, seconds, more, flush=True)
+    seconds, growth = time.monotonic() - start, _peak_megabytes() - old_megabytes
+    print(type(algorithm).__name__, seconds, growth, flush=True)
     assert len(result.history) == 1
     assert seconds < SECONDS, f"{algorithm}: {seconds:.0f} s"
-    assert more < MEGABYTES, f"{algorithm}: {more:.0f} MB more"
+    assert growth < MEGABYTES, f"{algorithm}: {growth:.0f} MB more"
     return 1
 
 
-def _megabytes() -> float:
-    """The most that this process ever had."""
+def _peak_megabytes() -> float:
+    """Return the peak of this process's resident memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -43,7 +43,7 @@ ATTACKS = (
     Attack(
         "many-clients",
         "100,000 clients are ready and trained a round within a minute and a gigabyte",
-        a_hundred_thousand,
+        train_many,
         share=0.5,
         patience=300.0,
     ),

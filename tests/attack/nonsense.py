@@ -57,12 +57,12 @@ PLAUSIBLE: dict[str, list[Any]] = {
         {"clip": 1.0, "noise_multiplier": 1.0, "noise": "local", "delta": 1e-9}, {"delta": 0.5, "accountant": None},
     ],
 }  # fmt: skip
-NOT_TRIED = ("device",)
+SKIPPED_OPTIONS = ("device",)
 Refusal = (TypeError, ValueError, RuntimeError)
 
 
 @contextmanager
-def in_words() -> Iterator[None]:
+def expect_message() -> Iterator[None]:
     """Accept errors of the block only if fastsam or torch's optimizer class raised them with a message."""
     try:
         yield
@@ -71,12 +71,12 @@ def in_words() -> Iterator[None]:
             raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        by = frames[-1].filename
-        ours = by.startswith((PACKAGE, KERNELS)) and isinstance(error, Refusal) and str(error)
-        assert ours or "torch/optim/" in by, f"{type(error).__name__} from {by}:{frames[-1].lineno}: {error}"
+        file = frames[-1].filename
+        is_clear = file.startswith((PACKAGE, KERNELS)) and isinstance(error, Refusal) and str(error)
+        assert is_clear or "torch/optim/" in file, f"{type(error).__name__} from {file}:{frames[-1].lineno}: {error}"
 
 
-def drawn(rng: random.Random, name: str) -> Any:
+def draw_option(rng: random.Random, name: str) -> Any:
     plausible = PLAUSIBLE.get(name)
     return rng.choice(plausible) if plausible and rng.random() < 0.8 else rng.choice(NONSENSE)
 
@@ -84,14 +84,16 @@ def drawn(rng: random.Random, name: str) -> Any:
 def options_of_a_run(trial: Trial) -> int:
     """Up to five options of `fed.run` and of an algorithm at once."""
     rng = trial.rng
-    names = [name for name in table(Settings) if name not in NOT_TRIED]
-    made: Any = rng.choice(list(fed.algorithms.registry.values()))
-    own = {field.name: rng.choice(NONSENSE) for field in fields(made) if rng.random() < 0.1}
-    options = {name: drawn(rng, name) for name in rng.sample(names, rng.randint(0, 5))}
-    print(made.__name__, own, options, flush=True)
-    with in_words():
+    names = [name for name in table(Settings) if name not in SKIPPED_OPTIONS]
+    algorithm_class: Any = rng.choice(list(fed.algorithms.registry.values()))
+    hyperparameters = {field.name: rng.choice(NONSENSE) for field in fields(algorithm_class) if rng.random() < 0.1}
+    options = {name: draw_option(rng, name) for name in rng.sample(names, rng.randint(0, 5))}
+    print(algorithm_class.__name__, hyperparameters, options, flush=True)
+    with expect_message():
         clients = oracle.ragged_clients(torch.float32, (3, 1, 5))
-        fed.run(oracle.smooth_model(torch.float32), clients, made(**own), **({"rounds": 1} | options))
+        fed.run(
+            oracle.smooth_model(torch.float32), clients, algorithm_class(**hyperparameters), **({"rounds": 1} | options)
+        )
     return 1
 
 
@@ -133,15 +135,15 @@ def options_of_the_optimizer(trial: Trial) -> int:
     """Options of `FusedSAM` and of the classes around which it is; a step that is refused leaves the weights."""
     rng = trial.rng
     params = make_parameters([(5, 3), (4,)], rng.choice([torch.float32, torch.float64, torch.bfloat16]))
-    with in_words():
+    with expect_message():
         opt = _optimizer(rng, params)
         for step in range(2):
             backward(params, step)
-            before = copies(params)
+            old_weights = copies(params)
             try:
                 opt.step(partial(backward, params, step))
             except Exception:
-                assert same_bits(before, params), "a step that was refused changed the weights"
+                assert same_bits(old_weights, params), "a step that was refused changed the weights"
                 raise
     return 1
 
@@ -152,23 +154,24 @@ def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from _places(value, (*path, key))
 
 
-def _spoilt(rng: random.Random, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with something else, or nothing, in one to three places."""
+def _damage(rng: random.Random, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Replace or delete one to three entries of a state dict."""
     for _ in range(rng.choice([1, 1, 2, 3])):
-        *above, key = rng.choice([path for path in _places(saved) if path])
-        at: Any = saved
-        for step in above:
-            at = at[step]
-        print(above, key, flush=True)
-        old = at[key]
+        *parents, key = rng.choice([path for path in _places(state_dict) if path])
+        container: Any = state_dict
+        for step in parents:
+            container = container[step]
+        print(parents, key, flush=True)
+        old_value = container[key]
         tensors: list[Any] = []
-        if isinstance(old, torch.Tensor) and old.dim() > 0:
-            tensors = [old[:1], old.double(), old.to("meta"), old.flatten(), torch.full_like(old, torch.nan)]
-        if isinstance(at, dict) and rng.random() < 0.2:
-            del at[key]
+        if isinstance(old_value, torch.Tensor) and old_value.dim() > 0:
+            nans = torch.full_like(old_value, torch.nan)
+            tensors = [old_value[:1], old_value.double(), old_value.to("meta"), old_value.flatten(), nans]
+        if isinstance(container, dict) and rng.random() < 0.2:
+            del container[key]
         else:
-            at[key] = copy.copy(rng.choice([*tensors * 4, *NONSENSE]))
-    return saved
+            container[key] = copy.copy(rng.choice([*tensors * 4, *NONSENSE]))
+    return state_dict
 
 
 def states_of_the_optimizer(trial: Trial) -> int:
@@ -178,18 +181,18 @@ def states_of_the_optimizer(trial: Trial) -> int:
     base = rng.choice(BASES[:5])
     opt = FusedSAM(params, base, lr=0.1, backend=rng.choice(["native", "foreach", "reference"]))
     opt.step(partial(backward, params, 0))
-    other, other_opt = copy.deepcopy((params, opt))
-    bad = _spoilt(rng, copy.deepcopy(opt.state_dict()))
-    refused = True
-    with in_words():
-        opt.load_state_dict(bad)
-        refused = False
-    if refused:
-        for p, o in ((params, opt), (other, other_opt)):
+    second_params, second_opt = copy.deepcopy((params, opt))
+    bad_state = _damage(rng, copy.deepcopy(opt.state_dict()))
+    is_refused = True
+    with expect_message():
+        opt.load_state_dict(bad_state)
+        is_refused = False
+    if is_refused:
+        for p, o in ((params, opt), (second_params, second_opt)):
             o.step(partial(backward, p, 1))
-        assert same_bits(params, other), "a state that was refused changed the next step"
+        assert same_bits(params, second_params), "a state that was refused changed the next step"
     else:
-        with in_words():
+        with expect_message():
             opt.step(partial(backward, params, 1))
     return 1
 
@@ -204,18 +207,18 @@ WORDS = [
     "a=b", "{a=1}", "../..", "/dev/null", "ä", "auto", "a:b", "x.py:y", "os:system", "'", '"', "\n", "--", "-", "0x10",
     "1_0", ",", ",,", "*",
 ]  # fmt: skip
-SKIPPED = ("download", "model", "data_dir", "device")  # keys that take long or download
+SKIPPED_KEYS = ("download", "model", "data_dir", "device")  # keys that take long or download
 
 
 def _flags(rng: random.Random) -> list[str]:
     """Return flags for up to three keys, with a choice of the key or any word as value."""
-    found = []
-    for key in rng.sample([key for key in KEYS if key not in SKIPPED], rng.randint(0, 3)):
-        own = [str(choice) for choice in KEYS[key].choices or ()]
-        word = rng.choice(own) if own and rng.random() < 0.5 else rng.choice(WORDS)
+    flags = []
+    for key in rng.sample([key for key in KEYS if key not in SKIPPED_KEYS], rng.randint(0, 3)):
+        choices = [str(choice) for choice in KEYS[key].choices or ()]
+        word = rng.choice(choices) if choices and rng.random() < 0.5 else rng.choice(WORDS)
         flag = f"--{key.replace('_', '-')}"
-        found += rng.choice([[flag, word], [f"{flag}={word}"], [flag]])
-    return found
+        flags += rng.choice([[flag, word], [f"{flag}={word}"], [flag]])
+    return flags
 
 
 def _command(rng: random.Random) -> list[str]:
@@ -228,50 +231,51 @@ def _command(rng: random.Random) -> list[str]:
             *rng.choice([[], [], ["--resume"], ["--trust", rng.choice(WORDS)]]),
         ]
     if name == "compare":
-        more = [
+        options = [
             "--seeds", rng.choice([*WORDS, "0"]), "--sweep", rng.choice([*WORDS, "lr=0.1"]), "--surface",
             rng.choice(["0", "x", "-1"]),
         ]  # fmt: skip
-        return [name, "small.toml", "--algorithms", rng.choice([*WORDS, "fedavg"]), *more[: rng.choice([0, 2, 4, 6])]]
+        names = rng.choice([*WORDS, "fedavg"])
+        return [name, "small.toml", "--algorithms", names, *options[: rng.choice([0, 2, 4, 6])]]
     return [name, rng.choice(WORDS), *rng.choice([[], ["--list"], ["--seeds", rng.choice(WORDS)]])]
 
 
-def _says(words: list[str]) -> None:
+def _run_command(words: list[str]) -> None:
     """Run a command. It must end with an exit code, and its error text must be written for users."""
-    said = io.StringIO()
+    output = io.StringIO()
     print(words, flush=True)
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         try:
             code = cli.main(words)
-        except SystemExit as left:  # argparse says how it is used
-            code = left.code if isinstance(left.code, int) else 1
-    text = said.getvalue()
+        except SystemExit as error:  # argparse says how it is used
+            code = error.code if isinstance(error.code, int) else 1
+    text = output.getvalue()
     assert code in (0, 1, 2), f"{words} ended with {code}"
     assert "Traceback" not in text and "--debug for the traceback" not in text, f"{words}: {text}"
     assert code == 0 or text.strip(), f"{words} ended with {code} and said nothing"
 
 
-def warm(folder: Path) -> None:
+def prepare_command(folder: Path) -> None:
     """Import the modules that a first run imports, and replace drawing, which takes most of a small command's time."""
     from matplotlib.figure import Figure
 
     Figure.savefig = lambda figure, path, **options: Path(path).write_bytes(b"not drawn")  # type: ignore
-    with _inside(folder):
+    with _working_directory(folder):
         Path("small.toml").write_text(CONFIG)
-        _says(["run", "small.toml"])
+        _run_command(["run", "small.toml"])
 
 
 def command_line(trial: Trial) -> int:
     """Flags and values that are next to meaningful ones."""
-    with _inside(trial.folder):
+    with _working_directory(trial.folder):
         Path("small.toml").write_text(CONFIG)
-        _says(_command(trial.rng))
+        _run_command(_command(trial.rng))
     return 1
 
 
 def config_files(trial: Trial) -> int:
-    """A config of which some bytes are others."""
-    with _inside(trial.folder):
+    """Run a config file in which some bytes are replaced."""
+    with _working_directory(trial.folder):
         data, rng = bytearray(CONFIG.encode()), trial.rng
         for _ in range(rng.randint(1, 3)):
             place = rng.randrange(len(data))
@@ -280,18 +284,18 @@ def config_files(trial: Trial) -> int:
             )
         print(bytes(data), flush=True)
         Path("small.toml").write_bytes(data)
-        _says(["run", "small.toml", "--clients", "3", "--rounds", "1", "--participation", "1"])
+        _run_command(["run", "small.toml", "--clients", "3", "--rounds", "1", "--participation", "1"])
     return 1
 
 
 @contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    before = os.getcwd()
+def _working_directory(folder: Path) -> Iterator[None]:
+    old_folder = os.getcwd()
     os.chdir(folder)
     try:
         yield
     finally:
-        os.chdir(before)
+        os.chdir(old_folder)
 
 
 ATTACKS = (
@@ -301,8 +305,8 @@ ATTACKS = (
         options_of_the_optimizer, values=TIMES),
     Attack("optimizer-states", "a state dict that is refused changes nothing", states_of_the_optimizer,
         values=TIMES),
-    Attack("command-line", "a command says what is wrong in words that were written for users", command_line, warm,
-        share=1.5, values=TIMES),
-    Attack("config-files", "so does one with a damaged config file", config_files, warm, share=0.5,
+    Attack("command-line", "a command says what is wrong in words that were written for users", command_line,
+        prepare_command, share=1.5, values=TIMES),
+    Attack("config-files", "so does one with a damaged config file", config_files, prepare_command, share=0.5,
         values=TIMES),
 )  # fmt: skip

@@ -29,8 +29,8 @@ Refusal = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
 Arguments = dict[str, Any]
 
 
-def right(rng: random.Random) -> tuple[str, Arguments]:
-    """An op and arguments that fit: a few segments of any lengths, in any dtype."""
+def make_arguments(rng: random.Random) -> tuple[str, Arguments]:
+    """Return an op and valid arguments: a few segments of any lengths, in any dtype."""
     shapes: list[tuple[int, ...]] = [(rng.choice(LENGTHS),) for _ in range(rng.randint(0, 3))] + [(5, 7)]
     rng.shuffle(shapes)
     step = Step(rng.randrange(10**6), rng.choice(FLOATS), shapes)
@@ -39,8 +39,8 @@ def right(rng: random.Random) -> tuple[str, Arguments]:
         field.normal_(generator=generator)
     step.v.uniform_(0.1, 1.0, generator=generator)
     step.sumsq.fill_(100.0)
-    op, given = calls(step)[name := rng.choice(native._OPS)]
-    return name, dict(zip([a.name for a in op._schema.arguments], given, strict=False))
+    op, arguments = calls(step)[name := rng.choice(native._OPS)]
+    return name, dict(zip([a.name for a in op._schema.arguments], arguments, strict=False))
 
 
 # --- what is wrong ---
@@ -80,59 +80,59 @@ def _table(rng: random.Random, table: Tensor) -> Any:
         return table[[rng.randrange(len(table)) for _ in range(rng.randint(0, len(table) + 1))]].clone()
     for _ in range(rng.randint(1, 3)):
         row, column = rng.randrange(len(table)), rng.randrange(4)
-        near = int(table[row, column]) + rng.randint(-2, 2)
-        table = entry(row, column, near if kind == 2 else rng.choice(FAR))(table)
+        neighbour = int(table[row, column]) + rng.randint(-2, 2)
+        table = entry(row, column, neighbour if kind == 2 else rng.choice(FAR))(table)
     return table
 
 
 def _list(rng: random.Random, tensors: list[Tensor]) -> Any:
-    """One of them is wrong, gone or too many; two change places; or one field is in place of all."""
-    kind, found = rng.randrange(6), list(tensors)
-    if kind == 0 or not found:
+    """Change, delete, repeat or reorder tensors of a list, or put one field in place of the list."""
+    kind, result = rng.randrange(6), list(tensors)
+    if kind == 0 or not result:
         return [] if rng.random() < 0.5 else [torch.zeros(rng.choice([1, 2]), rng.choice([0, 8, 64, 8192]))]
-    place = rng.randrange(len(found))
+    place = rng.randrange(len(result))
     if kind == 1:
-        del found[place]
+        del result[place]
     elif kind == 2:
-        found.insert(place, found[place].clone())
+        result.insert(place, result[place].clone())
     elif kind == 3:
-        rng.shuffle(found)
+        rng.shuffle(result)
     else:
-        changed = rng.choice(CHANGES[:-1])(rng, found[place])
-        found[place] = changed
-    return found
+        change = rng.choice(CHANGES[:-1])(rng, result[place])
+        result[place] = change
+    return result
 
 
-def spoilt(rng: random.Random, given: Arguments) -> Arguments:
-    """One to three arguments are others."""
-    given = dict(given)
-    for name in rng.sample(sorted(given), min(len(given), rng.choice([1, 1, 2, 3]))):
-        value = given[name]
+def damage_arguments(rng: random.Random, arguments: Arguments) -> Arguments:
+    """Change one to three arguments."""
+    arguments = dict(arguments)
+    for name in rng.sample(sorted(arguments), min(len(arguments), rng.choice([1, 1, 2, 3]))):
+        value = arguments[name]
         if name == "table":
-            given[name] = _table(rng, value)
+            arguments[name] = _table(rng, value)
         elif name == "rule":
-            given[name] = rng.choice(RULES)
+            arguments[name] = rng.choice(RULES)
         elif isinstance(value, list):
-            given[name] = _list(rng, value)
+            arguments[name] = _list(rng, value)
         elif isinstance(value, Tensor):
-            given[name] = rng.choice(CHANGES)(rng, value)
+            arguments[name] = rng.choice(CHANGES)(rng, value)
         elif isinstance(value, bool):
-            given[name] = not value
+            arguments[name] = not value
         elif isinstance(value, float):
-            given[name] = rng.choice([0.0, -1.0, 1e300, float("nan"), float("inf")])
-    return given
+            arguments[name] = rng.choice([0.0, -1.0, 1e300, float("nan"), float("inf")])
+    return arguments
 
 
 # --- where it lies, and what became of it ---
 
 
-def _placed(value: Any, make: Callable[[int, torch.dtype], Tensor]) -> Any:
+def _copy_operand(value: Any, make: Callable[[int, torch.dtype], Tensor]) -> Any:
     """Return a copy of `value` in the storage that `make` allocates, with the same strides.
 
     Values without dense CPU storage are returned unchanged.
     """
     if isinstance(value, list):
-        return [_placed(one, make) for one in value]
+        return [_copy_operand(entry, make) for entry in value]
     dense = isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided
     if not dense or value.is_complex():
         return value
@@ -150,17 +150,17 @@ def _plain(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype)
 
 
-def _tensors(given: Arguments) -> Iterator[tuple[str, Tensor]]:
+def _tensors(arguments: Arguments) -> Iterator[tuple[str, Tensor]]:
     """Yield the dense CPU tensors of the arguments by name."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         for i, t in enumerate(value if isinstance(value, list) else [value]):
-            whole = isinstance(t, Tensor) and t.device.type == "cpu" and t.layout == torch.strided
-            if whole and t.untyped_storage().nbytes() >= t.numel() * t.element_size():
+            is_dense = isinstance(t, Tensor) and t.device.type == "cpu" and t.layout == torch.strided
+            if is_dense and t.untyped_storage().nbytes() >= t.numel() * t.element_size():
                 yield f"{name}[{i}]" if isinstance(value, list) else name, t
 
 
-def _as_before(given: Arguments, before: Arguments) -> bool:
-    pairs = zip(_tensors(given), _tensors(before), strict=True)
+def _is_unchanged(arguments: Arguments, old_arguments: Arguments) -> bool:
+    pairs = zip(_tensors(arguments), _tensors(old_arguments), strict=True)
     return all(torch.equal(_bits(a), _bits(b)) for (_, a), (_, b) in pairs)
 
 
@@ -168,79 +168,81 @@ def _bits(t: Tensor) -> Tensor:
     return bits(t.contiguous()) if t.is_floating_point() else t
 
 
-def _same_numbers(given: Arguments, expected: Arguments, name: str) -> None:
+def _assert_same_numbers(arguments: Arguments, expected: Arguments, name: str) -> None:
     """Compare with the tolerance of the operand of lowest precision, unless the reference gives non-finite numbers."""
     numbers = [t for _, t in _tensors(expected) if t.is_floating_point()]
     if not all(t.isfinite().all() for t in numbers):
         return
     rtol, atol = (max((TOLERANCE[t.dtype][i] for t in numbers), default=0.0) for i in range(2))
-    for (what, a), (_, b) in zip(_tensors(given), _tensors(expected), strict=True):
+    for (operand, a), (_, b) in zip(_tensors(arguments), _tensors(expected), strict=True):
         if a.is_floating_point():
             size = max(1.0, float(b.abs().max())) if b.numel() else 1.0
-            far = (a.double() - b.double()).abs() - 4 * rtol * b.double().abs() - 4 * atol * size
-            assert not (far > 0).any(), f"{name}: {what} differs from the reference by up to {(a - b).abs().max():g}"
+            excess = (a.double() - b.double()).abs() - 4 * rtol * b.double().abs() - 4 * atol * size
+            assert not (excess > 0).any(), (
+                f"{name}: {operand} differs from the reference by up to {(a - b).abs().max():g}"
+            )
         else:
-            assert torch.equal(a, b), f"{name}: {what} differs from the reference"
+            assert torch.equal(a, b), f"{name}: {operand} differs from the reference"
 
 
 # --- the attacks ---
 
 
-def _as_checked(name: str, given: Arguments) -> Arguments:
-    """The arguments as the functions of `fastsam.ops` and the reference take them."""
-    given = dict(given)
+def _reference_arguments(name: str, arguments: Arguments) -> Arguments:
+    """Return the arguments as the functions of `fastsam.ops` and the reference take them."""
+    arguments = dict(arguments)
     if name == "update_":
-        given["state"] = [given.pop(f"state{i}") for i in range(3)]
-        while given["state"] and given["state"][-1] is None:
-            given["state"].pop()
-    if "g1" in given:
-        given["g1"] = given["g1"] or None
-    return given
+        arguments["state"] = [arguments.pop(f"state{i}") for i in range(3)]
+        while arguments["state"] and arguments["state"][-1] is None:
+            arguments["state"].pop()
+    if "g1" in arguments:
+        arguments["g1"] = arguments["g1"] or None
+    return arguments
 
 
-def _call(name: str, given: Arguments, call: Callable[[Arguments], object]) -> bool:
+def _call(name: str, arguments: Arguments, call: Callable[[Arguments], object]) -> bool:
     """Return True if the op accepted the arguments.
 
     A refused call must not write. An accepted call must give the numbers of the reference, if the reference accepts it
     too.
     """
     memory = Guarded(at_end=True)
-    placed = {key: _placed(value, memory.tensor) for key, value in given.items()}
-    before = {key: _placed(value, _plain) for key, value in given.items()}
-    expected = {key: _placed(value, _plain) for key, value in given.items()}
+    operands = {key: _copy_operand(value, memory.tensor) for key, value in arguments.items()}
+    old_operands = {key: _copy_operand(value, _plain) for key, value in arguments.items()}
+    expected = {key: _copy_operand(value, _plain) for key, value in arguments.items()}
     try:
-        call(placed)
+        call(operands)
     except Refusal as error:
         assert str(error) or isinstance(error, NotImplementedError), f"{name} is refused without words: {error!r}"
-        assert _as_before(placed, before), f"{name} was refused ({error}), and something was written"
+        assert _is_unchanged(operands, old_operands), f"{name} was refused ({error}), and something was written"
         return False
     try:
-        getattr(reference, name)(**_as_checked(name, expected))
+        getattr(reference, name)(**_reference_arguments(name, expected))
     except Refusal:
         return True
-    _same_numbers(placed, expected, name)
+    _assert_same_numbers(operands, expected, name)
     return True
 
 
-def raw(trial: Trial) -> int:
+def call_raw_op(trial: Trial) -> int:
     """`torch.ops.fastsam.*`, called past every check in Python; one call in eight with right arguments."""
-    name, given = right(trial.rng)
-    fits = trial.rng.randrange(8) == 0
-    given = given if fits else spoilt(trial.rng, given)
-    print(name, {k: _told(v) for k, v in given.items()}, flush=True)
+    name, arguments = make_arguments(trial.rng)
+    is_valid = trial.rng.randrange(8) == 0
+    arguments = arguments if is_valid else damage_arguments(trial.rng, arguments)
+    print(name, {k: _describe(v) for k, v in arguments.items()}, flush=True)
     op = getattr(torch.ops.fastsam, name).default
-    taken = _call(name, given, lambda placed: op(*placed.values()))
-    assert taken or not fits, f"{name} refuses what is right"
+    is_accepted = _call(name, arguments, lambda operands: op(*operands.values()))
+    assert is_accepted or not is_valid, f"{name} refuses what is right"
     return 1
 
 
-def _told(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     if isinstance(value, list):
-        return [_told(one) for one in value]
+        return [_describe(entry) for entry in value]
     if not isinstance(value, Tensor):
         return value
-    shown = value.dtype == torch.int64 and value.dim() == 2 and any(t is value for _, t in _tensors({"": value}))
-    numbers = value.tolist() if shown else ""
+    is_table = value.dtype == torch.int64 and value.dim() == 2 and any(t is value for _, t in _tensors({"": value}))
+    numbers = value.tolist() if is_table else ""
     return f"{str(value.dtype)[6:]}{list(value.shape)}{numbers}"
 
 
@@ -248,7 +250,7 @@ ATTACKS = (
     Attack(
         "raw-ops",
         "compiled ops touch nothing outside of their operands and give the reference's numbers, or refuse",
-        raw,
+        call_raw_op,
         share=1.5,
         values=TIMES,
         why_not=lambda: native.why_not("cpu"),

@@ -14,7 +14,7 @@ _SHOWN = 5  # failures of an attack that the terminal shows
 
 
 def line(attack: dict[str, Any]) -> str:
-    """An attack on the terminal; each failure with the command that repeats it."""
+    """Return an attack as text for the terminal, each failure with the command that repeats it."""
     if attack["left_out"]:
         return f"{attack['name']:<24} left out: {attack['left_out']}"
     failures = attack["failures"]
@@ -28,13 +28,13 @@ def line(attack: dict[str, Any]) -> str:
 def table(record: dict[str, Any]) -> str:
     """Return the results as Markdown: a row per attack, then the environment."""
     rows = []
-    for one in record["attacks"]:
-        numbers = [f"{one['trials']:,}", f"{len(one['failures'])}"]
-        came = [f"left out: {one['left_out']}", ""] if one["left_out"] else numbers
-        rows.append([f"`{one['name']}`", one["promise"], *came])
+    for attack in record["attacks"]:
+        numbers = [f"{attack['trials']:,}", f"{len(attack['failures'])}"]
+        cells = [f"left out: {attack['left_out']}", ""] if attack["left_out"] else numbers
+        rows.append([f"`{attack['name']}`", attack["promise"], *cells])
     table = Table("", ["attack", "what is promised", "trials", "failures"], rows, alignment="llrr")
     e = record["environment"]
-    minutes = sum(one["seconds"] for one in record["attacks"]) / 60
+    minutes = sum(attack["seconds"] for attack in record["attacks"]) / 60
     return (
         f"{table.markdown()}\n\nMade by `{e['command']}` on {e['date'][:10]}, commit "
         f"`{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`, "

@@ -22,11 +22,11 @@ def test_finds_nothing(name: str, tmp_path: Path) -> None:
         sys.executable, "-m", "tests.attack", "--only", name, "--minutes", str(SECONDS / 60), "--out",
         str(tmp_path / "made.json"),
     ]  # fmt: skip
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, f"{done.stdout}{done.stderr[-4000:]}"
-    (found,) = json.loads((tmp_path / "made.json").read_text())["attacks"]
-    if found["left_out"]:
-        pytest.skip(found["left_out"])
-    assert found["trials"] > 0 and not found["failures"]
+    assert process.returncode == 0, f"{process.stdout}{process.stderr[-4000:]}"
+    (record,) = json.loads((tmp_path / "made.json").read_text())["attacks"]
+    if record["left_out"]:
+        pytest.skip(record["left_out"])
+    assert record["trials"] > 0 and not record["failures"]

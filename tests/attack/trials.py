@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 STRIDE = 1_000_000  # numbers of trials that belong to a seed
-_SAID = 800  # characters of the start and of the end of a failing trial's output that are reported
+_OUTPUT_LENGTH = 800  # characters of the start and of the end of a failing trial's output that are reported
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Attack:
         prepare: function that makes the object that all trials have in common, once in a folder.
         share (float): share of the time of all attacks.
         patience (float): seconds after which a trial hangs.
-        forked (bool): False for trials that start processes and must not be ended by the attacked code.
+        uses_fork (bool): False for trials that start processes and must not be ended by the attacked code.
         values (int): number of trials of values that hypothesis draws in one process; 0 for other trials.
         why_not: function that returns the reason why the attack cannot run here, or None.
     """
@@ -76,7 +76,7 @@ class Attack:
     prepare: Callable[[Path], Any] | None = None
     share: float = 1.0
     patience: float = 120.0
-    forked: bool = True
+    uses_fork: bool = True
     values: int = 0
     why_not: Callable[[], str | None] = lambda: None
 
@@ -84,42 +84,42 @@ class Attack:
         """Make trials number `seed * STRIDE` and on, at least one, until `deadline` (of `time.monotonic`). Trials of
         values end with the first failure, which the folder `examples` keeps."""
         folder = examples and examples / self.name
-        more = lambda count: time.monotonic() < deadline and not (self.values and count.failures)  # noqa: E731
-        return self._trials(seed * STRIDE, more, folder)
+        goes_on = lambda count: time.monotonic() < deadline and not (self.values and count.failures)  # noqa: E731
+        return self._trials(seed * STRIDE, goes_on, folder)
 
-    def again(self, number: int) -> Count:
+    def repeat(self, number: int) -> Count:
         """Make one trial."""
         return self._trials(number, lambda count: False, None)
 
-    def _trials(self, number: int, more: Callable[[Count], bool], examples: Path | None) -> Count:
-        count, began = Count(left_out=self.why_not()), time.monotonic()
+    def _trials(self, number: int, goes_on: Callable[[Count], bool], examples: Path | None) -> Count:
+        count, start = Count(left_out=self.why_not()), time.monotonic()
         if count.left_out:
             return count
         with TemporaryDirectory(prefix="fastsam-attack-") as place:
             common = None if self.prepare is None else self.prepare(Path(place))
             while True:
-                tried, failure = self._one(number, common, examples)
-                count.trials += tried
+                tries, failure = self._run_trial(number, common, examples)
+                count.trials += tries
                 if failure:
                     count.failures.append({"number": number, "what": failure})
                 number += 1
-                if not more(count):
+                if not goes_on(count):
                     break
-        count.seconds = time.monotonic() - began
+        count.seconds = time.monotonic() - start
         return count
 
-    def _one(self, number: int, common: Any, examples: Path | None) -> tuple[int, str]:
+    def _run_trial(self, number: int, common: Any, examples: Path | None) -> tuple[int, str]:
         """Return the number of things that were tried, and the text of a failure."""
         with TemporaryDirectory(prefix="fastsam-trial-") as place:
             (folder := Path(place) / "own").mkdir()
             trial = Trial(number, folder, common, random.Random(number))
-            work = (lambda: _of_values(self, trial, examples)) if self.values else (lambda: self.trial(trial))
-            return _in_a_child(trial, self.patience, work) if self.forked else _outcome(work)
+            work = (lambda: _try_values(self, trial, examples)) if self.values else (lambda: self.trial(trial))
+            return _run_in_child(trial, self.patience, work) if self.uses_fork else _outcome(work)
 
 
-def _of_values(attack: Attack, trial: Trial, examples: Path | None) -> int:
+def _try_values(attack: Attack, trial: Trial, examples: Path | None) -> int:
     """Try what hypothesis draws, after the failures that it remembers. Raises the simplest failure that it finds."""
-    tried = 0
+    tries = 0
 
     @settings(
         max_examples=attack.values, deadline=None, suppress_health_check=list(HealthCheck),
@@ -128,11 +128,11 @@ def _of_values(attack: Attack, trial: Trial, examples: Path | None) -> int:
     @seeded(trial.number)  # below the settings, because it takes the database away
     @given(st.randoms(use_true_random=False))
     def draw(rng: random.Random) -> None:
-        nonlocal tried
-        tried += attack.trial(replace(trial, rng=rng))
+        nonlocal tries
+        tries += attack.trial(replace(trial, rng=rng))
 
     draw()
-    return tried
+    return tries
 
 
 def _outcome(work: Callable[[], int]) -> tuple[int, str]:
@@ -140,19 +140,19 @@ def _outcome(work: Callable[[], int]) -> tuple[int, str]:
         return work(), ""
     except Exception as error:
         traceback.print_exc()
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return 1, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return 1, f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
 
 
-def _in_a_child(trial: Trial, patience: float, work: Callable[[], int]) -> tuple[int, str]:
-    answer, said = trial.folder.with_name("answer"), trial.folder.with_name("said")
+def _run_in_child(trial: Trial, patience: float, work: Callable[[], int]) -> tuple[int, str]:
+    answer, output = trial.folder.with_name("answer"), trial.folder.with_name("said")
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()  # a new session, so that child processes end with it
-            _speak_into(said)
+            _redirect_output(output)
             answer.write_text(json.dumps(_outcome(work)))
         finally:
             os._exit(0)
@@ -161,16 +161,16 @@ def _in_a_child(trial: Trial, patience: float, work: Callable[[], int]) -> tuple
     finally:
         _end_group(pid)
     if code == 0 and answer.is_file():
-        tried, failure = json.loads(answer.read_text())
+        tries, failure = json.loads(answer.read_text())
     else:
-        tried, failure = 1, _end_in_words(code, patience)
-    words = said.read_text(errors="replace").strip() if failure and said.is_file() else ""
-    if len(words) > 2 * _SAID:
-        words = f"{words[:_SAID]}\n...\n{words[-_SAID:]}"
-    return tried, f"{failure}\n{words}".strip()
+        tries, failure = 1, _describe_end(code, patience)
+    words = output.read_text(errors="replace").strip() if failure and output.is_file() else ""
+    if len(words) > 2 * _OUTPUT_LENGTH:
+        words = f"{words[:_OUTPUT_LENGTH]}\n...\n{words[-_OUTPUT_LENGTH:]}"
+    return tries, f"{failure}\n{words}".strip()
 
 
-def _speak_into(file: Path) -> None:
+def _redirect_output(file: Path) -> None:
     """Redirect output and the stack of a fatal signal to a file."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -180,16 +180,16 @@ def _speak_into(file: Path) -> None:
 
 
 def _wait(pid: int, patience: float) -> int | None:
-    """The exit code, as `os.waitstatus_to_exitcode` has it; None for a process that had to be killed."""
-    watched = os.pidfd_open(pid)
+    """Return the exit code, as `os.waitstatus_to_exitcode` has it, or None if the process had to be killed."""
+    descriptor = os.pidfd_open(pid)
     try:
-        ended = bool(select.select([watched], [], [], patience)[0])
+        has_ended = bool(select.select([descriptor], [], [], patience)[0])
     finally:
-        os.close(watched)
-    if not ended:
+        os.close(descriptor)
+    if not has_ended:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return code if ended else None
+    return code if has_ended else None
 
 
 def _end_group(pid: int) -> None:
@@ -197,7 +197,7 @@ def _end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _end_in_words(code: int | None, patience: float) -> str:
+def _describe_end(code: int | None, patience: float) -> str:
     if code is None:
         return f"hangs: nothing after {patience:g} s"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended with {code} and no answer"

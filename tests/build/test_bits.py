@@ -31,7 +31,7 @@ def test_hashes_follow_weights_states_and_records() -> None:
     hashes = {name: cases[name]().split() for name in ("FedAvg sequential", "FedAvgM sequential", "FedNova sequential")}
     assert cases["FedAvg sequential"]().split() == hashes["FedAvg sequential"]
     for position, part in enumerate(("weights", "states", "records")):
-        values = {of_case[position] for of_case in hashes.values()}
+        values = {parts[position] for parts in hashes.values()}
         assert len(values) == 3
         assert all(value.startswith(f"{part}=") for value in values)
 

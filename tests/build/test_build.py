@@ -29,8 +29,12 @@ def test_build_publishes_and_is_found_until_a_source_changes(
     assert sorted(path.name for path in out.iterdir()) == ["libfastsam_cpu.so", "native.json"]
 
     (sources / "one.h").write_text("#define ONE 11\n")
-    stale = build.installed(out)
-    assert stale.paths == {} and "other sources" in stale.message and build.COMMAND in stale.message
+    result_of_change = build.installed(out)
+    assert (
+        result_of_change.paths == {}
+        and "other sources" in result_of_change.message
+        and build.COMMAND in result_of_change.message
+    )
     old_bytes = result.paths["cpu"].read_bytes()
     build.build(out, cuda=False, work_dir=work)
     assert build.installed(out).paths == result.paths

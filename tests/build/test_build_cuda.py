@@ -18,17 +18,17 @@ def fake_nvcc(path: Path, archs: str) -> str:
 
 
 def test_cuda_code_for_each_architecture_this_nvcc_knows(tmp_path: Path) -> None:
-    new = fake_nvcc(tmp_path / "new", "compute_75\\ncompute_80\\ncompute_90\\ncompute_100\\ncompute_120\\n")
-    old = fake_nvcc(tmp_path / "old", "compute_80\\ncompute_90\\n")
-    ancient = fake_nvcc(tmp_path / "ancient", "compute_50\\n")
+    new_nvcc = fake_nvcc(tmp_path / "new", "compute_75\\ncompute_80\\ncompute_90\\ncompute_100\\ncompute_120\\n")
+    old_nvcc = fake_nvcc(tmp_path / "old", "compute_80\\ncompute_90\\n")
+    ancient_nvcc = fake_nvcc(tmp_path / "ancient", "compute_50\\n")
 
     def codes(nvcc: str) -> list[str]:
         return [flag.rsplit("=", 1)[1] for flag in toolchain.gencode(nvcc)]
 
-    assert codes(new) == ["sm_80", "sm_90", "sm_100", "compute_100"]
-    assert codes(old) == ["sm_80", "sm_90", "compute_90"]
+    assert codes(new_nvcc) == ["sm_80", "sm_90", "sm_100", "compute_100"]
+    assert codes(old_nvcc) == ["sm_80", "sm_90", "compute_90"]
     with pytest.raises(build.BuildError, match="any of sm_80, sm_90, sm_100"):
-        codes(ancient)
+        codes(ancient_nvcc)
 
 
 def test_cuda_architectures_by_the_variable_that_torch_extensions_use(monkeypatch: MonkeyPatch) -> None:

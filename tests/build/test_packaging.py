@@ -57,8 +57,10 @@ def test_the_distribution_has_one_name_and_needs_what_importing_it_needs() -> No
     assert project["name"] == extras.DISTRIBUTION == "fused-sam"
     assert project["dependencies"] == ["torch>=2.10", "numpy", "safetensors"]
     assert set(extras.EXTRAS.values()) <= set(project["optional-dependencies"])
-    replacing = [r for names in project["optional-dependencies"].values() for r in names if r.startswith("torchvision")]
-    assert not replacing, "torchvision belongs to one version of torch and would replace the torch that is there"
+    requirements = [
+        r for names in project["optional-dependencies"].values() for r in names if r.startswith("torchvision")
+    ]
+    assert not requirements, "torchvision belongs to one version of torch and would replace the torch that is there"
 
 
 WITHOUT_EXTRAS = """

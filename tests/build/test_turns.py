@@ -18,14 +18,14 @@ BUILDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", BUILDS)
 def test_builds_in_one_folder_take_turns(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once, maximum = 0, 0
+    num_builds, maximum = 0, 0
 
     def execute(steps: object, folder: Path) -> None:
-        nonlocal at_once, maximum
-        at_once += 1
-        maximum = max(maximum, at_once)
+        nonlocal num_builds, maximum
+        num_builds += 1
+        maximum = max(maximum, num_builds)
         time.sleep(0.2)
-        at_once -= 1
+        num_builds -= 1
 
     monkeypatch.setattr(toolchain, "execute", execute)
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: "nvcc")

@@ -31,19 +31,19 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def small(folder: Path) -> Emulation:
+def small_emulation(folder: Path) -> Emulation:
     return emulated.loaded(folder / "small", SMALL, "fastsam_emulated_small")
 
 
 def calls(module: ModuleType) -> Iterator:
-    """The tests of a module that take a backend, each with every value of its other parameters."""
+    """Yield the tests of a module that take a backend, each with every value of its other parameters."""
     for name, function in inspect.getmembers(module, inspect.isfunction):
         marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
         if not name.startswith("test_") or "backend" not in [mark.args[0] for mark in marks]:
             continue
-        others = [mark for mark in marks if mark.args[0] != "backend"]
-        for values in itertools.product(*(mark.args[1] for mark in others)):
-            options = dict(zip((mark.args[0] for mark in others), values, strict=True))
+        other_marks = [mark for mark in marks if mark.args[0] != "backend"]
+        for values in itertools.product(*(mark.args[1] for mark in other_marks)):
+            options = dict(zip((mark.args[0] for mark in other_marks), values, strict=True))
             yield pytest.param(function, options, id="-".join([name, *map(str, values)]))
 
 
@@ -64,24 +64,24 @@ def test_ops(emulation: Emulation, test: Callable[..., None], options: dict[str,
 
 
 @pytest.mark.parametrize(("test", "options"), OPS)
-def test_ops_in_several_launches(small: Emulation, test: Callable[..., None], options: dict) -> None:
-    small.order(7, 1)
-    test(small.backend, **options)
-    assert_sound(small)
+def test_ops_in_several_launches(small_emulation: Emulation, test: Callable[..., None], options: dict) -> None:
+    small_emulation.order(7, 1)
+    test(small_emulation.backend, **options)
+    assert_sound(small_emulation)
 
 
 @pytest.mark.parametrize(
-    ("segments", "launches", "bytes_"),
+    ("segments", "launches", "num_bytes"),
     [(1, 4, 4096), (62, 4, 4096), (65, 4, 32764), (500, 4, 32764), (600, 7, 32764)],
 )
-def test_launches_per_step(emulation: Emulation, segments: int, launches: int, bytes_: int) -> None:
+def test_launches_per_step(emulation: Emulation, segments: int, launches: int, num_bytes: int) -> None:
     """Norm, perturb, restore and update take one launch each while the tensors fit the argument of a kernel."""
     emulation.order(0, 0)
     case = case_of([1 + i % 40 for i in range(segments)], rows=2)
-    before = emulation.count("launches")
+    old_count = emulation.count("launches")
     sam_step(emulation.backend.load(), case)
-    assert emulation.count("launches") - before == launches
-    assert emulation.count("largest_argument") <= bytes_
+    assert emulation.count("launches") - old_count == launches
+    assert emulation.count("largest_argument") <= num_bytes
 
 
 SMALL_CLIENT = [128, 33, 64, 4096, 5, 32, 32, 2000, 64, 64, 17, 128, 10_000, 48, 48, 129, 10, 1, 96, 96]  # 4 large ones
@@ -92,9 +92,9 @@ def test_small_segments_share_blocks(emulation: Emulation) -> None:
     emulation.order(0, 0)
     case = case_of(SMALL_CLIENT, rows=3)
     kernels, sums = emulation.backend.load(), case.sums()
-    before = emulation.count("blocks")
+    old_count = emulation.count("blocks")
     kernels.norm_(sums, [case.values("grads")], [], case.table, case.hparams(ADAPTIVE=0.0))
-    assert emulation.count("blocks") - before == 3 * (1 + 1 + 3 + 1 + 2)
+    assert emulation.count("blocks") - old_count == 3 * (1 + 1 + 3 + 1 + 2)
 
 
 @pytest.mark.parametrize("order", [0, 1, 7])
@@ -102,21 +102,21 @@ def test_sums_do_not_see_who_shares_a_block(emulation: Emulation, order: int) ->
     """Segments that share blocks have the bits of the same segments with padding, which fill separate blocks."""
     emulation.order(order, order % 2)
     kernels, sums = emulation.backend.load(), []
-    shared = case_of([-(-length // 4) * 4 for length in SMALL_CLIENT], rows=2)
-    padded = case_of([max(length, 132) for length in shared.table[:, 1].tolist()], rows=2)
-    drawn = [shared.values(name) for name in ("grads", "weights", "s")]
-    for case in (shared, padded):
+    shared_case = case_of([-(-length // 4) * 4 for length in SMALL_CLIENT], rows=2)
+    padded_case = case_of([max(length, 132) for length in shared_case.table[:, 1].tolist()], rows=2)
+    operands = [shared_case.values(name) for name in ("grads", "weights", "s")]
+    for case in (shared_case, padded_case):
         x, y, s = (torch.zeros(2, case.stride) for _ in range(3))
-        for (at, length, *_), (to, *_) in zip(shared.table.tolist(), case.table.tolist(), strict=True):
-            for field, values in zip((x, y, s), drawn, strict=True):
-                field[:, to : to + length] = values[:, at : at + length]
+        for (source, length, *_), (target, *_) in zip(shared_case.table.tolist(), case.table.tolist(), strict=True):
+            for field, values in zip((x, y, s), operands, strict=True):
+                field[:, target : target + length] = values[:, source : source + length]
         hparams, pairs = case.hparams(), torch.empty(2, 2).double()
-        out = torch.full((3, 2), torch.nan, dtype=torch.float64)
-        kernels.norm_(out[0], [x], [y], case.table, hparams)
-        kernels.dual_norm_(out[1], [x], y, s, case.table, hparams)
-        kernels.update_norm_(out[2], [y], y, [x], case.table, hparams, [s], s)
+        norms = torch.full((3, 2), torch.nan, dtype=torch.float64)
+        kernels.norm_(norms[0], [x], [y], case.table, hparams)
+        kernels.dual_norm_(norms[1], [x], y, s, case.table, hparams)
+        kernels.update_norm_(norms[2], [y], y, [x], case.table, hparams, [s], s)
         kernels.inner_(pairs, [x], [y], case.table)
-        sums.append(torch.cat([out.flatten(), pairs.flatten()]))
+        sums.append(torch.cat([norms.flatten(), pairs.flatten()]))
     assert same_bits(*sums)
 
 
@@ -172,9 +172,9 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
             *fields, third = (memory.field(n, case.values(n, case.compute).abs() + 1, True) for n in names)
             backup = memory.field("backup", case.values("params").to(case.backup_dtype), written=True)
             steps = torch.ones(case.rows, int(case.table[:, 3].max()) + 1 if len(case.table) else 1)
-            written = [params, backup, *fields, third]
+            writes = [params, backup, *fields, third]
             kernels.perturb_(params, backup, grads, case.table, case.hparams(), case.sums(), True)
-            outputs.append([memory.read(operand) for operand in written])
+            outputs.append([memory.read(operand) for operand in writes])
             general = {"q": fields[0], "shift": backup.to(case.compute), "sumsq_v": case.sums(), "write_master": True}
             for name, rule in rules.RULES.items():
                 state = [*fields[1:], third][: len(rule.state)]
@@ -182,16 +182,16 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
                 for options in (general, {"write_master": True}):
                     operands = params, backup, grads, case.table, case.hparams(name)
                     kernels.update_(*operands, name, state, **options, **counts)
-                    outputs[-1] += [memory.read(operand) for operand in written]
+                    outputs[-1] += [memory.read(operand) for operand in writes]
             h = case.hparams()
             kernels.dual_perturb_(params, backup, fields[1], grads, fields[0], case.table, h, case.sums(), fields[2])
-            outputs[-1] += [memory.read(operand) for operand in written]
+            outputs[-1] += [memory.read(operand) for operand in writes]
         assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True))
 
     holds()
 
 
-@pytest.mark.parametrize("enough", [2048, 8192])
+@pytest.mark.parametrize("minimum", [2048, 8192])
 @pytest.mark.parametrize(("width", "turns"), [(2, 1), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2)])
 @pytest.mark.parametrize(
     "lengths",
@@ -202,6 +202,6 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
     ],
     ids=["ragged", "long", "many"],
 )
-def test_elements_are_met_once(emulation: Emulation, lengths: list[int], width: int, turns: int, enough: int) -> None:
+def test_elements_are_met_once(emulation: Emulation, lengths: list[int], width: int, turns: int, minimum: int) -> None:
     """csrc/chunks.h over all blocks and threads, at sizes that the emulation of whole kernels does not reach."""
-    assert emulation.walk(lengths, width, turns, enough) == -1
+    assert emulation.walk(lengths, width, turns, minimum) == -1

@@ -3,7 +3,6 @@ found, and nvcc's report."""
 
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +16,17 @@ from fastsam_kernels import build, toolchain
 from tests.fed.executors.test_rowprograms import train
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
-from tests.helpers.emulated_rows import ROWS, emulated_programs, epoch, known_pass, same_epochs, uneven_epoch, why_not
+from tests.helpers.emulated_rows import (
+    ROWS,
+    emulated_programs,
+    epoch,
+    make_row_pass,
+    same_epochs,
+    uneven_epoch,
+    why_not,
+)
 from tests.helpers.fed_runs import digest
 from tests.helpers.op_cases import same_bits
-from tests.helpers.places import ROOT
 
 pytestmark = [pytest.mark.gpu_code, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -56,8 +62,8 @@ def test_lines_whose_order_is_that_of_16_lanes(emulation: Emulation, batch: int)
     expected = epoch((17, 9, 5), batch, sam=False)
     emulation.order(0, 0)
     with emulated_programs():
-        found = epoch((17, 9, 5), batch, sam=False)
-    assert all(map(partial(torch.allclose, rtol=2 * batch * 2**-24, atol=2 * batch * 2**-24), found, expected))
+        results = epoch((17, 9, 5), batch, sam=False)
+    assert all(map(partial(torch.allclose, rtol=2 * batch * 2**-24, atol=2 * batch * 2**-24), results, expected))
 
 
 @pytest.mark.parametrize(
@@ -74,21 +80,21 @@ def test_lines_whose_order_is_that_of_16_lanes(emulation: Emulation, batch: int)
 def test_a_run_has_the_bits_of_the_cpu(emulation: Emulation, method: str, options: dict[str, object]) -> None:
     """Clients of unequal sizes, a last partial batch, momentum and clipping: the whole loop with emulated programs."""
     emulation.order(0, 0)
-    expected, before = digest(train(method, slots=3, **options)), emulation.count("launches")
+    expected, old_count = digest(train(method, slots=3, **options)), emulation.count("launches")
     with emulated_programs():
         assert digest(train(method, slots=3, **options)) == expected
-    assert emulation.count("launches") > before
+    assert emulation.count("launches") > old_count
 
 
 @pytest.mark.parametrize("steps", [(3, 1, 4), (0, 2, 2)], ids=str)
 def test_rows_of_unequal_steps_are_one_launch(emulation: Emulation, steps: tuple[int, ...]) -> None:
     """The bits of the CPU's rows, together and by themselves."""
     emulation.order(0, 0)
-    expected, counts = uneven_epoch(steps, joined=False), [emulation.count("launches")]
-    assert all(map(same_bits, uneven_epoch(steps, joined=True), expected))
+    expected, counts = uneven_epoch(steps, is_joint=False), [emulation.count("launches")]
+    assert all(map(same_bits, uneven_epoch(steps, is_joint=True), expected))
     with emulated_programs():
-        for joined in (True, False):
-            assert all(map(same_bits, uneven_epoch(steps, joined), expected))
+        for is_joint in (True, False):
+            assert all(map(same_bits, uneven_epoch(steps, is_joint), expected))
             counts.append(emulation.count("launches"))
     assert expected[1].count_nonzero() == sum(map(bool, steps))
     assert (counts[2] - counts[1]) - (counts[1] - counts[0]) == ROWS - 1
@@ -103,42 +109,42 @@ def test_unlike_clients_train_in_one_launch(
     in fewer launches."""
     emulation.order(0, 0)
     options = {"momentum": 0.3, "clip_norm": 0.05}
-    expected, joined, train_ = digest(train(method, slots=slots, **options)), list[int](), RowPass.train
+    expected, sizes, train_rows = digest(train(method, slots=slots, **options)), list[int](), RowPass.train
     monkeypatch.setattr(RowPass, "side_by_side", True)
-    monkeypatch.setattr(RowPass, "train", lambda *given: (joined.append(len(given[1])), train_(*given)))
+    monkeypatch.setattr(RowPass, "train", lambda *operands: (sizes.append(len(operands[1])), train_rows(*operands)))
     with emulated_programs():
         assert digest(train(method, slots=slots, **options)) == expected
-    assert max(joined) > 1
+    assert max(sizes) > 1
 
 
 def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulation) -> None:
     """A kernel cannot raise, so a wrong label or sample index makes the loss of its row NaN, and no other loss."""
     emulation.order(0, 0)
     with emulated_programs():
-        found, form, x, y = known_pass((12, 9, 4), 5)
-        for wrong in ("none", "label", "place"):
+        row_pass, rows, x, y = make_row_pass((12, 9, 4), 5)
+        for error in ("none", "label", "place"):
             labels, losses = y.clone(), torch.zeros(ROWS, dtype=torch.float64)
             indices = torch.arange(ROWS * 20).view(ROWS, 20) % 10 + torch.arange(ROWS).view(ROWS, 1) * 10 + 5
-            if wrong == "label":
+            if error == "label":
                 labels[17] = 4
-            if wrong == "place":
+            if error == "place":
                 indices[1, 7] = 40
-            before, hparams = emulation.count("launches"), torch.zeros_like(form.hparams)
-            found.program.steps_(
-                form.leaves, found.constants, x, labels, indices, 5, form.z, None, form.layout.table, hparams, losses
+            old_count, hparams = emulation.count("launches"), torch.zeros_like(rows.hparams)
+            row_pass.program.steps_(
+                rows.leaves, row_pass.constants, x, labels, indices, 5, rows.z, None, rows.layout.table, hparams, losses
             )
-            assert emulation.count("launches") == before + 1
-            assert losses.isnan().tolist() == [False, wrong != "none", False]
+            assert emulation.count("launches") == old_count + 1
+            assert losses.isnan().tolist() == [False, error != "none", False]
 
 
-def test_weights_that_are_elsewhere(emulation: Emulation) -> None:
+def test_weights_outside_of_params_are_refused(emulation: Emulation) -> None:
     with emulated_programs():
-        found, form, x, y = known_pass((12, 9, 4), 5)
+        row_pass, rows, x, y = make_row_pass((12, 9, 4), 5)
         losses, indices = torch.zeros(ROWS, dtype=torch.float64), torch.arange(5).expand(ROWS, 5)
-        leaves = [leaf.detach().clone() for leaf in form.leaves]
+        leaves = [leaf.detach().clone() for leaf in rows.leaves]
         with pytest.raises(RuntimeError, match="weights must be views of params"):
-            found.program.steps_(
-                leaves, found.constants, x, y, indices, 5, form.z, None, form.layout.table, form.hparams, losses
+            row_pass.program.steps_(
+                leaves, row_pass.constants, x, y, indices, 5, rows.z, None, rows.layout.table, rows.hparams, losses
             )
 
 
@@ -192,13 +198,7 @@ def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
     emulated.compile_library(folder / "as-it-is")
     path = folder / re.sub(r"\W", "-", f"rows {error}")
     library = emulated.compile_library(path, ERRORS[error], ready=folder / "as-it-is")
-    argv = [sys.executable, "-c", SCRIPT, str(library)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if error == "none":
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode != 0, f"the error {error!r} went unnoticed"
-        assert "AssertionError" in done.stderr or done.returncode < 0, done.stderr
+    emulated.assert_found(error, SCRIPT, library)
 
 
 # --- what nvcc makes of it ---
@@ -215,8 +215,8 @@ def test_registers_and_shared_memory(arch: str, tmp_path: Path) -> None:
         "-c",
         str(source), "-o", str(tmp_path / "rows.o"),
     ]  # fmt: skip
-    said = subprocess.run(argv, capture_output=True, text=True, check=True).stderr
-    (stack,) = re.findall(r"(\d+) bytes stack frame, \d+ bytes spill stores", said)
-    assert int(stack) == 0, said
-    (registers,) = re.findall(r"Used (\d+) registers", said)
-    assert int(registers) <= 128 and "smem" not in said, said
+    report = subprocess.run(argv, capture_output=True, text=True, check=True).stderr
+    (stack,) = re.findall(r"(\d+) bytes stack frame, \d+ bytes spill stores", report)
+    assert int(stack) == 0, report
+    (registers,) = re.findall(r"Used (\d+) registers", report)
+    assert int(registers) <= 128 and "smem" not in report, report

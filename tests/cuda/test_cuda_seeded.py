@@ -1,8 +1,6 @@
 """Errors put into a copy of the CUDA kernels, one at a time, must turn the emulated steps red (see `emulated.py`)."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +13,6 @@ from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.emulated_steps import assert_sound, case_of, sam_step
 from tests.helpers.op_cases import Case, Memory, close
-from tests.helpers.places import ROOT
 
 pytestmark = [
     pytest.mark.gpu_code,
@@ -97,13 +94,15 @@ def fixed_steps(emulation: Emulation) -> None:
             sam_step(emulation.backend.load(), case)
             sums_per_row(emulation.backend.load(), case)
             dual_step(emulation.backend.load(), case)
-            closed_rows(emulation.backend.load(), case)
+            check_row_sums(emulation.backend.load(), case)
     assert_sound(emulation)
 
 
 def sums_per_row(kernels: ModuleType, case: Case) -> None:
-    """All ops that add up, twice each into the same memory: the second call finds the tickets that the first one
-    left."""
+    """Compare all ops that add up, twice each into the same memory.
+
+    The second call finds the tickets of the first call.
+    """
     hparams, memory = case.hparams(ADAPTIVE=0.0), Memory(case, "cpu")
     values = {name: case.values(name) for name in ("grads", "weights", "mu", "s", "params")}
     grads, weights, params = (memory.operand(name, values[name]) for name in ("grads", "weights", "params"))
@@ -138,18 +137,18 @@ def dual_step(kernels: ModuleType, case: Case) -> None:
     kernels.dual_perturb_(params, backup, mu, grads, s, case.table, hparams, sumsq, eps)
     memory.check()
     mask = case.mask()
-    for written, expected in ((params, params64), (mu, mu64), (eps, eps64)):
-        close(memory.read(written)[mask], expected[mask])
+    for result, expected in ((params, params64), (mu, mu64), (eps, eps64)):
+        close(memory.read(result)[mask], expected[mask])
 
 
-def closed_rows(kernels: ModuleType, case: Case) -> None:
+def check_row_sums(kernels: ModuleType, case: Case) -> None:
     """accumulate_ of one row more than are loaded at once, twice into the same memory."""
     rows = torch.randn(6, case.stride, generator=case.generator("x"))
     rows[:, -1] = torch.arange(1, 7)  # the largest are at the end
-    assert all(map(torch.equal, closed(kernels, rows), closed(reference, rows)))
+    assert all(map(torch.equal, sum_rows(kernels, rows), sum_rows(reference, rows)))
 
 
-def closed(kernels: ModuleType, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sum_rows(kernels: ModuleType, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     high, low = torch.zeros(2, rows.shape[1], dtype=torch.int64).unbind()
     largest = torch.empty(5, dtype=torch.float64)
     for _ in range(2):
@@ -168,10 +167,4 @@ def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
     if any(not name.endswith(".cu") for name in changes):
         changes = emulated.ONLY_FLOAT | changes
     library = emulated.compile_library(folder / re.sub(r"\W", "-", error), changes, ready=folder / "as-it-is")
-    argv = [sys.executable, "-c", SCRIPT, str(library)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if error == "none":
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode != 0, f"the error {error!r} went unnoticed"
-        assert "AssertionError" in done.stderr or done.returncode < 0, done.stderr
+    emulated.assert_found(error, SCRIPT, library)

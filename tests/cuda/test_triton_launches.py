@@ -24,7 +24,7 @@ LAUNCHES = {
     "_norm_kernel": 2, "_perturb_kernel": 2, "_update_norm_kernel": 1, "_update_kernel": 5, "_dual_norm_kernel": 1,
     "_dual_perturb_kernel": 1, "_inner_kernel": 1, "_restore_kernel": 1,
 }  # fmt: skip
-MORE = {
+EXTRA_LAUNCHES = {
     "float32 1": {},
     "float32 2": {"_accumulate_kernel": 2},
     "bfloat16 1": {"_perturb_kernel": 1},
@@ -41,19 +41,19 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[st
     env = os.environ | {"TRITON_INTERPRET": "0", **paths}
     build = "import sys; from tests.helpers.triton_launches import build_libcuda; build_libcuda(sys.argv[1])"
     for command in (["-c", build], ["-m", "tests.helpers.triton_launches"]):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, *command, str(folder)], env=env, cwd=ROOT, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
-    found: dict[str, list[list[str]]] = json.loads(done.stdout)
-    return found
+        assert process.returncode == 0, process.stderr
+    records: dict[str, list[list[str]]] = json.loads(process.stdout)
+    return records
 
 
-@pytest.mark.parametrize("case", MORE)
+@pytest.mark.parametrize("case", EXTRA_LAUNCHES)
 def test_every_op_is_compiled_loaded_and_launched(launches: dict[str, list[list[str]]], case: str) -> None:
     """A program per chunk and row, four warps each, as machine code for sm_90."""
     rows = int(case.split()[1])
-    assert Counter(name for name, *_ in launches[case]) == Counter(LAUNCHES) + Counter(MORE[case])
+    assert Counter(name for name, *_ in launches[case]) == Counter(LAUNCHES) + Counter(EXTRA_LAUNCHES[case])
     for name, blocks, threads, _, arch in launches[case]:
         assert (threads, arch) == ("128", "90"), name
         if name != "_accumulate_kernel":

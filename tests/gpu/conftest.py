@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=FUSED, ids=lambda b: f"{b.name}-cuda")
 def kernels(request: pytest.FixtureRequest) -> ModuleType:
-    """The compiled and the Triton kernels, each where it is available."""
+    """Return the compiled or the Triton kernels. Skip unavailable kernels with the reason."""
     if request.param.reason is not None:
         pytest.skip(f"{request.param.name} on CUDA: {request.param.reason}")
     return request.param.load()
@@ -29,7 +29,7 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.fixture(params=[b.name for b in FUSED])
 def backend(request: pytest.FixtureRequest) -> str:
-    """The same, by name."""
+    """Return the name of the compiled or the Triton backend."""
     reason = next(b.reason for b in FUSED if b.name == request.param)
     if reason is not None:
         pytest.skip(f"{request.param} on CUDA: {reason}")

@@ -47,9 +47,9 @@ def every_op(kernels: Any, step: Step, shift: int) -> torch.Tensor:
     options = {"g1": step.g1, "q": q, "sumsq_v": step.sumsq, "write_master": True}
     kernels.update_(step.params, step.backup, grads, table, adaptive, "sgd", [step.momentum], **options)
     adam = hparams_of(rows, str(device), BETA1=0.9, BETA2=0.99, EPS=1e-8)
-    for found in (0.0, 1.0):
-        counted = {"steps": steps, "found_inf": torch.full((1,), found, device=device)}
-        kernels.update_(step.params, step.backup, grads, table, adam, "adam", [first, second], **counted)
+    for found_inf in (0.0, 1.0):
+        options = {"steps": steps, "found_inf": torch.full((1,), found_inf, device=device)}
+        kernels.update_(step.params, step.backup, grads, table, adam, "adam", [first, second], **options)
     federated_ops(kernels, step, grads, adaptive, q)
     kernels.restore_(step.params, step.backup, table)
     return steps

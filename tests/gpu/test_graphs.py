@@ -15,8 +15,8 @@ from tests.helpers.gpu_step import DEVICE, Step, same
 from tests.helpers.places import ROOT
 
 
-def captured(body: object, warm_up: int = 2) -> torch.cuda.CUDAGraph:
-    """A graph of `body`, after `warm_up` ordinary calls on a side stream."""
+def capture_graph(body: object, warm_up: int = 2) -> torch.cuda.CUDAGraph:
+    """Return a graph of `body`, after `warm_up` ordinary calls on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -32,23 +32,23 @@ def captured(body: object, warm_up: int = 2) -> torch.cuda.CUDAGraph:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_replays_are_the_eager_steps(kernels: ModuleType, rows: int) -> None:
     """Bit for bit, also after learning rate and radius were written; tickets are ready for every replay."""
-    eager, graphed = (Step([200_000, 33, 8193], rows) for _ in range(2))
-    graph = captured(lambda: graphed.run(kernels))
+    eager_step, graph_step = (Step([200_000, 33, 8193], rows) for _ in range(2))
+    graph = capture_graph(lambda: graph_step.run(kernels))
     for _ in range(2):
-        eager.run(kernels)
+        eager_step.run(kernels)
     for lr, rho in ((0.1, 0.05), (0.01, 0.05), (0.01, 0.5), (0.2, 0.0)):
-        for step in (eager, graphed):
+        for step in (eager_step, graph_step):
             step.hparams[..., HParam.LR], step.hparams[..., HParam.RHO] = lr, rho
-        eager.run(kernels)
+        eager_step.run(kernels)
         graph.replay()
-        assert same(graphed.read(), eager.read()), (lr, rho)
+        assert same(graph_step.read(), eager_step.read()), (lr, rho)
 
 
 def test_two_graphs_and_eager_steps_share_nothing(kernels: ModuleType) -> None:
     """Replayed on two streams at once, with eager steps on a third."""
     steps = [Step([1_000_000, 7], seed=seed) for seed in range(3)]
-    alone = [Step([1_000_000, 7], seed=seed) for seed in range(3)]
-    graphs = [captured(lambda s=s: s.run(kernels)) for s in steps[:2]]
+    single_steps = [Step([1_000_000, 7], seed=seed) for seed in range(3)]
+    graphs = [capture_graph(lambda s=s: s.run(kernels)) for s in steps[:2]]
     for _ in range(2):
         steps[2].run(kernels)
     torch.cuda.synchronize()
@@ -58,10 +58,10 @@ def test_two_graphs_and_eager_steps_share_nothing(kernels: ModuleType) -> None:
             with torch.cuda.stream(stream):
                 graphs[i].replay() if i < 2 else steps[2].run(kernels)
     torch.cuda.synchronize()
-    for step in alone:
+    for step in single_steps:
         for _ in range(22):
             step.run(kernels)
-    assert all(same(a.read(), b.read()) for a, b in zip(steps, alone, strict=True))
+    assert all(same(a.read(), b.read()) for a, b in zip(steps, single_steps, strict=True))
 
 
 FAILS = """
@@ -94,16 +94,16 @@ def test_a_capture_that_fails_says_why(work: str, reason: str) -> None:
     """CUDA refuses, or Python raises while a second stream is captured. A new process, because no capture may
     follow."""
     command = [sys.executable, "-c", FAILS.replace("{work}", work)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "the step cannot be captured as a CUDA graph" in done.stdout and reason in done.stdout, done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "the step cannot be captured as a CUDA graph" in process.stdout and reason in process.stdout, process.stderr
 
 
-@pytest.mark.parametrize("looks", [False, True])
-def test_what_waits_for_the_device_is_seen_without_a_capture(looks: bool) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_waits_for_the_device_is_seen_without_a_capture(waits: bool) -> None:
     numbers = torch.ones(4, device=DEVICE)
     with Cuda(torch.device(DEVICE)).no_wait():
         numbers.mul_(2)
-        if looks:
+        if waits:
             with pytest.raises(RuntimeError, match="synchroniz"):
                 float(numbers.sum())
     assert numbers.sum().item() == 8
@@ -115,7 +115,7 @@ BASES = {
 }
 
 
-def train(backend: str, base: str, graph: bool) -> list[Tensor]:
+def train(backend: str, base: str, uses_graph: bool) -> list[Tensor]:
     """Eight whole training steps: forward and backward twice, perturbation, update; lr and rho change on the way."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 5)).to(DEVICE)
@@ -132,11 +132,11 @@ def train(backend: str, base: str, graph: bool) -> list[Tensor]:
     def step() -> None:
         opt.step(closure)
 
-    replay = captured(step).replay if graph else None
+    replay = capture_graph(step).replay if uses_graph else None
     if replay is None:
         for _ in range(2):
             step()
-    seen = []
+    weights = []
     for i in range(6):
         if i == 2:
             lr.fill_(0.005)
@@ -144,13 +144,13 @@ def train(backend: str, base: str, graph: bool) -> list[Tensor]:
             rho.fill_(0.5)
         x.normal_(generator=torch.Generator(DEVICE).manual_seed(i))
         (replay or step)()
-        seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]).cpu())
-    return seen
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).cpu())
+    return weights
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_whole_training_step(backend: str, base: str) -> None:
-    plain, graphed = (train(backend, base, graph) for graph in (False, True))
-    for i, (a, b) in enumerate(zip(plain, graphed, strict=True)):
+    eager_weights, graph_weights = (train(backend, base, graph) for graph in (False, True))
+    for i, (a, b) in enumerate(zip(eager_weights, graph_weights, strict=True)):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, msg=lambda text, i=i: f"step {i}: {text}")
-    assert not torch.equal(plain[0], plain[-1])
+    assert not torch.equal(eager_weights[0], eager_weights[-1])

@@ -71,9 +71,9 @@ def test_the_same_bits_every_time(kernels: ModuleType, rows: int) -> None:
     for _ in range(20):
         step = Step([3_000_001, 77, 0, 200_000], rows)
         step.run(kernels)
-        found = step.read()
-        assert expected is None or same(found, expected)
-        expected = found
+        result = step.read()
+        assert expected is None or same(result, expected)
+        expected = result
 
 
 def test_the_same_bits_as_the_cpu_kernels(compiled: ModuleType) -> None:
@@ -122,8 +122,8 @@ def test_more_elements_than_an_int_counts(kernels: ModuleType) -> None:
 def test_opcheck(compiled: ModuleType, name: str) -> None:
     operands = native_step.Step(shapes=[(33,), (5, 7), ()])
     op, args = native_step.calls(operands)[name]
-    moved = tree_map_only(torch.Tensor, lambda t: t if t is operands.table else t.to(DEVICE), args)
-    torch.library.opcheck(op, moved)
+    cuda_args = tree_map_only(torch.Tensor, lambda t: t if t is operands.table else t.to(DEVICE), args)
+    torch.library.opcheck(op, cuda_args)
 
 
 def test_tickets_of_many_outputs(compiled: ModuleType) -> None:

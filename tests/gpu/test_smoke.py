@@ -13,14 +13,14 @@ from tests.helpers.gpu_step import DEVICE, Step
 LENGTHS = [33, 0, 70_001, 8193]
 
 
-@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("uses_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("backend", ["native", "triton"])
-def test_two_steps_agree_with_the_reference(backend: str, replayed: bool) -> None:
-    found = next(b for b in backends.table() if (b.name, b.device) == (backend, DEVICE))
-    assert found.reason is None, found.reason
-    kernels, step, expected = found.load(), Step(LENGTHS, rows=2), Step(LENGTHS, rows=2, device="cpu")
+def test_two_steps_agree_with_the_reference(backend: str, uses_graph: bool) -> None:
+    choice = next(b for b in backends.table() if (b.name, b.device) == (backend, DEVICE))
+    assert choice.reason is None, choice.reason
+    kernels, step, expected = choice.load(), Step(LENGTHS, rows=2), Step(LENGTHS, rows=2, device="cpu")
     step.run(kernels)  # compiles, and fills the tables that a capture must find
-    if replayed:
+    if uses_graph:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -37,11 +37,11 @@ def test_two_steps_agree_with_the_reference(backend: str, replayed: bool) -> Non
 def test_a_row_program_agrees_with_clients_one_by_one() -> None:
     draw = torch.Generator().manual_seed(0)
     clients = [(torch.randn(40, 64, generator=draw), torch.randint(10, (40,), generator=draw)) for _ in range(4)]
-    ends = []
+    weights = []
     for executor, device in (("sequential", "cpu"), ("vmap", DEVICE)):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
         options = {"rounds": 2, "batch_size": 16, "participation": 1.0, "executor": executor, "device": device}
-        done = fed.run(model, clients, fed.FedSAM(), **options)
-        ends.append(torch.cat([p.detach().flatten().cpu() for p in done.model.parameters()]))
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+        result = fed.run(model, clients, fed.FedSAM(), **options)
+        weights.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]))
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)

@@ -17,14 +17,14 @@ from tests.helpers.gpu_step import DEVICE
 def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatch) -> None:
     """Ragged clients, whose rows are gathered and put back; from the second round on, when every shape has been
     recorded and compared."""
-    own, rounds = Vmap._tick, [0]
+    original, rounds = Vmap._tick, [0]
 
     def tick(self: Vmap, blocks: list) -> None:
         if rounds[0] < 2:
-            own(self, blocks)
+            original(self, blocks)
             return
         with Cuda(torch.device(DEVICE)).no_wait():
-            own(self, blocks)
+            original(self, blocks)
 
     monkeypatch.setattr(Vmap, "_tick", tick)
     # in the third step the first and the last have whole batches
@@ -42,16 +42,16 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatc
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM()], ids=["fedavg", "fedsam"])
 def test_row_programs_agree_with_the_cpus(algorithm: fed.Algorithm, hidden: int, monkeypatch: MonkeyPatch) -> None:
     """Products in shared and in global memory have the CPU's bits; sums over a batch may have a different order."""
-    own, taken = RowPass.train, []
-    monkeypatch.setattr(RowPass, "train", lambda *operands: (taken.append(1), own(*operands)))
+    original, calls = RowPass.train, []
+    monkeypatch.setattr(RowPass, "train", lambda *operands: (calls.append(1), original(*operands)))
     draw, weights = torch.Generator().manual_seed(0), []
     clients = [(torch.randn(n, 64, generator=draw), torch.randint(10, (n,), generator=draw)) for n in (40, 40, 23)]
     for device in ("cpu", DEVICE):
-        before = len(taken)
-        done = fed.run(
+        old_count = len(calls)
+        result = fed.run(
             classifier((64, hidden, 10)), clients, algorithm, rounds=3, batch_size=16, participation=1.0, device=device,
             executor="vmap", momentum=0.5, lr=0.05,
         )  # fmt: skip
-        assert len(taken) > before
-        weights.append(torch.cat([p.detach().flatten().cpu() for p in done.model.parameters()]))
+        assert len(calls) > old_count
+        weights.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]))
     assert torch.allclose(*weights, rtol=1e-4, atol=1e-5)

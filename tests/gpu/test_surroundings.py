@@ -13,21 +13,21 @@ from tests.helpers.gpu_step import DEVICE, Step, same
 
 def test_steps_on_several_streams(kernels: ModuleType) -> None:
     """Steps on each stream have the bits of steps without other streams, so no scratch memory is shared."""
-    together, alone = ([Step([700_000, 3, 8193], 1 + i % 2, seed=i) for i in range(6)] for _ in range(2))
+    parallel_steps, single_steps = ([Step([700_000, 3, 8193], 1 + i % 2, seed=i) for i in range(6)] for _ in range(2))
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in together]
+    streams = [torch.cuda.Stream() for _ in parallel_steps]
     for _ in range(15):
-        for step, stream in zip(together, streams, strict=True):
+        for step, stream in zip(parallel_steps, streams, strict=True):
             with torch.cuda.stream(stream):
                 step.run(kernels)
     torch.cuda.synchronize()
-    for step in alone:
+    for step in single_steps:
         for _ in range(15):
             step.run(kernels)
-    assert all(same(a.read(), b.read()) for a, b in zip(together, alone, strict=True))
+    assert all(same(a.read(), b.read()) for a, b in zip(parallel_steps, single_steps, strict=True))
 
 
-def losses(backend: str, compile_: bool, **options: object) -> list[float]:
+def losses(backend: str, is_compiled: bool, **options: object) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(DEVICE)
     x, y = torch.randn(64, 16, device=DEVICE), torch.randn(64, 4, device=DEVICE)
@@ -45,15 +45,15 @@ def losses(backend: str, compile_: bool, **options: object) -> list[float]:
         opt.second_step()
         return loss.detach()
 
-    fast = torch.compile(step) if compile_ else step
-    return [float((step if i < 2 else fast)()) for i in range(8)]
+    compiled_step = torch.compile(step) if is_compiled else step
+    return [float((step if i < 2 else compiled_step)()) for i in range(8)]
 
 
 def test_compiled_training_steps(backend: str) -> None:
     torch._dynamo.reset()
-    plain, fast = losses(backend, False), losses(backend, True)
-    torch.testing.assert_close(torch.tensor(fast), torch.tensor(plain), rtol=1e-4, atol=1e-5)
-    assert len(set(plain)) == 8
+    eager_losses, compiled_losses = losses(backend, False), losses(backend, True)
+    torch.testing.assert_close(torch.tensor(compiled_losses), torch.tensor(eager_losses), rtol=1e-4, atol=1e-5)
+    assert len(set(eager_losses)) == 8
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -70,18 +70,18 @@ def test_weights_whose_memory_is_exchanged(monkeypatch: pytest.MonkeyPatch, back
             model.parameters(), torch.optim.AdamW, lr=1e-3, rho=0.1, backend=backend, assume_no_alias=exchanges
         )
         torch.cuda.synchronize()
-        before = [p.data_ptr() for p in model.parameters()]
+        addresses = [p.data_ptr() for p in model.parameters()]
         for _ in range(10):
             for half in (opt.first_step, opt.second_step):
                 with torch.cuda.stream(passes):
                     (model(x) - y).square().mean().backward()
-                mine = passes if streams == 1 else updates
-                mine.wait_stream(passes)
-                with torch.cuda.stream(mine):
+                stream = passes if streams == 1 else updates
+                stream.wait_stream(passes)
+                with torch.cuda.stream(stream):
                     half(zero_grad=True)
-                    away = [p.data_ptr() for p in model.parameters()] != before
-                    assert away == (exchanges and backend == "native" and half == opt.first_step)
-                passes.wait_stream(mine)
+                    is_swapped = [p.data_ptr() for p in model.parameters()] != addresses
+                    assert is_swapped == (exchanges and backend == "native" and half == opt.first_step)
+                passes.wait_stream(stream)
         torch.cuda.synchronize()
         results.append([p.detach().cpu() for p in model.parameters()])
     assert same(*results)
@@ -96,7 +96,7 @@ def test_a_scaler_skips_and_goes_on(backend: str, dtype: torch.dtype) -> None:
     scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0)
     x = torch.randn(16, 8, device=DEVICE)
     for i in range(4):
-        before = model.weight.detach().clone()
+        old_weight = model.weight.detach().clone()
         for second in (False, True):
             with torch.autocast(DEVICE, dtype):
                 loss = model(x).float().square().mean() * (torch.inf if i == 2 and second else 1.0)
@@ -106,5 +106,5 @@ def test_a_scaler_skips_and_goes_on(backend: str, dtype: torch.dtype) -> None:
                 opt.first_step()
         scaler.step(opt)
         scaler.update()
-        assert torch.equal(model.weight, before) == (i == 2)
+        assert torch.equal(model.weight, old_weight) == (i == 2)
         assert model.weight.isfinite().all()

@@ -36,7 +36,7 @@ class Small(Machine):
         return 3
 
 
-def record_of(kind: str, *cases: dict[str, Any], device: str = "cpu", **changed: Any) -> dict[str, Any]:
+def record_of(kind: str, *cases: dict[str, Any], device: str = "cpu", **changes: Any) -> dict[str, Any]:
     """Return a record of made-up measurements."""
     environment = {
         "command": "python -m bench made-up", "date": "2031-02-03T00:00:00+00:00", "commit": "0123456789abcdef+changes",
@@ -44,4 +44,4 @@ def record_of(kind: str, *cases: dict[str, Any], device: str = "cpu", **changed:
         "versions": {"python": "3.11", "torch": "2.13"},
     }  # fmt: skip
     base = {"kind": f"fastsam.bench.{kind}/2", "device": device, "quick": False, "environment": environment}
-    return base | {"added": [], "cases": list(cases), "left_out": []} | changed
+    return base | {"added": [], "cases": list(cases), "left_out": []} | changes

@@ -14,6 +14,8 @@ def one_in(count: int, *axes: Iterable[Any]) -> list[Any]:
     """
     values = [list(axis) for axis in axes]
     return [
-        pytest.param(*(axis[i] for axis, i in zip(values, at)), marks=[] if sum(at) % count == 0 else pytest.mark.slow)
-        for at in itertools.product(*(range(len(axis)) for axis in values))
+        pytest.param(
+            *(axis[i] for axis, i in zip(values, indices)), marks=[] if sum(indices) % count == 0 else pytest.mark.slow
+        )
+        for indices in itertools.product(*(range(len(axis)) for axis in values))
     ]

@@ -10,8 +10,8 @@ from fastsam import FusedSAM
 
 
 def train(rank: int, styles: Sequence[str]) -> dict[str, bytes]:
-    """The weights after three steps of each style, of which this rank has half of the samples."""
-    mine, found = slice(4 * rank, 4 * rank + 4), {}
+    """Return the weights after three steps of each style. This rank has half of the samples."""
+    samples, weights = slice(4 * rank, 4 * rank + 4), {}
     for style in styles:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
@@ -20,7 +20,7 @@ def train(rank: int, styles: Sequence[str]) -> dict[str, bytes]:
         opt = FusedSAM(ddp.parameters(), SGD, lr=0.1, momentum=0.9, rho=0.3)
 
         def closure(ddp: nn.Module = ddp, x: Tensor = x, y: Tensor = y) -> Tensor:
-            loss = (ddp(x[mine]) - y[mine]).square().mean()
+            loss = (ddp(x[samples]) - y[samples]).square().mean()
             loss.backward()
             return loss
 
@@ -33,5 +33,5 @@ def train(rank: int, styles: Sequence[str]) -> dict[str, bytes]:
                 opt.second_step(zero_grad=True)
             else:
                 opt.step(closure)
-        found[style] = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
-    return found
+        weights[style] = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
+    return weights

@@ -6,6 +6,8 @@ fiber per thread. It cannot show blocks that run at the same time, or speed.
 
 import ctypes
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ import torch
 
 from fastsam import backends
 from fastsam_kernels import build, direct_calls, libraries, native, toolchain
-from tests.helpers.places import HELPERS
+from tests.helpers.places import HELPERS, ROOT
 
 SOURCES = (
     "norm.cu", "perturb.cu", "stochastic.cu", "dual.cu", "inner.cu", "accumulate.cu", "update.cu", "tickets.cu",
@@ -38,7 +40,7 @@ ONLY_FLOAT: Changes = {
 }  # compiles in a fraction of the time
 
 
-def _steps(csrc: Path, ready: Path | None, kept: Sequence[str], fast: bool) -> list[toolchain.BuildStep]:
+def _steps(csrc: Path, ready: Path | None, reused: Sequence[str], fast: bool) -> list[toolchain.BuildStep]:
     """Return the build steps. `kept` names sources whose objects are in `ready`."""
     flags, checks = (("-O2", *FLAGS[1:]), ()) if fast else (FLAGS, CHECKS)
     torch_, cxx = toolchain.find_torch(), toolchain.find_cxx()
@@ -46,11 +48,11 @@ def _steps(csrc: Path, ready: Path | None, kept: Sequence[str], fast: bool) -> l
     for path in [*((csrc / "cuda" / name).resolve() for name in SOURCES), HELPERS / "emulation" / "emulation.cpp"]:
         extra = (*build.TORCH_FLAGS, f"-isystem{torch_.include}") if path.name in REGISTRATIONS else checks
         includes = (f"-I{HELPERS / 'emulation'}", "-iquote", str(csrc))
-        for output, own in build.variants_of(path, csrc):
-            if ready and path.name in kept:
+        for output, options in build.variants_of(path, csrc):
+            if ready and path.name in reused:
                 objects.append(str(ready / output))
                 continue
-            argv = (*cxx, "-x", "c++", "-std=c++20", *flags, *extra, *own, *includes, "-MD", "-MF", f"{output}.d")
+            argv = (*cxx, "-x", "c++", "-std=c++20", *flags, *extra, *options, *includes, "-MD", "-MF", f"{output}.d")
             command = (*argv, "-c", str(path), "-o", output)
             steps.append(toolchain.BuildStep(output, (str(path),), command, f"{output}.d"))
             objects.append(output)
@@ -70,24 +72,25 @@ def compile_library(
             header changes also the objects of unchanged sources.
         fast: compile with the options that compilers use for the host of a GPU, without checks.
     """
-    changed = {OWN_HEADERS.get(name, Path(name).name) for name in changes}
-    kept = [*REGISTRATIONS, "emulation.cpp"]
-    if changed <= set(SOURCES):
-        kept = [Path(name).name for name in (*SOURCES, "emulation.cpp") if name not in changed]
+    changed_files = {OWN_HEADERS.get(name, Path(name).name) for name in changes}
+    reused = [*REGISTRATIONS, "emulation.cpp"]
+    if changed_files <= set(SOURCES):
+        reused = [Path(name).name for name in (*SOURCES, "emulation.cpp") if name not in changed_files]
     registration = "STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m)"
-    registered = [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]
-    on_host = [(SHARED, ON_HOST), *changes.get("cuda/rowprograms.cu", ())]
+    cpu_registration = [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]
+    row_changes = [(SHARED, ON_HOST), *changes.get("cuda/rowprograms.cu", ())]
     changes = {
-        **changes, "cuda/ops_cuda.cpp": registered, "cuda/ops_rows.cpp": registered, "cuda/rowprograms.cu": on_host,
+        **changes, "cuda/ops_cuda.cpp": cpu_registration, "cuda/ops_rows.cpp": cpu_registration,
+        "cuda/rowprograms.cu": row_changes,
     }  # fmt: skip
     with toolchain.lock_folder(folder):
         copy_sources(build.csrc(), folder / "csrc", changes)
-        toolchain.execute(_steps(folder / "csrc", ready, kept, fast), folder)
+        toolchain.execute(_steps(folder / "csrc", ready, reused, fast), folder)
     return folder / LIBRARY
 
 
 def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
-    """Every C++ and CUDA source below `sources`, with the texts replaced that `changes` names."""
+    """Copy the C++ and CUDA sources below `sources`, with the texts replaced that `changes` names."""
     for path in sources.rglob("*"):
         if path.suffix not in (".h", ".cuh", ".cu", ".cpp"):
             continue
@@ -102,10 +105,10 @@ def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
 
 
 def schemas() -> list[str]:
-    """The schemas of csrc/ops.cpp and csrc/rowprograms/ops.cpp."""
+    """Return the schemas of csrc/ops.cpp and csrc/rowprograms/ops.cpp."""
     text = "".join((build.csrc() / name).read_text() for name in ("ops.cpp", "rowprograms/ops.cpp"))
-    found = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', text)
-    return ["".join(re.findall(r'"([^"]*)"', literals)) for literals in found]
+    matches = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', text)
+    return ["".join(re.findall(r'"([^"]*)"', literals)) for literals in matches]
 
 
 @dataclass(frozen=True)
@@ -137,35 +140,42 @@ class Emulation:
         self.backend = _Backend("cuda-emulated", "cpu", "native", lambda: None, kernels=module)
 
     def order(self, blocks: int, threads: int) -> None:
-        """In which order blocks and threads run: 0 ascending, 1 descending, more: a shuffle with that seed."""
-        order(self._library, blocks, threads)
+        """Set the order of blocks and threads: 0 ascending, 1 descending, a larger number is the seed of a shuffle."""
+        self._library.emulation_order(blocks, threads)
 
-    def walk(self, lengths: Sequence[int], width: int, turns: int, enough: int) -> int:
-        """-1 when the kernels' walk over segments of these lengths meets every element once, else an element for which
-        it does not."""
+    def walk(self, lengths: Sequence[int], width: int, turns: int, minimum: int) -> int:
+        """Return -1 if the kernels' walk over segments of these lengths meets every element once.
+
+        Otherwise return an element that it does not meet once.
+        """
         counts = torch.zeros(sum(lengths) + 1, dtype=torch.uint8)
         function = self._library.emulation_walk
         function.restype = ctypes.c_int64
-        lengths_ = (ctypes.c_int64 * len(lengths))(*lengths)
+        c_lengths = (ctypes.c_int64 * len(lengths))(*lengths)
         return int(
             function(
-                lengths_, ctypes.c_int64(len(lengths)), width, turns, ctypes.c_int64(enough),
+                c_lengths, ctypes.c_int64(len(lengths)), width, turns, ctypes.c_int64(minimum),
                 ctypes.c_void_p(counts.data_ptr()),
             )
         )  # fmt: skip
 
     def count(self, name: str) -> int:
-        """launches, blocks, largest_argument (bytes), misaligned or out_of_bounds (accesses), since it was loaded;
-        last_stream (its address)."""
-        return count(self._library, name)
+        """Return a counter since the library was loaded.
+
+        Counters are launches, blocks, largest_argument (bytes), and the accesses misaligned and out_of_bounds.
+        `last_stream` is the address of a stream.
+        """
+        function = getattr(self._library, f"emulation_{name}")
+        function.restype = ctypes.c_int64
+        return int(function())
 
 
 @contextmanager
 def direct(library: Path) -> Iterator[None]:
-    """Meanwhile `direct_calls.CudaDirectCalls` finds this library's functions, and takes tensors of the CPU."""
-    own = libraries.library
+    """Let `direct_calls.CudaDirectCalls` use this library's functions and tensors of the CPU."""
+    original = libraries.library
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(libraries, "library", lambda device="cpu": str(library) if device == "cuda" else own(device))
+        patch.setattr(libraries, "library", lambda device="cpu": str(library) if device == "cuda" else original(device))
         patch.setattr(direct_calls, "_raw_stream", lambda device: 0)
         for cached in (direct_calls._function, direct_calls._rule):
             cached.cache_clear()
@@ -187,18 +197,17 @@ def loaded(folder: Path, changes: Changes = NONE, namespace: str = NAMESPACE) ->
     return _LOADED[namespace]
 
 
-def order(loaded: ctypes.CDLL, blocks: int, threads: int) -> None:
-    """See `Emulation.order`."""
-    loaded.emulation_order(blocks, threads)
-
-
-def count(loaded: ctypes.CDLL, name: str) -> int:
-    """See `Emulation.count`."""
-    function = getattr(loaded, f"emulation_{name}")
-    function.restype = ctypes.c_int64
-    return int(function())
+def assert_found(error: str, script: str, library: Path) -> None:
+    """Run a Python script with an emulation in which an error was seeded; it must fail unless `error` is "none"."""
+    argv = [sys.executable, "-c", script, str(library)]
+    process = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if error == "none":
+        assert process.returncode == 0, process.stderr
+    else:
+        assert process.returncode != 0, f"the error {error!r} went unnoticed"
+        assert "AssertionError" in process.stderr or process.returncode < 0, process.stderr
 
 
 def why_not() -> str | None:
-    """Why the emulation cannot be built here; None when it can."""
+    """Return the reason why the emulation cannot be built here, or None."""
     return build.why_not()

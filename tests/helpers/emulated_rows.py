@@ -30,17 +30,19 @@ NUMBERS = {
 def why_not() -> str | None:
     """Return the reason why emulated row programs cannot be compared with the CPU's bits, or None."""
     info = Path("/proc/cpuinfo")
-    fused = info.exists() and " fma " in info.read_text()
-    return emulated.why_not() or native.why_not("cpu") or (None if fused else "products round twice on this processor")
+    has_fma = info.exists() and " fma " in info.read_text()
+    return (
+        emulated.why_not() or native.why_not("cpu") or (None if has_fma else "products round twice on this processor")
+    )
 
 
 @contextmanager
 def emulated_programs(namespace: str = emulated.NAMESPACE) -> Iterator[None]:
     """Use the emulated CUDA kernels for row programs."""
     ops = getattr(torch.ops, namespace)
-    made = ops.rowwise.default, ops.rowwise_steps_.default, ops.row_program.default
+    emulated_ops = ops.rowwise.default, ops.rowwise_steps_.default, ops.row_program.default
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "_ops", lambda: made)
+        patch.setattr(program, "_ops", lambda: emulated_ops)
         yield
 
 
@@ -50,60 +52,63 @@ def classifier(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.R
     return nn.Sequential(*layers[:-1])
 
 
-def known_pass(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU) -> tuple[Any, ...]:
-    """A compared row program, the rows it is for, and samples: one label does not count."""
-    passes, form = stacked(classifier(widths, activation), rows=ROWS)
+def make_row_pass(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU) -> tuple[Any, ...]:
+    """Return a compared row program, its rows, and samples. One label is ignored."""
+    passes, rows = stacked(classifier(widths, activation), rows=ROWS)
     x, y = torch.randn(SAMPLES, widths[0]), torch.randint(widths[-1], (SAMPLES,))
     y[3] = -100
-    wanted = torch.arange(ROWS * batch).view(ROWS, batch) % 3 + 4
+    indices = torch.arange(ROWS * batch).view(ROWS, batch) % 3 + 4
     for _ in range(2):
-        passes.run(form, x[wanted], y[wanted])
-    found = passes.replays.row_pass(batch, x, y)
-    assert isinstance(found, RowPass)
-    return found, form, x, y
+        passes.run(rows, x[indices], y[indices])
+    row_pass = passes.replays.row_pass(batch, x, y)
+    assert isinstance(row_pass, RowPass)
+    return row_pass, rows, x, y
 
 
-def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
+def uneven_epoch(steps: Sequence[int], is_joint: bool) -> list[Tensor]:
     """Return all tensors that epochs of `steps` local steps write, in one call or row by row."""
-    found, form, x, y = known_pass((12, 9, 4), 5)
-    form.hparams[..., HParam.LR] = 0.1
-    wanted = torch.randint(SAMPLES, (ROWS, 5 * max(steps)), generator=torch.Generator().manual_seed(1))
+    row_pass, rows, x, y = make_row_pass((12, 9, 4), 5)
+    rows.hparams[..., HParam.LR] = 0.1
+    indices = torch.randint(SAMPLES, (ROWS, 5 * max(steps)), generator=torch.Generator().manual_seed(1))
     losses = torch.zeros(ROWS, dtype=torch.float64)
-    for rows in [slice(0, ROWS)] if joined else [slice(i, i + 1) for i in range(ROWS)]:
-        count = max(steps[rows])
-        found.program.steps_(
-            [leaf[rows] for leaf in form.leaves], found.constants, x, y, wanted[rows, : 5 * count].contiguous(), 5,
-            form.z[rows], None,
-            form.layout.table, form.hparams[rows], losses[rows], steps=torch.tensor(steps) if joined else None,
+    for part in [slice(0, ROWS)] if is_joint else [slice(i, i + 1) for i in range(ROWS)]:
+        count = max(steps[part])
+        row_pass.program.steps_(
+            [leaf[part] for leaf in rows.leaves], row_pass.constants, x, y, indices[part, : 5 * count].contiguous(), 5,
+            rows.z[part], None,
+            rows.layout.table, rows.hparams[part], losses[part], steps=torch.tensor(steps) if is_joint else None,
         )  # fmt: skip
-    return [form.z.detach().clone(), losses]
+    return [rows.z.detach().clone(), losses]
 
 
 def epoch(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU, sam: bool = True) -> list[Tensor]:
-    """All that two local steps write: with `sam` an adaptive perturbation, both gradients, momentum, q, a shift and
-    clipping; else plain SGD."""
-    found, form, x, y = known_pass(widths, batch, activation)
+    """Return all tensors that two local steps write.
+
+    With `sam` the steps have an adaptive perturbation, both gradients, momentum, q, a shift and clipping. Otherwise
+    they are plain SGD.
+    """
+    row_pass, rows, x, y = make_row_pass(widths, batch, activation)
     draw = torch.Generator().manual_seed(1)
-    hparams = torch.zeros_like(form.hparams)
+    hparams = torch.zeros_like(rows.hparams)
     for name, value in NUMBERS.items():
         hparams[..., getattr(HParam, name)] = value
     hparams[..., HParam.ADAPTIVE] = float(sam)
     hparams[..., HParam.CLIP] *= float(sam)
     hparams[..., 13] = 0.9  # SGD's momentum
-    wanted = torch.randint(SAMPLES, (ROWS, STEPS * batch), generator=draw)
-    fields = [0.1 * torch.randn(form.z.shape, generator=draw) for _ in range(3)]
-    w, losses, sums = form.z.clone(), *torch.zeros(2, ROWS, dtype=torch.float64).unbind()
-    clipped = torch.zeros(ROWS, dtype=torch.float64)
+    indices = torch.randint(SAMPLES, (ROWS, STEPS * batch), generator=draw)
+    fields = [0.1 * torch.randn(rows.z.shape, generator=draw) for _ in range(3)]
+    w, losses, sums = rows.z.clone(), *torch.zeros(2, ROWS, dtype=torch.float64).unbind()
+    clip_norms = torch.zeros(ROWS, dtype=torch.float64)
     options: dict[str, Any] = {
-        "momentum": fields[0], "q": fields[1], "shift": fields[2], "sumsq": sums, "sumsq_v": clipped, "adaptive": True,
-        "keeps_first": True,
+        "momentum": fields[0], "q": fields[1], "shift": fields[2], "sumsq": sums, "sumsq_v": clip_norms,
+        "adaptive": True, "keeps_first": True,
     }  # fmt: skip
-    found.program.steps_(
-        form.leaves, found.constants, x, y, wanted, batch, form.z, w if sam else None, form.layout.table, hparams,
+    row_pass.program.steps_(
+        rows.leaves, row_pass.constants, x, y, indices, batch, rows.z, w if sam else None, rows.layout.table, hparams,
         losses,
         **(options if sam else {}),
     )  # fmt: skip
-    return [form.z.detach().clone(), w, fields[0], losses, sums, clipped]
+    return [rows.z.detach().clone(), w, fields[0], losses, sums, clip_norms]
 
 
 def same_epochs(emulation: Emulation, namespace: str, widths: Sequence[int], batch: int, **options: Any) -> None:
@@ -114,21 +119,23 @@ def same_epochs(emulation: Emulation, namespace: str, widths: Sequence[int], bat
     for order in (0, 1, 7):
         emulation.order(order, order)
         with emulated_programs(namespace):
-            found = epoch(widths, batch, **options)
-        assert all(map(same_bits, found, expected)), f"threads in order {order}: other bits than the CPU's"
+            results = epoch(widths, batch, **options)
+        assert all(map(same_bits, results, expected)), f"threads in order {order}: other bits than the CPU's"
 
 
 def same_uneven_epochs(emulation: Emulation, namespace: str) -> None:
     """Rows that take other numbers of steps in one call have the bits of the CPU's rows by themselves."""
-    expected = uneven_epoch((3, 1, 4), joined=False)
+    expected = uneven_epoch((3, 1, 4), is_joint=False)
     emulation.order(1, 1)
     with emulated_programs(namespace):
-        assert all(map(same_bits, uneven_epoch((3, 1, 4), joined=True), expected)), "other bits side by side"
+        assert all(map(same_bits, uneven_epoch((3, 1, 4), is_joint=True), expected)), "other bits side by side"
 
 
 def fixed_epochs(emulation: Emulation, namespace: str = emulated.NAMESPACE) -> None:
-    """A few epochs that meet every branch: a product of tiles and one of elements, a matrix that is turned, pieces of
-    more and fewer than 64."""
+    """Compare a few epochs that meet every branch.
+
+    Branches are products of tiles and of elements, a transposed matrix, and pieces of more and fewer than 64.
+    """
     same_epochs(emulation, namespace, (64, 32, 10), 16)
     same_epochs(emulation, namespace, (7, 5, 3), 5)
     same_uneven_epochs(emulation, namespace)

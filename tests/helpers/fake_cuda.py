@@ -41,7 +41,7 @@ class FakeStream:
         """Wait on the host, so that later queued operations and reads of the host follow this stream's operations."""
         FakeCuda.active.wait_stream(self)
 
-    def done(self, stream: FakeStream, count: int) -> bool:
+    def has_passed(self, stream: FakeStream, count: int) -> bool:
         return self.clock.get(stream, 0) >= count
 
 
@@ -52,7 +52,7 @@ class FakeEvent:
     clock: dict[FakeStream, int]
 
 
-class Replayed:
+class FakeGraph:
     """Captured work. It is done again at each replay, and must be what it was: operations, memory from outside, shapes
     and numbers."""
 
@@ -73,7 +73,7 @@ class Replayed:
 class FakeCuda:
     """In the place of `executors.cuda.Cuda`."""
 
-    captured: list[Replayed]
+    captured: list[FakeGraph]
     active = FakeStream()
     watch: Watch | None = None
     waits = True  # False: the host may not wait where the real one forbids it, either
@@ -89,11 +89,11 @@ class FakeCuda:
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
-        before, FakeCuda.active = FakeCuda.active, stream
+        old_stream, FakeCuda.active = FakeCuda.active, stream
         try:
             yield
         finally:
-            FakeCuda.active = before
+            FakeCuda.active = old_stream
 
     def record_stream(self, tensors: object, stream: object) -> None:
         pass
@@ -106,8 +106,8 @@ class FakeCuda:
         with _NoWait():
             yield
 
-    def capture(self, work: Callable[[], None], stream: object) -> Replayed:
-        FakeCuda.captured.append(Replayed(work))
+    def capture(self, work: Callable[[], None], stream: object) -> FakeGraph:
+        FakeCuda.captured.append(FakeGraph(work))
         return FakeCuda.captured[-1]
 
 
@@ -127,16 +127,16 @@ class Watch(TorchDispatchMode):
         self.alive: list[Any] = []
         self.writes: dict[int, tuple[FakeStream, int]] = {}
         self.reads: dict[int, dict[FakeStream, int]] = {}
-        self.inside: dict[int, int] | None = None
+        self.allocations: dict[int, int] | None = None
         self.trace: list[Any] = []
 
     @contextmanager
     def tracing(self) -> Iterator[list[Any]]:
-        self.inside, self.trace = {}, []
+        self.allocations, self.trace = {}, []
         try:
             yield self.trace
         finally:
-            self.inside = None
+            self.allocations = None
 
     def __enter__(self) -> Any:
         FakeCuda.watch = self
@@ -148,49 +148,49 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, written = func._schema.name, set()
+        name, writes_of_call = func._schema.name, set()
         for argument, value in [*zip(func._schema.arguments, args, strict=False)] + [
             (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs
         ]:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written |= {place(t) for t in tree_leaves(value) if isinstance(t, Tensor)}
-        given = tree_leaves((args, kwargs))
-        if self.inside is not None:
+                writes_of_call |= {place(t) for t in tree_leaves(value) if isinstance(t, Tensor)}
+        arguments = tree_leaves((args, kwargs))
+        if self.allocations is not None:
             assert name not in SYNCS, f"{name} in a captured step: the host would wait"
-            self.trace.append((name, [self._described(v) for v in given]))
+            self.trace.append((name, [self._describe(v) for v in arguments]))
         active = FakeCuda.active
         active.clock[active] = active.clock.get(active, 0) + 1
         if not func.is_view:
-            for tensor in (v for v in given if isinstance(v, Tensor)):
-                self._access(name, tensor, place(tensor) in written, active)
+            for tensor in (v for v in arguments if isinstance(v, Tensor)):
+                self._access(name, tensor, place(tensor) in writes_of_call, active)
         result = func(*args, **kwargs)
         for tensor in (v for v in tree_leaves(result) if isinstance(v, Tensor)):
             self.alive.append(tensor.untyped_storage())
-            if not func.is_view and place(tensor) not in {place(v) for v in given if isinstance(v, Tensor)}:
+            if not func.is_view and place(tensor) not in {place(v) for v in arguments if isinstance(v, Tensor)}:
                 self.writes[place(tensor)] = (active, active.clock[active])
-                if self.inside is not None:
-                    self.inside[place(tensor)] = len(self.inside)
+                if self.allocations is not None:
+                    self.allocations[place(tensor)] = len(self.allocations)
         return result
 
-    def _described(self, value: Any) -> Any:
+    def _describe(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if place(value) not in self.writes and value.numel() < 64:
             return value.tolist()  # a constant of the code: new memory every time
-        own = (self.inside or {}).get(place(value))
-        where = ("outside", value.data_ptr()) if own is None else ("inside", own)
-        return (*where, tuple(value.shape), value.stride(), value.dtype)
+        number = (self.allocations or {}).get(place(value))
+        key = ("outside", value.data_ptr()) if number is None else ("inside", number)
+        return (*key, tuple(value.shape), value.stride(), value.dtype)
 
     def _access(self, name: str, tensor: Tensor, writes: bool, active: FakeStream) -> None:
-        at = place(tensor)
-        what = f"{name} {'writes' if writes else 'reads'} {list(tensor.shape)}"
-        if at in self.writes:
-            assert active.done(*self.writes[at]), f"{what} before it is sure to be written"
-        readers = self.reads.setdefault(at, {})
+        storage = place(tensor)
+        access = f"{name} {'writes' if writes else 'reads'} {list(tensor.shape)}"
+        if storage in self.writes:
+            assert active.has_passed(*self.writes[storage]), f"{access} before it is sure to be written"
+        readers = self.reads.setdefault(storage, {})
         if writes:
             for stream, count in readers.items():
-                assert active.done(stream, count), f"{what} while it may still be read"
-            self.writes[at], self.reads[at] = (active, active.clock[active]), {}
+                assert active.has_passed(stream, count), f"{access} while it may still be read"
+            self.writes[storage], self.reads[storage] = (active, active.clock[active]), {}
         else:
             readers[active] = active.clock[active]
 

@@ -82,7 +82,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedrobust-diag": ("FedRobust", {"lam": 0.3, "ascent_steps": 3, "form": "diag"}),
     "fedrobust-radius": ("FedRobust", {"ascent_steps": 2, "eta_2": 0.5, "form": "full", "radius": (0.2, 0.1)}),
 }
-NOT_STACKED = tuple(name for name, made in fed.algorithms.registry.items() if has_loop(made()))
+NOT_STACKED = tuple(name for name, cls in fed.algorithms.registry.items() if has_loop(cls()))
 # Options whose names or values differ in the twin.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "fedsam-schedule": {"rho": lambda t: (0.3, 0.2, 0.1)[min(t, 2)]},
@@ -104,19 +104,19 @@ OPTIONS = {
 
 
 def ours(method: str) -> fed.Algorithm:
-    """The algorithm of a case."""
+    """Return the algorithm of a case."""
     name, parameters = METHODS[method]
     return getattr(fed, name)(**parameters)
 
 
 def theirs(method: str) -> Any:
-    """Its twin."""
+    """Return the twin of a case's algorithm."""
     name, parameters = METHODS[method]
     return getattr(oracle, name)(**{**parameters, **SCHEDULES.get(method, {})})
 
 
 def options_of(method: str, options: str) -> oracle.Options:
-    """The options of a case; a FedDyn-like server has no learning rate."""
+    """Return the options of a case. A server as FedDyn's has no learning rate."""
     no_server_lr = isinstance(theirs(method), (oracle.dynamic.Dynamic, oracle.FedExP))
     return replace(OPTIONS[options], server_lr=1.0) if no_server_lr else OPTIONS[options]
 
@@ -129,7 +129,7 @@ def replayed(
     active: Sequence[Sequence[int]] = ACTIVE,
     **more: Any,
 ) -> fed.Result:
-    """fastsam's run with the options and the participation of the oracle's."""
+    """Run fastsam with the options and the participation of the oracle's run."""
     keywords = {"executor": "sequential", **options.keywords(), **more}
     return fed.run(model, clients, algorithm, sampler=lambda t, generator: active[t], **keywords)
 

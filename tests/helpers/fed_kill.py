@@ -27,11 +27,11 @@ from torch import nn
 from fastsam import fed
 from tests.helpers.fed_seam import Scaffold
 
-DIED = 9  # the exit code of a process that died at an operation on a file
+EXIT_DIED = 9  # the exit code of a process that died at an operation on a file
 
 
 def train(directory: Path, rounds: int = 9, delay: float = 0.0, dropout: float = 0.2, **options: Any) -> None:
-    """With client states, dropout, averaged buffers, momentum, and checkpoints that are rarer than rounds."""
+    """Train with client states, dropout, averaged buffers, momentum, and a checkpoint in every second round."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 3))
     generator = torch.Generator().manual_seed(1)
@@ -49,14 +49,14 @@ def train(directory: Path, rounds: int = 9, delay: float = 0.0, dropout: float =
 
 
 def digest(directory: Path) -> str:
-    """The final model's bytes and all metrics but the seconds."""
+    """Return a hash of the final model and of all metrics except times."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
-    return hashlib.sha256((directory / "model.safetensors").read_bytes() + json.dumps(kept).encode()).hexdigest()
+    records = [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
+    return hashlib.sha256((directory / "model.safetensors").read_bytes() + json.dumps(records).encode()).hexdigest()
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Process id of a child that does `work` and leaves with 0, or with 1 after an exception."""
+    """Fork a child that does `work` and exits with 0, or with 1 after an exception. Return its process id."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -77,50 +77,50 @@ def finish(pid: int) -> int:
 
 
 def kill_at_random(directory: Path, kills: int, seed: int) -> list[str]:
-    rng, done = random.Random(seed), list[str]()
-    began = time.perf_counter()
+    rng, digests = random.Random(seed), list[str]()
+    start = time.perf_counter()
     assert finish(forked(lambda: train(directory / "timing"))) == 0
-    whole = time.perf_counter() - began
+    duration = time.perf_counter() - start
     while kills:
         pid = forked(lambda: train(directory / "killed"))
-        time.sleep(rng.uniform(0, whole))
+        time.sleep(rng.uniform(0, duration))
         os.kill(pid, signal.SIGKILL)
         if finish(pid) == 0:  # it was faster: its end counts, and the next kill starts a new run
-            done.append(digest(directory / "killed"))
+            digests.append(digest(directory / "killed"))
             shutil.rmtree(directory / "killed")
         else:
             kills -= 1
     assert finish(forked(lambda: train(directory / "killed"))) == 0
-    return [*done, digest(directory / "killed")]
+    return [*digests, digest(directory / "killed")]
 
 
-def dies_at(directory: Path, count: int) -> int:
+def die_at_operation(directory: Path, count: int) -> int:
     """End just before the `count`-th operation on a file of the run directory.
 
     Return the number of operations if there were fewer.
     """
-    seen = [0]
+    operations = [0]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") or isinstance(arguments[0], int):
             return
         path = str(arguments[0])
         if str(directory) in path or os.sep not in path:  # a bare name belongs to a folder that has a descriptor
-            seen[0] += 1
-            if seen[0] > count:
-                os._exit(DIED)
+            operations[0] += 1
+            if operations[0] > count:
+                os._exit(EXIT_DIED)
 
     sys.addaudithook(hook)
     train(directory, rounds=3)
-    return seen[0]
+    return operations[0]
 
 
 def kill_at_every_operation(directory: Path, each: int) -> list[str]:
     digests: list[str] = []
     for count in range(0, 10_000, each):
         target = directory / f"dies-{count}"
-        code = finish(forked(partial(dies_at, target, count)))
-        if code != DIED:
+        code = finish(forked(partial(die_at_operation, target, count)))
+        if code != EXIT_DIED:
             assert code == 0
             return digests
         assert finish(forked(partial(train, target, rounds=3))) == 0
@@ -146,9 +146,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # before any fork: a child must not wait for threads that only its parent has
     mode, place = sys.argv[1], Path(sys.argv[2])
     train(place / "whole", rounds=3 if mode == "every" else 9)
-    tries = {
+    modes = {
         "random": lambda: kill_at_random(place, int(sys.argv[3]), int(sys.argv[4])),
         "every": lambda: kill_at_every_operation(place, int(sys.argv[3])),
         "interrupt": lambda: interrupt(place),
     }
-    print(json.dumps({"whole": digest(place / "whole"), "resumed": tries[mode]()}))
+    print(json.dumps({"whole": digest(place / "whole"), "resumed": modes[mode]()}))

@@ -35,8 +35,8 @@ class OfParts(nn.Module):
         self.inner = model()
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        made: Tensor = self.inner(torch.cat([a, b], 1))
-        return made
+        output: Tensor = self.inner(torch.cat([a, b], 1))
+        return output
 
 
 def model() -> nn.Module:
@@ -70,9 +70,9 @@ KINDS = {
 
 def run(clients: Any, **options: Any) -> fed.Result:
     test = pairs()[3]
-    own = options.pop("model", None) or model()
+    trained_model = options.pop("model", None) or model()
     settings: dict[str, Any] = {"rounds": 2, "participation": 1.0, "test": test, "batch_size": 4, "lr": 0.1}
-    return fed.run(own, clients, fed.FedSAM(rho=0.05), **settings | options)
+    return fed.run(trained_model, clients, fed.FedSAM(rho=0.05), **settings | options)
 
 
 def weights(result: fed.Result) -> Tensor:

@@ -47,9 +47,9 @@ def main() -> None:
         if int(os.environ["RANK"]) == rank:
             keywords["loss"] = deadly_loss(at)
     for name in names:
-        made = train(name, Path(sys.argv[1]), **keywords)
+        digest_of_run = train(name, Path(sys.argv[1]), **keywords)
         if os.environ.get("RANK", "0") == "0":
-            print(name, made, flush=True)
+            print(name, digest_of_run, flush=True)
 
 
 def deadly_loss(number: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -34,7 +34,7 @@ def start(directory: Path, **options: Any) -> fed.Result:
 
 
 def snapshot(directory: Path) -> dict[str, str]:
-    """The digest of every file, by its path."""
+    """Return the digest of every file, by its path."""
     return {
         str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest()
         for p in sorted(directory.rglob("*"))

@@ -51,8 +51,8 @@ class Drops(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         draws = bool((x[:, 0] > self.above).any())
-        made: Tensor = self.inner(F.dropout(x, 0.4, self.training and draws))
-        return made
+        output: Tensor = self.inner(F.dropout(x, 0.4, self.training and draws))
+        return output
 
 
 def cross_entropy_until(number: int, end: Callable[[], Any]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -92,12 +92,12 @@ def untimed(result: fed.Result) -> list[dict[str, Any]]:
 
 
 def digest(result: fed.Result) -> str:
-    """SHA-256 of the weights and of everything recorded but the times."""
-    made = hashlib.sha256()
+    """Return the SHA-256 of the weights and of the records without their times."""
+    sha = hashlib.sha256()
     for p in result.model.parameters():
-        made.update(p.detach().numpy().tobytes())
-    made.update(repr(untimed(result)).encode())
-    return made.hexdigest()
+        sha.update(p.detach().numpy().tobytes())
+    sha.update(repr(untimed(result)).encode())
+    return sha.hexdigest()
 
 
 def same_bits(a: nn.Module, b: nn.Module) -> bool:

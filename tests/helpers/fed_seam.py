@@ -56,8 +56,8 @@ class Constants(fed.Algorithm):
     values: dict[str, Any] = field(default_factory=dict)
 
     def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
-        made = {name: v(server["w"], round.layout) if callable(v) else v for name, v in self.values.items()}
-        return fed.LocalUpdate(**made)
+        constants = {name: v(server["w"], round.layout) if callable(v) else v for name, v in self.values.items()}
+        return fed.LocalUpdate(**constants)
 
 
 class Reordered(executors.Executor):

@@ -37,5 +37,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ordinary(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """In the place of pinned memory. Full of something, as torch.empty may be."""
+    """Return ordinary memory in place of pinned memory, filled with an arbitrary number."""
     return torch.full(tuple(shape), 77, dtype=dtype)

@@ -33,7 +33,7 @@ class Watched:
 
     @property
     def _clients(self) -> dict[int, dict[str, Any]]:
-        """The last state of each client, by id."""
+        """Return the last state of each client, by id."""
         return {client: states[-1][1] for client, states in self._kept.items()}
 
     def init_server(self, w0: Tensor) -> State:
@@ -49,10 +49,10 @@ class Watched:
     ) -> tuple[State, fed.Upload]:
         state, upload = self._inner.finish_client(server, client, results, round)
         shared = {id(t) for t in server.values()}
-        for place, number in enumerate(results.client_ids):
-            own = {name: t if id(t) in shared else t[place] for name, t in state.items()}
-            self._kept.setdefault(number, []).append((round.index, own))
-            self._ends.append((round.index, results.take([place]), server))
+        for i, number in enumerate(results.client_ids):
+            state_of_client = {name: t if id(t) in shared else t[i] for name, t in state.items()}
+            self._kept.setdefault(number, []).append((round.index, state_of_client))
+            self._ends.append((round.index, results.take([i]), server))
         return state, upload
 
     def step_server(self, server: State, aggregate: Any, round: fed.Round) -> State:

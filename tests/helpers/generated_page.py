@@ -48,7 +48,7 @@ class GeneratedPage:
         return report.fill(text, {f"{self.name}:last": self.table(record)})
 
     def main(self) -> int:
-        """Copies the file of the command line to where the page's record is kept, and writes the page."""
+        """Copy the file of the command line to the page's record, and write the page."""
         record = self.read(Path(sys.argv[1]) if len(sys.argv) > 1 else self.results)
         self.results.write_text(json.dumps(record, indent=1) + "\n")
         self.path.write_text(self.fill(self.path.read_text(), record))

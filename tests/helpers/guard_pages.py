@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,8 @@ class Guarded:
         start = address + PAGE + (inner - size if self.at_end else 0)
         if not count:
             return torch.empty(0, dtype=dtype)
-        found = torch.frombuffer((ctypes.c_char * size).from_address(start), dtype=dtype)
-        return found.fill_(torch.nan if dtype.is_floating_point else 0)
+        tensor = torch.frombuffer((ctypes.c_char * size).from_address(start), dtype=dtype)
+        return tensor.fill_(torch.nan if dtype.is_floating_point else 0)
 
     def field(self, layout: Layout, rows: int, dtype: torch.dtype) -> Tensor:
         """`[rows, end of the last segment]`: random in the segments, NaN between them."""
@@ -71,24 +71,24 @@ def operands_of(op: Op, lengths: Sequence[int], rows: int, dtype: torch.dtype, f
     memory, layout = Guarded(at_end), Layout.from_tensors([torch.empty(n, device="meta") for n in lengths])
     compute = compute_dtype(dtype)
     steps, hparams = torch.ones(rows, len(lengths)), hparams_of(op, rows, "cpu", 1.0)
-    found = Operands(memory=memory, table=layout.table, hparams=hparams, steps=steps)
+    operands = Operands(memory=memory, table=layout.table, hparams=hparams, steps=steps)
     for name in dict.fromkeys((*op.operands, "params")):
         if name in (*STATE, *LONGS, "backup"):
             state = torch.int64 if name in LONGS else compute
-            found[name] = memory.field(layout, rows, dtype if name == "backup" else state)
+            operands[name] = memory.field(layout, rows, dtype if name == "backup" else state)
             if op.whole:
-                found[name].nan_to_num_()
+                operands[name].nan_to_num_()
             if name == "exp_avg_sq":
-                found[name].abs_()
+                operands[name].abs_()
         elif flat:
-            found[name] = [memory.field(layout, rows, dtype)]
+            operands[name] = [memory.field(layout, rows, dtype)]
         else:
-            found[name] = [memory.tensor(rows * n, dtype).view(rows, n) for n in lengths]
-            for tensor in found[name]:
+            operands[name] = [memory.tensor(rows * n, dtype).view(rows, n) for n in lengths]
+            for tensor in operands[name]:
                 tensor.copy_(torch.randn(tensor.shape))
-    found |= {"sumsq": torch.zeros(rows, dtype=torch.float64), "products": torch.zeros(rows, 2, dtype=torch.float64)}
-    found["radius"] = torch.full((rows,), 100.0, dtype=torch.float64)
-    return found
+    operands |= {"sumsq": torch.zeros(rows, dtype=torch.float64), "products": torch.zeros(rows, 2, dtype=torch.float64)}
+    operands["radius"] = torch.full((rows,), 100.0, dtype=torch.float64)
+    return operands
 
 
 def finite(op: Op, operands: Operands) -> bool:
@@ -102,7 +102,7 @@ def finite(op: Op, operands: Operands) -> bool:
 
 
 def rows_of_a_sum(kernels: Any, rows: int, n: int, dtype: torch.dtype, at_end: bool) -> bool:
-    """`accumulate_` of rows with NaN between them: whether it found numbers only."""
+    """Return True if `accumulate_` of rows with NaN between them finds only numbers."""
     memory, stride = Guarded(at_end), n + 3
     x = memory.tensor(rows * stride - 3, dtype).as_strided((rows, n), (stride, 1))
     x.copy_(torch.randn(rows, n))
@@ -112,20 +112,14 @@ def rows_of_a_sum(kernels: Any, rows: int, n: int, dtype: torch.dtype, at_end: b
     return bool(largest.isfinite().all())
 
 
-def cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[str, Sequence[int], int, torch.dtype, bool, bool]]:
-    everything = itertools.product(LENGTHS.items(), (1, 2), dtypes, (True, False), (True, False))
-    for (name, lengths), rows, dtype, flat, at_end in everything:
-        yield name, lengths, rows, dtype, flat, at_end
-
-
-def beyond(how: str) -> None:
-    """One element too far."""
+def access_beyond(mode: str) -> None:
+    """Access one element too far."""
     memory = Guarded(at_end=True)
     tensor = memory.tensor(5, torch.float32)
     one_more = tensor.as_strided((1,), (1,), 0)
     address = one_more.data_ptr() + 5 * 4
     pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-    if how == "read":
+    if mode == "read":
         print(pointer[0])
     else:
         pointer[0] = 1.0
@@ -138,14 +132,16 @@ def main() -> int:
     parser.add_argument("--beyond", choices=("read", "write"))
     arguments = parser.parse_args()
     if arguments.beyond:
-        beyond(arguments.beyond)
+        access_beyond(arguments.beyond)
         return 0
     kernels = backends.select(arguments.backend, torch.device("cpu"), torch.float32).load()
     slow = arguments.backend == "triton"  # an interpreter
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    done = 0
-    for name, lengths, rows, dtype, flat, at_end in cases([getattr(torch, d) for d in arguments.dtypes.split(",")]):
+    count = 0
+    dtypes = [getattr(torch, name) for name in arguments.dtypes.split(",")]
+    cases = itertools.product(LENGTHS.items(), (1, 2), dtypes, (True, False), (True, False))
+    for (name, lengths), rows, dtype, flat, at_end in cases:
         if slow and (rows == 1 or name == "long" or (name == "aligned" and not at_end)):
             continue
         for op in OPS.values():
@@ -158,14 +154,14 @@ def main() -> int:
             if not finite(op, operands):
                 print(f"{op.name} read outside of segments: {name}, {rows} rows, {dtype}, flat={flat}, at_end={at_end}")
                 return 1
-            done += 1
+            count += 1
     sums = itertools.product((1, 4, 7), (1, 33, 1024), (torch.float32, torch.float64), (True, False))
     for case in [*sums, *([] if slow else [(3, 20_001, torch.float32, True)])]:
         if not rows_of_a_sum(kernels, *case):
             print(f"accumulate_ read outside its rows: {case}")
             return 1
-        done += 1
-    print(f"{done} calls within bounds")
+        count += 1
+    print(f"{count} calls within bounds")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Building wheels and making environments, for the tests of the packaging.
 
-Environments are made without downloading anything: `layered` lends a new one the packages of the running environment by
-symbolic links, except fastsam itself, and pip is always the running one (`pip --python`).
+Environments are made without downloading anything: `layered` links the packages of the running environment into a
+new one, except fastsam itself, and pip is always the running one (`pip --python`).
 """
 
 import os
@@ -25,7 +25,7 @@ SETTINGS = (
 
 
 def require_pip_and_setuptools() -> None:
-    """Skip where this environment cannot build a wheel by itself."""
+    """Skip the test if this environment cannot build a wheel."""
     for name, oldest in (("pip", "22.3"), ("setuptools", "77")):
         try:
             version = metadata.version(name)
@@ -49,48 +49,48 @@ def copy_checkout(target: Path) -> Path:
 
 
 def environ(**settings: Any) -> dict[str, str]:
-    """This process's environment without what steers a build, plus `settings`; with the ninja of this environment."""
+    """Return the environment of this process without settings of a build, with `settings` and this Python's ninja."""
     clean = {key: value for key, value in os.environ.items() if key not in SETTINGS}
     clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
     return {**clean, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **settings}
 
 
 def run(*argv: str | Path, cwd: Path, ok: bool = True, timeout: float = 600, **settings: Any) -> str:
-    """stdout and stderr of a command; asserts that it succeeds, or, with `ok=False`, that it fails."""
+    """Return the output of a command. Assert that it succeeds, or with `ok=False` that it fails."""
     command = [str(argument) for argument in argv]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=cwd, env=environ(**settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=timeout,
     )  # fmt: skip
-    assert (done.returncode == 0) == ok, f"{command} ended with {done.returncode}:\n{done.stdout}"
-    return done.stdout
+    assert (process.returncode == 0) == ok, f"{command} ended with {process.returncode}:\n{process.stdout}"
+    return process.stdout
 
 
 def build_wheel(checkout: Path, out: Path, **settings: Any) -> tuple[Path, str]:
     """Return the wheel that `pip` makes of `checkout` in this environment, and pip's output."""
     options = ("-v", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", out)
-    printed = run(sys.executable, "-m", "pip", "wheel", *options, checkout, cwd=out.parent, **settings)
+    output = run(sys.executable, "-m", "pip", "wheel", *options, checkout, cwd=out.parent, **settings)
     (wheel,) = out.glob("*.whl")
-    return wheel, printed
+    return wheel, output
 
 
 def layered(folder: Path, *, python: str = sys.executable, only: tuple[str, ...] | None = None) -> Path:
     """Return the Python of a new environment with this one's packages (`only`: just the named ones), without
     fastsam."""
     run(python, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
-    lent = folder / "lent"
-    lent.mkdir()
+    packages = folder / "packages"
+    packages.mkdir()
     for entry in SITE.iterdir():
         name = entry.name.lower()
-        ours = name.startswith(("fastsam", "__editable__")) or entry.suffix == ".pth"
-        if not ours and (only is None or name.split("-")[0] in only):
-            (lent / entry.name).symlink_to(entry)
+        is_fastsam = name.startswith(("fastsam", "__editable__")) or entry.suffix == ".pth"
+        if not is_fastsam and (only is None or name.split("-")[0] in only):
+            (packages / entry.name).symlink_to(entry)
     (site,) = folder.glob("lib/python3*/site-packages")
-    (site / "lent.pth").write_text(f"{lent}\n")
+    (site / "packages.pth").write_text(f"{packages}\n")
     return folder / "bin" / "python"
 
 
-def install(python: Path, *what: str | Path, cwd: Path, **settings: Any) -> str:
+def install(python: Path, *packages: str | Path, cwd: Path, **settings: Any) -> str:
     """Run `pip install` without network in the environment of `python`."""
     options = ("-v", "--no-deps", "--no-index", "--no-build-isolation")
-    return run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what, cwd=cwd, **settings)
+    return run(sys.executable, "-m", "pip", "--python", python, "install", *options, *packages, cwd=cwd, **settings)

@@ -19,7 +19,7 @@ def step(training: Training, t: int) -> None:
 
 
 def by_hand(training: Training, t: int) -> None:
-    """The step is over when `second_step` is."""
+    """Take a step in two halves, and restore the weights after an exception."""
     try:
         if training.opt.perturbs:
             training.ascend(t, zero_grad=True)
@@ -40,7 +40,7 @@ def in_context(training: Training, t: int) -> None:
 
 
 def look(training: Training, t: int) -> None:
-    """No step at all."""
+    """Evaluate at the perturbed weights without a step."""
     training.backward(t)
     with training.opt.perturbed():
         training.backward(t)
@@ -50,15 +50,17 @@ STYLES: dict[str, Callable[[Training, int], None]] = {f.__name__: f for f in (st
 
 
 def state(training: Training) -> list[Tensor]:
-    """All tensors of the state that say something: not a master copy that is no more than the weights, nor a memory of
-    nothing, which are there from the first look at the parameters."""
-    found = []
+    """Return the tensors of the state, except master copies that equal the weights, and empty memories.
+
+    Both exist as soon as the optimizer has read the parameters.
+    """
+    tensors = []
     for i, entry in training.opt.state_dict()["state"].items():
         for name, value in sorted(entry.items()):
-            silent = name == "master" and torch.equal(value, training.params[i].float())
-            if isinstance(value, Tensor) and not (silent or (name == "sam_memory" and not value.any())):
-                found.append(value)
-    return found
+            is_trivial = name == "master" and torch.equal(value, training.params[i].float())
+            if isinstance(value, Tensor) and not (is_trivial or (name == "sam_memory" and not value.any())):
+                tensors.append(value)
+    return tensors
 
 
 class Plan:
@@ -105,28 +107,36 @@ class Plan:
                 not `whole` then promises only the weights.
         """
         training = self.make()
-        before, old, kept = copies(training.params), state(training), [p.data_ptr() for p in training.params]
+        old_weights, old_state, addresses = (
+            copies(training.params),
+            state(training),
+            [p.data_ptr() for p in training.params],
+        )
         try:
             with interruption:
                 self.act(training, self.warm)
             return False
         except Interrupt as interrupt:
-            where = f"raised at {interrupt}"
-        assert kept == [p.data_ptr() for p in training.params], f"a parameter is not at home: {where}"
+            place = f"raised at {interrupt}"
+        assert addresses == [p.data_ptr() for p in training.params], f"a parameter is not at home: {place}"
         if self.spec.options == "in backward":
-            for p, *ends in zip(training.params, before, self.stepped):
-                assert any(same_bits([p], [end]) for end in ends), where
+            for p, *results in zip(training.params, old_weights, self.stepped):
+                assert any(same_bits([p], [result]) for result in results), place
             return True
-        unmade = same_bits(before, training.params)
-        assert unmade or same_bits(self.stepped, training.params), f"neither the original nor the stepped: {where}"
+        is_unchanged = same_bits(old_weights, training.params)
+        assert is_unchanged or same_bits(self.stepped, training.params), (
+            f"neither the original nor the stepped: {place}"
+        )
         if anywhere and not self.whole:
             return True
-        assert same_bits(old if unmade else self.stepped_state, state(training)), f"of another state: {where}"
+        assert same_bits(old_state if is_unchanged else self.stepped_state, state(training)), (
+            f"of another state: {place}"
+        )
         if self.spec.options == "stochastic":  # the next noise differs
             return True
-        if unmade:
+        if is_unchanged:
             self.act(training, self.warm)
-        assert same_bits(self.stepped, training.params), f"the step after it is another: {where}"
+        assert same_bits(self.stepped, training.params), f"the step after it is another: {place}"
         training.steps(range(self.warm + 1, self.warm + 2))
-        assert same_bits(self.second, training.params), f"the second step after it is another: {where}"
+        assert same_bits(self.second, training.params), f"the second step after it is another: {place}"
         return True

@@ -21,7 +21,7 @@ def library(name: str) -> ModuleType:
 
 
 _MISSING = re.compile(r"operator torchvision::(\w+) does not exist")
-_declared: list[torch.library.Library] = []  # keeps the declarations of operators alive
+_declarations: list[torch.library.Library] = []  # keeps the declarations of operators alive
 
 
 def with_torchvision() -> None:
@@ -37,10 +37,10 @@ def with_torchvision() -> None:
         except ImportError:
             return  # `library` says what is missing
         except RuntimeError as error:
-            found = _MISSING.search(str(error))
-            if found is None:
+            match = _MISSING.search(str(error))
+            if match is None:
                 raise
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
-        _declared[-1].define(f"{found[1]}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declarations.append(torch.library.Library("torchvision", "FRAGMENT"))
+        _declarations[-1].define(f"{match[1]}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -19,7 +19,7 @@ def cut(t: Tensor) -> Tensor:
 
 
 def spread(t: Tensor) -> Tensor:
-    """The same numbers with gaps between them."""
+    """Return the same numbers with gaps between them."""
     wide = t.new_empty(*t.shape[:-1], t.shape[-1], 2)
     wide[..., 0] = t
     return wide[..., 0]

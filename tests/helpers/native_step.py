@@ -8,26 +8,13 @@ from torch import Tensor
 
 from fastsam.arena import Layout
 from fastsam_kernels import native
-from fastsam_kernels.hparams import NUM_HPARAMS
-from tests.helpers.op_cases import COLUMNS
+from tests.helpers.gpu_step import hparams_of
 
 SHAPES = [(33,), (5, 7), (), (0,), (20000,), (3, 4, 2, 2)]
 
 
-def hparams(rows: int = 1, **columns: float) -> Tensor:
-    values = {
-        "RHO": 0.05,
-        "PERTURB_EPS": 1e-12,
-        "LR": 0.1,
-        "DECAY": 1e-2,
-        "G2_COEF": 1.0,
-        "MOMENTUM": 0.9,
-        "PENALTY": 0.5,
-    } | columns
-    out = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
-    for name, value in values.items():
-        out[..., COLUMNS[name]] = value
-    return out
+def hparams(**columns: float) -> Tensor:
+    return hparams_of(1, "cpu", **{"PENALTY": 0.5, **columns})
 
 
 class Step:
@@ -49,7 +36,7 @@ class Step:
         self.h, self.table = hparams(), self.layout.table
 
     def run(self) -> str:
-        """One step; the digest of all that it wrote."""
+        """Take one step, and return the digest of all written tensors."""
         native.norm_(self.sumsq, self.g1, [], self.table, self.h)
         native.perturb_(self.params, self.backup, self.g1, self.table, self.h, self.sumsq, True)
         native.update_(self.params, self.backup, self.g2, self.table, self.h, "sgd", [self.m])

@@ -23,6 +23,6 @@ def trained(name: str, steps: int, base: str = "sgd", **options: Any) -> Trainin
 
 def clean(training: Training) -> list[torch.Tensor]:
     training.opt.eval()
-    found = copies(training.params)
+    weights = copies(training.params)
     training.opt.train()
-    return found
+    return weights

@@ -31,8 +31,10 @@ LONG = (4095, 4096, 4097, 8193)  # about a chunk of one backend or another
 
 
 def parameter(b: backends.Backend, *more: Any) -> Any:
-    """A backend of a test that runs on each. Triton's interpreter takes a second per step: it runs where the other GPU
-    code does."""
+    """Return a backend as a parameter of a test.
+
+    Triton's interpreter takes a second per step, so it runs together with the GPU code.
+    """
     interpreter = (b.name, b.device) == ("triton", "cpu")
     marks = [pytest.mark.gpu_code] if interpreter else [pytest.mark.gpu] if b.device == "cuda" else []
     missing = pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}")
@@ -43,10 +45,12 @@ BACKENDS = [parameter(b) for b in backends.table()]
 
 
 def explore(backend: backends.Backend, examples: int = 24) -> Callable[[Any], Any]:
-    """Settings of a property test: the same examples in every run; few in Triton's interpreter, which is slow, and
-    fewer of the reference, which is itself what the others are compared with."""
-    fewer = {("triton", "cpu"): 5, ("reference", "cpu"): 2}.get((backend.name, backend.device), 1)
-    count = max(5, examples // fewer)
+    """Return the settings of a property test, with the same examples in every run.
+
+    Triton's interpreter is slow, and the reference is compared with itself, so both have fewer examples.
+    """
+    divisor = {("triton", "cpu"): 5, ("reference", "cpu"): 2}.get((backend.name, backend.device), 1)
+    count = max(5, examples // divisor)
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -87,18 +91,18 @@ class Case:
     shift: int  # elements between an aligned address and every buffer
     gap: int  # elements between the rows of a field, and of a scattered tensor
     seed: int
-    alone: tuple[int, int] | None = None  # (r, n): the one row is row r of a case of n rows
+    batch_row: tuple[int, int] | None = None  # (r, n): the one row is row r of a case of n rows
 
     def row(self, r: int) -> Case:
         """Return row `r` as a separate case with the same values."""
-        return replace(self, rows=1, alone=(r, self.rows))
+        return replace(self, rows=1, batch_row=(r, self.rows))
 
     def _rows(self, values: Tensor) -> Tensor:
-        return values if self.alone is None else values[self.alone[0] : self.alone[0] + 1]
+        return values if self.batch_row is None else values[self.batch_row[0] : self.batch_row[0] + 1]
 
     @property
-    def _drawn(self) -> int:
-        return self.rows if self.alone is None else self.alone[1]
+    def _num_rows(self) -> int:
+        return self.rows if self.batch_row is None else self.batch_row[1]
 
     @property
     def stride(self) -> int:
@@ -116,17 +120,17 @@ class Case:
         return torch.Generator().manual_seed(self.seed * 1000 + sum(map(ord, name)))
 
     def values(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Random values of order 1, in canonical form, that `dtype` can hold."""
-        drawn = torch.randn(self._drawn, self.stride, dtype=torch.float64, generator=self.generator(name))
-        return self._rows(drawn).to(dtype or self.dtype)
+        """Return random values of order 1, in canonical form, that `dtype` can hold."""
+        values = torch.randn(self._num_rows, self.stride, dtype=torch.float64, generator=self.generator(name))
+        return self._rows(values).to(dtype or self.dtype)
 
     def sums(self) -> Tensor:
-        """A sum of squares per row."""
-        return self._rows(torch.rand(self._drawn, dtype=torch.float64, generator=self.generator("sums")) * 100 + 1)
+        """Return a sum of squares per row."""
+        return self._rows(torch.rand(self._num_rows, dtype=torch.float64, generator=self.generator("sums")) * 100 + 1)
 
     def seeds(self) -> Tensor:
-        """A seed per row, of all 64 bits."""
-        return self._rows(torch.randint(-(2**62), 2**62, (self._drawn,), generator=self.generator("seeds")))
+        """Return a seed of 64 bits per row."""
+        return self._rows(torch.randint(-(2**62), 2**62, (self._num_rows,), generator=self.generator("seeds")))
 
     def mask(self) -> Tensor:
         """Return the mask of the elements of the canonical form that are in a segment."""
@@ -139,9 +143,9 @@ class Case:
         """Return different values in every row and group, near the defaults of the rule's class; `columns` fixes
         some."""
         draw = torch.rand(
-            self._drawn, self.groups, NUM_HPARAMS, dtype=torch.float64, generator=self.generator("hparams")
+            self._num_rows, self.groups, NUM_HPARAMS, dtype=torch.float64, generator=self.generator("hparams")
         )
-        hparams = torch.zeros(self._drawn, self.groups, NUM_HPARAMS, dtype=torch.float64)
+        hparams = torch.zeros(self._num_rows, self.groups, NUM_HPARAMS, dtype=torch.float64)
         for name, (low, high) in RANGES.items():
             hparams[..., COLUMNS[name]] = low + (high - low) * draw[..., COLUMNS[name]]
         for name in ("ADAPTIVE", "CLIP_INCLUDES_PROX", "DECOUPLED"):
@@ -171,10 +175,10 @@ COLUMNS |= {"BETA1": adam.BETA1, "BETA2": adam.BETA2, "EPS": adam.EPS}
 
 
 def group_of(rule: str, **options: Any) -> dict[str, Any]:
-    """A parameter group of the class that the rule serves, with these options and the class's own."""
+    """Return a parameter group of the class that the rule serves, with these options and the class's defaults."""
     params = [torch.nn.Parameter(torch.zeros(1))]
-    made = rules.find(rule).optimizer_types[0](params, **RULE_OPTIONS.get(rule, {}), **options)
-    return made.param_groups[0]
+    optimizer = rules.find(rule).optimizer_types[0](params, **RULE_OPTIONS.get(rule, {}), **options)
+    return optimizer.param_groups[0]
 
 
 @st.composite
@@ -188,8 +192,8 @@ def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES, max_rows: int
     for slot, length in enumerate(lengths):
         records.append([offset, length, draw(st.integers(0, groups - 1)), slot])
         offset = offset + length + (-(offset + length)) % 16 if aligned else offset + length + draw(st.integers(0, 3))
-    kept = [r for r in records if draw(st.integers(0, 4))]  # a parameter without a gradient is left out
-    table = torch.tensor(kept, dtype=torch.int64).reshape(-1, 4)
+    segments = [r for r in records if draw(st.integers(0, 4))]  # a parameter without a gradient is left out
+    table = torch.tensor(segments, dtype=torch.int64).reshape(-1, 4)
     dtype = draw(st.sampled_from(dtypes))
     return Case(
         rows=draw(st.integers(1, max_rows)),
@@ -218,8 +222,8 @@ class Buffer:
 
     def check(self) -> None:
         changed = (bits(self.memory) != self.before) & ~self.writable.to(self.memory.device)
-        where = changed.nonzero().flatten().tolist()
-        assert not where, f"{self.name}: wrote outside its segments, at elements {where[:8]}"
+        positions = changed.nonzero().flatten().tolist()
+        assert not positions, f"{self.name}: wrote outside its segments, at elements {positions[:8]}"
 
 
 class Memory:
@@ -236,25 +240,25 @@ class Memory:
         return buffer
 
     def field(self, name: str, values: Tensor, written: bool = False) -> Tensor:
-        """Places the segments of `values` in a field."""
+        """Place the segments of `values` in a field."""
         case, stride = self.case, self.case.stride + self.case.gap
         buffer = self._allocate(name, case.rows * stride, values.dtype)
         view = (case.rows, case.stride), (stride, 1), GUARD + case.shift
-        placed = buffer.memory.as_strided(*view)
+        field = buffer.memory.as_strided(*view)
         mask = case.mask()
-        placed.copy_(torch.where(mask, values, torch.nan))
+        field.copy_(torch.where(mask, values, torch.nan))
         if written:
             buffer.writable.as_strided(*view).copy_(mask)
-        return placed
+        return field
 
     def shared(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
-        """A field whose rows are all the first row of `values` (row stride 0), and its values in canonical form."""
+        """Return a field whose rows are all the first row of `values` (row stride 0), and its canonical form."""
         first = values[:1].expand(self.case.rows, -1)
-        placed = self.field(name, first)
-        return placed[:1].expand(self.case.rows, -1), first
+        field = self.field(name, first)
+        return field[:1].expand(self.case.rows, -1), first
 
     def operand(self, name: str, values: Tensor, written: bool = False) -> list[Tensor]:
-        """Places `values` as scattered tensors or as a field, as the case has it."""
+        """Place `values` as scattered tensors or as a field, as the case has it."""
         case = self.case
         if not case.scattered[name] or (not len(case.table) and case.seed % 2):
             return [self.field(name, values, written)]
@@ -280,7 +284,7 @@ class Memory:
             buffer.check()
 
     def read(self, operand: Sequence[Tensor] | Tensor) -> Tensor:
-        """The canonical form of an operand or a field, on the CPU, NaN outside the segments."""
+        """Return the canonical form of an operand or a field, on the CPU, with NaN outside the segments."""
         case = self.case
         if isinstance(operand, Tensor):
             operand = [operand]
@@ -292,7 +296,7 @@ class Memory:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The elements as integers, so that NaN equals itself and the zeros differ."""
+    """Return the elements as integers, so that NaN equals itself and the zeros differ."""
     return tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
 
 
@@ -307,7 +311,7 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) ->
 
 
 def resynchronised(backup: Tensor, params: Tensor) -> Tensor:
-    """The weights that a saving perturbation starts from, in float64."""
+    """Return the weights from which a saving perturbation starts, in float64."""
     return torch.where(backup.to(params.dtype) == params, backup.double(), params.double())
 
 

@@ -41,7 +41,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def run(self, names: dict[str, Any]) -> None:
-        """Executes it in `names`; tracebacks have the lines of the page."""
+        """Execute the block in `names`. Tracebacks have the lines of the page."""
         lines = "\n" * (self.line - 1) + self.code
         exec(compile(lines, self.page, "exec", dont_inherit=True), names)
 
@@ -56,29 +56,29 @@ def says(page: str, sentence: str) -> bool:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The fenced blocks, in the order of the page."""
-    opened: tuple[str, str, str, int] | None = None
+    """Yield the fenced blocks, in the order of the page."""
+    fence_start: tuple[str, str, str, int] | None = None
     code: list[str] = []
     reason, quoted = None, False
     for number, line in enumerate(text_of(page).splitlines(), 1):
         fence = _FENCE.match(line)
-        if opened is None:
+        if fence_start is None:
             if fence:
-                opened, code = (fence[1], fence[2], fence[3], number + 1), []
+                fence_start, code = (fence[1], fence[2], fence[3], number + 1), []
             elif line.strip():
-                found = _NOT_RUN.fullmatch(line.strip())
-                reason = found[1] if found else None
+                match = _NOT_RUN.fullmatch(line.strip())
+                reason = match[1] if match else None
                 quoted = _QUOTED.fullmatch(line.strip()) is not None
-        elif fence and fence[2].startswith(opened[1]) and not fence[3]:
-            made = textwrap.dedent("\n".join(code)) + "\n"
-            yield Block(page, opened[3], opened[2], made, reason, quoted)
-            opened, reason, quoted = None, None, False
+        elif fence and fence[2].startswith(fence_start[1]) and not fence[3]:
+            text = textwrap.dedent("\n".join(code)) + "\n"
+            yield Block(page, fence_start[3], fence_start[2], text, reason, quoted)
+            fence_start, reason, quoted = None, None, False
         else:
             code.append(line)
 
 
 def without_fences(page: str) -> str:
-    """The page with its fenced blocks blanked, line by line."""
+    """Return the page with empty lines in place of its fenced blocks."""
     lines, inside = [], ""
     for line in text_of(page).splitlines():
         fence = _FENCE.match(line)
@@ -94,7 +94,7 @@ def without_fences(page: str) -> str:
 
 
 def indented(page: str) -> list[str]:
-    """The lines of the blocks that are indented by four blanks, after an empty line."""
+    """Return the lines of blocks that are indented by four blanks, after an empty line."""
     found, inside, before = [], False, ""
     for line in without_fences(page).splitlines():
         inside = line.startswith("    ") and (inside or not before.strip())
@@ -130,7 +130,7 @@ def _is_command(text: str) -> bool:
 
 
 def links(page: str) -> list[str]:
-    """The targets of its links and pictures that lead to a file or a heading of the checkout."""
+    """Return the targets of links and pictures that lead to a file or a heading of the checkout."""
     prose = re.sub(r"`[^`\n]*`", "", without_fences(page))
     return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", target)]
 

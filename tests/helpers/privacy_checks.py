@@ -27,7 +27,7 @@ def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, 
     g = torch.Generator().manual_seed(0)
     data = [(torch.randn(4, size, generator=g), torch.randint(0, 8, (4,), generator=g)) for _ in range(CLIENTS)]
     torch.manual_seed(0)
-    given: dict[str, Any] = {
+    training: dict[str, Any] = {
         "executor": "sequential",
         "lr": 1e-12,
         "batch_size": 4,
@@ -36,12 +36,12 @@ def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, 
     privacy |= {name: options.pop(name) for name in PRIVACY & options.keys()}
     return fed.run(
         nn.Linear(size, 8), data, algorithm or fed.FedAvg(), rounds=rounds, eval_every=100,
-        privacy=fed.Privacy(**privacy), **given | options,
+        privacy=fed.Privacy(**privacy), **training | options,
     )  # fmt: skip
 
 
 def moved(result: fed.Result, size: int) -> Tensor:
-    """By how much all parameters moved, float64."""
+    """Return the displacement of all parameters in float64."""
     torch.manual_seed(0)
     before = nn.Linear(size, 8)
     pairs = zip(result.model.parameters(), before.parameters(), strict=True)
@@ -58,21 +58,21 @@ def scale(expected: float, size: int = 2000, **options: Any) -> None:
 
 
 def scales() -> None:
-    """The noise is z * clip / (expected cohort), whatever clients came."""
-    came = [r["clients"] for r in run(participation=0.5, seed=3).history]
-    assert came != [4]  # a cohort unlike the expected one tells the two denominators apart
+    """Check that the noise is z * clip / (expected cohort), whatever the cohort is."""
+    cohort_sizes = [r["clients"] for r in run(participation=0.5, seed=3).history]
+    assert cohort_sizes != [4]  # a cohort unlike the expected one tells the two denominators apart
     scale(2 * 0.5 / 4, participation=0.5, seed=3)
     scale(2 * 0.5 / 2, participation=0.25, sampler="fixed")
     scale(2 * 0.5 / 8, participation=1.0)
 
 
 def local_scale() -> None:
-    """The mean of the clients that took part has the noise of each client."""
+    """Check that the mean of a cohort has the noise of each client."""
     scale(2 * 0.5 / math.sqrt(2), participation=0.25, sampler="fixed", noise="local")
 
 
 def denominator() -> None:
-    """The sum of who came over the cohort that is expected."""
+    """Check that the sum over a cohort is divided by the expected size of the cohort."""
     options: dict[str, Any] = {"participation": 0.5, "seed": 3, "lr": 0.1, "clip": 100.0}
     (record,) = run(**options, noise_multiplier=0.0).history
     plain = moved(run(**options, noise_multiplier=0.0), 6)
@@ -81,20 +81,20 @@ def denominator() -> None:
 
 
 def clipped() -> None:
-    """No row is longer than the bound, also after rounding, and shorter rows keep their bits."""
+    """Check that no row is longer than the bound, also after rounding, and that shorter rows keep their bits."""
     for dtype in (torch.float32, torch.float64):
         g = torch.Generator().manual_seed(0)
         for limit in (1e-3, 0.7, 1.0, 1e3):
             rows = torch.randn(200, 33, generator=g, dtype=dtype) * limit * torch.logspace(-2, 3, 200)[:, None]
-            short = rows.to(dtype, copy=True)
-            norms = shorten_(short, limit)
-            lengths = torch.linalg.vector_norm(short.double(), dim=1)
+            clipped_rows = rows.to(dtype, copy=True)
+            norms = shorten_(clipped_rows, limit)
+            lengths = torch.linalg.vector_norm(clipped_rows.double(), dim=1)
             assert float(lengths.max()) <= limit
-            alone = rows[-1:].to(dtype, copy=True)
-            shorten_(alone, limit)
-            assert float(alone.double().norm()) <= limit
-            for row, was, norm in zip(short, rows.to(dtype), norms, strict=True):
-                assert torch.equal(row, was) if norm <= limit else float(row.double().norm()) >= limit * (1 - 1e-5)
+            last_row = rows[-1:].to(dtype, copy=True)
+            shorten_(last_row, limit)
+            assert float(last_row.double().norm()) <= limit
+            for row, old_row, norm in zip(clipped_rows, rows.to(dtype), norms, strict=True):
+                assert torch.equal(row, old_row) if norm <= limit else float(row.double().norm()) >= limit * (1 - 1e-5)
 
 
 @cache
@@ -118,8 +118,8 @@ def package(kind: str, relation: str, count: int, *numbers: float) -> float:
 
 def epsilon(noise: str, sampler: str, participation: float, rounds: int = 7) -> float:
     """Return fastsam's epsilon after `rounds` rounds of 10 clients, with noise multiplier 1.2, at delta 1e-5."""
-    made = Accountant(privacy_events(noise, sampler, participation, 10, 1.2, lambda rounds: 3), 1e-5)
-    return [made.epsilon(t + 1) for t in range(rounds)][-1]
+    accountant = Accountant(privacy_events(noise, sampler, participation, 10, 1.2, lambda rounds: 3), 1e-5)
+    return [accountant.epsilon(t + 1) for t in range(rounds)][-1]
 
 
 def same(found: float, *events: Any) -> None:
@@ -131,7 +131,7 @@ def poisson() -> None:
 
 
 def without_replacement() -> None:
-    """A client in place of another one: twice the clip, so half the multiplier."""
+    """Check epsilon for replaced clients, whose sensitivity is twice the clip."""
     same(epsilon("central", "fixed", 0.3), "without replacement", "REPLACE_ONE", 7, 10, 3, 0.6)
 
 
@@ -149,7 +149,7 @@ def every_round() -> None:
     import dp_accounting as dp
 
     for z, delta in ((1.0, 1e-5), (40.0, 0.03), (3e4, 1e-4), (0.3, 1e-9)):
-        made = Accountant(privacy_events("central", "bernoulli", 1.0, 10, z), delta)
+        accountant = Accountant(privacy_events("central", "bernoulli", 1.0, 10, z), delta)
         for rounds in (1, 2, 50, 4000):
-            theirs = dp.rdp.RdpAccountant().compose(dp.GaussianDpEvent(z), rounds).get_epsilon(delta)
-            assert math.isclose(made.epsilon(rounds), theirs, rel_tol=1e-12, abs_tol=1e-13), (z, delta, rounds)
+            expected = dp.rdp.RdpAccountant().compose(dp.GaussianDpEvent(z), rounds).get_epsilon(delta)
+            assert math.isclose(accountant.epsilon(rounds), expected, rel_tol=1e-12, abs_tol=1e-13), (z, delta, rounds)

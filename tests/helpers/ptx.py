@@ -76,7 +76,7 @@ class Variant:
         return Operand(f"*{DTYPES[self.element(name)].value}", "i32", "constexpr")
 
     def element(self, name: str) -> torch.dtype:
-        """The dtype of an operand's elements."""
+        """Return the dtype of an operand's elements."""
         if name in OPERANDS or (name == "backup" and not self.master):
             return self.dtype
         return torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -110,12 +110,12 @@ class Variant:
 
 def variants() -> list[Variant]:
     """Return the variants that are tested: every kernel, with the storage types of kernels that move the weights."""
-    found = []
+    result = []
     save, update = (("SAVE", True),), (("INIT_STATE", False), ("WRITE_MASTER", False))
     plain = ("g1", "q", "shift", "sumsq_v", "grad_scale", "found_inf")
     f32, total = torch.float32, (("ACCUMULATE", True),)
     for aligned in (True, False):
-        found += [
+        result += [
             Variant(triton_reductions._accumulate_kernel, f32, aligned, flat=True),
             Variant(triton_norm._norm_kernel, f32, aligned, absent=("weights",), options=total),
             Variant(triton_norm._norm_kernel, f32, aligned, options=total),
@@ -127,34 +127,37 @@ def variants() -> list[Variant]:
             Variant(triton_update._update_norm_kernel, f32, aligned, options=total),
         ]
         call = partial(Variant, triton_update._update_kernel, f32, aligned, absent=plain, options=update)
-        found += [call(rule=r) for r in rules.RULES]
+        result += [call(rule=r) for r in rules.RULES]
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         master = dtype in (torch.float16, torch.bfloat16)
-        found += [
+        result += [
             Variant(triton_perturb._perturb_kernel, dtype, flat=True, master=master, absent=("seed",), options=save),
             *[Variant(triton_perturb._perturb_kernel, dtype, flat=True, master=True, options=save)] * master,
             Variant(
                 triton_update._update_kernel, dtype, flat=True, master=master, absent=plain, options=update, rule="sgd"
             ),
         ]
-    found += [
+    result += [
         Variant(triton_reductions._accumulate_kernel, f32, flat=True, absent=("base", "largest")),
         Variant(triton_update._update_kernel, f32, options=update, rule="sgd"),
     ]
-    return found
+    return result
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack and local memory per thread, from the assembled kernel."""
+    """Return registers, bytes of stack and local memory per thread, and the instructions of the assembled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "-sass", str(path)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)\S", text, re.M)  # padded with NOP at the end
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)} | {
+        "instructions": len(instructions)
+    }
 
 
-def look(variant: Variant, arch: int) -> dict[str, Any]:
+def count_instructions(variant: Variant, arch: int) -> dict[str, Any]:
     target = GPUTarget("cuda", arch, 32)
     compiled = triton.compile(variant.source(), target=target, options={"num_warps": WARPS, "enable_fp_fusion": False})
     text = compiled.asm["ptx"]
@@ -173,4 +176,4 @@ def look(variant: Variant, arch: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     arch = int(sys.argv[1])
-    json.dump({variant.name: look(variant, arch) for variant in variants()}, sys.stdout)
+    json.dump({variant.name: count_instructions(variant, arch) for variant in variants()}, sys.stdout)

@@ -38,20 +38,20 @@ def replica(model: nn.Module | None = None, dtype: torch.dtype = torch.float64) 
 
 
 def row(values: Sequence[float] | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Six numbers as a row of `Point`'s layout."""
+    """Return six numbers as a row of `Point`'s layout."""
     values = torch.as_tensor(values, dtype=dtype)
-    made = torch.zeros(replica().layout.row_size, dtype=dtype)
-    replica().layout.gather([values[:2], values[2:].reshape(2, 2)], made)
-    return made
+    out = torch.zeros(replica().layout.row_size, dtype=dtype)
+    replica().layout.gather([values[:2], values[2:].reshape(2, 2)], out)
+    return out
 
 
-def flat(of_row: Tensor) -> Tensor:
-    """The six numbers of a row."""
-    return torch.cat([view.flatten() for view in replica().layout.views(of_row)])
+def flat(values: Tensor) -> Tensor:
+    """Return the six numbers of a row."""
+    return torch.cat([view.flatten() for view in replica().layout.views(values)])
 
 
 def samples(*centres: Sequence[float], scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """One sample per centre (`[6]`, or shorter: the rest is zero), each with the factor `scale`."""
+    """Return one sample per centre with the factor `scale`. Missing coordinates of a centre are zero."""
     x = torch.zeros(len(centres), 6, dtype=torch.float64)
     for i, centre in enumerate(centres):
         x[i, : len(centre)] = torch.as_tensor(centre, dtype=torch.float64)

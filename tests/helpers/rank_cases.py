@@ -23,9 +23,9 @@ from tests.helpers.sums import add_client_
 class Sometimes(fed.FedAvg):
     """Keeps a state in even rounds only, and uploads a name that only clients with an odd number of samples have."""
 
-    def finish_client(self, server: Any, client: Any, results: Any, about: Any) -> Any:
-        _, upload = super().finish_client(server, client, results, about)
-        state = {} if about.index % 2 else {"h": results.delta.clone()}
+    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        _, upload = super().finish_client(server, client, results, round)
+        state = {} if round.index % 2 else {"h": results.delta.clone()}
         total = {"odd": results.delta} if results.num_samples[0] % 2 else {}  # the executor closes them one by one
         return state, Upload(upload.mean, total)
 
@@ -80,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train(rank: int, case: dict[str, Any], run_dir: Path | None = None, **more: Any) -> tuple[str, float, int]:
-    """The hash of a run, its state in megabytes, and how often a client was excluded or an outlier."""
+    """Return the hash of a run, its state in megabytes, and the number of excluded clients and outliers."""
     defaults: Any = {"rounds": 3, "batch_size": 5, "participation": 0.6, "executor": "sequential"}
     options = defaults | case | more
     clients = oracle.ragged_clients(torch.float32, options.pop("sizes", SIZES))
@@ -98,19 +98,19 @@ def train_all(rank: int, folder: Path | None) -> dict[str, Any]:
 
 
 def other_directories(rank: int, folder: Path) -> Any:
-    """Each rank names another directory, rank 2 none."""
-    named = [folder / "first", folder / "second", None][rank]
-    return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 2}, named)[0]
+    """Train with a different directory on each rank, and without a directory on rank 2."""
+    directory = [folder / "first", folder / "second", None][rank]
+    return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 2}, directory)[0]
 
 
 def fails_on_rank_1(rank: int, folder: Path) -> Any:
-    """The loss raises on rank 1 in a later round."""
+    """Train with a loss that raises an error on rank 1 in a later round."""
     loss = cross_entropy_until(20 if rank == 1 else 0, lambda: fail(ValueError("bad labels")))
     return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 4, "loss": loss}, folder)
 
 
 def interrupted(rank: int, folder: Path) -> Any:
-    """Ctrl-C on rank 0 after the second round; as in a command, inside another `join_ranks`."""
+    """Send Ctrl-C on rank 0 after the second round, inside another `join_ranks` as in a command."""
 
     def progress(record: dict[str, Any]) -> None:
         if record["round"] == 2:
@@ -137,7 +137,7 @@ def other_weights(rank: int) -> Any:
 
 
 def own_dice(rank: int) -> Any:
-    """A sampler that draws from a generator of each process."""
+    """Train with a sampler that draws from a generator of its process."""
     dice = random.Random(rank)
     return train(rank, {"algorithm": fed.SCAFFOLD(), "sampler": lambda t, g: dice.sample(range(len(SIZES)), 4)})[0]
 
@@ -145,7 +145,7 @@ def own_dice(rank: int) -> Any:
 W = torch.zeros(3)
 
 
-class Counted:
+class CollectiveCounter:
     """While it lasts: the collectives of this process, by name."""
 
     NAMES = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "send_object_list", "barrier")
@@ -160,39 +160,43 @@ class Counted:
 
             return call
 
-        self.kept = {name: getattr(dist, name) for name in self.NAMES}
-        for name, work in self.kept.items():
+        self.originals = {name: getattr(dist, name) for name in self.NAMES}
+        for name, work in self.originals.items():
             setattr(dist, name, counted(name, work))
         return calls
 
     def __exit__(self, *error: object) -> None:
-        for name, work in self.kept.items():
+        for name, work in self.originals.items():
             setattr(dist, name, work)
 
 
 def exchanged(rank: int) -> list[dict[str, Any]]:
     """Return sums of six rounds of eight clients; only the last rank has "late", in rounds 3 and 4."""
     ranks = Ranks(rank, dist.get_world_size()) if dist.is_initialized() else Ranks()
-    found = []
+    records = []
     for t in range(6):
         aggregate = FixedPointAggregate(8, 3)
-        mine = [i for i in range(8) if i % ranks.size == ranks.rank]
-        for i in mine:
+        client_ids = [i for i in range(8) if i % ranks.size == ranks.rank]
+        for i in client_ids:
             x = torch.tensor([0.1, -3.0, 1e-7]) * (i + 1 + t)
-            late = t in (3, 4) and i == 7
-            total, number = ({"late": x[:2]}, {"late": 0.1}) if late else ({}, {})
+            is_late = t in (3, 4) and i == 7
+            total, number = ({"late": x[:2]}, {"late": 0.1}) if is_late else ({}, {})
             assert add_client_(aggregate, i % 3 + 1, {"a": x}, total, {"loss": 0.1 * i, **number}) is None
-        with Counted() as calls:
+        with CollectiveCounter() as calls:
             if ranks.size > 1:
                 aggregate.add_ranks(ranks, W)
-        own = {"mean a": aggregate.mean("a").tolist(), "number loss": aggregate.scalar("loss")}
-        own |= {"clients": aggregate.num_clients, "weight": aggregate.weight, "number late": aggregate.scalar("late")}
+        record = {"mean a": aggregate.mean("a").tolist(), "number loss": aggregate.scalar("loss")}
+        record |= {
+            "clients": aggregate.num_clients,
+            "weight": aggregate.weight,
+            "number late": aggregate.scalar("late"),
+        }
         try:
-            own["total late"] = aggregate.sum("late").tolist()
+            record["total late"] = aggregate.sum("late").tolist()
         except KeyError as error:
-            own["nobody"] = str(error)
-        found.append({"sums": own, "calls": dict(calls)})
-    return found
+            record["nobody"] = str(error)
+        records.append({"sums": record, "calls": dict(calls)})
+    return records
 
 
 def of_other_shape(rank: int) -> Any:
@@ -204,6 +208,6 @@ def of_other_shape(rank: int) -> Any:
 
 def collectives(rank: int, rounds: int) -> dict[str, int]:
     """Return the number of calls of each collective in a run of `rounds` rounds."""
-    with Counted() as calls:
+    with CollectiveCounter() as calls:
         train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": rounds, "participation": 1.0, "sizes": (4, 4, 4, 4)})
     return dict(calls)

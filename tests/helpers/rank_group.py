@@ -32,14 +32,14 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, patience: flo
             process.start()
             sender.close()
         try:
-            return [_heard(receiver, patience) for receiver, _ in answers]
+            return [_receive(receiver, patience) for receiver, _ in answers]
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _heard(receiver: Any, patience: float) -> Any:
+def _receive(receiver: Any, patience: float) -> Any:
     if not receiver.poll(patience):
         raise TimeoutError(f"a rank said nothing for {patience} s")
     try:

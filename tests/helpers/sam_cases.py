@@ -20,7 +20,7 @@ BASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def closure_of(params: list[nn.Parameter], zero_grad: Callable[[], None] | None = None) -> Callable[[], Tensor]:
-    """Loss and backward pass, as `step` takes them."""
+    """Return a closure with the loss and the backward pass."""
 
     def closure() -> Tensor:
         if zero_grad is not None:

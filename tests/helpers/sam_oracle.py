@@ -41,7 +41,7 @@ class Oracle:
 
     @torch.no_grad()
     def perturb(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Moves the weights; returns the norm."""
+        """Perturb the weights, and return the norm."""
         self.set_gradients(grads)
         self._saved = []
         total = torch.zeros((), dtype=torch.float64)
@@ -74,7 +74,7 @@ class Oracle:
 
 
 def landscape(params: Sequence[Tensor], step: int) -> Tensor:
-    """A smooth loss in which every parameter matters to every other's gradient; other in every step."""
+    """Return a smooth loss of a step. Every parameter changes the gradients of all parameters."""
     waves = [(torch.sin(p.float() if p.dtype.itemsize == 2 else p) * (1 + 0.1 * i)).sum() for i, p in enumerate(params)]
     total = sum(waves[1:], waves[0])
     bowl = sum(((p - 0.1 * step % 0.7) ** 2).sum().to(total.dtype) for p in params)
@@ -93,7 +93,7 @@ def gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def backward(params: Sequence[Tensor], step: int) -> Tensor:
-    """Fresh gradients of the landscape at the present weights."""
+    """Compute new gradients of the landscape at the current weights."""
     for p in params:
         p.grad = None
     loss = landscape(params, step)
@@ -106,7 +106,7 @@ def copies(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Equal in every bit: NaN equals itself, the zeros differ."""
+    """Return True if all bits are equal. NaN equals itself, and the zeros differ."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
     def bits(t: Tensor) -> Tensor:

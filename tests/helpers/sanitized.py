@@ -33,7 +33,7 @@ _PRELOADED = (
 
 
 def why_not() -> str | None:
-    """Why the kernels cannot be tested so here; None when they can."""
+    """Return the reason why the sanitizers cannot run here, or None."""
     if reason := build.why_not():
         return reason
     try:
@@ -45,13 +45,13 @@ def why_not() -> str | None:
 
 def preloaded() -> list[str]:
     """Return the sanitizers' libraries. Raise BuildError if the compiler has none."""
-    found = []
+    paths = []
     for name in _PRELOADED:
         path = toolchain.output_of([*toolchain.find_cxx(), f"-print-file-name={name}"]).strip()
         if not Path(path).is_absolute():
             raise toolchain.BuildError(f"{toolchain.find_cxx()[0]} has no {name}, which its sanitizers need")
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
 def compiler(folder: Path) -> Path:
@@ -69,7 +69,7 @@ def environment(packages: Path) -> dict[str, str]:
 
 
 def compile_copy() -> Path:
-    """The library, in a copy of the package."""
+    """Compile a copy of the package, and return the path of its library."""
     package = FOLDER / "fastsam_kernels"
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(ROOT / "kernels", package, ignore=shutil.ignore_patterns("*.so", "native.json", "__pycache__"))
@@ -89,17 +89,17 @@ def main() -> int:
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir()
     env |= {name: f"{value}:log_path={REPORTS / 'found'}" for name, value in OPTIONS.items()}
-    look = "from fastsam_kernels import libraries; print(libraries.library())"
+    script = "from fastsam_kernels import libraries; print(libraries.library())"
     options: Any = {"capture_output": True, "text": True, "check": True}
-    used = subprocess.run([sys.executable, "-c", look], env=env, **options).stdout.strip()
-    if Path(used) != library:
-        print(f"{used} would be tested, not {library}", file=sys.stderr)
+    path = subprocess.run([sys.executable, "-c", script], env=env, **options).stdout.strip()
+    if Path(path) != library:
+        print(f"{path} would be tested, not {library}", file=sys.stderr)
         return 1
     code = subprocess.run([sys.executable, "-m", "pytest", *sys.argv[1:]], env=env, cwd=ROOT, check=False).returncode
-    found = sorted(REPORTS.iterdir())
-    for report in found:
+    reports = sorted(REPORTS.iterdir())
+    for report in reports:
         print(f"{report}:\n{report.read_text(errors='replace')[:4000]}")
-    return code or len(found)
+    return code or len(reports)
 
 
 if __name__ == "__main__":

@@ -64,12 +64,12 @@ class Pair:
     """The same parameters twice, placed and whole, each with its optimizer."""
 
     def __init__(self, place: Place, base: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        cls, own = BASES[base]
+        cls, options_of_base = BASES[base]
         start = [integers(shape, 100 + i).to(dtype) / 16 for i, shape in enumerate(SHAPES)]
         self.place, self.dtype = place, dtype
         self.plain = [nn.Parameter(t.clone()) for t in start]
         self.split = [nn.Parameter(place(i, t.clone())) for i, t in enumerate(start)]
-        self.plain_opt, self.opt = (FusedSAM(p, cls, **options, **own) for p in (self.plain, self.split))
+        self.plain_opt, self.opt = (FusedSAM(p, cls, **options, **options_of_base) for p in (self.plain, self.split))
 
     def grads(self, number: int) -> None:
         for i, (p, q) in enumerate(zip(self.plain, self.split, strict=True)):
@@ -86,7 +86,7 @@ class Pair:
 
 
 def placing(mesh: DeviceMesh, *placements: Sequence[Placement] | None) -> Place:
-    """The parameters placed in turn so; None: not at all."""
+    """Return a function that places parameters by these placements in turn. None leaves a parameter unplaced."""
 
     def place(i: int, t: Tensor) -> Tensor:
         where = placements[i % len(placements)]
@@ -121,48 +121,48 @@ def steps_beside_unsharded(rank: int, wide: bool) -> str:
 
 
 def one_sum_a_step(rank: int) -> str:
-    """The ranks talk once in a step, for one number; with `skip_nonfinite` twice."""
+    """Check that a step has one all-reduce of one number, and two with `skip_nonfinite`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    seen: list[tuple[int, torch.dtype]] = []
-    true = dist.all_reduce
+    calls: list[tuple[int, torch.dtype]] = []
+    original = dist.all_reduce
 
-    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        seen.append((tensor.numel(), tensor.dtype))
-        return true(tensor, *args, **options)
+    def count_call(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        calls.append((tensor.numel(), tensor.dtype))
+        return original(tensor, *args, **options)
 
     for check, expected in ((False, 1), (True, 2)):
         pair = Pair(placing(mesh, [Shard(0)], [Replicate()], None), "sgd", skip_nonfinite=check)
         for number in range(2):
             pair.grads(2 * number)
-            seen.clear()
-            dist.all_reduce = counted
+            calls.clear()
+            dist.all_reduce = count_call
             try:
                 pair.opt.first_step()
                 pair.grads(2 * number + 1)
                 pair.opt.second_step()
             finally:
-                dist.all_reduce = true
-            assert seen == [(1, torch.float64)] * expected, seen
+                dist.all_reduce = original
+            assert calls == [(1, torch.float64)] * expected, calls
     return "kept"
 
 
 def not_finite(rank: int) -> str:
-    """An inf on one rank counts on all ranks."""
+    """Check that an infinite gradient on one rank has an effect on all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for half in range(2):
         pair = Pair(placing(mesh, [Shard(0)], [Replicate()]), "sgd", skip_nonfinite=True)
         pair.step(0, True, "before")
-        before = [whole(p).clone() for p in pair.split]
-        for now, move in enumerate((pair.opt.first_step, pair.opt.second_step)):
-            pair.grads(2 + now)
-            if now == half:
-                bad = integers(SHAPES[0], 1)
-                bad[-1, -1] = torch.inf  # an element of the last rank that has a part of it
-                pair.split[0].grad = pair.place(0, bad)
-            move()
-            assert_same(pair.split, before, True, half) if now == 0 == half else None
-        moved = [not torch.equal(whole(p), q) for p, q in zip(pair.split, before, strict=True)]
-        assert any(moved) == (half == 0), "a first gradient with inf perturbs nothing, a second updates nothing"
+        old_weights = [whole(p).clone() for p in pair.split]
+        for number, half_step in enumerate((pair.opt.first_step, pair.opt.second_step)):
+            pair.grads(2 + number)
+            if number == half:
+                grad = integers(SHAPES[0], 1)
+                grad[-1, -1] = torch.inf  # an element of the last rank that has a part of it
+                pair.split[0].grad = pair.place(0, grad)
+            half_step()
+            assert_same(pair.split, old_weights, True, half) if number == 0 == half else None
+        has_moved = [not torch.equal(whole(p), q) for p, q in zip(pair.split, old_weights, strict=True)]
+        assert any(has_moved) == (half == 0), "a first gradient with inf perturbs nothing, a second updates nothing"
     return "kept"
 
 
@@ -210,46 +210,46 @@ def step(net: nn.Module, opt: FusedSAM, number: int) -> float:
 
 
 def fsdp_steps(rank: int, base: str = "sgd", variant: str = "sam") -> str:
-    """Every rank has the same batch here, so that the mean gradient is the unsharded one."""
-    cls, own = BASES[base]
+    """Compare steps. Every rank has the same batch, so that the mean gradient is the unsharded gradient."""
+    cls, options = BASES[base]
     sam = {**EXACT, **CLOSE}[variant]
     net, plain = sharded_net(), Net()
-    opt, plain_opt = (FusedSAM(m.parameters(), cls, variant=sam, **own) for m in (net, plain))
+    opt, plain_opt = (FusedSAM(m.parameters(), cls, variant=sam, **options) for m in (net, plain))
     for number in range(4):
         assert abs(step(net, opt, number) - step(plain, plain_opt, number)) < 1e-5
         assert_same(list(net.parameters()), list(plain.parameters()), False, number)
-    saved = opt.state_dict()["state"]
-    assert all(isinstance(v, DTensor) for e in saved.values() for n, v in e.items() if n != "step" and v.dim())
+    state = opt.state_dict()["state"]
+    assert all(isinstance(v, DTensor) for e in state.values() for n, v in e.items() if n != "step" and v.dim())
     return "kept"
 
 
 def no_stale_copy(rank: int) -> str:
-    """The root keeps gathered parameters after a forward pass without a backward pass."""
+    """Check that no pass uses parameters that the root gathered in an earlier forward pass."""
     net, plain = sharded_net(), Net()
     opt, plain_opt = (FusedSAM(m.parameters(), torch.optim.SGD, rho=0.5, lr=0.1) for m in (net, plain))
-    found: list[list[float]] = []
-    for model, one in ((net, opt), (plain, plain_opt)):
-        seen = []
+    losses: list[list[float]] = []
+    for model, model_opt in ((net, opt), (plain, plain_opt)):
+        losses_of_model = []
         loss_of(model).backward()
-        seen.append(float(loss_of(model)))  # an evaluation, which leaves a copy of the weights
-        with one.perturbed():
-            seen.append(float(loss_of(model)))  # leaves a copy of the perturbed ones
-        seen.append(float(loss_of(model)))
-        one.first_step(zero_grad=True)
+        losses_of_model.append(float(loss_of(model)))  # an evaluation, which leaves a copy of the weights
+        with model_opt.perturbed():
+            losses_of_model.append(float(loss_of(model)))  # leaves a copy of the perturbed ones
+        losses_of_model.append(float(loss_of(model)))
+        model_opt.first_step(zero_grad=True)
         loss_of(model).backward()
-        seen.append(float(loss_of(model)))
-        one.second_step(zero_grad=True)
-        seen.append(float(loss_of(model)))
-        seen.append(step(model, one, 1))
-        seen.append(float(loss_of(model)))
-        found.append(seen)
-    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-5, atol=1e-6)
-    assert len(set(found[1])) >= 5
+        losses_of_model.append(float(loss_of(model)))
+        model_opt.second_step(zero_grad=True)
+        losses_of_model.append(float(loss_of(model)))
+        losses_of_model.append(step(model, model_opt, 1))
+        losses_of_model.append(float(loss_of(model)))
+        losses.append(losses_of_model)
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-5, atol=1e-6)
+    assert len(set(losses[1])) >= 5
     return "kept"
 
 
 def learns(rank: int) -> str:
-    """FSDP, SAM and a scheduler: elsewhere a public failure, where the loss stays where it is."""
+    """Check that the loss falls with FSDP, SAM and a scheduler."""
     net, plain = sharded_net(), Net()
     ends = []
     for model in (net, plain):
@@ -307,10 +307,10 @@ def tensor_parallel(rank: int) -> str:
 
 
 def refused(rank: int) -> str:
-    """Nothing is written then."""
+    """Check two refused steps, which write nothing."""
     net = sharded_net()
     opt = FusedSAM(net.parameters(), torch.optim.SGD, lr=0.1)
-    before = [whole(p).clone() for p in net.parameters()]
+    old_weights = [whole(p).clone() for p in net.parameters()]
     net.set_requires_gradient_sync(False)  # type: ignore[operator]
     loss_of(net).backward()
     try:
@@ -329,12 +329,12 @@ def refused(rank: int) -> str:
         raise AssertionError("a GradScaler looks at one rank's gradients")
     except RuntimeError as error:
         assert "GradScaler" in str(error) and "MixedPrecisionPolicy" in str(error)
-    assert_same(list(net.parameters()), before, True, "refused")
+    assert_same(list(net.parameters()), old_weights, True, "refused")
     return "kept"
 
 
 def unequal_meshes(rank: int) -> str:
-    """A parameter on a mesh of some of the ranks is refused by the others."""
+    """Check that ranks outside of a parameter's mesh refuse the parameter."""
     meshes = init_device_mesh("cpu", (dist.get_world_size(),)), DeviceMesh("cpu", [0])
     params = [nn.Parameter(placing(mesh, [Shard(0)])(0, integers((8, 2), 1))) for mesh in meshes]
     try:
@@ -347,11 +347,11 @@ def unequal_meshes(rank: int) -> str:
 
 
 def interrupted(rank: int) -> str:
-    """An exception at the perturbed point: the weights are back, and no gathered copy of the perturbed ones is used."""
+    """Check that an exception at the perturbed point restores the weights, also in gathered copies."""
     net = sharded_net()
     opt = FusedSAM(net.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, momentum=0.9)
     step(net, opt, 0)
-    before, loss = [whole(p).clone() for p in net.parameters()], float(loss_of(net).detach())
+    old_weights, loss = [whole(p).clone() for p in net.parameters()], float(loss_of(net).detach())
 
     def closure() -> Tensor:
         value = loss_of(net)
@@ -365,13 +365,13 @@ def interrupted(rank: int) -> str:
         raise AssertionError("the closure was not called a second time")
     except KeyboardInterrupt:
         pass
-    assert_same(list(net.parameters()), before, True, "interrupted")
+    assert_same(list(net.parameters()), old_weights, True, "interrupted")
     assert float(loss_of(net).detach()) == loss
     return "kept"
 
 
 def adapted(rank: int) -> str:
-    """Frozen parameters have no state, and join when they are unfrozen."""
+    """Check that frozen parameters have no state until they are unfrozen."""
     net, plain = sharded_net(), Net()
     opts = [FusedSAM(m.parameters(), torch.optim.AdamW, rho=0.2, lr=0.05) for m in (net, plain)]
     for number in range(4):
@@ -385,5 +385,5 @@ def adapted(rank: int) -> str:
 
 
 def all_of(rank: int, works: Sequence[tuple[Callable[..., str], tuple[Any, ...]]]) -> list[str]:
-    """Several of them in one group of processes."""
+    """Run several functions in one group of processes."""
     return [work(rank, *arguments) for work, arguments in works]

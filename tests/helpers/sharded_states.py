@@ -40,32 +40,34 @@ CHECKPOINTS: list[tuple[str, SAM, torch.dtype]] = [
 
 
 def resumed_in_memory(rank: int, wide: bool = True) -> str:
-    """By torch's functions, into a fresh optimizer that has made no step; and by the optimizer's own state dict."""
+    """Resume by torch's functions in an optimizer that has made no step, and by the optimizer's own state dict."""
     for base, sam, dtype in CHECKPOINTS if wide else CHECKPOINTS[:1]:
-        for own in (False, True):
+        for uses_own_state in (False, True):
             net, opt = trained(base, range(3), sam, dtype)
-            other, other_opt = trained(base, range(0), sam, dtype)
-            before = [whole(p).clone() for p in other.parameters()]
-            if own:
-                found = opt.state_dict()
+            new_net, new_opt = trained(base, range(0), sam, dtype)
+            old_weights = [whole(p).clone() for p in new_net.parameters()]
+            if uses_own_state:
+                state = opt.state_dict()
             else:
                 opt.eval()  # the weights of a one-pass variant
-                found = dcp.get_optimizer_state_dict(net, opt)
-                dcp.get_optimizer_state_dict(other, other_opt)
-                assert_same(list(other.parameters()), before, True, "reading a fresh optimizer's state writes nothing")
+                state = dcp.get_optimizer_state_dict(net, opt)
+                dcp.get_optimizer_state_dict(new_net, new_opt)
+                assert_same(
+                    list(new_net.parameters()), old_weights, True, "reading a fresh optimizer's state writes nothing"
+                )
             with torch.no_grad():
-                for p, q in zip(other.parameters(), net.parameters(), strict=True):
+                for p, q in zip(new_net.parameters(), net.parameters(), strict=True):
                     p.copy_(q)
-            if own:
-                other_opt.load_state_dict(found)
+            if uses_own_state:
+                new_opt.load_state_dict(state)
             else:
-                dcp.set_optimizer_state_dict(other, other_opt, found)
+                dcp.set_optimizer_state_dict(new_net, new_opt, state)
                 opt.train()
-                other_opt.train()
+                new_opt.train()
             for number in range(3, 6):
                 step_in(net, opt, number, dtype)
-                step_in(other, other_opt, number, dtype)
-            assert_same(list(other.parameters()), list(net.parameters()), True, (base, sam, dtype, own))
+                step_in(new_net, new_opt, number, dtype)
+            assert_same(list(new_net.parameters()), list(net.parameters()), True, (base, sam, dtype, uses_own_state))
     return "kept"
 
 
@@ -85,13 +87,13 @@ def save_sharded(rank: int, folder: str) -> str:
 
 
 def load_sharded(rank: int, folder: str) -> str:
-    """On another number of ranks."""
+    """Load on a different number of ranks, and compare."""
     for i, (base, sam, dtype) in enumerate(CHECKPOINTS):
         net, opt = trained(base, range(0), sam, dtype)
         model, optimizer = dcp.get_state_dict(net, opt)
-        found = {"model": model, "opt": optimizer}
-        load(found, checkpoint_id=f"{folder}/{i}")
-        states = {"model_state_dict": found["model"], "optim_state_dict": found["opt"]}
+        state = {"model": model, "opt": optimizer}
+        load(state, checkpoint_id=f"{folder}/{i}")
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["opt"]}
         dcp.set_state_dict(net, opt, **states)  # type: ignore[arg-type]
         opt.train()
         for number in range(3, 5):

@@ -29,7 +29,7 @@ RNG = np.random.default_rng(5)
 
 
 def torchvision(module: str = "torchvision.datasets") -> Any:
-    """The module; the test is skipped, with the reason, where torchvision is not there."""
+    """Return the module, or skip the test with the reason if torchvision is missing."""
     try:
         return vision(module, "this test")
     except ImportError as error:
@@ -53,7 +53,7 @@ def python2_string(text: bytes) -> bytes:
 
 
 def python2_pickle(data: np.ndarray, labels: dict[str, list[int]]) -> bytes:
-    """A batch as CIFAR's makers pickled it: protocol 2 of Python 2, an array of numpy 1."""
+    """Return a batch as CIFAR has it: protocol 2 of Python 2, with an array of numpy 1."""
     array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + python2_string(b"b") + b"\x87R"
     shape = b"".join(b"J" + n.to_bytes(4, "little") for n in data.shape) + b"\x86"
     dtype = b"cnumpy\ndtype\n" + python2_string(b"u1") + b"K\x00K\x01\x87R(K\x03" + python2_string(b"|") + b"NNN"
@@ -74,7 +74,7 @@ def tar(path: Path, files: dict[str, bytes]) -> None:
 
 
 def cifar_files(classes: int, pickled: Callable[..., bytes] = python2_pickle) -> tuple[dict[str, bytes], Content]:
-    """The files of an archive of 12 images a batch, and the images and labels in them."""
+    """Return the files of an archive of 12 images a batch, and the images and labels in them."""
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"] if classes == 10 else ["train", "test"]
     meta = ("batches.meta", "label_names") if classes == 10 else ("meta", "fine_label_names")
     files = {"readme.html": b"<html>", meta[0]: pickle.dumps({meta[1]: [str(i) for i in range(classes)]}, 2)}
@@ -89,7 +89,7 @@ def cifar_files(classes: int, pickled: Callable[..., bytes] = python2_pickle) ->
 
 
 def expect_cifar(monkeypatch: pytest.MonkeyPatch, root: Path, classes: int, files: dict[str, bytes]) -> Path:
-    """The archive of these files in `root`, with the checksums that torchvision will now expect."""
+    """Write an archive of these files into `root`, and let torchvision expect its checksums."""
     archive, base = (archives.CIFAR10, "CIFAR10") if classes == 10 else (archives.CIFAR100, "CIFAR100")
     tar(root / archive.path, {f"{archive.folder}/{name}": content for name, content in files.items()})
     reader = getattr(torchvision(), base)
@@ -103,7 +103,7 @@ def expect_cifar(monkeypatch: pytest.MonkeyPatch, root: Path, classes: int, file
 
 
 def small_cifar(monkeypatch: pytest.MonkeyPatch, root: Path, classes: int) -> Content:
-    """CIFAR-10 or CIFAR-100 with 12 images a batch in `root`; returns what is in it."""
+    """Write CIFAR-10 or CIFAR-100 with 12 images a batch into `root`, and return its content."""
     files, content = cifar_files(classes)
     expect_cifar(monkeypatch, root, classes, files)
     return content
@@ -119,8 +119,8 @@ def emnist_files(n: int = 200, kind: str = "byclass") -> tuple[dict[str, bytes],
         x = RNG.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         y = RNG.integers(0, 62, count).astype(np.uint8)
         y[0] = 61
-        for what, array in (("images-idx3", x), ("labels-idx1", y)):
-            files[f"emnist-{kind}-{part}-{what}-ubyte.gz"] = gzip.compress(idx(array))
+        for name_of_part, array in (("images-idx3", x), ("labels-idx1", y)):
+            files[f"emnist-{kind}-{part}-{name_of_part}-ubyte.gz"] = gzip.compress(idx(array))
         content[part] = (x, y.tolist())
     return files, content
 
@@ -136,7 +136,7 @@ def expect_emnist(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, 
 
 
 def small_emnist(monkeypatch: pytest.MonkeyPatch, root: Path) -> Content:
-    """EMNIST with 200 training and 50 test images in `root`; returns what is in it."""
+    """Write EMNIST with 200 training and 50 test images into `root`, and return its content."""
     files, content = emnist_files()
     expect_emnist(monkeypatch, root, files)
     return content
@@ -151,8 +151,8 @@ def served(folder: Path, declared_length: int | None = None) -> Iterator[str]:
             pass
 
         def send_header(self, key: str, value: str) -> None:
-            wrong = key == "Content-Length" and declared_length is not None
-            super().send_header(key, str(declared_length) if wrong else value)
+            is_wrong = key == "Content-Length" and declared_length is not None
+            super().send_header(key, str(declared_length) if is_wrong else value)
 
     class Server(http.server.ThreadingHTTPServer):
         def handle_error(self, *arguments: Any) -> None:

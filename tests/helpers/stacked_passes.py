@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}
 def stacked(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, rows: int = 5
 ) -> tuple[StackedPasses, RowSlice]:
-    """Passes of `rows` rows, each with other weights, and their form."""
+    """Return passes of `rows` rows with different weights, and the slice of all rows."""
     layout = Layout.from_tensors(trainable(model))
     setup = setup_of(model, loss=loss, backend="auto")
     replica = Replica(model, layout, Arena(layout).field("w", setup.dtype)[0])

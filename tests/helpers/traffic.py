@@ -33,11 +33,11 @@ class Traffic:
             np.add.at(counts, (inside - start) // tensor.element_size(), 1)
 
     def of(self, kind: str, name: str) -> list[np.ndarray]:
-        return [c for (found, *_), c in zip(self.spans, self.counts[kind], strict=True) if found == name]
+        return [c for (span_name, *_), c in zip(self.spans, self.counts[kind], strict=True) if span_name == name]
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to its last."""
+    """Return the number of bytes from a tensor's first element to its last."""
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -46,7 +46,7 @@ def _extent(tensor: Tensor) -> int:
 
 @contextmanager
 def recorded(buffers: dict[str, list[Tensor]]) -> Iterator[Traffic]:
-    """Records what Triton's interpreter loads and stores."""
+    """Record the loads and stores of Triton's interpreter."""
     from triton.runtime import interpreter
 
     traffic, builder = Traffic(buffers), interpreter.InterpreterBuilder

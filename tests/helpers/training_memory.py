@@ -38,9 +38,9 @@ def measure(name: str, layers: int, width: int, device: str = "cpu") -> tuple[fl
     arguments = (str(layers), str(width), device, name)
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system at once
     command = [sys.executable, "-m", "tests.helpers.training_memory", *arguments]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    peak, between = json.loads(done.stdout)
-    return peak, between
+    process = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    peak, steady = json.loads(process.stdout)
+    return peak, steady
 
 
 def _train(name: str, layers: int, width: int, device: str) -> tuple[float, float]:
@@ -84,8 +84,8 @@ def main(layers: str = "24", width: str = "2048", device: str = "cpu", name: str
     if name:
         print(json.dumps(_train(name, int(layers), int(width), device)))
         return
-    found = {name: measure(name, int(layers), int(width), device) for name in OPTIMIZERS}
-    rows = [[name, *(f"{value:.1f}" for value in both)] for name, both in found.items()]
+    results = {name: measure(name, int(layers), int(width), device) for name in OPTIMIZERS}
+    rows = [[name, *(f"{value:.1f}" for value in numbers)] for name, numbers in results.items()]
     print(Table("", ["bytes per parameter beyond the weights", "peak of a step", "between steps"], rows).text())
 
 

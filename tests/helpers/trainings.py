@@ -62,10 +62,10 @@ class Spec(NamedTuple):
 
 
 def _specs() -> list[Any]:
-    """Every variant with every base; the other axes go round. `make test` takes one in six, and three usual ones."""
+    """Return every variant with every base, and the other axes in turn. `make test` runs one in six, and three more."""
     usual = [Spec("sam", "sgd", torch.float32, "plain")]
     usual += [Spec(variant, "adamw", torch.float64, "plain") for variant in ("gsam", "wsam")]
-    found: list[Any] = [pytest.param(spec, id="-".join(map(str, spec))) for spec in usual]
+    params: list[Any] = [pytest.param(spec, id="-".join(map(str, spec))) for spec in usual]
     numbers = itertools.count(), itertools.count()
     for (i, variant), (j, base) in itertools.product(enumerate(VARIANTS), enumerate(BASES)):
         slow = (i + j) % 6 > 0
@@ -76,8 +76,8 @@ def _specs() -> list[Any]:
         spec = spec if spec.valid else spec._replace(options="plain")
         spec = spec if spec.valid else spec._replace(dtype=torch.float32)
         if spec.valid and spec not in usual:
-            found.append(pytest.param(spec, id="-".join(map(str, spec)), marks=[pytest.mark.slow] if slow else []))
-    return found
+            params.append(pytest.param(spec, id="-".join(map(str, spec)), marks=[pytest.mark.slow] if slow else []))
+    return params
 
 
 SPECS = _specs()
@@ -90,12 +90,12 @@ def state(opt: FusedSAM) -> list[Tensor]:
 
 
 def outcome(training: Training) -> list[Tensor]:
-    """Weights and state."""
+    """Return copies of the weights and the state."""
     return [*copies(training.params), *state(training.opt)]
 
 
 def awkward(params: list[nn.Parameter]) -> None:
-    """Gives the same numbers other places: transposed, off every alignment, with gaps."""
+    """Change the memory of parameters: transposed, not aligned, with gaps."""
     first, second, third = (p.data for p in params)
     params[0].data = first.t().contiguous().t()
     params[1].data = torch.cat([second.new_zeros(3), second])[3:]
@@ -108,7 +108,7 @@ def loss_of(training: Training, t: int) -> Tensor:
 
 
 def by_hand(training: Training, t: int, zero_grad: bool = True, spoil: Callable[[int], None] | None = None) -> None:
-    """A step in halves. `spoil` is called with the number of each pass after its backward pass."""
+    """Take a step in halves. `spoil` is called with the number of each pass after its backward pass."""
     training.opt.zero_grad()
     training.backward(t)
     if training.opt.perturbs:

@@ -42,16 +42,16 @@ def main(folder: Path) -> dict[str, list[list[str]]]:
     triton_op._surroundings = lambda device: nullcontext()  # torch has no current device here
     log = ctypes.CDLL(str(folder / "libcuda.so.1")).fake_log
     log.restype = ctypes.c_char_p
-    found: dict[str, list[list[str]]] = {}
-    seen = 0
+    launches: dict[str, list[list[str]]] = {}
+    num_lines = 0
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (1, 2):
             step = Step([33, 0, 4097, 5], rows, dtype=dtype, device="cpu", master=dtype == torch.bfloat16)
             every_op(triton_backend, step, shift=0)
             lines = log().decode().splitlines()
-            found[f"{str(dtype).removeprefix('torch.')} {rows}"] = [line.split() for line in lines[seen:]]
-            seen = len(lines)
-    return found
+            launches[f"{str(dtype).removeprefix('torch.')} {rows}"] = [line.split() for line in lines[num_lines:]]
+            num_lines = len(lines)
+    return launches
 
 
 if __name__ == "__main__":

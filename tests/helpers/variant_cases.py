@@ -198,8 +198,8 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
         else:
             d = paper.direction(g1)
             eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
-            moved = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
-            v = paper.mixed(g1, flat(torch.autograd.grad(loss(moved, t), moved)))
+            perturbed = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
+            v = paper.mixed(g1, flat(torch.autograd.grad(loss(perturbed, t), perturbed)))
         correction = None if t % paper.interval else paper.correction()
         factor = clip_factor(v if correction is None else v + correction, limit)
         for p, g in zip(params, like(factor * v, params), strict=True):
@@ -216,12 +216,12 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
 
 
 def against_momentum(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Tensor) -> Tensor:
-    """Becker et al. 2024: stored weights are w - rho*v/||v||."""
+    """Return the direction of MSAM (Becker et al. 2024): stored weights are w - rho*v/||v||."""
     return -flat([optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params])
 
 
 def along_gradient(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Tensor) -> Tensor:
-    """Jo et al. 2025 with a staleness of one: the gradient made the last update."""
+    """Return the gradient of the last update (Jo et al. 2025 with a staleness of one)."""
     return -g if optimizer.param_groups[0].get("maximize") else g
 
 
@@ -232,21 +232,21 @@ ONE_PASS: dict[str, tuple[SAM, Prefetcher]] = {
 }
 
 
-def one_pass_loop(ahead: Prefetcher, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
-    """Float64, unfused, with torch's own optimizer: the clean weights."""
+def one_pass_loop(direction_of: Prefetcher, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
+    """Train in float64, unfused, with torch's own optimizer, and return the clean weights."""
     start, loss = problem()
     params = [p.clone().requires_grad_() for p in start]
     cls, options = BASES[base]
     optimizer = cls(params, **options)
     eps = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
     for t in range(steps):
-        rested = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
-        g = flat(torch.autograd.grad(loss(rested, t), rested))
+        perturbed = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
+        g = flat(torch.autograd.grad(loss(perturbed, t), perturbed))
         g = clip_factor(g, limit) * g
         for p, part in zip(params, like(g, params), strict=True):
             p.grad = part
         optimizer.step()
-        d = ahead(optimizer, params, g)
+        d = direction_of(optimizer, params, g)
         eps = RHO * d / (d.norm() + 1e-12)
     return [p.detach() for p in params]
 
@@ -306,12 +306,12 @@ class Training(NamedTuple):
         return self
 
     def backward(self, t: int) -> None:
-        """A fresh gradient."""
+        """Compute a new gradient."""
         self.opt.zero_grad()
         problem()[1](self.params, t).backward()
 
     def ascend(self, t: int, zero_grad: bool = False) -> None:
-        """The first half of a step, by hand, if it has not been made."""
+        """Take the first half of a step, unless it was taken already."""
         if self.opt.phase == "first":
             self.backward(t)
             self.opt.first_step(zero_grad)
@@ -332,10 +332,10 @@ def fused(
     `layouts` may change the parameters' memory; `groups` has the numbers of the parameters of each group.
     """
     start, _ = problem(dtype)
-    cls, own = BASES[base]
+    cls, base_options = BASES[base]
     params = [nn.Parameter(p) for p in start]
     if layouts is not None:
         layouts(params)
-    given = params if groups is None else [{"params": [params[i] for i in group]} for group in groups]
-    opt = FusedSAM(given, cls, variant=sam, backend=backend, **own, **options)
+    groups_of_params = params if groups is None else [{"params": [params[i] for i in group]} for group in groups]
+    opt = FusedSAM(groups_of_params, cls, variant=sam, backend=backend, **base_options, **options)
     return Training(params, opt).steps(range(steps))

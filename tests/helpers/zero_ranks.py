@@ -30,12 +30,12 @@ def beside_zero(rank: int) -> tuple[list[np.ndarray], list[np.ndarray], int, str
     state on this rank, and the error of a ZeroRedundancyOptimizer around FusedSAM."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # a second and a half, for its TorchScript
 
-    whole, parted = (make_parameters([(5, 3), (8,), (4,)], torch.float32) for _ in range(2))
-    opt = FusedSAM(parted, ZeroRedundancyOptimizer, rho=0.3, optimizer_class=ADAM, lr=0.05)
-    weights = trained(FusedSAM(whole, ADAM, rho=0.3, lr=0.05), whole), trained(opt, parted)
+    params, params_of_zero = (make_parameters([(5, 3), (8,), (4,)], torch.float32) for _ in range(2))
+    opt = FusedSAM(params_of_zero, ZeroRedundancyOptimizer, rho=0.3, optimizer_class=ADAM, lr=0.05)
+    weights = trained(FusedSAM(params, ADAM, rho=0.3, lr=0.05), params), trained(opt, params_of_zero)
     try:
-        ZeroRedundancyOptimizer(whole, optimizer_class=FusedSAM, lr=0.1)
-        heard = "nothing"
+        ZeroRedundancyOptimizer(params, optimizer_class=FusedSAM, lr=0.1)
+        message = "nothing"
     except TypeError as error:
-        heard = str(error)
-    return *weights, len(opt.base_optimizer.optim.state), heard  # type: ignore[attr-defined]
+        message = str(error)
+    return *weights, len(opt.base_optimizer.optim.state), message  # type: ignore[attr-defined]

@@ -21,14 +21,16 @@ from tests.helpers.op_cases import BACKENDS, Case, Memory, cases, close, nan, pr
 def test_dual_norm(backend: Backend, case: Case, shared: bool, accumulate: bool) -> None:
     hparams, grads, memory = case.hparams(), case.values("grads"), Memory(case, backend.device)
     mu, s = case.values("mu", case.compute), case.values("s", case.compute)
-    mu_ = memory.field("mu", mu)
-    s_, s = memory.shared("s", s) if shared else (memory.field("s", s), s)
+    placed_mu = memory.field("mu", mu)
+    placed_s, s = memory.shared("s", s) if shared else (memory.field("s", s), s)
     start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
     expected, sumsq = start.clone(), start.to(backend.device)
     reference.dual_norm_(expected, [grads.double()], mu.double(), s.double(), case.table, hparams, accumulate)
-    grads_ = memory.operand("grads", grads)
+    placed_grads = memory.operand("grads", grads)
     memory.snapshot()
-    backend.load().dual_norm_(sumsq, grads_, mu_, s_, case.table, hparams.to(backend.device), accumulate)
+    backend.load().dual_norm_(
+        sumsq, placed_grads, placed_mu, placed_s, case.table, hparams.to(backend.device), accumulate
+    )
     memory.check()
     close(sumsq, expected, case.compute)
 
@@ -40,25 +42,25 @@ def test_dual_perturb(backend: Backend, case: Case, shared: bool, with_eps: bool
         sumsq[0] = norm
     mu, s = case.values("mu", case.compute), case.values("s", case.compute)
     backup = case.values("backup", torch.float64).to(case.backup_dtype)
-    s_, s = memory.shared("s", s) if shared else (memory.field("s", s), s)
-    backup_, backup = memory.shared("backup", backup) if shared else (memory.field("backup", backup), backup)
+    placed_s, s = memory.shared("s", s) if shared else (memory.field("s", s), s)
+    placed_backup, backup = memory.shared("backup", backup) if shared else (memory.field("backup", backup), backup)
     params64, eps64 = (torch.zeros(backup.shape, dtype=torch.float64) for _ in range(2))
     mu64 = mu.to(torch.float64, copy=True)
     args64 = [grads.double()], s.double(), case.table, hparams, sumsq
     reference.dual_perturb_([params64], backup.double(), mu64, *args64, eps64 if with_eps else None)
 
-    params_ = memory.operand("params", nan(case, case.dtype), written=True)
-    mu_, grads_ = memory.field("mu", mu, written=True), memory.operand("grads", grads)
-    eps_ = memory.field("eps", nan(case, case.compute), written=True) if with_eps else None
+    placed_params = memory.operand("params", nan(case, case.dtype), written=True)
+    placed_mu, placed_grads = memory.field("mu", mu, written=True), memory.operand("grads", grads)
+    placed_eps = memory.field("eps", nan(case, case.compute), written=True) if with_eps else None
     memory.snapshot()
-    args = grads_, s_, case.table, hparams.to(backend.device), sumsq.to(backend.device)
-    backend.load().dual_perturb_(params_, backup_, mu_, *args, eps=eps_)
+    args = placed_grads, placed_s, case.table, hparams.to(backend.device), sumsq.to(backend.device)
+    backend.load().dual_perturb_(placed_params, placed_backup, placed_mu, *args, eps=placed_eps)
     memory.check()
     mask = case.mask()
-    close(memory.read(params_)[mask], params64[mask])
-    close(memory.read(mu_)[mask], mu64[mask])
-    if eps_ is not None:
-        close(memory.read(eps_)[mask], eps64[mask])
+    close(memory.read(placed_params)[mask], params64[mask])
+    close(memory.read(placed_mu)[mask], mu64[mask])
+    if placed_eps is not None:
+        close(memory.read(placed_eps)[mask], eps64[mask])
 
 
 @property_test(cases(max_rows=1), st.permutations((0.0, inf, not_a_number, 4.0)), examples=20)
@@ -68,20 +70,25 @@ def test_rows_without_a_usable_norm_take_no_dual_step(backend: Backend, case: Ca
     case = replace(case, rows=4)
     memory, w, grads = Memory(case, backend.device), case.values("params"), case.values("grads")
     w[:, ::7], grads[:, ::3] = -0.0, inf
-    params_ = memory.operand("params", nan(case, case.dtype), written=True)
-    backup_, grads_ = memory.field("backup", w.to(case.backup_dtype)), memory.operand("grads", grads)
-    mu_ = memory.field("mu", case.values("mu", case.compute), written=True)
-    s_ = memory.field("s", case.values("s", case.compute))
-    eps_ = memory.field("eps", nan(case, case.compute), written=True)
+    placed_params = memory.operand("params", nan(case, case.dtype), written=True)
+    placed_backup, placed_grads = memory.field("backup", w.to(case.backup_dtype)), memory.operand("grads", grads)
+    placed_mu = memory.field("mu", case.values("mu", case.compute), written=True)
+    placed_s = memory.field("s", case.values("s", case.compute))
+    placed_eps = memory.field("eps", nan(case, case.compute), written=True)
     memory.snapshot()
     args = (
         case.table,
         case.hparams().to(backend.device),
         torch.tensor(norms, dtype=torch.float64).to(backend.device),
     )
-    backend.load().dual_perturb_(params_, backup_, mu_, grads_, s_, *args, eps=eps_)
+    backend.load().dual_perturb_(placed_params, placed_backup, placed_mu, placed_grads, placed_s, *args, eps=placed_eps)
     memory.check()
-    new_weights, eps, mu, mask = memory.read(params_), memory.read(eps_), memory.read(mu_), case.mask()
+    new_weights, eps, mu, mask = (
+        memory.read(placed_params),
+        memory.read(placed_eps),
+        memory.read(placed_mu),
+        case.mask(),
+    )
     for row in (r for r, norm in enumerate(norms) if norm != 4.0):
         assert same_bits(new_weights[row][mask[row]], w[row][mask[row]])
         assert not eps[row][mask[row]].any() and mu[row][mask[row]].isfinite().all()
@@ -93,16 +100,16 @@ def test_inner(backend: Backend, case: Case, shared: bool, accumulate: bool) -> 
     x, y = case.values("grads"), case.values("weights")
     if shared:
         field, y = memory.shared("weights", y)
-        y_ = [field]
+        placed_y = [field]
     else:
-        y_ = memory.operand("weights", y)
-    x_ = memory.operand("grads", x)
+        placed_y = memory.operand("weights", y)
+    placed_x = memory.operand("grads", x)
     start = torch.stack([case.sums(), case.sums() + 1], 1) if accumulate else nan(case, torch.float64)[:, :1]
     expected = start.expand(case.rows, 2).clone()
     out = expected.to(backend.device, copy=True)
     reference.inner_(expected, [x.double()], [y.double()], case.table, accumulate)
     memory.snapshot()
-    backend.load().inner_(out, x_, y_, case.table, accumulate)
+    backend.load().inner_(out, placed_x, placed_y, case.table, accumulate)
     memory.check()
     close(out, expected, torch.float64)  # the products of narrower numbers are exact
 
@@ -163,21 +170,21 @@ def numbers(sums: tuple[Tensor, Tensor]) -> list[int]:
     examples=80,
 )
 def test_accumulate_rows(
-    backend: Backend, data: st.DataObject, dtype: torch.dtype, based: bool, rows: int, gap: int
+    backend: Backend, data: st.DataObject, dtype: torch.dtype, has_base: bool, rows: int, gap: int
 ) -> None:
     """Any rows of any numbers: Python's integers, the largest element, and taking out again leaves nothing, to the last
     bit."""
     n = data.draw(st.sampled_from((0, 1, 3, 8, 33)))
-    drawn = data.draw(st.lists(NUMBERS, min_size=1, max_size=24))
+    numbers_drawn = data.draw(st.lists(NUMBERS, min_size=1, max_size=24))
     factor, shift = data.draw(FACTORS), data.draw(st.integers(0, 23))
-    values = [drawn[(i * 7 + shift) % len(drawn)] for i in range((rows + 1) * (n + gap))]
+    values = [numbers_drawn[(i * 7 + shift) % len(numbers_drawn)] for i in range((rows + 1) * (n + gap))]
     field = torch.tensor(values, dtype=torch.float64).to(dtype).reshape(rows + 1, n + gap).to(backend.device)
-    x, base = field[:rows, :n], field[rows, :n].contiguous() if based else None
+    x, base = field[:rows, :n], field[rows, :n].contiguous() if has_base else None
     start = torch.arange(2 * n, device=backend.device).reshape(2, n) * 12345
     sums = start[0].clone(), start[1].clone()
     largest = close_rows(backend.load(), sums, x, factor, base)
 
-    d = (x - base if based else x).double().tolist()
+    d = (x - base if has_base else x).double().tolist()
     limit = LIMIT * 2**HIGH_BITS
     units = [[v * (factor * 2.0**HIGH_BITS) for v in row] for row in d]
     added = [[trunc(Fraction(v) * 2**LOW_BITS) if abs(v) <= limit else 0 for v in row] for row in units]

@@ -61,34 +61,34 @@ def test_threads_and_streamed_stores_change_no_bit() -> None:
     w = joint_step
     native.dual_perturb_(w.params, w.backup, w.mu, w.g1, w.m, w.table, w.h, w.sumsq, w.v)
     native.norm_(pieces.sumsq, pieces.g1, [], pieces.table, pieces.h)
-    cut = 8192 * 100 + 3  # pieces that start off every alignment
-    for start in range(0, n, cut):
-        length = min(cut, n - start)
+    length_of_piece = 8192 * 100 + 3  # pieces that start off every alignment
+    for start in range(0, n, length_of_piece):
+        length = min(length_of_piece, n - start)
         table = torch.tensor([[start, length, 0, 0]])
         params, g1, g2 = (operand[0][start : start + length] for operand in (pieces.params, pieces.g1, pieces.g2))
         native.perturb_([params], pieces.backup, [g1], table, pieces.h, pieces.sumsq, True)
         native.update_([params], pieces.backup, [g2], table, pieces.h, "sgd", [pieces.m])
         dual = pieces.mu, [g1], pieces.m, table, pieces.h, pieces.sumsq, pieces.v
         native.dual_perturb_([params], pieces.backup, *dual)
-    shifted, rest = Step(5, shapes=[(n,), (17,)]), slice(3, n)  # streamed to places that no vector is aligned to
+    shifted_step, tail = Step(5, shapes=[(n,), (17,)]), slice(3, n)  # streamed to places that no vector is aligned to
     table = torch.tensor([[3, n - 3, 0, 0]])
-    params, g1, g2 = (operand[0][rest] for operand in (shifted.params, shifted.g1, shifted.g2))
-    native.norm_(shifted.sumsq, shifted.g1, [], shifted.table, shifted.h)
-    native.perturb_([params], shifted.backup, [g1], table, shifted.h, shifted.sumsq, True)
-    native.update_([params], shifted.backup, [g2], table, shifted.h, "sgd", [shifted.m])
-    s = shifted
+    params, g1, g2 = (operand[0][tail] for operand in (shifted_step.params, shifted_step.g1, shifted_step.g2))
+    native.norm_(shifted_step.sumsq, shifted_step.g1, [], shifted_step.table, shifted_step.h)
+    native.perturb_([params], shifted_step.backup, [g1], table, shifted_step.h, shifted_step.sumsq, True)
+    native.update_([params], shifted_step.backup, [g2], table, shifted_step.h, "sgd", [shifted_step.m])
+    s = shifted_step
     native.dual_perturb_([params], s.backup, s.mu, [g1], s.m, table, s.h, s.sumsq, s.v)
-    for other, part in ((pieces, slice(0, n)), (shifted, rest)):
-        assert torch.equal(joint_step.params[0][part], other.params[0][part])
-        assert torch.equal(joint_step.backup[:, part], other.backup[:, part])
+    for step_of_part, part in ((pieces, slice(0, n)), (shifted_step, tail)):
+        assert torch.equal(joint_step.params[0][part], step_of_part.params[0][part])
+        assert torch.equal(joint_step.backup[:, part], step_of_part.backup[:, part])
         for name in ("m", "mu", "v"):
-            assert torch.equal(getattr(joint_step, name)[:, part], getattr(other, name)[:, part])
+            assert torch.equal(getattr(joint_step, name)[:, part], getattr(step_of_part, name)[:, part])
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="older than torch 2.13, which traces requires_grad_()")
 def test_compiled_without_graph_breaks() -> None:
     """Forward, backward and the three ops of a SAM step in one graph."""
-    expected, compiled = Step(7, shapes=[(6, 4), (6,)]), Step(7, shapes=[(6, 4), (6,)])
+    eager_step, compiled_step = Step(7, shapes=[(6, 4), (6,)]), Step(7, shapes=[(6, 4), (6,)])
     x = torch.randn(5, 4)
 
     def step(s: Step, params: list[Tensor]) -> None:
@@ -98,10 +98,10 @@ def test_compiled_without_graph_breaks() -> None:
         native.perturb_(params, s.backup, g1, s.table, s.h, s.sumsq, True)
         native.update_(params, s.backup, g1, s.table, s.h, "sgd", [s.m])
 
-    step(expected, expected.params)
+    step(eager_step, eager_step.params)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.params)
-    for a, b in zip(expected.params, compiled.params, strict=True):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(compiled_step, compiled_step.params)
+    for a, b in zip(eager_step.params, compiled_step.params, strict=True):
         torch.testing.assert_close(a, b)
 
 

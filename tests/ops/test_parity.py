@@ -61,16 +61,16 @@ def test_perturb(backend: Backend, case: Case, save: bool) -> None:
     reference.perturb_([expected], w.clone(), [grads.double()], case.table, hparams, sumsq, False)
 
     memory = Memory(case, backend.device)
-    params_ = memory.operand("params", params if save else nan(case, case.dtype), written=True)
-    backup_ = memory.field("backup", backup, written=save)
-    grads_ = memory.operand("grads", grads)
+    placed_params = memory.operand("params", params if save else nan(case, case.dtype), written=True)
+    placed_backup = memory.field("backup", backup, written=save)
+    placed_grads = memory.operand("grads", grads)
     memory.snapshot()
     args = case.table, hparams.to(backend.device), sumsq.to(backend.device), save
-    backend.load().perturb_(params_, backup_, grads_, *args)
+    backend.load().perturb_(placed_params, placed_backup, placed_grads, *args)
     memory.check()
     mask = case.mask()
-    close(memory.read(params_)[mask], expected[mask])
-    assert torch.equal(memory.read(backup_)[mask].double(), w[mask])
+    close(memory.read(placed_params)[mask], expected[mask])
+    assert torch.equal(memory.read(placed_backup)[mask].double(), w[mask])
 
 
 @property_test(cases(), st.booleans(), examples=30)
@@ -83,22 +83,24 @@ def test_perturb_with_stochastic_rounding(backend: Backend, case: Case, save: bo
     backup = params.to(case.backup_dtype, copy=True)
     if case.master:
         backup = backup * (1 + 1e-3 * case.values("written").to(case.compute))
-    spec, seeds, device = (
+    kernels, seeds, device = (
         (backend.load(), None, backend.device) if case.dtype == case.compute else (reference, case.seeds(), "cpu")
     )
-    params64, backup64, *rest = (t.to(device, copy=True) for t in (params, backup, grads, hparams, sumsq))
-    spec.perturb_([params64], backup64, rest[:1], case.table, *rest[1:], save, seeds)
+    params64, backup64, *operands = (t.to(device, copy=True) for t in (params, backup, grads, hparams, sumsq))
+    kernels.perturb_([params64], backup64, operands[:1], case.table, *operands[1:], save, seeds)
 
     memory = Memory(case, backend.device)
-    params_ = memory.operand("params", params if save else nan(case, case.dtype), written=True)
-    backup_, grads_ = memory.field("backup", backup, written=save), memory.operand("grads", grads)
+    placed_params = memory.operand("params", params if save else nan(case, case.dtype), written=True)
+    placed_backup, placed_grads = memory.field("backup", backup, written=save), memory.operand("grads", grads)
     memory.snapshot()
     args = [t.to(backend.device) for t in (hparams, sumsq)]
-    backend.load().perturb_(params_, backup_, grads_, case.table, *args, save, case.seeds().to(backend.device))
+    backend.load().perturb_(
+        placed_params, placed_backup, placed_grads, case.table, *args, save, case.seeds().to(backend.device)
+    )
     memory.check()
     mask = case.mask()
-    assert same_bits(memory.read(params_)[mask], params64.cpu()[mask])
-    assert same_bits(memory.read(backup_)[mask], backup64.cpu()[mask])
+    assert same_bits(memory.read(placed_params)[mask], params64.cpu()[mask])
+    assert same_bits(memory.read(placed_backup)[mask], backup64.cpu()[mask])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -119,15 +121,15 @@ def test_stochastic_rounding_is_right_on_average(backend: Backend, dtype: torch.
     backend.load().perturb_([params], backup, grads, *args, torch.arange(rows, device=device))
 
     result, exact = params.cpu().double(), w.double() + step.double()
-    down = torch.where(result < exact, result, -torch.inf).amax(0)
-    up = torch.where(result > exact, result, torch.inf).amin(0)
-    layer = down.isfinite() & up.isfinite()
-    assert layer.sum() > n / 2
-    unit = (up - down)[layer]
-    assert ((result[:, layer] == down[layer]) | (result[:, layer] == up[layer])).all()
-    assert (((result.mean(0) - exact)[layer]) / unit).abs().max() < 4.5 * 0.5 / rows**0.5
-    p = ((exact - down)[layer] / unit).clamp(1e-6, 1 - 1e-6)
-    noise = ((result[:, layer] - exact[layer]) / unit) / (p * (1 - p)).sqrt()
+    floor = torch.where(result < exact, result, -torch.inf).amax(0)
+    ceiling = torch.where(result > exact, result, torch.inf).amin(0)
+    is_between = floor.isfinite() & ceiling.isfinite()
+    assert is_between.sum() > n / 2
+    unit = (ceiling - floor)[is_between]
+    assert ((result[:, is_between] == floor[is_between]) | (result[:, is_between] == ceiling[is_between])).all()
+    assert (((result.mean(0) - exact)[is_between]) / unit).abs().max() < 4.5 * 0.5 / rows**0.5
+    p = ((exact - floor)[is_between] / unit).clamp(1e-6, 1 - 1e-6)
+    noise = ((result[:, is_between] - exact[is_between]) / unit) / (p * (1 - p)).sqrt()
     for a, b in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1])):
         assert (a * b).mean().abs() < 5 / a.numel() ** 0.5 * (a * b).std()
 
@@ -139,9 +141,9 @@ def test_restore_is_bitwise(backend: Backend, case: Case) -> None:
     backup[:, ::5] = special[torch.arange(backup[:, ::5].shape[1]) % 4]
     memory = Memory(case, backend.device)
     params = memory.operand("params", nan(case, case.dtype), written=True)
-    backup_ = memory.field("backup", backup)
+    placed_backup = memory.field("backup", backup)
     memory.snapshot()
-    backend.load().restore_(params, backup_, case.table)
+    backend.load().restore_(params, placed_backup, case.table)
     memory.check()
     mask = case.mask()
     restored, expected = memory.read(params)[mask], backup.to(case.dtype)[mask]
@@ -198,10 +200,10 @@ class Update:
         close(self.memory.read(self.params)[mask], self.params64[mask])
         if self.backup is not None:
             restored = self.memory.read(self.backup)[mask]
-            close(restored, self.params64[mask]) if keep else self.same(restored, self.w[mask])
+            close(restored, self.params64[mask]) if keep else self.assert_same(restored, self.w[mask])
 
     @staticmethod
-    def same(a: Tensor, b: Tensor) -> None:
+    def assert_same(a: Tensor, b: Tensor) -> None:
         assert same_bits(a, b)
 
 
@@ -238,10 +240,10 @@ def state_of(case: Case, name: str) -> Tensor:
 def test_update(backend: Backend, rule: str) -> None:
     rule_class = rules.find(rule)
 
-    counts, founds = st.sampled_from((0.0, 1.0, 7.0, 1000.0)), st.sampled_from((None, False, True))
+    counts, overflows = st.sampled_from((0.0, 1.0, 7.0, 1000.0)), st.sampled_from((None, False, True))
 
     @explore(backend, examples=30)
-    @given(cases(), OPTIONS, fields_of(rule), st.booleans(), st.booleans(), counts, founds)
+    @given(cases(), OPTIONS, fields_of(rule), st.booleans(), st.booleans(), counts, overflows)
     def holds(
         case: Case,
         options: dict[str, bool],
@@ -249,7 +251,7 @@ def test_update(backend: Backend, rule: str) -> None:
         first: bool,
         clip: bool,
         count: float,
-        result: bool | None,
+        has_overflow: bool | None,
     ) -> None:
         hparams, keep, sumsq, mask = case.hparams(rule), options["flag"], case.sums(), case.mask()
         hparams[:, 0, HParam.CLIP] = 0.0  # this group is not clipped
@@ -270,20 +272,20 @@ def test_update(backend: Backend, rule: str) -> None:
             slots = int(case.table[:, 3].max()) + 2 if len(case.table) else 1
             options64["steps"] = torch.full((case.rows, slots), count) + torch.arange(slots)
             options32["steps"] = options64["steps"].to(backend.device, copy=True)
-        if result is not None:
-            options32["found_inf"] = torch.tensor([float(result)], device=backend.device)
-            options64["found_inf"] = torch.tensor([float(result)])
+        if has_overflow is not None:
+            options32["found_inf"] = torch.tensor([float(has_overflow)], device=backend.device)
+            options64["found_inf"] = torch.tensor([float(has_overflow)])
         reference.update_(*update.args64(hparams), rule, state64, **options64)
         update.memory.snapshot()
         backend.load().update_(*update.args(hparams), rule, state32, **options32)
-        update.check_weights(keep and not result)
+        update.check_weights(keep and not has_overflow)
         if rule_class.counter:
             assert torch.equal(options32["steps"].cpu(), options64["steps"])
         for name, (field, expected) in state.items():
-            after = update.memory.read(field)[mask]
-            update.same(after, starts[name][mask]) if result else close(after, expected[mask])
-        if result:
-            update.same(update.memory.read(update.params)[mask], update.w.to(case.dtype)[mask])
+            values = update.memory.read(field)[mask]
+            update.assert_same(values, starts[name][mask]) if has_overflow else close(values, expected[mask])
+        if has_overflow:
+            update.assert_same(update.memory.read(update.params)[mask], update.w.to(case.dtype)[mask])
 
     holds()
 

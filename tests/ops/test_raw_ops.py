@@ -89,22 +89,22 @@ def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
         yield "two segments that count in one slot", *wrong_call(name, "table", entry(1, 3, 0))
 
 
-def everything(step: Step) -> str:
+def digest_operands(step: Step) -> str:
     fields = (step.backup, step.m, step.v, step.q, step.mu, step.s, step.sumsq, step.steps, step.products)
     return digest_of(*step.params, *step.g1, *step.g2, *fields)
 
 
 @pytest.mark.parametrize("name", native._OPS)
 def test_every_misuse_of_a_raw_op_is_an_error(name: str) -> None:
-    tried = 0
+    count = 0
     for words, op, step, args in cases(name):
-        old_contents = everything(step)
+        old_contents = digest_operands(step)
         with pytest.raises(RuntimeError):
             op(*args)
             pytest.fail(f"accepted: {words}")
-        assert everything(step) == old_contents, words
-        tried += 1
-    assert tried >= (12 if name == "accumulate_" else 25)
+        assert digest_operands(step) == old_contents, words
+        count += 1
+    assert count >= (12 if name == "accumulate_" else 25)
 
 
 @pytest.mark.parametrize("name", native._OPS)
@@ -118,13 +118,13 @@ def test_a_tensor_without_memory_beside_real_ones_is_an_error(name: str) -> None
             return [t.to("meta") for t in value]
         return value.to("meta") if isinstance(value, Tensor) else value
 
-    tried = 0
+    count = 0
     for i, value in enumerate(args):
         if isinstance(value, (list, Tensor)):
             with pytest.raises(RuntimeError, match="table must be on the CPU, and all other tensors on one device"):
                 op(*args[:i], meta(value), *args[i + 1 :])
-            tried += 1
-    assert tried >= 3
+            count += 1
+    assert count >= 3
     op(*(value if is_table else meta(value) for value, is_table in zip(args, table)))
 
 

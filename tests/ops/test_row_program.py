@@ -43,8 +43,8 @@ ROUNDING = 8 * 2**-24
 
 
 def program(instructions: list[Instruction], inputs: list[Tensor], width: int) -> Tensor:
-    given = [Input(tuple(t.shape[1:]), tuple(t.stride()[1:]), t.dtype == torch.int64) for t in inputs]
-    return ops.row_program(instructions, given, 0, width)(inputs)
+    descriptions = [Input(tuple(t.shape[1:]), tuple(t.stride()[1:]), t.dtype == torch.int64) for t in inputs]
+    return ops.row_program(instructions, descriptions, 0, width)(inputs)
 
 
 def operand(i: int, t: Tensor, shape: tuple[int, ...]) -> RowOperand:
@@ -86,22 +86,24 @@ def test_elementwise_where_numbers_end() -> None:
         formula, n = ELEMENTWISE[code][1], ends.numel()
         copy = Instruction(code, (n,), RowOperand(OUT, 0, (1,)), RowOperand(FIRST_INPUT, 0, (1,)))
         result = program([copy], [ends], n)
-        flushed = torch.where(ends.abs() < 2.0**-126, 0.0, ends)  # no denormals: trained classifiers would be slow
-        assert torch.allclose(result, formula(flushed, 0.0), rtol=1e-6, atol=1e-37, equal_nan=True), code.name
+        normal_numbers = torch.where(
+            ends.abs() < 2.0**-126, 0.0, ends
+        )  # no denormals: trained classifiers would be slow
+        assert torch.allclose(result, formula(normal_numbers, 0.0), rtol=1e-6, atol=1e-37, equal_nan=True), code.name
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3), SHAPES, st.data())
 def test_sums(rows: int, shape: tuple[int, ...], data: st.DataObject) -> None:
     a = data.draw(tensors(rows, shape, -1.0, 1.0))
-    over = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
-    shape_of_sum = [1 if d in over else n for d, n in enumerate(shape)]
+    reduced_dims = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
+    shape_of_sum = [1 if d in reduced_dims else n for d, n in enumerate(shape)]
     out = torch.empty(rows, *shape_of_sum)
-    strides = tuple(0 if d in over else s for d, s in enumerate(out.stride()[1:]))
+    strides = tuple(0 if d in reduced_dims else s for d, s in enumerate(out.stride()[1:]))
     result = Instruction(Code.SUM, shape, RowOperand(OUT, 0, strides), operand(0, a, (rows, *shape)))
     found = program([result.flatten()], [a], out[0].numel()).view(out.shape)
     exact = a.double().expand(rows, *shape)
-    dims = [1 + d for d in over]
+    dims = [1 + d for d in reduced_dims]
     bound = exact.abs().sum(dims, keepdim=True) * (exact[0].numel() + 1) * 2**-24
     assert bool(((found - exact.sum(dims, keepdim=True)).abs() <= bound).all())
 
@@ -175,10 +177,10 @@ def test_words_that_leave_their_memory_are_refused() -> None:
         with pytest.raises(RuntimeError, match="row program"):
             add(words_of(change))
     words = words_of()
-    for cut in range(len(words)):
-        if cut != len(words) - EACH:  # a program of no instructions
+    for length in range(len(words)):
+        if length != len(words) - EACH:  # a program of no instructions
             with pytest.raises(RuntimeError, match="row program"):
-                add(words[:cut])
+                add(words[:length])
 
 
 def test_operations_with_labels_stay_within_their_memory() -> None:

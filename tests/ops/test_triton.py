@@ -24,9 +24,9 @@ triton_backend = pytest.importorskip("fastsam_kernels.triton_backend")
 triton_update = pytest.importorskip("fastsam_kernels.triton_update")
 
 CPU = triton_backend.why_not("cpu")
-interpreted = pytest.mark.skipif(CPU is not None, reason=f"Triton on the CPU: {CPU}")
+needs_interpreter = pytest.mark.skipif(CPU is not None, reason=f"Triton on the CPU: {CPU}")
 CUDA = triton_backend.why_not("cuda")
-on_gpu = pytest.mark.skipif(CUDA is not None, reason=f"Triton on CUDA: {CUDA}")
+needs_gpu = pytest.mark.skipif(CUDA is not None, reason=f"Triton on CUDA: {CUDA}")
 
 
 class Step:
@@ -53,20 +53,20 @@ class Step:
         kernels.update_(params, self.backup, g2, self.table, self.hparams, "sgd", [self.momentum])
 
 
-@interpreted
+@needs_interpreter
 def test_tensors_that_moved_are_found() -> None:
     """Gradients at other addresses in every step, some of them where others were: no stale table is ever used."""
     actual, expected = Step(), Step()
     for seed in range(4):
-        fresh = Step(seed=seed)  # the former step's gradients are freed, and their memory is handed out again
-        actual.run(triton_backend, actual.params, fresh.g1, fresh.g2)
-        expected.run(reference, expected.params, fresh.g1, fresh.g2)
+        new_step = Step(seed=seed)  # the former step's gradients are freed, and their memory is handed out again
+        actual.run(triton_backend, actual.params, new_step.g1, new_step.g2)
+        expected.run(reference, expected.params, new_step.g1, new_step.g2)
         actual.params = [p.clone() for p in actual.params]
     for a, b in zip(actual.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)
 
 
-@interpreted
+@needs_interpreter
 def test_tables_are_made_once_per_content() -> None:
     step, device = Step(), torch.device("cpu")
     plan = tables.chunk_table_of(step.table, device)
@@ -93,31 +93,31 @@ def test_chunks_cover_every_element_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shift", "dtype", "aligned"),
+    ("shift", "dtype", "is_aligned"),
     [(0, torch.float32, True), (1, torch.float32, False), (4, torch.float32, True), (4, torch.bfloat16, False)],
 )
-def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, aligned: bool) -> None:
+def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, is_aligned: bool) -> None:
     memory = torch.zeros(200, dtype=dtype)
     plan = tables.chunk_table_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), torch.device("cpu"))
     assert plan.is_aligned
     views = [memory[shift : shift + 64], memory[64 : 64 + 32]]
-    assert tables.operand_of(views, plan, 1)[1] is aligned
-    assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1)[1] is aligned
-    operand, rows_aligned = tables.field_of(memory.as_strided((2, 30), (33, 1)), 2)
-    assert not rows_aligned
+    assert tables.operand_of(views, plan, 1)[1] is is_aligned
+    assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1)[1] is is_aligned
+    operand, rows_are_aligned = tables.field_of(memory.as_strided((2, 30), (33, 1)), 2)
+    assert not rows_are_aligned
     assert operand.stride == 33
 
 
-@interpreted
+@needs_interpreter
 def test_compiled_without_graph_breaks() -> None:
-    expected, compiled = Step(seed=7), Step(seed=7)
+    eager_step, compiled_step = Step(seed=7), Step(seed=7)
 
     def step(s: Step, params: list[Tensor]) -> None:
         s.run(triton_backend, params, s.g1, s.g2)
 
-    step(expected, expected.params)
-    torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.params)
-    for a, b in zip(expected.params, compiled.params, strict=True):
+    step(eager_step, eager_step.params)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(compiled_step, compiled_step.params)
+    for a, b in zip(eager_step.params, compiled_step.params, strict=True):
         assert torch.equal(a, b)
 
 
@@ -134,7 +134,7 @@ def test_launchers_have_the_signatures_of_their_twins() -> None:
         assert [(p.name, p.kind, p.default) for p in inspect.signature(launcher).parameters.values()] == expected, name
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     "op",
     [
@@ -221,7 +221,7 @@ def test_auto_never_takes_the_interpreter() -> None:
     assert backends.select("auto", torch.device("cpu"), torch.float32).name != "triton"
 
 
-@on_gpu
+@needs_gpu
 def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
     """Replays of a captured step read the learning rate of the moment, and gradients where the graph has them."""
     actual, expected = Step("cuda"), Step("cuda")
@@ -252,11 +252,11 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
 
 def test_no_kernel_names_a_parameter_as_tritons_launcher_does() -> None:
     """A kernel parameter with the name of a variable in Triton's generated launcher would be overwritten there."""
-    launched = 0
+    num_kernels = 0
     for module in ("dual", "reductions", "norm", "perturb", "update"):
         functions = vars(importlib.import_module(f"fastsam_kernels.triton_{module}"))
         for kernel in (value for name, value in functions.items() if name.endswith("_kernel")):
             names = inspect.signature(kernel.fn).parameters
             assert not {"params", "specialization", "options"} & set(names), kernel
-            launched += 1
-    assert launched == 9
+            num_kernels += 1
+    assert num_kernels == 9

@@ -41,14 +41,14 @@ def mutants(table: str) -> list[Mutant]:
             rows[-1] += " " + line.strip()
         elif not line.startswith("#"):
             rows.append(line)
-    found = []
+    result = []
     for row in rows:
         place, _, change = row.partition(": ")
         old, _, change = change.partition(" =>")
         new, _, case = change.partition(" @ ")
         module, function = place.split()
-        found.append(Mutant(module, function, old, new.strip(), *case.split()))
-    return found
+        result.append(Mutant(module, function, old, new.strip(), *case.split()))
+    return result
 
 
 class _Swap(ast.NodeTransformer):
@@ -69,11 +69,11 @@ class _Swap(ast.NodeTransformer):
 
 def _function(module: object, path: list[str]) -> FunctionType:
     """Return the function of a name, without decorators, properties and classmethods around it."""
-    found: Any = module
+    member: Any = module
     for name in path:
-        found = inspect.getattr_static(found, name)
-    found = getattr(found, "fget", None) or getattr(found, "func", None) or getattr(found, "__func__", found)
-    return inspect.unwrap(found)
+        member = inspect.getattr_static(member, name)
+    member = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
+    return inspect.unwrap(member)
 
 
 @contextmanager
@@ -87,20 +87,20 @@ def replaced(module: str, function: str, old: str, new: str) -> Iterator[None]:
         node = next((n for n in node.body if getattr(n, "name", None) == part), None)
         if node is None:
             raise Stale(f"{name} has no function {function}: bring the table of mutants up to date")
-    whole = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Expr)}  # statements in themselves
+    statements = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Expr)}  # statements in themselves
     texts, kinds = {old, ast.unparse(ast.parse(old))}, (ast.expr, ast.stmt, ast.keyword)
-    named = (n for n in ast.walk(node) if isinstance(n, kinds) and id(n) not in whole)
-    places = [n for n in named if ast.unparse(n) in texts]
+    candidates = (n for n in ast.walk(node) if isinstance(n, kinds) and id(n) not in statements)
+    places = [n for n in candidates if ast.unparse(n) in texts]
     if len(places) != 1:
         raise Stale(f"{name}: {function} has {old!r} {len(places)} times, expected once: bring the table up to date")
-    changed = ast.fix_missing_locations(_Swap(places[0], new).visit(tree))
-    code = compile(changed, loaded.__file__ or name, "exec", dont_inherit=True)
+    new_tree = ast.fix_missing_locations(_Swap(places[0], new).visit(tree))
+    code = compile(new_tree, loaded.__file__ or name, "exec", dont_inherit=True)
     for part in path:
         code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == part)
-    live = _function(loaded, path)
-    original = live.__code__
+    target = _function(loaded, path)
+    original = target.__code__
     try:
-        live.__code__ = code
+        target.__code__ = code
         yield
     finally:
-        live.__code__ = original
+        target.__code__ = original

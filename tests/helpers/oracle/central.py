@@ -17,6 +17,6 @@ def central(
     options: Options,
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
 ) -> nn.Module:
-    """`method` on all samples together, in the order of the clients."""
+    """Train by `method` on all samples together, in the order of the clients."""
     pooled = torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients])
     return run(model, [pooled], method, options, [[0]] * options.rounds, loss)

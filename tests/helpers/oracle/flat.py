@@ -11,8 +11,11 @@ from .loop import End, Kept, Vector, Visit, add, at, minus, norm, scaled, unit, 
 from .plain import FedAvg, FedSAM
 
 
-def dot(a: Vector, b: Vector) -> float:
-    return sum((p.double() * q.double()).sum().item() for p, q in zip(a, b, strict=True))
+def cosine(a: Vector, b: Vector) -> float:
+    """Return the cosine of two vectors, or 0 if one of them is zero."""
+    dot = sum((p.double() * q.double()).sum().item() for p, q in zip(a, b, strict=True))
+    lengths = norm(a) * norm(b)
+    return dot / lengths if lengths else 0.0
 
 
 @dataclass
@@ -35,9 +38,7 @@ class FedWMSAM(Control, FedAvg):
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
         Delta, sent = visit.server["Delta"], super().finish(visit, delta)
-        lengths = norm(delta) * norm(Delta)
-        cos = dot(delta, Delta) / lengths if lengths else 0.0
-        return {**sent, "Delta": scaled(-1 / (visit.lr * visit.steps), delta), "cos": cos}
+        return {**sent, "Delta": scaled(-1 / (visit.lr * visit.steps), delta), "cos": cosine(delta, Delta)}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
         agreement = 1 + sum(end.share[i] * sent["cos"] for i, sent in end.sent.items())
@@ -102,12 +103,6 @@ class FedGF(FedSAM):
         return after
 
 
-def cosine(a: Vector, b: Vector) -> float:
-    """0 where one of them is zero."""
-    lengths = norm(a) * norm(b)
-    return dot(a, b) / lengths if lengths else 0.0
-
-
 @dataclass
 class FedSCAM(FedSAM):
     """Rahil et al. 2025: radius and credit fall with the norms of pilot gradients, and rise with their agreement with
@@ -124,10 +119,10 @@ class FedSCAM(FedSAM):
 
     def begin(self, visit: Visit) -> None:
         batches = visit.batches[: self.pilots]
-        found = [visit.gradient(visit.anchor, visit.x[chosen], visit.y[chosen]) for chosen in batches]
-        s = scaled(-1 / len(found), add(*found))
+        gradients = [visit.gradient(visit.anchor, visit.x[indices], visit.y[indices]) for indices in batches]
+        s = scaled(-1 / len(gradients), add(*gradients))
         visit.notes["c"] = c = cosine(s, visit.server["u"])
-        visit.notes["h"] = sum(map(norm, found)) / len(found) * max(0.0, 1 - self.kappa * c)
+        visit.notes["h"] = sum(map(norm, gradients)) / len(gradients) * max(0.0, 1 - self.kappa * c)
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         rho = at(visit.t, self.rho) / (1 + self.alpha * visit.notes["h"])

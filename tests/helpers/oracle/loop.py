@@ -38,7 +38,7 @@ class Options:
     seed: int = 0
 
     def keywords(self) -> dict[str, Any]:
-        """The same for fastsam.fed.run."""
+        """Return the options as keywords of fastsam.fed.run."""
         return {
             "rounds": self.rounds, "local_epochs": self.epochs, "batch_size": self.batch, "lr": self.lr,
             "lr_decay": self.lr_decay,
@@ -78,7 +78,7 @@ class Visit:
     notes: Kept = field(default_factory=dict)  # constants of this round
 
     def loss(self, weights: Vector, x: Tensor, y: Tensor) -> Tensor:
-        """The loss at those weights; a model that draws draws the same in all passes of one step."""
+        """Return the loss at those weights. Random numbers of a model are the same in all passes of a step."""
         torch.manual_seed(seeds.derive(self.seed, "pass", self.steps))
         with torch.no_grad():
             for p, w in zip(self.model.parameters(), weights, strict=True):
@@ -125,7 +125,7 @@ def minus(a: Vector, b: Vector) -> Vector:
 
 
 def at(t: int, number: Any) -> float:
-    """A hyper-parameter in round t: a number, or a function of t."""
+    """Return a hyper-parameter in round t, which is a number or a function of t."""
     return number(t) if callable(number) else number
 
 
@@ -146,7 +146,7 @@ def values(model: nn.Module) -> Vector:
 
 
 def order(n: int, seed: int, t: int, client: int, epoch: int, shuffle: bool) -> Tensor:
-    """A public fact of a run: in which order a client takes its samples."""
+    """Return the order of a client's samples, which is a public fact of a run."""
     return seeds.permutations([client], [n], seed, "shuffle", t, epoch)[0] if shuffle else torch.arange(n)
 
 
@@ -161,7 +161,7 @@ def clipped(inside: Vector, limit: float | None) -> Vector:
 
 
 def local_training(visit: Visit, method: Any, options: Options) -> Vector:
-    """The displacement of a client."""
+    """Return the displacement of a client."""
     origin = method.origin(visit)
     w, velocity = [p.clone() for p in origin], zeros(visit.anchor)
     for chosen in visit.batches:

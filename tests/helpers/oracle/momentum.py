@@ -8,50 +8,45 @@ from .loop import End, Kept, Vector, Visit, add, scaled, zeros
 from .plain import FedAvg, FedSAM
 
 
+class ServerDirection(FedAvg):
+    """A direction D of the server: the mean of the clients' displacements, per step or epoch and learning rate."""
+
+    momentum_K: str
+
+    def start_server(self, w: Vector) -> Kept:
+        return {"D": zeros(w)}
+
+    def finish(self, visit: Visit, delta: Vector) -> Kept:
+        K = visit.steps if self.momentum_K == "steps" else visit.epochs
+        return {"D": scaled(-1 / (visit.lr * K), delta)}
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        server["D"] = end.mean_sent("D")
+        return super().serve(server, w, end)
+
+
 @dataclass
-class FedCM(FedAvg):
+class FedCM(ServerDirection, FedAvg):
     """Xu et al. 2021: alpha*g + (1 - alpha)*D."""
 
     alpha: float = 0.1
     momentum_K: str = "steps"
 
-    def start_server(self, w: Vector) -> Kept:
-        return {"D": zeros(w)}
-
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g = self.gradient(visit, w, x, y)
         return add(scaled(self.alpha, g), scaled(1 - self.alpha, visit.server["D"]))
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
-        K = visit.steps if self.momentum_K == "steps" else visit.epochs
-        return {"gradient": scaled(-1 / (visit.lr * K), delta)}
-
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        server["D"] = end.mean_sent("gradient")
-        return super().serve(server, w, end)
-
 
 @dataclass
-class MoFedSAM(FedSAM):
+class MoFedSAM(ServerDirection, FedSAM):
     """Qu et al. 2022, eq. 6: beta*g2 + (1 - beta)*D."""
 
     beta: float = 0.1
     momentum_K: str = "steps"
 
-    def start_server(self, w: Vector) -> Kept:
-        return {"D": zeros(w)}
-
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g2 = self.gradient(visit, w, x, y)
         return [self.beta * g + (1 - self.beta) * d for g, d in zip(g2, visit.server["D"])]
-
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
-        K = {"steps": visit.steps, "epochs": visit.epochs}[self.momentum_K]
-        return {"D": [-d / (visit.lr * K) for d in delta]}
-
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        server["D"] = end.mean_sent("D")
-        return super().serve(server, w, end)
 
 
 @dataclass

@@ -15,7 +15,7 @@ Ended = tuple[nn.Module, list[nn.Module]]  # the shared model, and each client's
 
 
 def descent(parameters: Iterable[nn.Parameter], options: Options, t: int) -> Callable[[Tensor], None]:
-    """Steps of gradient descent in round t, with momentum and weight decay, in place."""
+    """Return a function that takes a step of gradient descent in round t, with momentum and weight decay, in place."""
     trained, lr = list(parameters), options.lr * options.lr_decay**t
     velocity = [torch.zeros_like(p) for p in trained]
 
@@ -61,12 +61,12 @@ def average(shared: nn.Module, models: Sequence[nn.Module], names: Iterable[str]
             p.add_(server_lr * torch.stack([m.get_parameter(name) - p for m in models]).mean(0))
 
 
-def received(shared: nn.Module, own: nn.Module, stays: Sequence[str]) -> nn.Module:
+def received(shared: nn.Module, client_model: nn.Module, stays: Sequence[str]) -> nn.Module:
     """Return a client's model at the start of its round: the shared one, except the local entries `stays` of a
     state_dict."""
     model = copy.deepcopy(shared)
-    mine = own.state_dict()
-    model.load_state_dict({n: mine[n] if n in stays else v for n, v in shared.state_dict().items()})
+    local_state = client_model.state_dict()
+    model.load_state_dict({n: local_state[n] if n in stays else v for n, v in shared.state_dict().items()})
     return model
 
 
@@ -77,15 +77,15 @@ def fedbn(model: nn.Module, clients: Clients, options: Options, active: Active, 
         layers: modules that stay, with all that their state_dict has.
     """
     shared = copy.deepcopy(model)
-    own = [copy.deepcopy(model) for _ in clients]
+    models = [copy.deepcopy(model) for _ in clients]
     stays = [n for n in shared.state_dict() if n.rpartition(".")[0] in layers]
     sent = [n for n, _ in shared.named_parameters() if n not in stays]
     for t in range(options.rounds):
         for i in active[t]:
-            own[i] = received(shared, own[i], stays)
-            train(own[i], own[i].parameters(), clients[i], options, t, i, range(options.epochs))
-        average(shared, [own[i] for i in active[t]], sent, options.server_lr)
-    return shared, [received(shared, mine, stays) for mine in own]
+            models[i] = received(shared, models[i], stays)
+            train(models[i], models[i].parameters(), clients[i], options, t, i, range(options.epochs))
+        average(shared, [models[i] for i in active[t]], sent, options.server_lr)
+    return shared, [received(shared, model_of_client, stays) for model_of_client in models]
 
 
 def fedrep(
@@ -93,22 +93,22 @@ def fedrep(
 ) -> Ended:
     """Collins et al. 2021, Algorithm 1: epochs of the head, then of the representation. `head` has parameter names."""
     shared = copy.deepcopy(model)
-    own = [copy.deepcopy(model) for _ in clients]
+    models = [copy.deepcopy(model) for _ in clients]
     sent = [n for n, _ in shared.named_parameters() if n not in head]
     for t in range(options.rounds):
         for i in active[t]:
-            own[i] = received(shared, own[i], head)
+            models[i] = received(shared, models[i], head)
             phases = [(head, range(head_epochs)), (sent, range(head_epochs, head_epochs + options.epochs))]
             for names, epochs in phases:
-                for n, p in own[i].named_parameters():
+                for n, p in models[i].named_parameters():
                     p.requires_grad_(n in names)
-                train(own[i], [own[i].get_parameter(n) for n in names], clients[i], options, t, i, epochs)
-        average(shared, [own[i] for i in active[t]], sent, options.server_lr)
-    return shared, [received(shared, mine, head) for mine in own]
+                train(models[i], [models[i].get_parameter(n) for n in names], clients[i], options, t, i, epochs)
+        average(shared, [models[i] for i in active[t]], sent, options.server_lr)
+    return shared, [received(shared, model_of_client, head) for model_of_client in models]
 
 
 def distance(model: nn.Module, anchor: nn.Module) -> Tensor:
-    """Half the squared distance of two models' parameters."""
+    """Return half the squared distance of two models' parameters."""
     pairs = zip(model.parameters(), anchor.parameters(), strict=True)
     return torch.stack([(p - q.detach()).square().sum() for p, q in pairs]).sum() / 2
 
@@ -121,18 +121,27 @@ def ditto(
     Its model begins as the first global model that it receives.
     """
     shared = copy.deepcopy(model)
-    own: dict[int, nn.Module] = {}
+    models: dict[int, nn.Module] = {}
     names = [n for n, _ in shared.named_parameters()]
     for t in range(options.rounds):
-        moved = []
+        results = []
         for i in active[t]:
-            mine = own.setdefault(i, copy.deepcopy(shared))
+            client_model = models.setdefault(i, copy.deepcopy(shared))
             passes = range(options.epochs if epochs is None else epochs)
-            train(mine, mine.parameters(), clients[i], options, t, i, passes, lambda m: lam * distance(m, shared))
-            moved.append(copy.deepcopy(shared))
-            train(moved[-1], moved[-1].parameters(), clients[i], options, t, i, range(options.epochs))
-        average(shared, moved, names, options.server_lr)
-    return shared, [own.get(i, shared) for i in range(len(clients))]
+            train(
+                client_model,
+                client_model.parameters(),
+                clients[i],
+                options,
+                t,
+                i,
+                passes,
+                lambda m: lam * distance(m, shared),
+            )
+            results.append(copy.deepcopy(shared))
+            train(results[-1], results[-1].parameters(), clients[i], options, t, i, range(options.epochs))
+        average(shared, results, names, options.server_lr)
+    return shared, [models.get(i, shared) for i in range(len(clients))]
 
 
 def pfedme(
@@ -140,10 +149,10 @@ def pfedme(
 ) -> Ended:
     """Dinh et al. 2020, Algorithm 1, with K steps of SGD for theta on each batch, begun where it was."""
     shared = copy.deepcopy(model)
-    own: dict[int, nn.Module] = {}
+    models: dict[int, nn.Module] = {}
     names = [n for n, _ in shared.named_parameters()]
     for t in range(options.rounds):
-        moved = []
+        results = []
         for i in active[t]:
             theta, local = copy.deepcopy(shared), copy.deepcopy(shared)
             descend = descent(theta.parameters(), options, t)
@@ -155,14 +164,14 @@ def pfedme(
                     with torch.no_grad():
                         for w, p in zip(local.parameters(), theta.parameters(), strict=True):
                             w.sub_(eta * lam * (w - p))
-            own[i] = theta
-            moved.append(local)
-        average(shared, moved, names, options.server_lr)
-    return shared, [own.get(i, shared) for i in range(len(clients))]
+            models[i] = theta
+            results.append(local)
+        average(shared, results, names, options.server_lr)
+    return shared, [models.get(i, shared) for i in range(len(clients))]
 
 
 def mixed(alpha: Tensor, v: nn.Module, w: nn.Module) -> dict[str, Tensor]:
-    """alpha*v + (1 - alpha)*w, by name; gradients go to alpha and v."""
+    """Return alpha*v + (1 - alpha)*w by name, with gradients to alpha and v."""
     return {n: alpha * p + (1 - alpha) * w.get_parameter(n).detach() for n, p in v.named_parameters()}
 
 
@@ -171,13 +180,13 @@ def apfl(
 ) -> Ended:
     """Deng et al. 2020, Algorithm 1, all derivatives by autograd; alpha moves in the first step of a round."""
     shared = copy.deepcopy(model)
-    own: dict[int, tuple[nn.Module, Tensor]] = {}
+    models: dict[int, tuple[nn.Module, Tensor]] = {}
     names = [n for n, _ in shared.named_parameters()]
     for t in range(options.rounds):
-        moved = []
+        results = []
         rate = options.lr * options.lr_decay**t if eta_alpha is None else eta_alpha
         for i in active[t]:
-            v, a = own.get(i, (copy.deepcopy(shared), torch.tensor(alpha, dtype=torch.float64)))
+            v, a = models.get(i, (copy.deepcopy(shared), torch.tensor(alpha, dtype=torch.float64)))
             w = copy.deepcopy(shared)
             down_v, down_w = descent(v.parameters(), options, t), descent(w.parameters(), options, t)
             x, y = clients[i]
@@ -189,10 +198,10 @@ def apfl(
                 down_v(loss)
                 down_w(F.cross_entropy(w(x[chosen]), y[chosen]))
                 a = (a - rate * slope).clamp(0, 1).detach() if k == 0 else a.detach()
-            own[i] = v, a
-            moved.append(w)
-        average(shared, moved, names, options.server_lr)
-    ended = [copy.deepcopy(shared) for _ in clients]
-    for i, (v, a) in own.items():
-        ended[i].load_state_dict({n: p.detach() for n, p in mixed(a, v, shared).items()})
-    return shared, ended
+            models[i] = v, a
+            results.append(w)
+        average(shared, results, names, options.server_lr)
+    client_models = [copy.deepcopy(shared) for _ in clients]
+    for i, (v, a) in models.items():
+        client_models[i].load_state_dict({n: p.detach() for n, p in mixed(a, v, shared).items()})
+    return shared, client_models

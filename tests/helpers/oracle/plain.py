@@ -1,7 +1,6 @@
 """Methods whose server averages: FedAvg, FedAdam, FedProx, FedSAM, FedGSAM, FedLESAM."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -27,14 +26,14 @@ class FedAvg:
         return {}
 
     def begin(self, visit: Visit) -> None:
-        """Before the first local step."""
+        """Set the constants of this visit, before the first local step."""
 
     def origin(self, visit: Visit) -> Vector:
         """Return the start of the local steps, from which delta is measured."""
         return visit.anchor
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        """The gradient of a batch, where the method takes it."""
+        """Return the gradient of a batch at the point that the method chooses."""
         return visit.gradient(w, x, y)
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
@@ -46,7 +45,7 @@ class FedAvg:
         return {}
 
     def serve(self, server: dict, w: Vector, end: End) -> Vector:
-        """The next global model."""
+        """Return the next global model."""
         return add(w, scaled(end.server_lr, end.mean_move()))
 
 
@@ -123,16 +122,6 @@ class FedGSAM(FedSAM):
         return minus(g2, scaled(self.alpha, minus(g1, along)))
 
 
-def lesam_begin(method: Any, visit: Visit) -> None:
-    """The perturbation of a whole round: towards the model received last time (Fan et al. 2024, Algorithm 1)."""
-    before = visit.mine.get("w_old") if method.reference == "client" else visit.server["w_last"]
-    if before is None and method.initial_perturbation == "none":
-        visit.notes["eps"] = zeros(visit.anchor)
-        return
-    before = zeros(visit.anchor) if before is None else before
-    visit.notes["eps"] = scaled(at(visit.t, method.rho), unit(minus(before, visit.anchor)))
-
-
 @dataclass
 class FedLESAM(FedAvg):
     """Fan et al. 2024, Algorithm 1."""
@@ -145,7 +134,13 @@ class FedLESAM(FedAvg):
         return {"w_last": None}
 
     def begin(self, visit: Visit) -> None:
-        lesam_begin(self, visit)
+        """Set the perturbation of a whole round, towards the model received last time."""
+        old = visit.mine.get("w_old") if self.reference == "client" else visit.server["w_last"]
+        if old is None and self.initial_perturbation == "none":
+            visit.notes["eps"] = zeros(visit.anchor)
+        else:
+            old = zeros(visit.anchor) if old is None else old
+            visit.notes["eps"] = scaled(at(visit.t, self.rho), unit(minus(old, visit.anchor)))
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         return visit.gradient(add(w, visit.notes["eps"]), x, y)

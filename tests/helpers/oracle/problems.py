@@ -9,19 +9,19 @@ Client = tuple[Tensor, Tensor]  # x and y
 
 
 def smooth_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """tanh, no kinks: rounding differences stay rounding differences."""
+    """Return a model with tanh, because kinks would amplify rounding differences."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
 def dropout_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """A smooth model that draws random numbers in every pass."""
+    """Return a smooth model that draws random numbers in every pass."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Dropout(0.3), nn.Linear(7, 3)).to(dtype)
 
 
 def pooling_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """Convolution, tanh and average pooling on images of 2 channels, 6 by 6."""
+    """Return a model with convolution, tanh and average pooling for images of 2 channels, 6 by 6."""
     torch.manual_seed(seed)
     layers = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
     return nn.Sequential(*layers).to(dtype)
@@ -41,14 +41,14 @@ def _clients(shape: tuple[int, ...], dtype: torch.dtype, sizes: Sequence[int], s
 def ragged_clients(
     dtype: torch.dtype = torch.float64, sizes: Sequence[int] = (7, 16, 1, 23, 12), seed: int = 1
 ) -> list[Client]:
-    """Clients of unequal sizes; one has a single sample."""
+    """Return clients of unequal sizes. One client has a single sample."""
     return _clients((6,), dtype, sizes, seed)
 
 
 def ragged_images(
     dtype: torch.dtype = torch.float64, sizes: Sequence[int] = (7, 16, 1, 23, 12), seed: int = 1
 ) -> list[Client]:
-    """The same with images for `pooling_model`."""
+    """Return clients with images for `pooling_model`."""
     return _clients((2, 6, 6), dtype, sizes, seed)
 
 
@@ -79,7 +79,7 @@ def flat_norm(tensors: Sequence[Tensor]) -> float:
 
 
 def difference(a: nn.Module, b: nn.Module) -> float:
-    """Relative difference of two models' weights, in the L2 norm."""
+    """Return the relative difference of two models' weights, in the L2 norm."""
     pairs = list(zip(a.parameters(), b.parameters(), strict=True))
     return flat_norm([p.detach().double() - q.detach().double() for p, q in pairs]) / flat_norm(
         [q.detach() for _, q in pairs]
@@ -87,6 +87,6 @@ def difference(a: nn.Module, b: nn.Module) -> float:
 
 
 def movement(a: nn.Module, b: nn.Module) -> float:
-    """Largest absolute difference of two models' weights."""
+    """Return the largest absolute difference of two models' weights."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
     return torch.cat([(p.detach() - q.detach()).flatten() for p, q in pairs]).abs().max().item()

@@ -23,7 +23,7 @@ class Taught(FedAvg):
         raise NotImplementedError
 
     def kept(self, out: Tensor, y: Tensor) -> Tensor:
-        """The logits that are compared."""
+        """Return the logits that are compared."""
         return out
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
@@ -31,10 +31,10 @@ class Taught(FedAvg):
         with torch.no_grad():
             for p, value in zip(parameters, self.teacher(visit), strict=True):
                 p.copy_(value)
-            told = F.softmax(self.kept(visit.model(x), y) / self.tau, dim=1)
+            teacher_outputs = F.softmax(self.kept(visit.model(x), y) / self.tau, dim=1)
         loss = visit.loss(w, x, y)
-        own = F.log_softmax(self.kept(visit.model(x), y) / self.tau, dim=1)
-        term = self.tau**2 * F.kl_div(own, told, reduction="batchmean")
+        outputs = F.log_softmax(self.kept(visit.model(x), y) / self.tau, dim=1)
+        term = self.tau**2 * F.kl_div(outputs, teacher_outputs, reduction="batchmean")
         return list(torch.autograd.grad(loss + self.strength() * term, parameters))
 
 
@@ -103,8 +103,8 @@ class FedSOL(FedAvg):
         for weights in (visit.anchor, w):
             visit.loss(weights, x, y)  # sets them
             outputs.append(visit.model(x) / self.tau)
-        received, own = outputs[0].detach().softmax(1), outputs[1].softmax(1)
-        term = self.tau**2 * (received * (received / own).log()).sum() / len(x)
+        received, current = outputs[0].detach().softmax(1), outputs[1].softmax(1)
+        term = self.tau**2 * (received * (received / current).log()).sum() / len(x)
         g_p = unit(list(torch.autograd.grad(term, parameters)))
         far = [p.abs() for p in minus(w, visit.anchor)]
         return [self.rho * f / f.square().sum(0).sqrt().clamp(min=1e-12) * g for f, g in zip(far, g_p, strict=True)]
@@ -133,15 +133,15 @@ class MOON(FedAvg):
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         parameters = list(visit.model.parameters())
-        told = []
+        features_of_models = []
         with torch.no_grad():
             for other in (visit.anchor, visit.mine["last"]):
                 for p, value in zip(parameters, other, strict=True):
                     p.copy_(value)
-                told.append(self.representation(visit, x))
+                features_of_models.append(self.representation(visit, x))
         loss = visit.loss(w, x, y)
         z = self.representation(visit, x)
-        near, far = (((z * t).sum(1) / (z.norm(dim=1) * t.norm(dim=1)) / self.tau).exp() for t in told)
+        near, far = (((z * t).sum(1) / (z.norm(dim=1) * t.norm(dim=1)) / self.tau).exp() for t in features_of_models)
         contrast = -(near / (near + far)).log().mean()
         return list(torch.autograd.grad(loss + self.mu * contrast, parameters, allow_unused=False))
 

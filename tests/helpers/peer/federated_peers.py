@@ -19,7 +19,7 @@ Vectors = list[Any]  # arrays, one per parameter
 
 
 def listed(problem: Any, name: str) -> list[Any]:
-    """problem["name0"], problem["name1"], ..."""
+    """Return `problem["name0"]`, `problem["name1"]`, ..."""
     keys = (f"{name}{i}" for i in range(len(problem.files)))
     return [problem[key] for key in keys if key in problem.files]
 

@@ -59,7 +59,7 @@ class Substitution:
 
 
 def fetched() -> Path:
-    """The unpacked source distribution; fetched at the first call."""
+    """Return the unpacked source distribution, which is downloaded at the first call."""
     folder = CACHE / f"pytorch_optimizer-{VERSION}"
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
