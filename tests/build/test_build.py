@@ -1,4 +1,4 @@
-"""The building of the libraries: what is found, what is run, what is offered afterwards, and the errors."""
+"""The build of the compiled libraries: its tools, its commands, its result and its errors."""
 
 import os
 import sys

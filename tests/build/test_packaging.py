@@ -1,4 +1,4 @@
-"""Wheels: which one comes out, and what is in it. The C++ here is a stand-in that compiles at once."""
+"""The pure and the compiled wheel and their files. The C++ here is a stand-in that compiles at once."""
 
 import json
 import shutil
@@ -112,7 +112,7 @@ def test_pure_wheel_holds_every_module_and_every_source(checkout: Path, tmp_path
 
 
 def test_the_package_called_kernels_may_be_installed(checkout: Path, tmp_path: Path) -> None:
-    """Hugging Face's has a part in setuptools' `egg_info`, which looks for it under its name, that of a folder here."""
+    """A plugin of Hugging Face's package `kernels` is called by that name, which is also a folder of the sources."""
     files = {
         "kernels/__init__.py": "",
         "kernels/locking.py": "def write(command, basename, filename):\n    open('theirs', 'w').close()\n",
@@ -176,7 +176,7 @@ def test_compiled_wheels_have_platform_tags_and_pure_wheels_none(checkout: Path,
     assert content.startswith(b"\x7fELF") and str(tmp_path).encode() not in content
     assert not list((checkout / "kernels").glob("*.so")), "a wheel leaves the sources as they were"
 
-    (checkout / "fastsam" / "ops.py").unlink()  # what is gone from the sources must go from the next wheel too
+    (checkout / "fastsam" / "ops.py").unlink()  # a removed file must not be in the next wheel
     wheel, _ = build_wheel(checkout, tmp_path / "again", FASTSAM_NATIVE="0")
     assert_pure(wheel)
     assert "fastsam/ops.py" not in names(wheel)

@@ -58,7 +58,7 @@ def property_test(*strategies: Any, examples: int = 24) -> Callable[[Callable[..
     """Return a decorator that makes a test over all backends of a function of a backend and of drawn values.
 
     Args:
-        strategies: of the values that follow the backend, in their order.
+        strategies: one strategy of hypothesis for each value after the backend.
         examples (int): number of examples on a fast backend, as in `explore`.
     """
 

@@ -24,7 +24,7 @@ COMPARED = 4  # clients of a block whose rows are compared
 
 
 class FirstRound:
-    """The checks of the first round, made before anybody relies on the results.
+    """The checks of the first round of a run.
 
     The rows of several clients are compared with the rows of single clients, once per method: results of an algorithm
     that mixes rows would depend on the executor. A copy of the algorithm makes the calls, so that they do not change

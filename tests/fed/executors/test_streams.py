@@ -337,39 +337,6 @@ def test_auto_takes_streams_if_a_client_that_raises_is_excluded(monkeypatch: Mon
     assert result == "streams" and "on_client_error='exclude'" in reason
 
 
-def convolutions() -> torch.nn.Sequential:
-    return torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(32, 3))
-
-
-@pytest.mark.parametrize(
-    ("cohort", "slots", "changes", "because"),
-    [
-        (16, None, {}, None),
-        (100, 16, {}, None),
-        (15, None, {}, "at least 16 clients"),
-        (100, 15, {}, "at least 16 clients"),
-        (100, None, {"_WIDEST_CONVOLUTIONS": 50}, "at most 50 parameters"),
-        (100, None, {"layout": "channels_last"}, "channels_last"),
-        (100, None, {"refusal": "no"}, "no"),
-    ],
-)
-def test_auto_stacks_small_convolutions_of_many_clients_on_a_gpu(
-    monkeypatch: MonkeyPatch, cohort: int, slots: int | None, changes: dict[str, Any], because: str | None
-) -> None:
-    model = convolutions()
-    if "layout" in changes:
-        model[0].weight.data = torch.empty(2, 4, 3, 3).to(memory_format=torch.channels_last)
-    monkeypatch.setattr(auto, "_WIDEST_CONVOLUTIONS", changes.get("_WIDEST_CONVOLUTIONS", 2**18))
-    monkeypatch.setattr(auto.stacked, "slots_of", lambda setup: setup.cohort)
-    monkeypatch.setattr(auto.stacked, "why_not", lambda setup: changes.get("refusal"))
-    setup = oracle_tasks()[2]
-    population = replace(setup.population, device=torch.device("cuda"))
-    layout, options = Layout.from_tensors(list(model.parameters())), replace(setup.options, slots=slots)
-    setup = replace(setup, model=model, layout=layout, population=population, options=options, cohort=cohort)
-    reason = auto._not_stacked(setup)
-    assert reason is None if because is None else because in str(reason)
-
-
 # ---- lanes that end together
 
 
