@@ -67,10 +67,8 @@ class CallbackHandler:
         callbacks."""
         if callable(self.progress) and self._ranks.first:
             self.progress(dict(state.history[-1]))
-        if self.callbacks:
-            self._call_round(state, is_evaluated)
-
-    def _call_round(self, state: RunState, is_evaluated: bool) -> None:
+        if not self.callbacks:
+            return
         if self._view is not None:
             self._view.advance(state)
             for method in ("on_evaluation", "on_round") if is_evaluated else ("on_round",):

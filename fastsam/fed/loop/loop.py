@@ -94,11 +94,14 @@ class Loop:
         return self.contract.algorithm
 
     @cached_property
-    def sampler(self) -> sampling.Sampler:
-        """The sampler of the clients of a round."""
-        settings = self.settings
-        clients = len(self.population.clients)
-        return sampling.make(settings.sampler, clients, settings.share_of(clients), not self._may_empty)
+    def _draw(self) -> Callable[[int], list[int]]:
+        """The function that draws the clients of round t."""
+        settings, num_clients = self.settings, len(self.population.clients)
+        name, available = settings.sampler, settings.available
+        if isinstance(name, str) and callable(available):
+            return lambda t: sampling.draw_present(name, settings.share_of, available, t, num_clients, settings.seed)
+        sampler = sampling.make(name, num_clients, settings.share_of(num_clients), not self._may_empty)
+        return lambda t: sampling.draw(sampler, t, settings.seed)
 
     @cached_property
     def _may_empty(self) -> bool:
@@ -172,15 +175,8 @@ class Loop:
 
     def _sample(self, t: int, state: RunState) -> list[int]:
         """Return the clients of round t, the same on all ranks."""
-        settings = self.settings
-        if settings.available is None:
-            client_ids = sampling.draw(self.sampler, t, settings.seed)
-        else:
-            assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
-            client_ids = sampling.draw_present(
-                settings.sampler, settings.share_of, settings.available, t, len(self.population.clients), settings.seed
-            )
-        if callable(settings.sampler) or settings.available:  # a user's function may draw differently on each rank
+        client_ids = self._draw(t)
+        if callable(self.settings.sampler) or self.settings.available:  # functions of users may differ between ranks
             client_ids = self.ranks.broadcast(client_ids)
         return client_ids
 
@@ -225,7 +221,7 @@ class Loop:
         """Return the clients of the round after round t, for prefetching, or [] if they are not needed or not known."""
         if not self._prefetches or t + 1 >= self.settings.rounds:
             return []
-        return sampling.draw(self.sampler, t + 1, self.settings.seed)
+        return self._draw(t + 1)
 
     @cached_property
     def _prefetches(self) -> bool:
