@@ -108,31 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = parser()
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
-        arguments, flags = top.parse_known_args(argv)
-        if arguments.version:
-            print(f"fastsam {_version(DISTRIBUTION)}")
-            return 0
-        if arguments.print_completion:
-            print(completion.script(top, arguments.print_completion))
-            return 0
-        if arguments.command is None:
-            top.print_help()
-            return USAGE
-        if flags and (arguments.command in ("info", "plots") or not flags[0].startswith("--")):
-            top.error(f"unrecognized arguments: {' '.join(flags)}")
-        with warnings.catch_warnings():
-            if not debug:
-                warnings.showwarning = _show_warning
-            if arguments.command != "run":
-                _check_one_process(arguments.command)
-            if arguments.command == "reproduce" and arguments.list:
-                return list_tables(arguments, flags)
-            if arguments.command in ("info", "plots"):
-                return {"info": info, "plots": plots}[arguments.command](arguments, flags)
-            from fastsam.fed.common.trust import trust_names
-
-            with trust_names(*arguments.trust):
-                return {"run": run, "compare": compare, "reproduce": reproduce}[arguments.command](arguments, flags)
+        try:
+            return _call_command(top, argv, debug)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, and not at Python's exit, where a closed pipe would be an error
     except KeyboardInterrupt as interrupt:
         print(f"\ninterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return INTERRUPT
@@ -141,6 +121,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         return _report_error(error, debug)
+
+
+def _call_command(top: argparse.ArgumentParser, argv: Sequence[str] | None, debug: bool) -> int:
+    """Call the command that the arguments name, and return its exit code."""
+    arguments, flags = top.parse_known_args(argv)
+    if arguments.version:
+        print(f"fastsam {_version(DISTRIBUTION)}")
+        return 0
+    if arguments.print_completion:
+        print(completion.script(top, arguments.print_completion))
+        return 0
+    if arguments.command is None:
+        top.print_help()
+        return USAGE
+    if flags and (arguments.command in ("info", "plots") or not flags[0].startswith("--")):
+        top.error(f"unrecognized arguments: {' '.join(flags)}")
+    with warnings.catch_warnings():
+        if not debug:
+            warnings.showwarning = _show_warning
+        if arguments.command != "run":
+            _check_one_process(arguments.command)
+        if arguments.command == "reproduce" and arguments.list:
+            return list_tables(arguments, flags)
+        if arguments.command in ("info", "plots"):
+            return {"info": info, "plots": plots}[arguments.command](arguments, flags)
+        from fastsam.fed.common.trust import trust_names
+
+        with trust_names(*arguments.trust):
+            return {"run": run, "compare": compare, "reproduce": reproduce}[arguments.command](arguments, flags)
 
 
 def _check_one_process(command: str) -> None:
