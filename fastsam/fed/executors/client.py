@@ -1,8 +1,5 @@
 """The client as `Algorithm.train_client` sees it: its data, its model in one row of the arena, and the steps of the
-local update rule.
-
-`train` does the work of one client in a row: a loop of the algorithm, or else the run's epochs of local steps.
-"""
+local update rule."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.extra_models import SecondModel
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
-from fastsam.fed.executors.task import Task, to_device
+from fastsam.fed.executors.task import to_device
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from fastsam_kernels.hparams import HParam
 
@@ -365,28 +362,3 @@ class Client:
         if self._results is None:
             return self._close(rows)
         return replace(self._results, backward_passes=(self.backward_passes,), extra=rows or {})
-
-
-def train(
-    row: ClientTrainer,
-    task: Task,
-    start: Tensor,
-    buffers: Sequence[Tensor],
-    stop_requested: Callable[[], bool] | None = None,
-) -> ClientResults:
-    """Do the local work of a client in a row, from the global model's weights and buffers.
-
-    Raises:
-        ClientError: the model or the loss raised.
-        StopClient: `stop_requested` returned True.
-    """
-    row.open(task, start, buffers)
-    if task.loop is not None:
-        client = Client(row, stop_requested)
-        return client.results(task.loop.run(client))
-    with row.client_errors:
-        for batch in row.batches:
-            if stop_requested is not None and stop_requested():
-                raise StopClient
-            row.next_step(*batch)
-    return row.close()

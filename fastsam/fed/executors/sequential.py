@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
-from fastsam.fed.executors.client import train
 from fastsam.fed.executors.client_trainer import ClientTrainer
+from fastsam.fed.executors.local_work import train
 from fastsam.fed.executors.task import Setup, Task
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
-from fastsam.fed.executors.client import StopClient, train
+from fastsam.fed.executors.client import StopClient
 from fastsam.fed.executors.client_trainer import ClientTrainer
+from fastsam.fed.executors.local_work import train
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.step.local_update import ClientResults

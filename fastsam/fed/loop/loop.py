@@ -4,6 +4,10 @@ One round:  Loop._sample -> Cohort.tasks (Algorithm.init_client, local_update) -
             -> Cohort.finish (Stage.process_results, Algorithm.finish_client, Stage.process_uploads, fixed-point sums)
             -> Cohort.all_reduce -> Stage.process_aggregate -> Algorithm.step_server -> Stage.process_buffers
             -> Evaluator -> Stage.measure, Stage.record -> RunDirectory.log and save
+One client: executors.local_work.train -> ClientTrainer.open -> next_step for each batch (Passes.run for a gradient,
+            RowSlice.perturb, Passes.run again, RowSlice.update) -> ClientTrainer.close
+
+`Cohort.tasks` is lazy: a client's task is made when the executor takes it. Algorithms are called by way of `Contract`.
 """
 
 from __future__ import annotations

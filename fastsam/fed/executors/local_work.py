@@ -1,0 +1,37 @@
+"""The local work of one client in a row: a loop of the algorithm, or else the run's epochs of local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from fastsam.fed.executors.client import Client, StopClient
+from fastsam.fed.executors.client_trainer import ClientTrainer
+from fastsam.fed.executors.task import Task
+from fastsam.fed.step.local_update import ClientResults
+
+
+def train(
+    row: ClientTrainer,
+    task: Task,
+    start: Tensor,
+    buffers: Sequence[Tensor],
+    stop_requested: Callable[[], bool] | None = None,
+) -> ClientResults:
+    """Do the local work of a client in a row, from the global model's weights and buffers.
+
+    Raises:
+        ClientError: the model or the loss raised.
+        StopClient: `stop_requested` returned True.
+    """
+    row.open(task, start, buffers)
+    if task.loop is not None:
+        client = Client(row, stop_requested)
+        return client.results(task.loop.run(client))
+    with row.client_errors:
+        for batch in row.batches:
+            if stop_requested is not None and stop_requested():
+                raise StopClient
+            row.next_step(*batch)
+    return row.close()
