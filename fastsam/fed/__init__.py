@@ -12,7 +12,8 @@ Where to read on:
     loop/run.py                  `run`: checks, a trial, the rounds, the result
     loop/options.py              the options of a run, and the learning rates of a round
     loop/loop.py                 one round, with the order of its calls
-    loop/cohort.py               the clients of a round: tasks, results, exclusion, sums
+    loop/cohort.py               the clients of a round: tasks, results, exclusion, sums; `outliers.py` finds clients
+                                 that moved too far
     loop/contract.py             the calls of an algorithm's methods; `checked_contract.py` checks those of a user's own
     loop/client_state.py         where the states of clients are kept
     loop/resumption.py           what a resumed run may change

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation import MEAN
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.all_clients import Clients
 from fastsam.fed.executors import ClientError, ClientOutcome, Executor, Task
@@ -20,6 +19,7 @@ from fastsam.fed.executors.task import ClientLoop
 from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
 from fastsam.fed.loop.contract import ClientUpdate, Contract, not_finite
 from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.stages.client_weights import own_weights_of
@@ -34,51 +34,55 @@ _ORDERS_AT_ONCE = 8  # clients that train one by one and have the orders of thei
 _NOTHING: frozenset[int] = frozenset()
 
 
+@dataclass
 class Cohort:
     """The clients of one round, between the algorithm and the executor.
 
-    A client is excluded if its loss, delta, gradient, dual, upload or new state is not finite. A gradient that is not
-    finite in any step leaves such a delta. If the run says so, a client whose model or loss raises is excluded too.
-    Nothing of an excluded client enters the sums, and its state stays as it was.
+    A client is excluded if its loss, delta, gradient, dual, upload or new state is not finite. A NaN or infinity in any
+    step of a client leaves a delta that is not finite, so no step is checked. If the run says so, a client whose model
+    or loss raises is excluded too. Nothing of an excluded client enters the sums, and its state stays as it was.
 
     Args:
-        run: the run (`fastsam.fed.loop.loop.Loop`).
+        contract, settings, data, stages, states, ranks: parts of the run.
+        old_state: the state of the run before the round.
+        round: the round.
         visible: the round as the algorithm may see it.
-        client_ids: the clients of all ranks.
+        weights: the weights of the clients of all ranks in the server's mean. They are fixed when the clients are
+            sampled. Otherwise the sums would depend on the order in which clients finish.
         local_ids: the clients of this rank.
+
+    Attributes:
+        sums: the sums of the uploads.
+        clients: the states of all clients of this rank after the round.
+        owner_ranks: the ranks that keep the states of clients.
+        exclusions: the reasons of excluded clients.
+        norms: norms of the deltas that enter the sums.
+        steps: numbers of local steps.
+        backward_passes: number of backward passes of all clients.
     """
 
     contract: Contract
-    data: Clients
     settings: Settings
+    data: Clients
     stages: Sequence[Stage]
     states: ClientStateStorage
+    ranks: Ranks
+    old_state: RunState
+    round: Round
+    visible: Round
+    weights: Mapping[int, int]
+    local_ids: Sequence[int]
+    exclusions: dict[int, str] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    backward_passes: int = 0
+    _training_states: dict[int, State] = field(default_factory=dict)  # before the round, of clients that train
+    _first: tuple[State, ClientUpdate] | None = None  # see `_first_of`
 
-    def __init__(
-        self,
-        run: Any,
-        old_state: RunState,
-        round: Round,
-        visible: Round,
-        client_ids: Sequence[int],
-        local_ids: Sequence[int],
-    ) -> None:
-        self.contract, self.settings, self.data = run.contract, run.settings, run.population.clients
-        self.stages, self.states = run.stages, run.states
-        self.old_state, self.round, self.visible = old_state, round, visible
-        self.client_ids, self.local_ids = client_ids, local_ids
-        # Weights are fixed when the clients are sampled. Otherwise the sums would depend on the order in which clients
-        # finish.
-        self.weights = {i: run.weight_of(i) for i in client_ids}
-        self.ranks: Ranks = run.ranks
-        self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()))
-        self.clients, self.owner_ranks = dict(old_state.clients), old_state.owner_ranks
-        self.exclusions: dict[int, str] = {}
-        self.norms: dict[int, float] = {}  # norms of the deltas that enter the sums
-        self.steps: dict[int, int] = {}  # numbers of local steps
-        self.backward_passes = 0
-        self._training_states: dict[int, State] = {}  # states at the start of the round, of clients that train
-        self._first: tuple[State, ClientUpdate] | None = None  # see `_first_of`
+    def __post_init__(self) -> None:
+        self.client_ids = list(self.weights)
+        self.sums = FixedPointAggregate(len(self.client_ids), max(self.weights.values()))
+        self.clients, self.owner_ranks = dict(self.old_state.clients), self.old_state.owner_ranks
         for stage in self.stages:
             stage.begin_round(self.sums)
 
@@ -256,15 +260,10 @@ class Cohort:
             "samples": sum(map(self.data.known_size, self.client_ids)),
             "steps": sum(self.steps.values()),
             "train_loss": self.sums.scalar("loss") / samples if samples else None,  # a loop may record none
+            "backprops": self.backward_passes,
+            "excluded": [{"client": i, "reason": reason} for i, reason in sorted(self.exclusions.items())],
+            "outliers": [{"client": i, "factor": x} for i, x in outliers(self.norms, self.steps).items()],
         }
-
-    def outlier_list(self) -> list[dict[str, Any]]:
-        """Return the clients whose delta is far beyond the cohort's, with the multiple of the median norm."""
-        return [{"client": i, "factor": factor} for i, factor in outliers(self.norms, self.steps).items()]
-
-    def excluded_list(self) -> list[dict[str, Any]]:
-        """Return the excluded clients and the reasons, by client."""
-        return [{"client": i, "reason": reason} for i, reason in sorted(self.exclusions.items())]
 
 
 def _nonfinite_clients(uploads: ClientUploads) -> Problems:
@@ -299,42 +298,3 @@ def _state_of(uploads: ClientUploads, place: int, old_state: State) -> State:
         else:
             state[name] = x[place] if len(uploads.weights) == 1 else x[place].clone()
     return state
-
-
-OUTLIER_FACTOR = 50.0
-_MIN_CLIENTS = 3  # least clients of a round with a majority against one client
-_MEAN_FOLLOWS = (
-    "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' and 'krum' "
-    "outvote it, privacy=fed.Privacy(clip=...) shortens it"
-)
-
-
-def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, float]:
-    """Return the clients whose delta is far beyond their cohort's, with its length in units of the cohort's median.
-
-        ||Delta_i|| > OUTLIER_FACTOR * median_j ||Delta_j|| * max(1, K_i / median_j K_j)
-
-    A median does not depend on fewer than half of the clients, unlike a mean or a standard deviation. A multiple of it
-    needs no spread, which is nearly zero in a cohort of similar clients. A client with more local steps K_i may move
-    further in proportion. On the digits (50 clients, alpha 0.05 and 0.3, an mlp) honest clients reached 17 medians with
-    this proportion, in FedDyn; without it 17 in SCAFFOLD, and 40 in FedDyn, whose first client has more than twice the
-    samples. A cohort that does not move has no outlier.
-    """
-    if len(norms) < _MIN_CLIENTS:
-        return {}
-    median_norm, median_steps = median(norms.values()), max(1, median(steps[i] for i in norms))
-    far = {
-        i: norm for i, norm in norms.items() if norm > OUTLIER_FACTOR * median_norm * max(1.0, steps[i] / median_steps)
-    }
-    return {i: norm / median_norm for i, norm in sorted(far.items())} if median_norm > 0 else {}
-
-
-def warn(rows: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]], aggregation: str) -> None:
-    """Log a line for each of a round's outliers that no earlier record in `history` has."""
-    for one in rows:
-        client, factor = one["client"], one["factor"]
-        if any(client == outlier["client"] for record in history for outlier in record.get("outliers", ())):
-            continue
-        effect = _MEAN_FOLLOWS if aggregation == MEAN else f"against which aggregation={aggregation!r} stands"
-        text = "round %d: client %d moved %.3g times as far as the median of its cohort, %s"
-        log.warning(text, len(history) + 1, client, factor, effect)

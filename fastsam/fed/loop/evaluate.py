@@ -228,14 +228,14 @@ class Evaluator:
 
     def _accuracies(self, right: Sequence[Tensor]) -> dict[str, Any]:
         correct = torch.cat(list(right)).cpu().numpy()
-        record = {"test_accuracy": float(correct.mean())}
+        accuracy = float(correct.mean())
         if not self._tested_clients:
-            return record | self._spread("accuracy", record["test_accuracy"], [])
+            return {"test_accuracy": accuracy} | self._spread("accuracy", accuracy, [])
         counts = np.add.reduceat(correct[self._samples], self._begins, dtype=np.int64)
         clients = counts / np.diff(self._begins, append=len(self._samples))
         worst, best = (self._tested_clients[int(place)] for place in (clients.argmin(), clients.argmax()))
-        record |= self._spread("accuracy", record["test_accuracy"], clients.tolist())
-        return record | {"client_worst": worst, "client_best": best}
+        spread = self._spread("accuracy", accuracy, clients.tolist())
+        return {"test_accuracy": accuracy, **spread, "client_worst": worst, "client_best": best}
 
     def _metric_values(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
         record: dict[str, Any] = {}
@@ -250,11 +250,9 @@ class Evaluator:
         if self.mode is None or (self._slices is not None and not clients):
             return {}
         record = statistics(name, clients if self._slices is not None else [value])
-        return (
-            record | self._by_client(name, dict(zip(self._tested_clients, clients, strict=True)))
-            if self.mode == CLIENT_SETS
-            else record
-        )
+        if self.mode == CLIENT_SETS:
+            record |= self._by_client(name, dict(zip(self._tested_clients, clients, strict=True)))
+        return record
 
     def _by_client(self, name: str, values: Mapping[int, float]) -> dict[str, Any]:
         """Return the value of every client, None for a client without one."""

@@ -1,6 +1,6 @@
 """The federated loop.
 
-One round:  Loop._sample -> Cohort.tasks (Algorithm.init_client, local_update) -> Executor.train (local steps)
+One round:  Loop._draw -> Cohort.tasks (Algorithm.init_client, local_update) -> Executor.train (local steps)
             -> Cohort.finish (Stage.process_results, Algorithm.finish_client, Stage.process_uploads, fixed-point sums)
             -> Cohort.all_reduce -> Stage.process_aggregate -> Algorithm.step_server -> Stage.process_buffers
             -> Evaluator -> Stage.measure, Stage.record -> RunDirectory.log and save
@@ -13,7 +13,7 @@ One client: executors.local_work.train -> ClientTrainer.open -> next_step for ea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,11 +25,12 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
 from fastsam.fed.loop.client_state import ClientStateStorage
-from fastsam.fed.loop.cohort import Cohort, warn
+from fastsam.fed.loop.cohort import Cohort
 from fastsam.fed.loop.contract import Contract, check_finite
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import CallbackHandler
 from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.stages.base import Stage
@@ -99,12 +100,16 @@ class Loop:
 
     @cached_property
     def _draw(self) -> Callable[[int], list[int]]:
-        """The function that draws the clients of round t."""
-        settings, num_clients = self.settings, len(self.population.clients)
+        """The function that draws the clients of round t, the same on all ranks."""
+        settings, num_clients, share = self.settings, len(self.population.clients), self.ranks.broadcast
         name, available = settings.sampler, settings.available
-        if isinstance(name, str) and callable(available):
-            return lambda t: sampling.draw_present(name, settings.share_of, available, t, num_clients, settings.seed)
+        if isinstance(name, str) and callable(available):  # functions of users may differ between ranks
+            return lambda t: share(
+                sampling.draw_present(name, settings.share_of, available, t, num_clients, settings.seed)
+            )
         sampler = sampling.make(name, num_clients, settings.share_of(num_clients), not self._may_empty)
+        if callable(name):
+            return lambda t: share(sampling.draw(sampler, t, settings.seed))
         return lambda t: sampling.draw(sampler, t, settings.seed)
 
     @cached_property
@@ -122,13 +127,17 @@ class Loop:
     def _round(self, state: RunState) -> RunState:
         """Return the state after one more round."""
         began, t = time.perf_counter(), state.round
-        client_ids = self._sample(t, state)
+        client_ids = self._draw(t)
         round, visible = self._rounds_of(t, len(client_ids))
         if not client_ids:
             return self._skip_round(state, round, visible, began)
         state, local_ids = self._assign_clients(state, client_ids)
-        cohort = Cohort(self, state, round, visible, client_ids, local_ids)
-        tasks = cohort.tasks(self.choice.executor, self._next(t))
+        weights = {i: self.weight_of(i) for i in client_ids}
+        cohort = Cohort(
+            self.contract, self.settings, self.population.clients, self.stages, self.states, self.ranks, state, round,
+            visible, weights, local_ids,
+        )  # fmt: skip
+        tasks = cohort.tasks(self.choice.executor, self._next(t) if self._prefetches else ())
         for results in self.choice.executor.train(state.server["w"], state.buffers, tasks):
             cohort.finish(results)
         cohort.all_reduce()
@@ -137,9 +146,11 @@ class Loop:
         seconds_training = time.perf_counter() - began
         new_state = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.owner_ranks)
         if self.ranks.first:
-            record = self._record(cohort, new_state, seconds_training)
+            record = self._record(new_state, round, cohort.record(), seconds_training)
             if record["outliers"]:
                 warn(record["outliers"], state.history, self.settings.aggregation_name)
+            for stage in self.stages:
+                record |= stage.measure(state.server, server, buffers, round, {*record, "seconds"})
             state.history.append(record | {"seconds": time.perf_counter() - began})
         self.states.commit()
         return new_state
@@ -177,13 +188,6 @@ class Loop:
             buffers = stage.process_buffers(buffers, aggregate)
         return server, buffers
 
-    def _sample(self, t: int, state: RunState) -> list[int]:
-        """Return the clients of round t, the same on all ranks."""
-        client_ids = self._draw(t)
-        if callable(self.settings.sampler) or self.settings.available:  # functions of users may differ between ranks
-            client_ids = self.ranks.broadcast(client_ids)
-        return client_ids
-
     def _skip_round(self, state: RunState, round: Round, visible: Round, began: float) -> RunState:
         """Return the state after a round without clients. If no client was available, only the record changes. If
         private sampling chose no client, noise is added all the same, because the server must not learn it."""
@@ -192,40 +196,28 @@ class Loop:
             why = "no client was sampled; the server's step was noise only"
             state = replace(state, server=self._server_step(state, None, round, visible)[0])
         if self.ranks.first:
-            record: dict[str, Any] = {"round": round.index + 1, "lr": round.lr, "clients": 0, "samples": 0, "steps": 0}
-            record |= {"train_loss": None} | self._evaluate(state, round.index + 1)
-            record |= self._traffic(0) | {"backprops": 0, "excluded": [], "outliers": [], "seconds_training": 0.0}
-            record |= {"skipped": why} | self._of_stages(round)
+            of_clients: dict[str, Any] = {"clients": 0, "samples": 0, "steps": 0, "train_loss": None, "backprops": 0}
+            record = self._record(state, round, of_clients | {"excluded": [], "outliers": [], "skipped": why}, 0.0)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         return replace(state, round=round.index + 1)
 
-    def _record(self, cohort: Cohort, new_state: RunState, seconds_training: float) -> dict[str, Any]:
-        """Return a round's record without its seconds. `seconds_training` has no evaluation and measures."""
-        round = cohort.round
-        record: dict[str, Any] = {"round": round.index + 1, "lr": round.lr, **cohort.record()}
+    def _record(
+        self, state: RunState, round: Round, of_clients: Mapping[str, Any], seconds_training: float
+    ) -> dict[str, Any]:
+        """Return the record of the round that ended in `state`, without measures and its seconds. `seconds_training`
+        has no evaluation and measures."""
+        record = {"round": round.index + 1, "lr": round.lr, **of_clients}
         if not isinstance(self.settings.server_lr, float):
             record["server_lr"] = round.server_lr
-        record |= self._evaluate(new_state, round.index + 1) | self._traffic(round.cohort_size)
-        last = {
-            "backprops": cohort.backward_passes,
-            "excluded": cohort.excluded_list(),
-            "outliers": cohort.outlier_list(),
-            "seconds_training": seconds_training,
-        } | self._of_stages(round)
+        record |= self._evaluate(state, round.index + 1) | self._traffic(round.cohort_size)
+        record["seconds_training"] = seconds_training
         for stage in self.stages:
-            reserved_keys = {*record, *last, "seconds"}
-            record |= stage.measure(cohort.old_state.server, new_state.server, new_state.buffers, round, reserved_keys)
-        return record | last
-
-    def _of_stages(self, round: Round) -> dict[str, Any]:
-        """Return what the record of a round says of the stages."""
-        return {key: value for stage in self.stages for key, value in stage.record(round).items()}
+            record |= stage.record(round)
+        return record
 
     def _next(self, t: int) -> list[int]:
-        """Return the clients of the round after round t, for prefetching, or [] if they are not needed or not known."""
-        if not self._prefetches or t + 1 >= self.settings.rounds:
-            return []
-        return self._draw(t + 1)
+        """Return the clients of the round after round t, [] after the last."""
+        return self._draw(t + 1) if t + 1 < self.settings.rounds else []
 
     @cached_property
     def _prefetches(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.loop.cohort import OUTLIER_FACTOR, outliers
+from fastsam.fed.loop.outliers import OUTLIER_FACTOR, outliers
 from tests.helpers import oracle
 from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import Alarm, records, start

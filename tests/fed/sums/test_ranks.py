@@ -54,14 +54,14 @@ def hashes(process: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, str]:
+def single_run() -> dict[str, str]:
     return {name: fed_ranks.train(name, None) for name in fed_ranks.ALGORITHMS}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_ranks_ends_in_the_same_bits(tmp_path: Path, alone: dict[str, str], ranks: int) -> None:
-    assert hashes(launch(ranks, tmp_path)) == alone
+def test_any_number_of_ranks_ends_in_the_same_bits(tmp_path: Path, single_run: dict[str, str], ranks: int) -> None:
+    assert hashes(launch(ranks, tmp_path)) == single_run
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_rank_that_dies_ends_the_run_and_one_process_resumes_it(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_launcher(tmp_path: Path, alone: dict[str, str]) -> None:
+def test_ranks_end_with_their_launcher(tmp_path: Path, single_run: dict[str, str]) -> None:
     """Only torchrun is killed: its ranks must not train next to the ranks of a resumed run."""
     process = start(2, tmp_path, algorithms="scaffold", rounds=1000)
     log = tmp_path / "scaffold" / "metrics.jsonl"
