@@ -20,7 +20,7 @@ class Target(Enum):
     """Memory of the weights that an update reads and writes."""
 
     RESTORED = "reads the backup and writes the parameters"
-    PARAMS = "reads and writes the parameters"
+    PARAMS = "reads and writes the parameters' own memory, which was not perturbed, or was swapped out meanwhile"
     BACKUP = "reads and writes the backup; the perturbation that follows writes the parameters"
 
 

@@ -36,6 +36,15 @@ class Engine(ParamTracker):
 
     Every method either does its work, or raises and leaves a state from which `restore_weights` restores the original
     weights.
+
+    Attributes:
+        combiner: combines both gradients for the update, by the coefficients of the variant.
+        uses_combiner: the update reads more than the last gradient, or keeps something for the next step.
+        combines_grads: the update reads both gradients, so clipping the second one by hand would be wrong.
+        perturbs_every_step: there is no step without a perturbation, so steps are not counted.
+        uses_separate_norm: the norm is not the L2 norm of the gradient, or rho is a function of it.
+        has_unperturbed_groups: the variant leaves some parameter groups where they are.
+        is_plain_sam: none of these: a step is the norm, the perturbation and the update of SAM.
     """
 
     def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
@@ -223,13 +232,13 @@ class Engine(ParamTracker):
         ready.append(partial(setattr, self, "weight_state", self._phase_after_update))
         # The calls are made in order, until one returns true, without a line of Python between them. If they are
         # not Python either, no signal is handled before the last one has returned.
-        copies = [(update, update.copies()) for update in self._updates if update.in_parts]
+        copies = [(update, update.copy_state()) for update in self._updates if update.in_parts]
         try:
             if any(map(partial.__call__, ready)):
                 raise RuntimeError(COULD_NOT)
         except BaseException:
-            for update, old_fields in copies if self.weight_state is not WeightState.ORIGINAL else ():
-                update.put_back(old_fields)
+            for update, old_state in copies if self.weight_state is not WeightState.ORIGINAL else ():
+                update.load_state(old_state)
             raise
         for bucket in self.buckets:
             bucket.backup.note_update()

@@ -5,8 +5,11 @@
     step(closure), second_step()   -> _update  -> Engine.collect_grads
                                                -> Engine.update -> FusedUpdate.prepare      w <- update of the saved w
                                                   or the base optimizer's own step from the restored weights
+    restore(), an exception        -> _recover -> Engine.abort_step -> restore_weights
+                                               -> Backup.restore after a perturbation, Bucket.unperturb_ in the middle
 
-The equations are in `fastsam_kernels.reference`.
+With `assume_no_alias` the perturbed weights may be in other memory, which `StorageSwap.swap_in` gives to the parameters
+and `swap_back` takes away. The equations are in `fastsam_kernels.reference`.
 """
 
 from __future__ import annotations

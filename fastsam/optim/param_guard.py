@@ -93,7 +93,10 @@ class _Expectation(NamedTuple):
 class ParamGuard:
     """Snapshot of the parameters, and of the gradients and state entries that the next passes expect.
 
-    It holds no list of parameters but `params`, and no gradient.
+    It compares identities of parameters and state tensors, addresses, sizes of storages, and kinds of tensors (shape,
+    dtype, device). Each comparison is one call of a C function over all of them. `gradients` makes all of a pass, and
+    after a difference the methods before it find the kind of change. The guard holds no list of parameters but
+    `params`, and no gradient.
     """
 
     def __init__(

@@ -22,14 +22,14 @@ from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import ShardGroups, fsdp_modules_of, reshard, shard_groups_of, to_local
-from fastsam.optim.state_dict_format import Weights, restore_weights, saved_weights
+from fastsam.optim.state_dict_format import Weights, load_saved_weights, saved_weights
 from fastsam.optim.update import FusedUpdate, Group, State, UpdateRule, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 from fastsam.step import GradCoefficients
 
 
 class WeightState(Enum):
-    """The state of the weights."""
+    """The state of the weights. A step that does not perturb has the same states, and its weights never move."""
 
     ORIGINAL = "the user's own"
     PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
@@ -197,7 +197,7 @@ class ParamTracker:
             if self.variant.state is not VariantState.NONE:
                 dtype = bucket.compute if self.variant.state is VariantState.DIRECTION else bucket.dtype
                 bucket.arena.field(VARIANT_STATE, dtype)  # a part of the state from the first step on
-            restore_weights(bucket, weights, self.weight_state is not WeightState.ORIGINAL)
+            load_saved_weights(bucket, weights, self.weight_state is not WeightState.ORIGINAL)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:
             update.adopt(scalars.specs, self.base.state)

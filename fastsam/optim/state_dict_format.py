@@ -64,8 +64,8 @@ def saved_weights(buckets: Iterable[Bucket], is_perturbed: bool) -> Weights:
     return {p: {name: as_dtensor_like(tensor, p) for name, tensor in tensors.items()} for p, tensors in result.items()}
 
 
-def restore_weights(bucket: Bucket, copies: Weights, is_perturbed: bool) -> None:
-    """Restore the result of `saved_weights` for a new bucket, whose dtype and device may be others."""
+def load_saved_weights(bucket: Bucket, copies: Weights, is_perturbed: bool) -> None:
+    """Copy the result of `saved_weights` into a new bucket, whose dtype and device may be others."""
     backups = []
     for slot, parameter in enumerate(bucket.params):
         tensors = {name: local_part_like(tensor, parameter) for name, tensor in copies.get(parameter, {}).items()}

@@ -195,17 +195,17 @@ class FusedUpdate:
             part.calls, part.direct = calls, direct
         return calls
 
-    def copies(self) -> dict[str, Tensor]:
+    def copy_state(self) -> dict[str, Tensor]:
         """Return copies of all that an update writes in addition to the weights."""
-        return {name: tensor.clone() for name, tensor in self._new_backups().items()}
+        return {name: tensor.clone() for name, tensor in self._state_tensors().items()}
 
-    def put_back(self, copies: dict[str, Tensor]) -> None:
-        """Take back an update that was interrupted, with the result of `copies` from before the update."""
-        for name, tensor in self._new_backups().items():
+    def load_state(self, copies: dict[str, Tensor]) -> None:
+        """Take back an update that was interrupted, with the result of `copy_state` from before the update."""
+        for name, tensor in self._state_tensors().items():
             if name in copies:
                 tensor.copy_(copies[name])
 
-    def _new_backups(self) -> dict[str, Tensor]:
+    def _state_tensors(self) -> dict[str, Tensor]:
         bucket = self.bucket
         fields = {name: bucket.field(name) for name in self.rule.state if name in bucket.arena}
         return {**fields, "steps": bucket.steps, "backup": bucket.backup.weights}

@@ -1,6 +1,12 @@
 """The arithmetic of the local update rule on rows of an arena: the kernels of a local step and their operands.
 
-`ClientTrainer` runs it on one row.
+    perturb             norm_, perturb_ along the first gradient, or along a direction made of it by torch's operations;
+                        dual_norm_, dual_perturb_ with a dual (FedSMOO)
+    perturb_along_path  norm_, perturb_ along a direction without a gradient, before the only pass
+    start_shifted       norm_, perturb_ once a round, for a constant perturbation
+    update              inner_ for GSAM, update_norm_ with clipping, then update_ with the rule of SGD
+
+`ClientTrainer` runs them on one row, `vmap` and `graph` on several.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class CentralNoise(Noise):
 
 
 class PrivateAggregate:
-    """The noisy mean `(sum of the clipped deltas + noise) / cohort`, and nothing else. `sums` is None if no client was
-    sampled; `normals` are standard normal numbers, float64 `[row_size]`."""
+    """The noisy mean `(sum of the clipped deltas + noise) / cohort`, and nothing else. The noise is added in `mean`.
+    `sums` is None if no client was sampled; `normals` are standard normal numbers, float64 `[row_size]`."""
 
     def __init__(
         self, sums: FixedPointAggregate | None, normals: Tensor, mask: Tensor, std: float, cohort: float
