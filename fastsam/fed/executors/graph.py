@@ -224,10 +224,8 @@ class Graph(Streams):
         with self.cuda.on(self.joint):
             self._copy([(lane.row, batch) for lane, batch in ready])
             self._replay(key, lambda: self._step_lanes(ready), self.joint)
-        for (
-            lane,
-            _,
-        ) in ready:  # a batch is memory of its lane's stream, which must not use it again before it was read here
+        # A batch is memory of its lane's stream, which must not use it again before it was read here.
+        for lane, _ in ready:
             lane.stream.wait_stream(self.joint)
 
     def end_round(self) -> None:
