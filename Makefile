@@ -98,7 +98,7 @@ test: $(READY) ## the tests, with each skip and its reason. WORKERS=0 in one pro
 # glibc looks at the heap at every call, and fresh memory is never zero by chance. Without the library MALLOC_CHECK_
 # does nothing: better no run.
 MALLOC := MALLOC_CHECK_=3 MALLOC_PERTURB_=165 LD_PRELOAD=libc_malloc_debug.so.0
-TRAINING := tests/fed/step tests/fed/executors/test_exact.py tests/fed/executors/test_vmap.py \
+TRAINING := tests/fed/update tests/fed/executors/test_exact.py tests/fed/executors/test_vmap.py \
   tests/fed/executors/test_slots.py tests/fed/data/test_config.py tests/fed/data/test_models.py
 OURS := tests/ops tests/optim tests/fed/executors tests/fed/sums
 # Of the processor; the last one of each is what `make test` runs with.

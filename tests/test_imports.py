@@ -20,7 +20,7 @@ from tests.helpers.places import ROOT
 BELOW_FED = ("fastsam.optim", "fastsam.step", "fastsam.ops", "fastsam.arena", "fastsam.extras")
 FLOORS = (  # from the ground up; rooms of one floor do not know each other
     ("common", "sums"),
-    ("aggregation", "clients", "models", "step"),
+    ("aggregation", "clients", "models", "update"),
     ("data", "executors"),
     ("algorithms",),
     ("measures", "privacy"),
@@ -207,7 +207,7 @@ def test_imports_point_down() -> None:
         ("fastsam.fed.loop.loop", "import fastsam_kernels.native"),
         ("fastsam.fed.loop.loop", "from fastsam.lab.cli import main"),
         ("fastsam.fed.rundir.result", "from fastsam.lab import report"),
-        ("fastsam.fed.step.local_update", "from fastsam.fed.loop import options"),
+        ("fastsam.fed.update.local_update", "from fastsam.fed.loop import options"),
         ("fastsam.fed.common.checks", "from fastsam.fed.sums import ranks"),
         ("fastsam.fed.executors.auto", "import fastsam.fed"),
         ("fastsam.fed.algorithms.fedsam", "from ..executors import sequential"),

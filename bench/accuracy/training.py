@@ -24,7 +24,7 @@ from fastsam import SAM, FusedSAM, variants
 from fastsam.arena import Layout
 from fastsam.fed.measures.objective import Objective
 from fastsam.fed.measures.sharpness import one_step
-from fastsam.fed.step.model_copy import Replica, trainable
+from fastsam.fed.update.model_copy import Replica, trainable
 
 SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (1000,)
 QUICK_STEPS = 20

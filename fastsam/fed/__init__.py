@@ -19,7 +19,7 @@ Where to read on:
     loop/resumption.py           what a resumed run may change
     clients/sampling.py          which clients take part in a round
     algorithms/base.py           the methods of an algorithm
-    step/local_update.py         the local update rule, its constants and its results
+    update/local_update.py       the local update rule, its constants and its results
     executors/task.py            the work of one client: batches, orders, seeds
     executors/client.py          the client as a loop of an algorithm sees it (`Algorithm.train_client`)
     executors/local_work.py      the local work of one client, whichever way
@@ -53,9 +53,9 @@ from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.stages.compression import TopK
-from fastsam.fed.step.local_update import lr_sum
-from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.sums.ranks import RankError
+from fastsam.fed.update.local_update import lr_sum
+from fastsam.fed.update.pilot import Pilot
 
 __all__ = [
     "AlgorithmError",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
-from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.update.model_copy import Replica
 
 
 class Point(nn.Module):

@@ -13,7 +13,7 @@ from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import LocalOptions, Setup
-from fastsam.fed.step.model_copy import trainable
+from fastsam.fed.update.model_copy import trainable
 
 
 def setup_of(

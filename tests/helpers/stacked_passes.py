@@ -10,7 +10,7 @@ from fastsam.arena import Arena, Layout
 from fastsam.fed.executors.replay import PassResult
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.stacked import StackedPasses
-from fastsam.fed.step.model_copy import Replica, trainable
+from fastsam.fed.update.model_copy import Replica, trainable
 from tests.helpers.setups import setup_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}

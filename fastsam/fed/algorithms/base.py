@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from fastsam.fed.common.checks import nearest
 from fastsam.fed.executors.client import Client
-from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
-from fastsam.fed.step.parameter_layout import ParameterLayout
+from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
+from fastsam.fed.update.parameter_layout import ParameterLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -22,7 +22,7 @@ from fastsam.fed.algorithms.base import (
 )
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
-from fastsam.fed.step.local_update import NU
+from fastsam.fed.update.local_update import NU
 
 
 @dataclass(frozen=True)

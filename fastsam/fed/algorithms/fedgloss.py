@@ -13,7 +13,7 @@ from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.local_update import NU
+from fastsam.fed.update.local_update import NU
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from fastsam.fed.algorithms.base import (
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
-from fastsam.fed.step.pilot import Pilot
+from fastsam.fed.update.pilot import Pilot
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fastsam.fed.algorithms.base import (
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
-from fastsam.fed.step.local_update import NU
+from fastsam.fed.update.local_update import NU
 
 RULES = ("paper", "mu_active", "mu_all")
 

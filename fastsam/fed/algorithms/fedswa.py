@@ -19,7 +19,7 @@ from fastsam.fed.algorithms.base import (
 )
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.local_update import lr_sum
+from fastsam.fed.update.local_update import lr_sum
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fastsam.fed.executors.task import SGD_OPTIONS, STEP_OPTIONS, Setup, Task
-from fastsam.fed.step.local_update import ClientResults
-from fastsam.fed.step.variant import needs_of
+from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.variant import needs_of
 
 
 class ClientError(RuntimeError):

@@ -16,7 +16,7 @@ from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.extra_models import SecondModel
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
 from fastsam.fed.executors.task import to_device
-from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
+from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
 from fastsam_kernels.hparams import HParam
 
 Batch = TypeVar("Batch", bound=tuple[Any, ...])

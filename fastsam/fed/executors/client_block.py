@@ -13,10 +13,10 @@ from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.batch_gatherer import Batch, BatchGatherer
 from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.task import Task
-from fastsam.fed.step.local_update import ClientResults, Snapshot
-from fastsam.fed.step.model_copy import buffer_displacement
-from fastsam.fed.step.pilot import Pilot
-from fastsam.fed.step.variant import StepVariant
+from fastsam.fed.update.local_update import ClientResults, Snapshot
+from fastsam.fed.update.model_copy import buffer_displacement
+from fastsam.fed.update.pilot import Pilot
+from fastsam.fed.update.variant import StepVariant
 
 WeightedBatch = tuple[Tensor, Tensor, float]  # a batch, and its share in a mean
 

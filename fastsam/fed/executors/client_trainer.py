@@ -17,8 +17,8 @@ from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.task import Setup, Task, to_device
 from fastsam.fed.executors.torch_updates import TorchUpdates
-from fastsam.fed.step.local_update import ClientResults, Constants, Direction, LocalUpdate, Snapshot
-from fastsam.fed.step.model_copy import Replica, buffer_displacement
+from fastsam.fed.update.local_update import ClientResults, Constants, Direction, LocalUpdate, Snapshot
+from fastsam.fed.update.model_copy import Replica, buffer_displacement
 
 
 class ClientErrors:

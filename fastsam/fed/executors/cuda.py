@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.task import Task
-from fastsam.fed.step.local_update import VECTORS, ClientResults
+from fastsam.fed.update.local_update import VECTORS, ClientResults
 
 
 class CaptureError(RuntimeError):

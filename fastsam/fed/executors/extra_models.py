@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.task import Setup
-from fastsam.fed.step.local_update import LocalUpdate
-from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.update.local_update import LocalUpdate
+from fastsam.fed.update.model_copy import Replica
 from fastsam_kernels.hparams import HParam
 
 

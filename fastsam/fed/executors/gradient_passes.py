@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
-from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.update.model_copy import Replica
 
 Objective = Callable[[Tensor], Tensor]  # function of a model's outputs that returns a scalar tensor
 

@@ -17,8 +17,8 @@ from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.recording import difference, python_state
 from fastsam.fed.executors.streams import Lane, Streams
 from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.step.local_update import ClientResults, LocalUpdate
-from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.update.local_update import ClientResults, LocalUpdate
+from fastsam.fed.update.model_copy import Replica
 
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins

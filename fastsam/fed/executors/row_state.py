@@ -21,9 +21,9 @@ from fastsam import ops
 from fastsam.arena import Arena
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.task import LocalOptions, Setup, to_device
-from fastsam.fed.step.local_update import NU, Direction, LocalUpdate, Snapshot
-from fastsam.fed.step.pilot import Pilot
-from fastsam.fed.step.variant import StepVariant
+from fastsam.fed.update.local_update import NU, Direction, LocalUpdate, Snapshot
+from fastsam.fed.update.pilot import Pilot
+from fastsam.fed.update.variant import StepVariant
 from fastsam.step import perturbation, set_gsam_coefficients_
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import sgd

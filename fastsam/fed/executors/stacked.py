@@ -23,7 +23,7 @@ from fastsam.fed.executors.graph_passes import copy_with_strides
 from fastsam.fed.executors.replay import Replays, agree
 from fastsam.fed.executors.row_state import RowSlice, RowState
 from fastsam.fed.executors.task import Setup
-from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.update.model_copy import Replica
 
 _CACHE = 4 * 2**20  # bytes of weights
 # rows use a fourth of a GPU's memory; fields, their copies, gradients and saved tensors each count as a row

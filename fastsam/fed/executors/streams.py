@@ -13,7 +13,7 @@ from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.step.local_update import ClientResults
+from fastsam.fed.update.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")
 # Default: small clients overlap on up to about this number of streams. torch has 32 streams and then repeats the

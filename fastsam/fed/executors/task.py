@@ -15,7 +15,7 @@ from fastsam.arena import Layout
 from fastsam.fed.clients.population import Loss, Population, apply_augment
 from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
-from fastsam.fed.step.local_update import LocalUpdate
+from fastsam.fed.update.local_update import LocalUpdate
 
 BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.row_state import RowSlice, RowState
-from fastsam.fed.step.local_update import LocalUpdate
-from fastsam.fed.step.variant import StepVariant
+from fastsam.fed.update.local_update import LocalUpdate
+from fastsam.fed.update.variant import StepVariant
 
 SUPPORTED = frozenset({"gradient", "adaptive gradient", "has_q", "has_phi"})
 

@@ -30,9 +30,9 @@ from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_rows import StackedRows, vectors_of
 from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.step.local_update import ClientResults, Snapshot
-from fastsam.fed.step.model_copy import Replica
-from fastsam.fed.step.pilot import Pilot
+from fastsam.fed.update.local_update import ClientResults, Snapshot
+from fastsam.fed.update.model_copy import Replica
+from fastsam.fed.update.pilot import Pilot
 
 _SLOT = attrgetter("slot")
 KeptRow = tuple[int, dict[int, Snapshot], int]  # see `rows_to_keep`

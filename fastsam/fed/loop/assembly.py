@@ -30,9 +30,9 @@ from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.noise import noise_of
 from fastsam.fed.stages.order import chain
-from fastsam.fed.step.model_copy import Replica, trainable
-from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.ranks import Ranks
+from fastsam.fed.update.model_copy import Replica, trainable
+from fastsam.fed.update.parameter_layout import ParameterLayout
 
 
 def assemble(

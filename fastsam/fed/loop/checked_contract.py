@@ -11,7 +11,7 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Uplo
 from fastsam.fed.executors.client import Client
 from fastsam.fed.loop.contract import ClientUpdate, Contract, check_initial_state
 from fastsam.fed.loop.first_round import FirstRound
-from fastsam.fed.step.local_update import ClientResults, LocalUpdate
+from fastsam.fed.update.local_update import ClientResults, LocalUpdate
 
 
 def contract_of(algorithm: Algorithm) -> Contract:

@@ -23,9 +23,9 @@ from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.stages.client_weights import own_weights_of
-from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 from fastsam.fed.sums.ranks import Ranks
+from fastsam.fed.update.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")
 

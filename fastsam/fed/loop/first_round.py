@@ -16,8 +16,8 @@ from fastsam.fed.algorithms.base import Algorithm, Round, State, Upload
 from fastsam.fed.executors.recording import comparable
 from fastsam.fed.loop.client_state import rows
 from fastsam.fed.loop.contract import AlgorithmError
-from fastsam.fed.step.local_update import ClientResults
-from fastsam.fed.step.parameter_layout import ParameterLayout
+from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.parameter_layout import ParameterLayout
 
 log = logging.getLogger("fastsam.fed")
 COMPARED = 4  # clients of a block whose rows are compared

@@ -34,9 +34,9 @@ from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.stages.base import Stage
-from fastsam.fed.step.model_copy import Replica
-from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.ranks import Ranks
+from fastsam.fed.update.model_copy import Replica
+from fastsam.fed.update.parameter_layout import ParameterLayout
 
 
 @dataclass(frozen=True)

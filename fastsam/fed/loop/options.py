@@ -31,8 +31,8 @@ from fastsam.fed.measures import NAMES, Measures, NamedMeasures, measures_by_nam
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
-from fastsam.fed.step.memory_format import FORMATS
-from fastsam.fed.step.parameter_layout import ParameterLayout
+from fastsam.fed.update.memory_format import FORMATS
+from fastsam.fed.update.parameter_layout import ParameterLayout
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 

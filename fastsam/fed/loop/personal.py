@@ -17,9 +17,9 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.executors.client import Client
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.step.local_update import ClientResults, LocalUpdate
-from fastsam.fed.step.model_copy import move_buffers
-from fastsam.fed.step.parameter_layout import ParameterLayout
+from fastsam.fed.update.local_update import ClientResults, LocalUpdate
+from fastsam.fed.update.model_copy import move_buffers
+from fastsam.fed.update.parameter_layout import ParameterLayout
 
 STATE_KEY = "personal"  # the name of a client's local parameters in its state
 _MASKED = ("delta", "gradient", "dual", "eps")  # rows of results that an algorithm sees without local parameters

@@ -19,7 +19,7 @@ from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
 from fastsam.fed.rundir.environment import environment
-from fastsam.fed.step.memory_format import order
+from fastsam.fed.update.memory_format import order
 
 log = logging.getLogger("fastsam.fed")
 

@@ -42,9 +42,9 @@ from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.stages.compression import TopK
-from fastsam.fed.step.memory_format import keep_freed, reorder
-from fastsam.fed.step.model_copy import check_model, export, trainable
 from fastsam.fed.sums.ranks import join_ranks
+from fastsam.fed.update.memory_format import keep_freed, reorder
+from fastsam.fed.update.model_copy import check_model, export, trainable
 
 log = logging.getLogger("fastsam.fed")
 

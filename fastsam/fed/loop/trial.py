@@ -17,7 +17,7 @@ from fastsam.fed.clients.samples import ClientDataset, leaves
 from fastsam.fed.executors import split_epoch
 from fastsam.fed.executors.randomness import RandomOps
 from fastsam.fed.loop.trial_pass import explain, restore_random_state, try_pass
-from fastsam.fed.step.model_copy import copy_model, trainable
+from fastsam.fed.update.model_copy import copy_model, trainable
 
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
 _KINDS = 64  # largest number of kinds of samples that are tried

@@ -17,7 +17,7 @@ from fastsam.fed.common.fingerprints import references
 from fastsam.fed.executors.gradient_passes import check_scalar
 from fastsam.fed.executors.randomness import RandomOpRecorder, RandomOps
 from fastsam.fed.executors.recording import difference, python_state
-from fastsam.fed.step.model_copy import trainable
+from fastsam.fed.update.model_copy import trainable
 
 _GENERATORS = {"Python's random numbers", "numpy's random numbers"}  # keys of `python_state`
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative, of the loss of a repeated pass

@@ -12,7 +12,7 @@ from fastsam.arena import Layout
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.measures.drift import mean_row
 from fastsam.fed.measures.objective import Objective, random_unit, unit
-from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.update.model_copy import Replica
 
 
 def path_smoothness(objective: Objective, path: Sequence[Tensor]) -> float:

@@ -18,10 +18,10 @@ from fastsam.fed.measures import diagnostics, drift, sharpness
 from fastsam.fed.measures.objective import Objective, subset, unit
 from fastsam.fed.measures.options import NAMES, Measures, NamedMeasures
 from fastsam.fed.measures.own import OwnMeasures
-from fastsam.fed.step.local_update import ClientResults, Snapshot
-from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.sums.fixed_point import FixedPointSum
 from fastsam.fed.sums.ranks import Ranks
+from fastsam.fed.update.local_update import ClientResults, Snapshot
+from fastsam.fed.update.model_copy import Replica
 
 ALONG_THE_PATH = frozenset({"perturbation_drift", "smoothness", "drifts"})
 _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.common import seeds
-from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.update.model_copy import Replica
 
 _BATCH = 512
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.measures.options import Measures
-from fastsam.fed.step.local_update import ClientResults, Snapshot
-from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.ranks import Ranks
+from fastsam.fed.update.local_update import ClientResults, Snapshot
+from fastsam.fed.update.parameter_layout import ParameterLayout
 
 
 class PlainAggregate:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Round, State
-from fastsam.fed.step.local_update import ClientResults
-from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 from fastsam.fed.sums.ranks import Ranks
+from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.model_copy import Replica
 
 
 @dataclass

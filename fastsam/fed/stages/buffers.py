@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Round
 from fastsam.fed.stages.base import ClientUploads, Stage
-from fastsam.fed.step.model_copy import Replica, move_buffers
+from fastsam.fed.update.model_copy import Replica, move_buffers
 
 BUFFERS = "model buffers"  # the name under which buffers enter the sums
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastsam import ops
 from fastsam.fed.algorithms.base import Round
 from fastsam.fed.stages.base import Stage
-from fastsam.fed.step.local_update import ClientResults
+from fastsam.fed.update.local_update import ClientResults
 from fastsam_kernels.hparams import NUM_HPARAMS
 
 

@@ -14,7 +14,7 @@ from fastsam.fed.algorithms.base import Round
 from fastsam.fed.common.checks import number
 from fastsam.fed.common.option import made_of, option
 from fastsam.fed.stages.base import ClientUploads, Stage
-from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.update.model_copy import Replica
 
 DELTA = "delta"  # the upload that is compressed
 ERROR = "compression error"  # the name of the error in a client's state

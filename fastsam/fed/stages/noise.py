@@ -16,9 +16,9 @@ from fastsam.fed.common import seeds
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, ParticipationCounter, privacy_events
 from fastsam.fed.privacy.options import delta_of
 from fastsam.fed.stages.base import Stage
-from fastsam.fed.step.local_update import ClientResults
-from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
+from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.parameter_layout import ParameterLayout
 
 DELTA = "delta"  # the upload of `Algorithm.finish_client`
 

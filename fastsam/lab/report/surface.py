@@ -13,7 +13,7 @@ from fastsam.fed.clients.population import Loss
 from fastsam.fed.loop.determinism import repeatable
 from fastsam.fed.measures import Objective
 from fastsam.fed.measures.surface import RADIUS, directions, surface
-from fastsam.fed.step.model_copy import Replica, trainable
+from fastsam.fed.update.model_copy import Replica, trainable
 
 
 def loss_surface(model: nn.Module, pairs: Sequence[Pair], loss: Loss, points: int) -> np.ndarray:

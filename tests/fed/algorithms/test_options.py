@@ -13,7 +13,7 @@ from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed import models
 from fastsam.fed.algorithms.schedule import check_scheduled, value_at
-from fastsam.fed.step.model_copy import trainable
+from fastsam.fed.update.model_copy import trainable
 from fastsam.lab import config
 from tests.helpers import oracle
 

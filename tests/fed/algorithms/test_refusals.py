@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed.algorithms.schedule import check_scheduled, value_at
-from fastsam.fed.step.model_copy import trainable
+from fastsam.fed.update.model_copy import trainable
 from fastsam.lab import config
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals

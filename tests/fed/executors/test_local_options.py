@@ -7,7 +7,7 @@ import torch
 
 from fastsam import fed
 from fastsam.fed.executors.task import STEP_OPTIONS
-from fastsam.fed.step.variant import StepVariant
+from fastsam.fed.update.variant import StepVariant
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, run
 from tests.helpers.fed_seam import Constants

@@ -19,7 +19,7 @@ from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.replay import Replays
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
-from fastsam.fed.step.local_update import Direction, LocalUpdate
+from fastsam.fed.update.local_update import Direction, LocalUpdate
 from fastsam_kernels import native
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle

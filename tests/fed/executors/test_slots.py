@@ -12,7 +12,7 @@ from fastsam.fed.loop import cohort
 from fastsam.fed.loop.cohort import Cohort
 from fastsam.fed.stages.base import ClientUploads
 from fastsam.fed.stages.clip import shorten_
-from fastsam.fed.step.local_update import ClientResults
+from fastsam.fed.update.local_update import ClientResults
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, fixed_linear
 

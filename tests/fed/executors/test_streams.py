@@ -16,8 +16,8 @@ from fastsam.fed import executors
 from fastsam.fed.data import FederatedData
 from fastsam.fed.executors import LocalOptions, Setup, Task, auto
 from fastsam.fed.executors.cuda import CaptureError
-from fastsam.fed.step import model_copy
-from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
+from fastsam.fed.update import model_copy
+from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fake_cuda import FakeCuda, Watch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.arena import Arena, Layout
-from fastsam.fed.step.model_copy import Replica, trainable
+from fastsam.fed.update.model_copy import Replica, trainable
 from tests.helpers.fed_kinds import OfParts, Rows, model, pairs, run, weights
 
 

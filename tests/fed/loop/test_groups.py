@@ -14,8 +14,8 @@ from fastsam.fed.clients.packed_samples import pack_pairs
 from fastsam.fed.clients.pairs import ALIGNMENT
 from fastsam.fed.executors import LocalOptions, Task
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
-from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
+from fastsam.fed.update.local_update import ClientResults
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, excluded_clients, fixed_linear, overflow, same_bits

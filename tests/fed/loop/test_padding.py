@@ -8,7 +8,7 @@ import torch
 
 from fastsam import fed
 from fastsam.arena import Layout
-from fastsam.fed.step.parameter_layout import ParameterLayout
+from fastsam.fed.update.parameter_layout import ParameterLayout
 from tests.helpers import oracle
 
 

@@ -16,9 +16,9 @@ from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.population import Population
 from fastsam.fed.measures import NAMES, Objective, diagnostics, sharpness, unit
 from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
-from fastsam.fed.step.local_update import ClientResults, Snapshot
-from fastsam.fed.step.model_copy import trainable
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
+from fastsam.fed.update.local_update import ClientResults, Snapshot
+from fastsam.fed.update.model_copy import trainable
 from tests.helpers import oracle, quadratic
 from tests.helpers.fed_measured import measure_of, run
 from tests.helpers.places import ROOT

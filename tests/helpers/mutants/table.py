@@ -141,8 +141,8 @@ algorithms.fedswa FedSWA.local_update: self.rho => 1.0 @ fedswa
 algorithms.fedswa FedSWA.step_server: {**server, 'w': apply_update(server['w'], self.alpha * round.server_lr *
     aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], round.server_lr * aggregate.mean('delta'))} @
     fedswa
-step.local_update LocalUpdate.lr_factor: (1 - self.lr_end_factor) * k => (1 - self.lr_end_factor) * (k + 1) @ fedswa
-step.local_update lr_sum: steps - 1 => steps @ fedmoswa
+update.local_update LocalUpdate.lr_factor: (1 - self.lr_end_factor) * k => (1 - self.lr_end_factor) * (k + 1) @ fedswa
+update.local_update lr_sum: steps - 1 => steps @ fedmoswa
 algorithms.fedswa FedMoSWA.local_update: lr_end_factor=self.rho =>  @ fedmoswa
 algorithms.fedswa FedMoSWA.finish_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
 algorithms.fedswa FedMoSWA.finish_client: c_i - server['c'] => c_i @ fedmoswa

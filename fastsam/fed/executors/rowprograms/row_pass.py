@@ -15,7 +15,7 @@ from fastsam.fed.executors.client_block import ClientBlock
 from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms.writer import Writer
 from fastsam.fed.executors.task import to_device
-from fastsam.fed.step.local_update import Direction
+from fastsam.fed.update.local_update import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
 _SUPPORTED = frozenset(

@@ -185,7 +185,7 @@ FALLS = {"rho_end_factor": 0.1}
 @pytest.mark.parametrize(
     ("module", "function", "old", "new", "direction", "constants", "executor"),
     [
-        ("step.local_update", "LocalUpdate.radius", "(1 - self.rho_end_factor) * k",
+        ("update.local_update", "LocalUpdate.radius", "(1 - self.rho_end_factor) * k",
             "(1 - self.rho_end_factor) * (k + 1)", D.GRADIENT, FALLS, "sequential"),
         ("executors.row_state", "RowSlice.set_schedule", "self.hparams[:, 0, HParam.RHO].copy_(radii)", "pass",
             D.GRADIENT, FALLS, "vmap"),
@@ -196,7 +196,7 @@ FALLS = {"rho_end_factor": 0.1}
         ("executors.stacked_rows", "StackedRows.begin",
             '("gradient_offset", "dual", "server_perturbation", *blocks[0].variant.vectors)', '("gradient_offset",)',
             D.GRADIENT, SCALED, "vmap"),
-        ("step.parameter_layout", "ParameterLayout.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED,
+        ("update.parameter_layout", "ParameterLayout.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED,
             "sequential"),
     ],
 )  # fmt: skip

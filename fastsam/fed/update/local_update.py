@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.pilot import Pilot
-from fastsam.fed.step.variant import ALONG_THE_WAY, StepVariant
+from fastsam.fed.update.pilot import Pilot
+from fastsam.fed.update.variant import ALONG_THE_WAY, StepVariant
 from fastsam.step import Direction, GradCoefficients
 
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this

@@ -4,7 +4,7 @@ import torch
 
 from fastsam import fed
 from fastsam.arena import Layout
-from fastsam.fed.step.model_copy import trainable
+from fastsam.fed.update.model_copy import trainable
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
 

@@ -19,8 +19,8 @@ from fastsam.fed import models
 from fastsam.fed.executors.gradient_passes import Passes
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.manifest import seal
-from fastsam.fed.step import memory_format
-from fastsam.fed.step.model_copy import Replica, trainable
+from fastsam.fed.update import memory_format
+from fastsam.fed.update.model_copy import Replica, trainable
 from tests.helpers import oracle
 
 LAST = torch.channels_last

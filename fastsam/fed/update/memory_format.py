@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.step.model_copy import copy_model
+from fastsam.fed.update.model_copy import copy_model
 
 log = logging.getLogger("fastsam.fed")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsam.arena import Layout, Segment
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.model_copy import export
+from fastsam.fed.update.model_copy import export
 
 
 @dataclass(frozen=True, eq=False)

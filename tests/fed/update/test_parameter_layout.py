@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fastsam import fed
 from fastsam.arena import Layout
-from fastsam.fed.step.model_copy import trainable
+from fastsam.fed.update.model_copy import trainable
 
 
 class Small(nn.Module):
