@@ -14,7 +14,7 @@ from tests.helpers.fed_runs import vector
 OPTIONS: dict[str, Any] = {"rounds": 4, "local_epochs": 2, "batch_size": 5, "lr": 0.1, "seed": 3}
 
 
-def trained(rho: float, dtype: torch.dtype, executor: str = "sequential") -> tuple[Tensor, Tensor]:
+def train_both(rho: float, dtype: torch.dtype, executor: str = "sequential") -> tuple[Tensor, Tensor]:
     """Return the final weights of `fed.run` and of plain torch."""
     model, clients = oracle.smooth_model(dtype), oracle.ragged_clients(dtype)
     algorithm = fed.FedSAM(rho=rho) if rho else fed.FedAvg()
@@ -26,13 +26,13 @@ def trained(rho: float, dtype: torch.dtype, executor: str = "sequential") -> tup
 
 @pytest.mark.parametrize("rho", [0.0, 0.2], ids=["FedAvg", "FedSAM"])
 def test_float64_agrees_to_rounding(rho: float) -> None:
-    actual, expected = trained(rho, torch.float64)
+    actual, expected = train_both(rho, torch.float64)
     assert float((actual - expected).abs().max()) < 1e-15
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.2], ids=["FedAvg", "FedSAM"])
 def test_float32_agrees_bit_for_bit(rho: float) -> None:
-    actual, expected = trained(rho, torch.float32)
+    actual, expected = train_both(rho, torch.float32)
     assert float((actual - expected).abs().max()) < 1e-6
     if not torch.equal(actual, expected):
         pytest.skip("torch's matrix products depend on where the weights lie in memory on this processor")

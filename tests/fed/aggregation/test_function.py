@@ -29,8 +29,8 @@ def test_the_mean_as_a_function_is_the_mean(executor: str) -> None:
 
 def test_a_rule_as_a_function_has_its_bits() -> None:
     def median(rows: Tensor, weights: Tensor) -> Tensor:
-        ordered, n = rows.sort(dim=0).values.double(), len(rows)
-        return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+        sorted_rows, n = rows.sort(dim=0).values.double(), len(rows)
+        return (sorted_rows[(n - 1) // 2] + sorted_rows[n // 2]) / 2
 
     assert same_bits(run(median).model, run("median").model)
 
@@ -38,11 +38,11 @@ def test_a_rule_as_a_function_has_its_bits() -> None:
 def test_it_is_called_once_a_round_with_the_clients_in_order() -> None:
     calls: list[tuple[tuple[int, ...], list[float]]] = []
 
-    def noted(rows: Tensor, weights: Tensor) -> Tensor:
+    def record_call(rows: Tensor, weights: Tensor) -> Tensor:
         calls.append((tuple(rows.shape), weights.tolist()))
         return rows.double().mean(0)
 
-    result = run(noted, rounds=3, weighting=[*range(1, 9)], executor="threads", participation=1.0)
+    result = run(record_call, rounds=3, weighting=[*range(1, 9)], executor="threads", participation=1.0)
     assert len(calls) == 3 and all(weights == sorted(weights) for _, weights in calls)
     assert [shape[0] for shape, _ in calls] == [r["clients"] for r in result.history]
     assert "left_out" not in result.history[0]

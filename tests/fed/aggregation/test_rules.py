@@ -17,7 +17,7 @@ def rows(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[
     return list(torch.randn(n, P, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype))
 
 
-def made(text: str) -> RobustAggregator:
+def make_rule(text: str) -> RobustAggregator:
     rule = rule_of(text)
     assert rule is not None
     return rule
@@ -25,7 +25,7 @@ def made(text: str) -> RobustAggregator:
 
 def aggregate(text: str, inputs: list[Tensor], weights: list[int] | None = None) -> Tensor:
     """Return the change of the model in a round with these deltas."""
-    rule, weights = made(text), [1] * len(inputs) if weights is None else weights
+    rule, weights = make_rule(text), [1] * len(inputs) if weights is None else weights
     selection = rule.select(inputs)
     return rule.mean([inputs[i] for i in selection], [weights[i] for i in selection])
 
@@ -40,8 +40,8 @@ def test_the_median_is_numpys(n: int) -> None:
     [(0.2, 9, 2), (0.1, 30, 3), (0.0, 9, 0), (0.5, 9, 4), (0.4, 2, 0), (0.01, 5, 1)])  # fmt: skip
 def test_the_trimmed_mean_leaves_out_the_share_at_both_ends(share: float, n: int, k: int) -> None:
     inputs = rows(n)
-    ordered = np.sort(torch.stack(inputs).double().numpy(), axis=0)
-    assert np.allclose(aggregate(f"trimmed_mean:{share}", inputs), ordered[k : n - k].mean(axis=0), atol=1e-15)
+    sorted_inputs = np.sort(torch.stack(inputs).double().numpy(), axis=0)
+    assert np.allclose(aggregate(f"trimmed_mean:{share}", inputs), sorted_inputs[k : n - k].mean(axis=0), atol=1e-15)
 
 
 def test_blocks_of_columns_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,23 +68,27 @@ def test_krum_takes_those_of_the_least_scores(text: str, f: int, m: int) -> None
     for seed in range(5):
         inputs = rows(seed=seed)
         selection = sorted(krum_by_hand(inputs, f)[:m])
-        assert made(text).select(inputs) == selection
+        assert make_rule(text).select(inputs) == selection
         assert torch.allclose(aggregate(text, inputs), torch.stack([inputs[i].double() for i in selection]).mean(0))
 
 
 def test_krum_of_one_or_two_clients_is_their_mean_and_of_equal_ones_the_first() -> None:
-    assert [made("krum").select(rows(n)) for n in (1, 2)] == [[0], [0, 1]]
-    assert made("krum").select([torch.ones(4)] * 5) == [0]
+    assert [make_rule("krum").select(rows(n)) for n in (1, 2)] == [[0], [0, 1]]
+    assert make_rule("krum").select([torch.ones(4)] * 5) == [0]
 
 
 def test_the_norm_filter_is_the_weighted_mean_of_those_within_the_limit() -> None:
     inputs = [x / x.norm() for x in rows(5)]
     inputs[1], inputs[3] = 9.9 * inputs[1], 10.1 * inputs[3]
-    assert made("norm_filter").select(inputs) == [0, 1, 2, 4]
-    assert made("norm_filter:11").select(inputs) == [0, 1, 2, 3, 4]
+    assert make_rule("norm_filter").select(inputs) == [0, 1, 2, 4]
+    assert make_rule("norm_filter:11").select(inputs) == [0, 1, 2, 3, 4]
     expected = sum(w * inputs[i].double() for i, w in ((0, 3), (1, 1), (2, 7), (4, 2))) / 13
     assert torch.allclose(aggregate("norm_filter", inputs, [3, 1, 7, 5, 2]), expected)
-    assert made("norm_filter").select([torch.zeros(4)] * 3) == [0, 1, 2]  # a cohort that does not move has no outlier
+    assert make_rule("norm_filter").select([torch.zeros(4)] * 3) == [
+        0,
+        1,
+        2,
+    ]  # a cohort that does not move has no outlier
 
 
 @pytest.mark.parametrize("text", [name for name in names() if name != "mean"])

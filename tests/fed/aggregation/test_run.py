@@ -49,11 +49,11 @@ def accuracy(aggregation: str, poison: float, algorithm: fed.Algorithm) -> float
     "algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.05), fed.MoFedSAM(rho=0.05, beta=0.5)], ids=lambda a: type(a).__name__
 )
 def test_a_poisoned_client_ruins_the_mean_and_no_robust_rule(algorithm: fed.Algorithm) -> None:
-    clean = accuracy("mean", 1.0, algorithm)
-    assert clean > 0.85
-    assert accuracy("mean", 1e8, algorithm) < clean - 0.05
+    clean_accuracy = accuracy("mean", 1.0, algorithm)
+    assert clean_accuracy > 0.85
+    assert accuracy("mean", 1e8, algorithm) < clean_accuracy - 0.05
     for rule in RULES:
-        assert accuracy(rule, 1e8, algorithm) > clean - 0.03, rule
+        assert accuracy(rule, 1e8, algorithm) > clean_accuracy - 0.03, rule
 
 
 def test_the_mean_by_name_is_the_default_to_the_bit() -> None:

@@ -25,7 +25,7 @@ ROWS = {
 NONE = "–"
 
 
-def small():
+def small_model():
     """A model of 11 parameters and three clients."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1, bias=False))
@@ -34,7 +34,7 @@ def small():
 
 
 def run(algorithm, **options):
-    model, clients = small()
+    model, clients = small_model()
     loss = torch.nn.functional.mse_loss
     if isinstance(algorithm, Watched) and isinstance(
         algorithm._inner, fed.FedNTD
@@ -58,10 +58,10 @@ def test_the_table_has_every_algorithm():
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
 def test_the_table_says_what_the_class_declares(name):
     cls = fed.algorithms.registry[name]()
-    _, _, _, _, _, server, client, down, up, passes, memory, _ = ROWS[name]
+    _, _, _, _, _, server, client, downloads, uploads, passes, memory, _ = ROWS[name]
     assert ROWS[name][0] == f"`{cls!r}`"
     numbers = cls.download_vectors, cls.upload_vectors, cls.working_vectors
-    assert (down, up, memory) == tuple(f"{number:g}" for number in numbers)
+    assert (downloads, uploads, memory) == tuple(f"{number:g}" for number in numbers)
     assert passes == str(cls.backward_passes)
     assert cls.server_vectors == len(vectors(server)) and cls.client_vectors == len(vectors(client))
 
@@ -69,10 +69,10 @@ def test_the_table_says_what_the_class_declares(name):
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
 def test_the_table_says_what_the_class_does(name):
     """Its states and the constants of its steps, in the second round of a run."""
-    watched = Watched(fed.algorithms.registry[name]())
-    result = run(watched, participation=1.0, weight_decay=0.1)
+    watcher = Watched(fed.algorithms.registry[name]())
+    result = run(watcher, participation=1.0, weight_decay=0.1)
     _, d, a, b, q, server, client, *_ = ROWS[name]
-    step = watched._steps[-1]
+    step = watcher._steps[-1]
     directions = {
         NONE: "none", "`g1`": "gradient", "`w_old_i − w^t`": "constant",
         "`alpha·(g1 − mu_i) − s`": "gradient minus dual", "`L·g_p`": "gradient by drift",
@@ -82,31 +82,31 @@ def test_the_table_says_what_the_class_does(name):
     assert (step.gradient_offset is not None) == (q != NONE) and (step.proximal_coefficient != 0) == ("phi" in q)
     assert (a != "1") == (step.perturbed_weight != 1 or step.surrogate_gap != 0 or name == "fedspeed")
     assert (b != "0") == (step.surrogate_gap != 0 or name == "fedspeed")
-    size_of_w = watched._servers[0]["w"].shape
-    assert {key for key, t in watched._servers[-1].items() if t.shape == size_of_w} == vectors(server)
-    assert {key for key, t in watched._clients[0].items() if t.shape == size_of_w} == vectors(client)
+    size_of_w = watcher._servers[0]["w"].shape
+    assert {key for key, t in watcher._servers[-1].items() if t.shape == size_of_w} == vectors(server)
+    assert {key for key, t in watcher._clients[0].items() if t.shape == size_of_w} == vectors(client)
     second_models = name in ("ditto", "apfl")
-    assert step.backward_passes + second_models == watched.backward_passes
+    assert step.backward_passes + second_models == watcher.backward_passes
     active, size = result.history[-1]["clients"], 10 * 4 / 1e6
-    stays = type(watched._inner).own_parameters is not fed.Algorithm.own_parameters
-    assert stays or result.history[-1]["megabytes_down"] == pytest.approx(active * watched.download_vectors * size)
+    stays = type(watcher._inner).own_parameters is not fed.Algorithm.own_parameters
+    assert stays or result.history[-1]["megabytes_down"] == pytest.approx(active * watcher.download_vectors * size)
 
 
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
 def test_the_commands_are_understood(name):
     words = shlex.split(ROWS[name][-1].strip("`"))
-    resolved = config.resolve(config.read(ROOT / "examples" / "digits.toml", words))
-    assert resolved.algorithm == name
+    resolved_config = config.resolve(config.read(ROOT / "examples" / "digits.toml", words))
+    assert resolved_config.algorithm == name
     for option in (w for w in words if w.startswith("--") and w not in ("--algorithm", "--server-lr")):
-        assert option.lstrip("-").rpartition(".")[2].replace("-", "_") in resolved.options
+        assert option.lstrip("-").rpartition(".")[2].replace("-", "_") in resolved_config.options
 
 
 def test_the_schedules_of_the_page_are_understood():
     commands = [line.strip() for line in PAGE.splitlines() if line.startswith("    fastsam run") and "--rho" in line]
     assert len(commands) >= 3
     for command in commands:
-        resolved = config.resolve(config.read(ROOT / "examples" / "digits.toml", shlex.split(command)[3:]))
-        assert isinstance(resolved.options["rho"], str)
+        resolved_config = config.resolve(config.read(ROOT / "examples" / "digits.toml", shlex.split(command)[3:]))
+        assert isinstance(resolved_config.options["rho"], str)
 
 
 def test_the_examples_of_own_algorithms_are_what_they_say():

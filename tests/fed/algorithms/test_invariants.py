@@ -44,14 +44,14 @@ class Spy(torch.nn.Module):
         return self.inner(x)
 
 
-def spied(algorithm, clients, **options):
+def run_with_spy(algorithm, clients, **options):
     """A run whose clients train one after the other: its final model, and the points after the two trial passes."""
     spy = Spy(oracle.smooth_model())
     final = fed.run(spy, clients, algorithm, executor="sequential", **options).model
     return vector(spy), spy.points[2:], vector(final)
 
 
-def watched(algorithm, **options):
+def run_watched(algorithm, **options):
     """Return the calls of an algorithm in a run in float64."""
     record = Watched(algorithm)
     fed.run(oracle.smooth_model(), oracle.ragged_clients(), record, **{"rounds": 5, "batch_size": 5, **options})
@@ -84,7 +84,7 @@ def at_the_end_of(record, t, name, size):
 @settings(max_examples=3, deadline=None)
 @given(rho=RHO, phi=PHI, options=RUNS)
 def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(result, server, client, rho, phi, options):
-    record = watched(result(rho, phi), **options)
+    record = run_watched(result(rho, phi), **options)
     for t, state in enumerate(record._servers[1:]):
         mean = at_the_end_of(record, t, client, len(state[server])) / CLIENTS
         torch.testing.assert_close(state[server], mean, rtol=1e-10, atol=1e-13 / options["lr"])
@@ -105,7 +105,7 @@ def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(result, serv
 @given(rho=RHO, phi=PHI, options=RUNS)
 def test_perturbations_have_length_rho_over_the_whole_model(module, rho, phi, options):
     """All layers together: not one radius per tensor, and not a sum of norms."""
-    _, points, _ = spied(module(rho, phi), oracle.ragged_clients(), rounds=3, batch_size=5, **options)
+    _, points, _ = run_with_spy(module(rho, phi), oracle.ragged_clients(), rounds=3, batch_size=5, **options)
     assert len(points) >= 2 and len(points) % 2 == 0
     for w, z in zip(points[0::2], points[1::2]):
         assert math.isclose((z - w).norm().item(), rho, rel_tol=1e-4)

@@ -62,8 +62,8 @@ def of_defaults(name):
     ("name", "option"), [pytest.param(*case, marks=pytest.mark.slow if i % 2 else []) for i, case in enumerate(CASES)]
 )
 def test_every_option_has_an_effect(name, option):
-    needed = {} if name == "pfedme" else NEEDS  # its eta is a learning rate
-    cls, changes = REGISTRY[name], needed.get(option, {option: OTHER.get(option, 0.3)})
+    needed_options = {} if name == "pfedme" else NEEDS  # its eta is a learning rate
+    cls, changes = REGISTRY[name], needed_options.get(option, {option: OTHER.get(option, 0.3)})
     default = {key: value for key, value in changes.items() if key != option}
     assert not torch.equal(final(cls(**changes)), final(cls(**default)) if default else of_defaults(name))
 
@@ -86,11 +86,11 @@ def test_a_record_gives_the_same_algorithm_again(name):
     changes = {f.name: OTHER[f.name] for f in fields(REGISTRY[name]) if f.name in OTHER}
     if name == "fedadam":
         changes.pop("V0")
-    resolved = config.resolve(config.ConfigSource({"algorithm": name}, {name: changes}))
-    repeat = config.resolve(config.ConfigSource(*_split(resolved.record())))
-    assert repeat == resolved
-    assert REGISTRY[name](**resolved.options) == REGISTRY[name](**changes)
-    assert hash(REGISTRY[name](**resolved.options)) == hash(REGISTRY[name](**changes))
+    resolved_config = config.resolve(config.ConfigSource({"algorithm": name}, {name: changes}))
+    repeat = config.resolve(config.ConfigSource(*_split(resolved_config.record())))
+    assert repeat == resolved_config
+    assert REGISTRY[name](**resolved_config.options) == REGISTRY[name](**changes)
+    assert hash(REGISTRY[name](**resolved_config.options)) == hash(REGISTRY[name](**changes))
 
 
 def _split(record):
@@ -106,17 +106,17 @@ def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
     draw = torch.randint(0, 256, (14, 3, 4, 4), dtype=torch.uint8, generator=generator)
     images = [(x, torch.arange(len(x)) % 2) for x in draw.split([5, 9])]
     inner = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
-    wrapped = models.Pixels(inner, (0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
+    pixel_model = models.Pixels(inner, (0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
     method = fed.FedRobust(form=form, ascent_steps=ascent_steps, eta_2=0.1)
     options = {"rounds": 2, "batch_size": 4, "lr": 0.1, "executor": "sequential"}
-    actual = fed.run(wrapped, images, method, **options).model.model
-    floats = [(wrapped.normalise(x), y) for x, y in images]
+    actual = fed.run(pixel_model, images, method, **options).model.model
+    floats = [(pixel_model.normalise(x), y) for x, y in images]
     expected = fed.run(inner, floats, method, **options).model
-    at_rest = fed.run(wrapped, images, fed.FedAvg(), **options).model.model
+    at_rest = fed.run(pixel_model, images, fed.FedAvg(), **options).model.model
     for a, b, c in zip(actual.parameters(), expected.parameters(), at_rest.parameters(), strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c)
     with pytest.raises(ValueError, match=r"got torch.uint8; for images of bytes .* be a fastsam.fed.models.Pixels"):
-        fed.run(torch.nn.Sequential(wrapped), images, method, **options)
+        fed.run(torch.nn.Sequential(pixel_model), images, method, **options)
 
 
 # --- What single algorithms do, seen from outside, and what they refuse; test_fed_oracle.py has the numbers of all of
@@ -160,7 +160,7 @@ def radii(cls):
 RADIUS = [name for name, cls in fed.algorithms.registry.items() if "rho" in radii(cls)]
 
 
-def at(index, lr=0.1, first_lr=0.2):
+def rate_at(index, lr=0.1, first_lr=0.2):
     """Round `index`, counted from 0."""
     return fed.Round(index, lr, 1, 10, 2, 1.0, first_lr, ROWS)
 
@@ -186,13 +186,13 @@ def test_formulas(formula, expected):
     check_scheduled("rho", formula)
     for t in (1, 2, 4, 5, 6, 900):
         for lr, first in ((0.1, 0.2), (0.03, 0.03)):
-            result = value_at("rho", formula, at(t - 1, lr, first))
+            result = value_at("rho", formula, rate_at(t - 1, lr, first))
             assert math.isclose(result, expected(t, lr, first), rel_tol=1e-12, abs_tol=1e-15)
 
 
 def test_schedules_start_and_end_where_they_say():
     for shape in ("linear", "cosine"):
-        values = [value_at("rho", f"{shape}(0.3, 0.1, 10)", at(t)) for t in range(15)]
+        values = [value_at("rho", f"{shape}(0.3, 0.1, 10)", rate_at(t)) for t in range(15)]
         assert values[0] == 0.3 and all(v == pytest.approx(0.1) for v in values[9:])
         assert values[:10] == sorted(values[:10], reverse=True) and len(set(values[:10])) == 10
 
@@ -200,9 +200,9 @@ def test_schedules_start_and_end_where_they_say():
 @given(number=st.floats(0, 1e6), index=st.integers(0, 1000))
 def test_a_number_is_itself_in_every_round(number, index):
     check_scheduled("rho", number)
-    assert value_at("rho", number, at(index)) == number
-    assert value_at("rho", repr(number), at(index)) == number
-    assert value_at("rho", lambda round: number, at(index)) == number
+    assert value_at("rho", number, rate_at(index)) == number
+    assert value_at("rho", repr(number), rate_at(index)) == number
+    assert value_at("rho", lambda round: number, rate_at(index)) == number
 
 
 @given(st.text(max_size=30))
@@ -210,7 +210,7 @@ def test_any_other_text_is_refused(text):
     """A formula is a number in the end, or a ValueError that shows what came: nothing else happens."""
     try:
         check_scheduled("rho", text)
-        assert value_at("rho", text, at(3)) >= 0
+        assert value_at("rho", text, rate_at(3)) >= 0
     except ValueError as error:
         assert "rho" in str(error)
 
@@ -236,7 +236,7 @@ def test_every_radius_takes_a_schedule(name):
 def test_gsam_s_radius_falls_with_the_learning_rate(t, decay, low, high):
     cls = fed.FedGSAM(rho=high, rho_min=low, lr_min=0.01)
     lr = 0.1 * decay**t
-    assert math.isclose(cls.radius(at(0, 0.1, 0.1)), high)
+    assert math.isclose(cls.radius(rate_at(0, 0.1, 0.1)), high)
     if lr >= 0.01:
-        assert low - 1e-12 <= cls.radius(at(t, lr, 0.1)) <= high + 1e-12
-    assert math.isclose(cls.radius(at(t, 0.01, 0.1)), low, abs_tol=1e-12)
+        assert low - 1e-12 <= cls.radius(rate_at(t, lr, 0.1)) <= high + 1e-12
+    assert math.isclose(cls.radius(rate_at(t, 0.01, 0.1)), low, abs_tol=1e-12)

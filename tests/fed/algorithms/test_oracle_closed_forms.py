@@ -124,9 +124,9 @@ def test_gsam_takes_off_what_is_orthogonal_to_g2():
     eps = [0.3 * g / (oracle.flat_norm(g1) + 1e-7) for g in g1]
     g2 = visit.gradient([p + e for p, e in zip(w, eps)], x, y)
     v = oracle.FedGSAM(0.3, alpha=0.6).gradient(visit, w, x, y)
-    off, g1, g2 = (torch.cat([t.flatten() for t in u]) for u in ([a - b for a, b in zip(v, g2)], g1, g2))
-    assert abs(off @ g2) < 1e-14 and off.norm() > 1e-3
-    exact(off @ g1, -0.6 * (g1 @ g1 - (g1 @ g2) ** 2 / (g2 @ g2)))
+    orthogonal_part, g1, g2 = (torch.cat([t.flatten() for t in u]) for u in ([a - b for a, b in zip(v, g2)], g1, g2))
+    assert abs(orthogonal_part @ g2) < 1e-14 and orthogonal_part.norm() > 1e-3
+    exact(orthogonal_part @ g1, -0.6 * (g1 @ g1 - (g1 @ g2) ** 2 / (g2 @ g2)))
 
 
 def test_the_first_perturbations_of_fedlesam():
@@ -204,8 +204,8 @@ def test_the_affine_map_of_a_linear_loss(form, ascent_steps):
     for _ in range(2):
         for _ in range(ascent_steps):
             g = (L @ mean_x if form == "full" else L * mean_x) + d
-            up = torch.outer(w, mean_x) if form == "full" else w * mean_x
-            L, d = L + eta * (up - 2 * lam * (L - identity)), d + eta * (w - 2 * lam * d)
+            ascent = torch.outer(w, mean_x) if form == "full" else w * mean_x
+            L, d = L + eta * (ascent - 2 * lam * (L - identity)), d + eta * (w - 2 * lam * d)
         w = w - LR * g
     model = torch.nn.Linear(3, 1, bias=False).double()
     with torch.no_grad():

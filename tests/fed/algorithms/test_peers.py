@@ -52,20 +52,20 @@ def peer(name, model, clients, active, folder):
     return [torch.from_numpy(result[f"w{i}"]) for i in range(len(result.files))]
 
 
-def skip_where_it_cannot_be_imported(done):
+def skip_where_it_cannot_be_imported(import_result):
     """A library that is not there, or whose parts do not fit together, in the words of its last error."""
-    last = done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    last = import_result.stderr.strip().splitlines()[-1] if import_result.returncode else ""
     if last.startswith(("ModuleNotFoundError", "ImportError")):
         pytest.skip(last)
 
 
 @pytest.mark.parametrize(
-    "raised", ["RuntimeError('operator torchvision::nms does not exist')", "ImportError('undefined symbol')"]
+    "import_error", ["RuntimeError('operator torchvision::nms does not exist')", "ImportError('undefined symbol')"]
 )
-def test_a_torchvision_of_another_torch_stops_no_peer(raised, tmp_path):
+def test_a_torchvision_of_another_torch_stops_no_peer(import_error, tmp_path):
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "datasets.py").touch()
-    (tmp_path / "torchvision" / "__init__.py").write_text(f"from . import datasets\nraise {raised}\n")
+    (tmp_path / "torchvision" / "__init__.py").write_text(f"from . import datasets\nraise {import_error}\n")
     words = (
         "import federated_peers as p; p.without_torchvision(); import torchvision.transforms; from "
         "torchvision.datasets import MNIST"
@@ -76,7 +76,7 @@ def test_a_torchvision_of_another_torch_stops_no_peer(raised, tmp_path):
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    assert f"without torchvision: {raised.partition('(')[0]}" in process.stderr
+    assert f"without torchvision: {import_error.partition('(')[0]}" in process.stderr
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SIZES = (8, 12, 5, 9, 23)  # no batch of 6 leaves a single sample, on which Batc
 TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
 
 
-def normalised(batch: bool = True) -> nn.Module:
+def norm_model(batch: bool = True) -> nn.Module:
     """A layer, a normalisation, a layer; float64."""
     torch.manual_seed(1)
     layer = nn.BatchNorm1d(7) if batch else nn.LayerNorm(7)
@@ -42,13 +42,13 @@ def batch_of(options: oracle.Options, batch: int) -> oracle.Options:
 
 def largest_distance(result: fed.Result, expected: unfused.Ended) -> float:
     """Return the largest difference over the shared model and all client models."""
-    shared, models = expected
-    found = [distance(result.client_model(i), model) for i, model in enumerate(models)]
-    return max([distance(result.model, shared), *found])
+    shared_weights, models = expected
+    distances = [distance(result.client_model(i), model) for i, model in enumerate(models)]
+    return max([distance(result.model, shared_weights), *distances])
 
 
-def train(model: nn.Module, algorithm: Any, options: oracle.Options = OPTIONS, **more: Any) -> fed.Result:
-    return replayed(model, oracle.ragged_clients(sizes=SIZES), algorithm, options, ACTIVE, **more)
+def train(model: nn.Module, algorithm: Any, options: oracle.Options = OPTIONS, **options_of_run: Any) -> fed.Result:
+    return replayed(model, oracle.ragged_clients(sizes=SIZES), algorithm, options, ACTIVE, **options_of_run)
 
 
 def mark_slow(cases: Any, usual: Any) -> list[Any]:
@@ -63,8 +63,8 @@ APFL = fed.APFL(alpha=0.3, eta_alpha=0.4)
 EVEN = batch_of(OPTIONS, 6)
 # name: the model, the algorithm, options, and the plain loop as a function of model, clients, options and cohorts
 CASES: dict[str, tuple[Any, Any, oracle.Options, Any]] = {
-    "fedbn": (normalised, fed.FedBN(), EVEN, lambda *run: unfused.fedbn(*run, ["1"])),
-    "fedbn-LayerNorm": (lambda: normalised(False), fed.FedBN(), EVEN, lambda *run: unfused.fedbn(*run, ["1"])),
+    "fedbn": (norm_model, fed.FedBN(), EVEN, lambda *run: unfused.fedbn(*run, ["1"])),
+    "fedbn-LayerNorm": (lambda: norm_model(False), fed.FedBN(), EVEN, lambda *run: unfused.fedbn(*run, ["1"])),
     "fedrep": (oracle.smooth_model, fed.FedRep(head_epochs=3), OPTIONS,
         lambda *run: unfused.fedrep(*run, ["2.weight", "2.bias"], 3)),
     "fedrep-named": (oracle.smooth_model, fed.FedRep(head="0.weight", head_epochs=1), OPTIONS,
@@ -103,12 +103,12 @@ def test_against_a_plain_loop(name):
 
 
 def test_the_shared_model_of_fedbn_has_the_layers_of_the_start():
-    model = normalised()
+    model = norm_model()
     assert distance(train(model, fed.FedBN(), EVEN).model[1], model[1]) == 0
 
 
 def test_fedbn_is_two_options_of_a_run():
-    model = normalised()
+    model = norm_model()
     options = EVEN
     bn_run = train(model, fed.FedBN(), options)
     avg_run = train(model, fed.FedAvg(), options, local_parameters="1", buffers="local")
@@ -119,16 +119,16 @@ def test_fedbn_is_two_options_of_a_run():
 def test_buffers_alone_may_stay():
     """All parameters are averaged, as in a run that averages buffers, and statistics stay with the clients."""
     options = EVEN
-    local, averaged = (train(normalised(), fed.FedSAM(), options, buffers=kind) for kind in ("local", "average"))
-    assert same_bits(local.model, averaged.model), "in training a batch is normalised by its own statistics"
+    local, averaged_run = (train(norm_model(), fed.FedSAM(), options, buffers=kind) for kind in ("local", "average"))
+    assert same_bits(local.model, averaged_run.model), "in training a batch is normalised by its own statistics"
     own_model = local.client_model(3)
-    assert same_bits(own_model, local.model) and distance(own_model[1], averaged.model[1]) > 1e-2
+    assert same_bits(own_model, local.model) and distance(own_model[1], averaged_run.model[1]) > 1e-2
     assert distance(own_model[1], local.client_model(0)[1]) > 1e-2
     assert own_model[1].num_batches_tracked == 2 * 2 * sum(3 in active for active in ACTIVE[:4])
 
 
 def test_what_stays_is_not_sent():
-    model = normalised()
+    model = norm_model()
     records = [train(model, fed.FedAvg(), EVEN, buffers="average").history[0]]
     records.append(train(model, fed.FedBN(), EVEN).history[0])
     size = {n: t.numel() * t.element_size() for n, t in model.state_dict().items()}
@@ -168,7 +168,7 @@ def test_fedrep_with_local_steps_and_sam():
 
 
 def test_fedrep_with_batch_norm_counts_the_statistics_of_both_phases():
-    model = normalised()
+    model = norm_model()
     result = train(model, fed.FedRep(head_epochs=2), EVEN, buffers="local")
     batches = {i: -(-n // 6) for i, n in enumerate(SIZES)}
     for i in range(5):
@@ -220,7 +220,7 @@ def test_models_of_apfl_that_mix_nothing_in_are_dittos_that_nothing_holds():
 # --- all of them
 
 ALL = {
-    "FedBN": (normalised, fed.FedBN()),
+    "FedBN": (norm_model, fed.FedBN()),
     "FedRep": (oracle.smooth_model, fed.FedRep(head_epochs=2)),
     "Ditto": (oracle.smooth_model, fed.Ditto()),
     "pFedMe": (oracle.smooth_model, PFEDME),
@@ -236,17 +236,17 @@ def test_accuracies_are_those_of_the_clients_models(name):
     options = oracle.Options(**{**vars(EVEN), "shuffle": False})
     result = train(make_algorithm(), algorithm, options, test=TEST, client_test_split="shared")
     models = [result.client_model(i).eval() for i in range(5)]
-    found = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
-    assert result.history[-1]["client_accuracy_mean"] == pytest.approx(sum(found) / 5)
+    accuracies = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
+    assert result.history[-1]["client_accuracy_mean"] == pytest.approx(sum(accuracies) / 5)
     clients = oracle.ragged_clients(sizes=SIZES)
-    tuned = fed.finetune(result, clients, epochs=options.epochs, test=TEST)
-    assert [entry["before"] for entry in tuned] == pytest.approx(found)
-    assert len(set(found)) > 1
+    tuned_result = fed.finetune(result, clients, epochs=options.epochs, test=TEST)
+    assert [entry["before"] for entry in tuned_result] == pytest.approx(accuracies)
+    assert len(set(accuracies)) > 1
     for i, client in enumerate(clients):
         keywords, lr = {**options.keywords(), "rounds": 1, "server_lr": 1.0}, result.history[-1]["lr"]
         own_keywords = keywords | {"lr": lr, "buffers": "average", "test": TEST}
         last = fed.run(models[i], [client], fed.FedAvg(), **own_keywords).history[-1]
-        assert tuned[i]["after"] == last["test_accuracy"]
+        assert tuned_result[i]["after"] == last["test_accuracy"]
 
 
 USUAL = [*{m.case: m for m in PERSONAL}.values()]  # in `make test` the last one of each case

@@ -115,17 +115,17 @@ def test_with_everybody_there_the_last_round_is_the_clients_last_model(method, f
     assert not same_bits(a, b)
 
 
-@pytest.mark.parametrize("centralised", [fed.Centralised_SGD(), fed.Centralised_SAM(rho=0.2)])
+@pytest.mark.parametrize("baseline", [fed.Centralised_SGD(), fed.Centralised_SAM(rho=0.2)])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_centralised_baseline_is_training_on_the_pooled_data(centralised, momentum):
+def test_the_centralised_baseline_is_training_on_the_pooled_data(baseline, momentum):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = oracle.Options(rounds=3, epochs=2, lr=0.05, momentum=momentum, weight_decay=0.01, shuffle=True)
     keywords = options.keywords()
-    trained_model = fed.run(model, clients, centralised, participation=1.0, **keywords).model
-    twin = oracle.FedSAM(centralised.rho) if isinstance(centralised, fed.Centralised_SAM) else oracle.FedAvg()
+    trained_model = fed.run(model, clients, baseline, participation=1.0, **keywords).model
+    twin = oracle.FedSAM(baseline.rho) if isinstance(baseline, fed.Centralised_SAM) else oracle.FedAvg()
     assert oracle.difference(trained_model, oracle.central(model, clients, twin, options)) < 1e-12
     run_1 = [(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]))]
-    base = fed.FedSAM(centralised.rho) if isinstance(centralised, fed.Centralised_SAM) else fed.FedAvg()
+    base = fed.FedSAM(baseline.rho) if isinstance(baseline, fed.Centralised_SAM) else fed.FedAvg()
     assert same_bits(trained_model, fed.run(model, run_1, base, participation=1.0, **keywords).model)
 
 
@@ -176,10 +176,10 @@ def digits():
 def test_the_budget_is_that_of_a_federated_run(algorithm):
     model, data = digits()
     options = {"rounds": 4, "participation": 0.25, "sampler": "fixed", "local_epochs": 2, "batch_size": 8, "lr": 0.1}
-    federated = fed.run(model, data, fed.FedAvg(), **options)
-    watched = Watched(algorithm)
-    central = fed.run(model, data, watched, **{**options, "sampler": "bernoulli"})
-    for actual, expected in zip(central.history, federated.history):
+    federated_result = fed.run(model, data, fed.FedAvg(), **options)
+    watcher = Watched(algorithm)
+    central = fed.run(model, data, watcher, **{**options, "sampler": "bernoulli"})
+    for actual, expected in zip(central.history, federated_result.history):
         assert actual["samples"] == pytest.approx(
             expected["samples"], rel=0.2
         )  # client 0 has the remainder of the split
@@ -189,4 +189,4 @@ def test_the_budget_is_that_of_a_federated_run(algorithm):
         assert actual["megabytes_down"] == actual["megabytes_up"] == 0 and actual["clients"] == 1
     # Over the clients of the split, not over the blocks: one block has one accuracy.
     assert central.history[-1]["client_accuracy_std"] > 0
-    assert central.summary()["accuracy_final"] > federated.summary()["accuracy_final"] - 0.05
+    assert central.summary()["accuracy_final"] > federated_result.summary()["accuracy_final"] - 0.05

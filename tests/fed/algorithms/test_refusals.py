@@ -28,12 +28,12 @@ def start(algorithm, model=None, clients=CLIENTS, **options):
     fed.run(model or oracle.smooth_model(), clients, algorithm, **{"rounds": 1, **options})
 
 
-def normalised():
+def norm_model():
     return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3)).double()
 
 
 def start_normalised(algorithm, **options):
-    start(algorithm, normalised(), EVEN, participation=1.0, **options)
+    start(algorithm, norm_model(), EVEN, participation=1.0, **options)
 
 
 def radius_of_round_4(value):

@@ -43,10 +43,10 @@ class OwnWeights(fed.Algorithm):
         start = client["own"]
         if not self.rho:
             return fed.LocalUpdate(start=start)
-        away = torch.ones_like(start) * (server["w"] != 0)
+        offset = torch.ones_like(start) * (server["w"] != 0)
         return [
             fed.LocalUpdate(fed.Direction.CONSTANT, rho=self.rho, direction_vector=e, start=row)
-            for e, row in zip(away, start, strict=True)
+            for e, row in zip(offset, start, strict=True)
         ]
 
     def finish_client(self, server, client, results, round):
@@ -56,14 +56,14 @@ class OwnWeights(fed.Algorithm):
 def from_their_own(model, clients, rho, rounds, lr):
     """Train by autograd only: a full-batch step per round for all clients."""
     w = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    own, copied = [w] * len(clients), copy.deepcopy(model)
+    own, model_copy = [w] * len(clients), copy.deepcopy(model)
     for _ in range(rounds):
         deltas = []
         for i, (x, y) in enumerate(clients):
-            away = torch.full_like(w, rho / math.sqrt(len(w)))
-            torch.nn.utils.vector_to_parameters(own[i] + away, copied.parameters())
-            loss = torch.nn.functional.cross_entropy(copied(x), y)
-            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(copied.parameters()))])
+            offset = torch.full_like(w, rho / math.sqrt(len(w)))
+            torch.nn.utils.vector_to_parameters(own[i] + offset, model_copy.parameters())
+            loss = torch.nn.functional.cross_entropy(model_copy(x), y)
+            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model_copy.parameters()))])
             deltas.append(-lr * gradient)
             own[i] = own[i] + deltas[-1]
         w = w + sum(deltas) / len(deltas)
@@ -87,31 +87,31 @@ class Wavering(fed.Algorithm):
     """A learning rate that falls in every second round. Only eta differs between two rounds, and plain steps ignore
     it."""
 
-    apart: float = 0.0
+    distance: float = 0.0
 
     def local_update(self, server, client, round):
-        return fed.LocalUpdate(lr_end_factor=0.5 if round.index % 2 else 1.0, eta=self.apart * round.index)
+        return fed.LocalUpdate(lr_end_factor=0.5 if round.index % 2 else 1.0, eta=self.distance * round.index)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
 def test_a_rate_that_fell_is_not_that_of_the_next_round(executor):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = {"rounds": 3, "participation": 1.0, "batch_size": 3, "executor": executor}
-    one, other = (fed.run(model, clients, Wavering(apart), **options).model for apart in (0.0, 1.0))
-    assert same_bits(one, other)
+    one, other_model = (fed.run(model, clients, Wavering(distance), **options).model for distance in (0.0, 1.0))
+    assert same_bits(one, other_model)
 
 
 @dataclass(frozen=True)
 class Unsure(fed.Algorithm):
     """SAM whose pilots find, in every second round, that there is nothing to perturb."""
 
-    piloted: bool = True
+    uses_pilot: bool = True
     lr_end_factor: float = 1.0
 
     def local_update(self, server, client, round):
         nothing = bool(round.index % 2)
-        pilot = fed.Pilot(1, lambda norms, gradients: 0 * norms) if nothing and self.piloted else None
-        rho = 0.0 if nothing and not self.piloted else 0.3
+        pilot = fed.Pilot(1, lambda norms, gradients: 0 * norms) if nothing and self.uses_pilot else None
+        rho = 0.0 if nothing and not self.uses_pilot else 0.3
         return fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho, pilot=pilot, lr_end_factor=self.lr_end_factor)
 
 
@@ -120,8 +120,8 @@ class Unsure(fed.Algorithm):
 def test_a_radius_that_pilots_found_is_that_of_its_round(executor, lr_end_factor):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = {"rounds": 3, "participation": 1.0, "batch_size": 3, "executor": executor}
-    one, other = (fed.run(model, clients, Unsure(p, lr_end_factor), **options).model for p in (True, False))
-    assert same_bits(one, other)
+    one, other_model = (fed.run(model, clients, Unsure(p, lr_end_factor), **options).model for p in (True, False))
+    assert same_bits(one, other_model)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
@@ -151,12 +151,12 @@ def test_the_clip_scopes_differ_only_with_a_proximal_term():
 @pytest.mark.parametrize("options", ["plain", "decay", "momentum", "clip-active"])
 def test_control_variates(options, rho):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
-    ours = replayed(model, clients, Scaffold(rho=rho), OPTIONS[options])
+    result = replayed(model, clients, Scaffold(rho=rho), OPTIONS[options])
     twin = oracle.SCAFFOLD() if rho is None else oracle.FedGAMMA(rho)
-    theirs = oracle.run(model, clients, twin, OPTIONS[options], ACTIVE)
-    assert oracle.difference(ours.model, theirs) < 1e-12
+    twin_weights = oracle.run(model, clients, twin, OPTIONS[options], ACTIVE)
+    assert oracle.difference(result.model, twin_weights) < 1e-12
     # 2 clients, 2 vectors of 73 float64
-    assert ours.history[0]["megabytes_down"] == pytest.approx(2 * 2 * 73 * 8 / 1e6)
+    assert result.history[0]["megabytes_down"] == pytest.approx(2 * 2 * 73 * 8 / 1e6)
 
 
 def test_a_shared_tensor_is_stored_once(tmp_path):
@@ -170,8 +170,8 @@ def test_a_shared_tensor_is_stored_once(tmp_path):
     "algorithm",
     [
         *(
-            pytest.param(made(), marks=pytest.mark.slow if i % 2 else [])
-            for i, made in enumerate(fed.algorithms.registry.values())
+            pytest.param(algorithm_class(), marks=pytest.mark.slow if i % 2 else [])
+            for i, algorithm_class in enumerate(fed.algorithms.registry.values())
         ),
         Scaffold(),
     ],
@@ -179,15 +179,15 @@ def test_a_shared_tensor_is_stored_once(tmp_path):
 )
 def test_the_order_in_which_clients_run_changes_no_bit(monkeypatch, algorithm):
     torch.manual_seed(0)
-    between = torch.nn.LayerNorm(8) if isinstance(algorithm, fed.FedBN) else torch.nn.ReLU()
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), between, torch.nn.Dropout(0.3), torch.nn.Linear(8, 3))
+    middle_layer = torch.nn.LayerNorm(8) if isinstance(algorithm, fed.FedBN) else torch.nn.ReLU()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), middle_layer, torch.nn.Dropout(0.3), torch.nn.Linear(8, 3))
     clients = oracle.ragged_clients(torch.float32, sizes=(7, 16, 1, 23, 12, 9, 4, 30))
     options = {"rounds": 3, "participation": 0.8, "weighting": "samples", "momentum": 0.5}
     plain = fed.run(model, clients, algorithm, **options)
     monkeypatch.setitem(executors.registry, "sequential", Reordered)
-    other = fed.run(model, clients, algorithm, executor="sequential", **options)
-    assert same_bits(plain.model, other.model)
-    assert untimed(plain) == untimed(other)
+    other_result = fed.run(model, clients, algorithm, executor="sequential", **options)
+    assert same_bits(plain.model, other_result.model)
+    assert untimed(plain) == untimed(other_result)
 
 
 class Bare:
@@ -255,7 +255,7 @@ test_refused = refusals(
 )  # fmt: skip
 
 
-def writing(where):
+def make_writer(where):
     """Return algorithms that write into their arguments, each in a different function."""
 
     def init_client(self, server):
@@ -281,23 +281,25 @@ def writing(where):
 
 
 @pytest.mark.parametrize(
-    ("where", "what"),
+    ("where", "subject"),
     [("local_update", "client.'k'"), ("finish_client", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
 )
-def test_writing_into_what_was_given_is_told(where, what):
+def test_writing_into_what_was_given_is_told(where, subject):
     """New clients share one state, so such a write would change other clients."""
-    arguments = (oracle.smooth_model(), oracle.ragged_clients(), writing(where))
+    arguments = (oracle.smooth_model(), oracle.ragged_clients(), make_writer(where))
     if where is None:
         fed.run(*arguments, rounds=2)
         return
-    with pytest.raises(ValueError, match=f"wrote into {what}., which is shared; it must return a new tensor"):
+    with pytest.raises(ValueError, match=f"wrote into {subject}., which is shared; it must return a new tensor"):
         fed.run(*arguments, rounds=1, executor="sequential")
 
 
 def test_writing_into_the_state_of_several_clients_is_told():
     """In the first round all have one state, which torch does not write for several; later each has its own."""
     with pytest.raises((ValueError, RuntimeError), match="wrote into client|refers to a single memory location"):
-        fed.run(oracle.smooth_model(), oracle.ragged_clients(), writing("finish_client"), rounds=1, participation=1.0)
+        fed.run(
+            oracle.smooth_model(), oracle.ragged_clients(), make_writer("finish_client"), rounds=1, participation=1.0
+        )
 
     def finish_client(self, server, client, results, round):
         if round.index:

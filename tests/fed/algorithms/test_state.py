@@ -28,13 +28,13 @@ def run(algorithm, inputs=(3,), **options):
 
 @pytest.mark.parametrize("algorithm", CASES, ids=repr)
 def test_states_are_as_large_as_declared(algorithm):
-    watched = Watched(algorithm)
-    result = run(watched, participation=1.0)
-    w = watched._servers[0]["w"]
-    vectors = [t for t in watched._servers[-1].values() if t.shape == w.shape]
+    watcher = Watched(algorithm)
+    result = run(watcher, participation=1.0)
+    w = watcher._servers[0]["w"]
+    vectors = [t for t in watcher._servers[-1].values() if t.shape == w.shape]
     assert len(vectors) == algorithm.server_vectors and all(t.dtype == w.dtype for t in vectors)
-    assert sum(t.numel() for t in watched._servers[-1].values()) - len(vectors) * w.numel() <= 10  # a few numbers
-    for state in watched._clients.values():
+    assert sum(t.numel() for t in watcher._servers[-1].values()) - len(vectors) * w.numel() <= 10  # a few numbers
+    for state in watcher._clients.values():
         assert sum(t.shape == w.shape for t in state.values()) == algorithm.client_vectors
     size = sum(p.numel() * 4 for p in result.model.parameters()) / 1e6
     for record in result.history:
@@ -69,15 +69,15 @@ def test_nothing_that_was_handed_over_is_written(algorithm):
 @pytest.mark.parametrize("cls", [fed.FedLESAM, fed.FedLESAM_S, fed.FedLESAM_D])
 def test_the_old_model_is_kept_by_reference(cls):
     """Clients of one round share the server's tensor; an absent client keeps an older tensor."""
-    watched = Watched(cls())
-    run(watched, participation=1.0, rounds=3)
-    received = watched._servers[-2]["w"]  # the last round's
-    assert all(state["w_old_i"] is received for state in watched._clients.values())
+    watcher = Watched(cls())
+    run(watcher, participation=1.0, rounds=3)
+    received_weights = watcher._servers[-2]["w"]  # the last round's
+    assert all(state["w_old_i"] is received_weights for state in watcher._clients.values())
     attendance = [[0, 1], [1], [1, 2]]
-    watched = Watched(cls())
-    run(watched, rounds=3, sampler=lambda t, generator: attendance[t])
-    old = {client: state["w_old_i"] for client, state in watched._clients.items()}
-    assert old[0] is watched._servers[0]["w"] and old[1] is old[2] is watched._servers[2]["w"]
+    watcher = Watched(cls())
+    run(watcher, rounds=3, sampler=lambda t, generator: attendance[t])
+    old = {client: state["w_old_i"] for client, state in watcher._clients.items()}
+    assert old[0] is watcher._servers[0]["w"] and old[1] is old[2] is watcher._servers[2]["w"]
 
 
 @pytest.mark.parametrize(
@@ -89,30 +89,30 @@ def test_the_old_model_is_kept_by_reference(cls):
     ],
 )  # fmt: skip
 def test_the_maps_of_fedrobust(form, inputs, shapes):
-    watched = Watched(fed.FedRobust(form=form, eta_2=0.5))
-    run(watched, inputs)
-    assert watched._clients
-    for state in watched._clients.values():
+    watcher = Watched(fed.FedRobust(form=form, eta_2=0.5))
+    run(watcher, inputs)
+    assert watcher._clients
+    for state in watcher._clients.values():
         assert (tuple(state["Lam"].shape), tuple(state["delta"].shape)) == shapes
         assert state["delta"].any()
 
 
 def test_the_maps_of_fedrobust_stay_within_their_radius():
-    watched = Watched(fed.FedRobust(form="full", eta_2=5.0, radius=(0.02, 0.01), ascent_steps=2))
-    run(watched, rounds=6)
-    for state in watched._clients.values():
+    watcher = Watched(fed.FedRobust(form="full", eta_2=5.0, radius=(0.02, 0.01), ascent_steps=2))
+    run(watcher, rounds=6)
+    for state in watcher._clients.values():
         assert torch.linalg.vector_norm(state["Lam"] - torch.eye(3)) == pytest.approx(0.02, rel=1e-4)
         assert torch.linalg.vector_norm(state["delta"]) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_a_client_that_rests_keeps_its_map():
-    watched = Watched(fed.FedRobust(eta_2=0.5))
+    watcher = Watched(fed.FedRobust(eta_2=0.5))
     maps = []
 
     def sampler(t, generator):
-        maps.append({i: s["Lam"].clone() for i, s in watched._clients.items()})
+        maps.append({i: s["Lam"].clone() for i, s in watcher._clients.items()})
         return [[0, 1], [1], [0]][t]
 
-    run(watched, rounds=3, sampler=sampler)
+    run(watcher, rounds=3, sampler=sampler)
     assert torch.equal(maps[2][0], maps[1][0]) and not torch.equal(maps[2][1], maps[1][1])
-    assert not torch.equal(watched._clients[0]["Lam"], maps[2][0])
+    assert not torch.equal(watcher._clients[0]["Lam"], maps[2][0])

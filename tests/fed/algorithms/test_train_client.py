@@ -80,10 +80,10 @@ def test_the_teacher_is_in_evaluation_mode_with_the_buffers_of_the_round():
     }  # fmt: skip
     output: list[Any] = []
     fed.run(model, clients, Recorded(output), rounds=2, **options)
-    received = [model, fed.run(model, clients, fed.FedAvg(), rounds=1, **options).model]
+    received_models = [model, fed.run(model, clients, fed.FedAvg(), rounds=1, **options).model]
     assert {t for t, _, _ in output} == {0, 1}
     for t, outputs, teacher_outputs in output:
-        expected = [received[t].eval()(x).detach() for x, _ in clients]
+        expected = [received_models[t].eval()(x).detach() for x, _ in clients]
         assert any(
             torch.allclose(teacher_outputs, expected_value, rtol=1e-12, atol=1e-12) for expected_value in expected
         )
@@ -106,13 +106,13 @@ def test_the_divergence_is_torchs():
     torch.testing.assert_close(torch.autograd.grad(result, outputs), torch.autograd.grad(expected, outputs))
     assert divergence(teacher_outputs, teacher_outputs, 2.0) == 0
     # Classes are the second dimension. Excluded classes get no gradient.
-    excluded = torch.zeros(6, 4, dtype=torch.bool)
-    excluded[:, 0] = True
+    class_mask = torch.zeros(6, 4, dtype=torch.bool)
+    class_mask[:, 0] = True
     outputs = outputs.detach().requires_grad_()
     torch.testing.assert_close(
-        divergence(outputs, teacher_outputs, 1.0, excluded), divergence(outputs[:, 1:], teacher_outputs[:, 1:])
+        divergence(outputs, teacher_outputs, 1.0, class_mask), divergence(outputs[:, 1:], teacher_outputs[:, 1:])
     )
-    (slope,) = torch.autograd.grad(divergence(outputs, teacher_outputs, 1.0, excluded), outputs)
+    (slope,) = torch.autograd.grad(divergence(outputs, teacher_outputs, 1.0, class_mask), outputs)
     assert slope.isfinite().all() and (slope[:, 0] == 0).all() and (slope[:, 1:] != 0).any()
 
 
@@ -299,8 +299,8 @@ def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
 
     monkeypatch.setattr(Task, "full_batches", unreadable)
     options = {"executor": "threads", "participation": 1.0, "on_client_error": "exclude", "max_excluded": 0.9}
-    excluded = run(Loop(loop, fed.LocalUpdate()), rounds=1, **options).history[0]["excluded"]
-    assert [(entry["client"], "OSError: disk" in entry["reason"]) for entry in excluded] == [(2, True)]
+    excluded_clients = run(Loop(loop, fed.LocalUpdate()), rounds=1, **options).history[0]["excluded"]
+    assert [(entry["client"], "OSError: disk" in entry["reason"]) for entry in excluded_clients] == [(2, True)]
 
 
 def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():

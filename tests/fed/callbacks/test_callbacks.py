@@ -77,14 +77,14 @@ class Library:
 @pytest.mark.parametrize("fails", [False, True])
 def test_wandb(fails, tmp_path, monkeypatch):
     library = Library()
-    library.summary = SimpleNamespace(update=lambda found: library.calls.append(("summary", (found,), {})))
+    library.summary = SimpleNamespace(update=lambda summary: library.calls.append(("summary", (summary,), {})))
     monkeypatch.setitem(sys.modules, "wandb", library)
-    result = logged(tmp_path, WandB(project="fed"), fails)
+    result = log_run(tmp_path, WandB(project="fed"), fails)
     (_, options), *_ = library.named("init")
     assert options["project"] == "fed" and options["config"]["algorithm"] == "MoFedSAM"
     logs = library.named("log")
     assert [options["step"] for _, options in logs] == [1, 2] and logs[0][0][0]["train_loss"] == result[0]["train_loss"]
-    assert [found["rounds"] for (found,), _ in library.named("summary")] == ([] if fails else [2])
+    assert [summary["rounds"] for (summary,), _ in library.named("summary")] == ([] if fails else [2])
     assert library.named("finish") == [((), {"exit_code": int(fails)})]
 
 
@@ -92,7 +92,7 @@ def test_wandb(fails, tmp_path, monkeypatch):
 def test_mlflow(fails, tmp_path, monkeypatch):
     library = Library()
     monkeypatch.setitem(sys.modules, "mlflow", library)
-    result = logged(tmp_path, MLflow("mine", run_name="one"), fails)
+    result = log_run(tmp_path, MLflow("mine", run_name="one"), fails)
     assert [name for name, *_ in library.calls[:3]] == ["set_experiment", "start_run", "log_params"]
     assert library.named("start_run") == [((), {"run_name": "one"})]
     parameters = library.named("log_params")[0][0][0]
@@ -106,13 +106,13 @@ def test_mlflow(fails, tmp_path, monkeypatch):
 def test_tensorboard(fails, tmp_path, monkeypatch):
     library = Library()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
-    result = logged(tmp_path, TensorBoard(tmp_path / "events"), fails)
+    result = log_run(tmp_path, TensorBoard(tmp_path / "events"), fails)
     assert library.named("SummaryWriter") == [((tmp_path / "events",), {"purge_step": None})]
     scalars = {arguments for arguments, _ in library.named("add_scalar")}
     assert ("train_loss", result[1]["train_loss"], 2) in scalars and library.calls[-1][0] == "close"
 
 
-def logged(tmp_path: Any, callback: fed.Callback, fails: bool) -> list[dict[str, Any]]:
+def log_run(tmp_path: Any, callback: fed.Callback, fails: bool) -> list[dict[str, Any]]:
     """Return the records of a run of two rounds; with `fails` it is then interrupted."""
     end = [Alarm(2, KeyboardInterrupt())] if fails else []
     with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
@@ -217,7 +217,7 @@ def stopped_after(values: list[float | None], **options: Any) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("values", "options", "stopped"),
+    ("values", "options", "last_round"),
     [
         ([3, 2, 1, 1, 1, 1], {"mode": "min", "patience": 2}, 5),
         ([1, 2, 3, 3, 3, 3], {"mode": "max", "patience": 3}, 6),
@@ -233,8 +233,8 @@ def stopped_after(values: list[float | None], **options: Any) -> int | None:
         ([2.0, float("nan"), 1.0, float("nan")], {"mode": "min", "patience": 2}, None),
     ],
 )
-def test_it_stops_when_patience_is_over(values, options, stopped):
-    assert stopped_after(values, **options) == stopped
+def test_it_stops_when_patience_is_over(values, options, last_round):
+    assert stopped_after(values, **options) == last_round
 
 
 def test_what_it_says():
@@ -252,10 +252,10 @@ def test_a_run_interrupted_and_resumed_stops_in_the_same_round(tmp_path):
     full_run = start(tmp_path / "whole", rounds=30, callbacks=[stopping()])
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path / "run", rounds=30, callbacks=[stopping(), Alarm(2, KeyboardInterrupt())])
-    resumed = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
+    resumed_result = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
     repeat = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
     assert 3 < len(full_run.history) < 30
-    for run in (resumed, repeat):
+    for run in (resumed_result, repeat):
         assert same_bits(run.model, full_run.model) and run.summary()["stopped"] == full_run.summary()["stopped"]
 
 

@@ -163,9 +163,9 @@ def test_a_read_that_fails_in_a_round_names_the_client_or_leaves_it_out() -> Non
 
 def test_labels_all_ignored_are_said(caplog: pytest.LogCaptureFixture) -> None:
     x, y = pairs()[1]
-    unlabelled = [(row, -100) for row in x]
+    unlabelled_samples = [(row, -100) for row in x]
     with pytest.raises(ValueError, match="client 1: all labels are -100"):
-        run([GOOD, unlabelled])
+        run([GOOD, unlabelled_samples])
     trees = [{"x": a, "labels": b} for a, b in (GOOD, (x, torch.full_like(y, -100)))]
     loss = fed.BatchLoss(lambda m, batch: F.cross_entropy(m(batch["x"]), batch["labels"]))
     result = run(trees, loss=loss, test=None, model=model())
@@ -269,22 +269,26 @@ def test_a_client_costs_few_calls_before_the_first_round() -> None:
 
 def test_a_client_of_a_store_becomes_tensors_when_it_is_asked_for() -> None:
     data = clients([4, 1, 9])
-    found = prepare(data, None, torch.float32, CPU).clients.pairs
-    assert len(found) == 3 and found[1] is found[1]
-    for calls in (list(found), [found[i] for i in range(3)]):
+    pairs = prepare(data, None, torch.float32, CPU).clients.pairs
+    assert len(pairs) == 3 and pairs[1] is pairs[1]
+    for calls in (list(pairs), [pairs[i] for i in range(3)]):
         assert all(torch.equal(a, b) for tensors, pair in zip(calls, data, strict=True) for a, b in zip(tensors, pair))
     with pytest.raises(IndexError):
-        found[3]
+        pairs[3]
 
 
 def test_of_much_data_there_is_no_second_copy(monkeypatch: MonkeyPatch) -> None:
     data = clients([4, 1, 9])
     for module in (preparing, packed_samples):
         monkeypatch.setattr(module, "LARGEST", 100)
-    found = prepare(data, None, torch.float32, CPU).clients
-    aligned = [(x, y) for x, y in data if x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0]
-    addresses = {t.data_ptr() for pair in found.pairs for t in pair}
-    assert found.store is None and aligned and all(t.data_ptr() in addresses for pair in aligned for t in pair)
+    prepared_clients = prepare(data, None, torch.float32, CPU).clients
+    aligned_pairs = [(x, y) for x, y in data if x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0]
+    addresses = {t.data_ptr() for pair in prepared_clients.pairs for t in pair}
+    assert (
+        prepared_clients.store is None
+        and aligned_pairs
+        and all(t.data_ptr() in addresses for pair in aligned_pairs for t in pair)
+    )
 
 
 @pytest.mark.parametrize("bad_value", [float("nan"), float("inf"), -float("inf")])

@@ -24,8 +24,8 @@ def test_the_bits_are_those_of_clients_that_are_there(executor: str, sizes: list
     result = run(fed.LazyClients(4, pairs().__getitem__, sizes), executor=executor, local_steps=5)
     assert torch.equal(weights(result), weights(plain))
     lazy = fed.LazyClients(4, lambda i: Rows(*pairs()[i]))
-    read = run(lazy, executor=executor, collate=in_another_collate, local_steps=5)
-    assert torch.equal(weights(read), weights(plain))
+    lazy_result = run(lazy, executor=executor, collate=in_another_collate, local_steps=5)
+    assert torch.equal(weights(lazy_result), weights(plain))
     assert result.history[-1]["samples"] == plain.history[-1]["samples"]
 
 
@@ -132,14 +132,14 @@ def test_the_next_clients_are_loaded_while_others_train(executor: str) -> None:
 
 
 def test_what_loads_at_once_or_draws_is_loaded_when_it_trains() -> None:
-    quick, drawing = Slow(0), Slow()
+    quick_loader, drawing = Slow(0), Slow()
 
     def draws(i: int) -> Any:
         x, y = drawing(i)
         return x + torch.rand(()), y
 
     for lazy, calls in (
-        (fed.LazyClients(4, quick), quick.calls),
+        (fed.LazyClients(4, quick_loader), quick_loader.calls),
         (fed.LazyClients(4, draws, prefetch=2), drawing.calls),
     ):
         run(lazy, executor="sequential")
@@ -155,17 +155,17 @@ def test_no_more_than_asked_for_are_loaded_ahead(maximum: int) -> None:
         go.acquire()
         return 10 * i
 
-    def loaded() -> list[int]:
-        until = time.monotonic() + 5
-        while not all(f.done() for f in ahead._futures.values()) and time.monotonic() < until:
+    def loaded_clients() -> list[int]:
+        deadline = time.monotonic() + 5
+        while not all(f.done() for f in ahead._futures.values()) and time.monotonic() < deadline:
             time.sleep(0.001)
         return starts
 
     ahead = Prefetcher(load)
     go.release(100)
     ahead.prefetch(range(8), maximum)
-    assert loaded() == list(range(maximum))
-    assert ahead.take(0) == 0 and loaded() == list(range(maximum + 1)), "the next one takes its place"
+    assert loaded_clients() == list(range(maximum))
+    assert ahead.take(0) == 0 and loaded_clients() == list(range(maximum + 1)), "the next one takes its place"
     assert ahead.take(7) == 70 and starts[-1] == 7, "who comes out of turn is loaded at once"
     ahead.prefetch([20], maximum)
     assert ahead.take(20) == 200 and ahead.take(1) == 10 and starts.count(1) == 2, "the others were forgotten"

@@ -15,15 +15,15 @@ from tests.helpers.fed_rundir import records, start
 from tests.helpers.fed_runs import same_bits
 
 
-def drawn(name, clients, participation, rounds, seed=0):
+def draw_rounds(name, clients, participation, rounds, seed=0):
     sampler = sampling.make(name, clients, participation)
     return [sampling.draw(sampler, t, seed) for t in range(rounds)]
 
 
 def test_regression():
     """The very clients: a change here changes every published run."""
-    assert drawn("bernoulli", 20, 0.2, 4) == [[4, 12, 19], [0, 1, 5, 9, 13], [4, 8, 9], [1, 3, 9, 16]]
-    assert drawn("fixed", 20, 0.2, 4) == [[6, 7, 8, 16], [1, 8, 10, 18], [6, 9, 10, 19], [0, 11, 16, 18]]
+    assert draw_rounds("bernoulli", 20, 0.2, 4) == [[4, 12, 19], [0, 1, 5, 9, 13], [4, 8, 9], [1, 3, 9, 16]]
+    assert draw_rounds("fixed", 20, 0.2, 4) == [[6, 7, 8, 16], [1, 8, 10, 18], [6, 9, 10, 19], [0, 11, 16, 18]]
     assert seeds.derive(0, "sample", 0) == 6834760543676935646
     assert seeds.permutation(8, 1, "shuffle", 2).tolist() == [6, 4, 7, 1, 2, 5, 3, 0]
 
@@ -45,35 +45,35 @@ def test_every_draw_is_valid_and_repeatable(name, clients, participation, round,
 
 
 def test_bernoulli_has_the_right_mean_and_spread():
-    counts = [len(ids) for ids in drawn("bernoulli", 100, 0.1, 800)]
+    counts = [len(ids) for ids in draw_rounds("bernoulli", 100, 0.1, 800)]
     assert 9.5 < np.mean(counts) < 10.5 and 2.5 < np.std(counts) < 3.5 and min(counts) >= 1
-    members = np.bincount(np.concatenate(drawn("bernoulli", 10, 0.3, 2000)), minlength=10)
+    members = np.bincount(np.concatenate(draw_rounds("bernoulli", 10, 0.3, 2000)), minlength=10)
     assert members.min() > 450 and members.max() < 750  # 600 are expected for each client
 
 
 def test_a_participation_near_zero_still_ends():
-    assert all(len(ids) == 1 for ids in drawn("bernoulli", 10, 1e-9, 5))
-    assert len({ids[0] for ids in drawn("bernoulli", 10, 1e-9, 50)}) > 5
+    assert all(len(ids) == 1 for ids in draw_rounds("bernoulli", 10, 1e-9, 5))
+    assert len({ids[0] for ids in draw_rounds("bernoulli", 10, 1e-9, 50)}) > 5
     generator = seeds.generator(0, "sample", 3)
     last = [torch.rand(10, generator=generator, dtype=torch.float64) for _ in range(100)][-1]
-    assert drawn("bernoulli", 10, 1e-9, 4)[3] == [int(last.argmin())]
+    assert draw_rounds("bernoulli", 10, 1e-9, 4)[3] == [int(last.argmin())]
 
 
 def test_rounds_and_seeds_differ():
-    a, b = drawn("bernoulli", 50, 0.3, 20, seed=0), drawn("bernoulli", 50, 0.3, 20, seed=1)
+    a, b = draw_rounds("bernoulli", 50, 0.3, 20, seed=0), draw_rounds("bernoulli", 50, 0.3, 20, seed=1)
     assert len({tuple(x) for x in a + b}) == 40
 
 
 def test_the_simulators_cohorts():
     """The counts of its first ten rounds, as its code gives them; the run's seed changes nothing."""
-    assert [len(ids) for ids in drawn("simulator", 100, 0.1, 10)] == [7, 7, 11, 11, 7, 11, 7, 7, 8, 10]
-    assert [len(ids) for ids in drawn("simulator", 200, 0.05, 10)] == [8, 8, 18, 7, 8, 10, 4, 8, 11, 11]
-    assert drawn("simulator", 100, 0.1, 1, seed=5) == [[4, 15, 33, 61, 69, 80, 92]]
-    assert all(drawn("simulator", 3, 0.01, 40))
+    assert [len(ids) for ids in draw_rounds("simulator", 100, 0.1, 10)] == [7, 7, 11, 11, 7, 11, 7, 7, 8, 10]
+    assert [len(ids) for ids in draw_rounds("simulator", 200, 0.05, 10)] == [8, 8, 18, 7, 8, 10, 4, 8, 11, 11]
+    assert draw_rounds("simulator", 100, 0.1, 1, seed=5) == [[4, 15, 33, 61, 69, 80, 92]]
+    assert all(draw_rounds("simulator", 3, 0.01, 40))
 
 
 def test_the_simulator_draws_with_the_next_seed_while_nobody_takes_part():
-    result = drawn("simulator", 5, 0.05, 60)
+    result = draw_rounds("simulator", 5, 0.05, 60)
     redrawn = 0
     for t, ids in enumerate(result):
         seed = 20 + t
@@ -83,7 +83,7 @@ def test_the_simulator_draws_with_the_next_seed_while_nobody_takes_part():
         assert ids == np.flatnonzero(np.random.RandomState(seed).uniform(size=5) <= 0.05).tolist()
     assert redrawn > 30
     # The client with the smallest draw, if a hundred seeds give no client.
-    assert drawn("simulator", 5, 1e-9, 2) == [
+    assert draw_rounds("simulator", 5, 1e-9, 2) == [
         [int(np.random.RandomState(20 + t + 99).uniform(size=5).argmin())] for t in (0, 1)
     ]
 
@@ -238,15 +238,15 @@ def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):
     options = {"available": available, "algorithm": fed.SCAFFOLD(), "buffers": None}
     result = start(tmp_path / "run", rounds=4, callbacks=[models], **options)
     assert [same_bits(a, b) for a, b in zip(models.result, models.result[1:])] == [True, False, True, False]
-    skipped, next_record = result.history[2], result.history[1]
+    skipped_record, next_record = result.history[2], result.history[1]
     assert [r.get("skipped") for r in result.history] == ["no client was available", None] * 2
-    assert (skipped["clients"], skipped["steps"], skipped["train_loss"]) == (0, 0, None)
-    assert skipped["test_loss"] == next_record["test_loss"] and {*next_record} == {*skipped} - {"skipped"}
+    assert (skipped_record["clients"], skipped_record["steps"], skipped_record["train_loss"]) == (0, 0, None)
+    assert skipped_record["test_loss"] == next_record["test_loss"] and {*next_record} == {*skipped_record} - {"skipped"}
     assert result.summary()["rounds"] == 4 and result.summary()["megabytes"] > 0
     # Killed after a skipped round, and resumed.
     start(tmp_path / "again", rounds=3, **options)
-    resumed = start(tmp_path / "again", rounds=4, resume=True, **options)
-    assert same_bits(resumed.model, result.model) and records(tmp_path / "again") == records(tmp_path / "run")
+    resumed_result = start(tmp_path / "again", rounds=4, resume=True, **options)
+    assert same_bits(resumed_result.model, result.model) and records(tmp_path / "again") == records(tmp_path / "run")
 
 
 def test_weights_of_the_clients_own(tmp_path):

@@ -53,11 +53,11 @@ def test_cifar_in_the_published_format(tmp_path: Path, monkeypatch: MonkeyPatch,
     assert (data.classes, data.in_shape, data.augment) == (classes, (3, 32, 32), AUGMENTS["flip_crop"])
     train = [content[name] for name in content if not name.startswith("test")]
     mean, std = STATISTICS[classes]
-    for (x, y), stored in ((data[0], train), (data.test, [content[next(reversed(content))]])):
-        raw = np.concatenate([part for part, _ in stored]).astype(np.float64) / 255
+    for (x, y), stored_content in ((data[0], train), (data.test, [content[next(reversed(content))]])):
+        raw = np.concatenate([part for part, _ in stored_content]).astype(np.float64) / 255
         expected = (raw - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
         assert x.dtype == torch.float32 and np.allclose(x.numpy(), expected, atol=1e-5)
-        assert y.tolist() == [v for _, part in stored for v in part]
+        assert y.tolist() == [v for _, part in stored_content for v in part]
 
 
 def test_the_folder_that_torchvision_unpacks_is_enough(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_wrong_checksum_is_an_error(tmp_path: Path, monkeypatch: MonkeyPatch, 
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def pickled(**content: object) -> bytes:
+def pickle_content(**content: object) -> bytes:
     return pickle.dumps(content, protocol=2)
 
 
@@ -109,16 +109,19 @@ def pickled(**content: object) -> bytes:
     ("change", "message"),
     [
         ({"test": None}, "Dataset not found or corrupted"),
-        ({"test": pickled(data=np.zeros((2, 3072), np.uint8))}, "KeyError: 'fine_labels'"),
-        ({"test": pickled(data=np.zeros((2, 5), np.uint8), fine_labels=[0, 1])}, "cannot reshape"),
+        ({"test": pickle_content(data=np.zeros((2, 3072), np.uint8))}, "KeyError: 'fine_labels'"),
+        ({"test": pickle_content(data=np.zeros((2, 5), np.uint8), fine_labels=[0, 1])}, "cannot reshape"),
         ({"test": b"not a pickle"}, "UnpicklingError"),
         (
-            {"test": pickled(data=np.zeros((2, 3072)), fine_labels=[0, 1])},
+            {"test": pickle_content(data=np.zeros((2, 3072)), fine_labels=[0, 1])},
             r"expected bytes of \[3, 32, 32\].* got float64",
         ),
-        ({"train": pickled(data=np.zeros((2, 3072), np.uint8), fine_labels=[0])}, r"\[2, 3, 32, 32\] and \[1\] labels"),
         (
-            {"train": pickled(data=np.zeros((2, 3072), np.uint8), fine_labels=[0, 100])},
+            {"train": pickle_content(data=np.zeros((2, 3072), np.uint8), fine_labels=[0])},
+            r"\[2, 3, 32, 32\] and \[1\] labels",
+        ),
+        (
+            {"train": pickle_content(data=np.zeros((2, 3072), np.uint8), fine_labels=[0, 100])},
             r"training part .* labels in 0\.\.99",
         ),
     ],
@@ -142,8 +145,10 @@ def test_emnist_in_the_published_format(tmp_path: Path, monkeypatch: MonkeyPatch
     x, y = content["test"]
     expected = (x.transpose(0, 2, 1) / 255 - raw.mean()) / raw.std()  # stored images are transposed
     assert np.allclose(data.test[0][:, 0].numpy(), expected, atol=1e-5) and data.test[1].tolist() == y
-    pooled = torch.cat([x for x, _ in data]).double()
-    assert pooled.mean().item() == pytest.approx(0, abs=1e-6) and pooled.std(correction=0).item() == pytest.approx(1)
+    all_images = torch.cat([x for x, _ in data]).double()
+    assert all_images.mean().item() == pytest.approx(0, abs=1e-6) and all_images.std(
+        correction=0
+    ).item() == pytest.approx(1)
     (tmp_path / "EMNIST/raw/gzip.zip").unlink()
     repeat = emnist(tmp_path, clients=4, split="iid", fraction=1.0)
     assert torch.equal(repeat.test[0], data.test[0])

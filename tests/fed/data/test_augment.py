@@ -20,12 +20,12 @@ def generator(seed: int) -> torch.Generator:
 def variants(image: torch.Tensor, pad: int) -> dict[bytes, tuple[bool, int, int]]:
     """Every image that a flip and a crop of `image` [C, H, W] can give, by (flipped, down, right)."""
     results = {}
-    for flipped in (False, True):
-        padded = F.pad(image.flip(-1) if flipped else image, (pad,) * 4)
-        for down in range(2 * pad + 1):
+    for is_flipped in (False, True):
+        padded_image = F.pad(image.flip(-1) if is_flipped else image, (pad,) * 4)
+        for dy in range(2 * pad + 1):
             for dx in range(2 * pad + 1):
-                crop = padded[:, down : down + image.shape[1], dx : dx + image.shape[2]]
-                results[crop.contiguous().numpy().tobytes()] = (flipped, down, dx)
+                crop = padded_image[:, dy : dy + image.shape[1], dx : dx + image.shape[2]]
+                results[crop.contiguous().numpy().tobytes()] = (is_flipped, dy, dx)
     return results
 
 
@@ -44,9 +44,9 @@ def test_every_sample_is_flipped_and_cropped(seed: int, shape: tuple, pad: int, 
     assert result.shape == x.shape and result.dtype == x.dtype and torch.equal(x, original)
     for image, out in zip(x, result):
         possible = variants(image, pad)
-        flipped, down, dx = possible[out.contiguous().numpy().tobytes()] if out.any() else (flip > 0, pad, pad)
-        assert flipped == bool(flip) or 0 < flip < 1
-        assert crop > 0 or (down, dx) == (pad, pad)
+        is_flipped, dy, dx = possible[out.contiguous().numpy().tobytes()] if out.any() else (flip > 0, pad, pad)
+        assert is_flipped == bool(flip) or 0 < flip < 1
+        assert crop > 0 or (dy, dx) == (pad, pad)
 
 
 def places(augment: FlipCrop, n: int = 20_000) -> Counter:
@@ -59,9 +59,9 @@ def places(augment: FlipCrop, n: int = 20_000) -> Counter:
 
 def test_the_papers_probabilities() -> None:
     n, records = 20_000, places(FlipCrop())
-    flipped = sum(count for (flip, _, _), count in records.items() if flip)
-    still = sum(count for (_, down, dx), count in records.items() if (down, dx) == (4, 4))
-    assert flipped / n == pytest.approx(0.5, abs=0.015)
+    num_flipped = sum(count for (flip, _, _), count in records.items() if flip)
+    still = sum(count for (_, dy, dx), count in records.items() if (dy, dx) == (4, 4))
+    assert num_flipped / n == pytest.approx(0.5, abs=0.015)
     assert still / n == pytest.approx(0.5 + 0.5 / 81, abs=0.015)  # no crop, or the crop that is the image itself
     pair = records[True, 4, 4]
     assert pair / n == pytest.approx(0.5 * (0.5 + 0.5 / 81), abs=0.015)  # flip and crop are independent
@@ -72,9 +72,9 @@ def test_the_papers_probabilities() -> None:
         for offset in range(9):
             expected = 0.5 / 9 + 0.5 * (offset == 4)
             assert moves[offset] / n == pytest.approx(expected, abs=0.012), (axis, offset)
-    always = places(FlipCrop(crop=1.0))
-    assert sum(c for (_, d, r), c in always.items() if (d, r) == (4, 4)) / n == pytest.approx(1 / 81, abs=0.005)
-    assert len(always) == 2 * 81
+    crops = places(FlipCrop(crop=1.0))
+    assert sum(c for (_, d, r), c in crops.items() if (d, r) == (4, 4)) / n == pytest.approx(1 / 81, abs=0.005)
+    assert len(crops) == 2 * 81
 
 
 def test_the_same_generator_gives_the_same_images_and_goes_on() -> None:

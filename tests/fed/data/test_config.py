@@ -52,23 +52,30 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_every_kind_of_data(tmp_path: Path, small_sets: Path, name: str) -> None:
-    made = resolve(tmp_path, f"data = '{name}'\nrounds = 1\nlr = 0.01\nclient_test_split = 'shared'\n{RUNS[name]}")
-    built = experiment.build(made)
-    result = experiment.start(built, tmp_path / "run")
+    resolved_config = resolve(
+        tmp_path, f"data = '{name}'\nrounds = 1\nlr = 0.01\nclient_test_split = 'shared'\n{RUNS[name]}"
+    )
+    experiment_parts = experiment.build(resolved_config)
+    result = experiment.start(experiment_parts, tmp_path / "run")
     assert torch.isfinite(torch.tensor(result.history[-1]["test_loss"]))
-    assert isinstance(built.model, models.Pixels) == (name == "officehome")
+    assert isinstance(experiment_parts.model, models.Pixels) == (name == "officehome")
     repeat = config.resolve(config.read(tmp_path / "run" / "config.json"))
-    assert repeat == made
+    assert repeat == resolved_config
 
 
 def test_the_keys_reach_the_data_set(tmp_path: Path, small_sets: Path) -> None:
-    loaded = experiment.load_data(resolve(tmp_path, "data = 'cifar10'\nclients = 6\nsplit = 'iid'\ndata_dir = 'data'"))
+    federated_data = experiment.load_data(
+        resolve(tmp_path, "data = 'cifar10'\nclients = 6\nsplit = 'iid'\ndata_dir = 'data'")
+    )
     direct = data.SETS["cifar10"]("data", clients=6, split="iid")
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(loaded, direct)) and loaded.augment == data.FlipCrop()
+    assert (
+        all(torch.equal(a[0], b[0]) for a, b in zip(federated_data, direct))
+        and federated_data.augment == data.FlipCrop()
+    )
     other_data = experiment.load_data(resolve(tmp_path, "data = 'cifar10'\nclients = 6\nsplit = 'iid'\nsplit_seed = 3"))
-    assert not all(torch.equal(a[1], b[1]) for a, b in zip(loaded, other_data))
-    always = resolve(tmp_path, "data = 'cifar10'\naugment = 'flip_crop_always'\nclients = 6")
-    assert experiment.load_data(always).augment == data.FlipCrop(crop=1.0)
+    assert not all(torch.equal(a[1], b[1]) for a, b in zip(federated_data, other_data))
+    config_always = resolve(tmp_path, "data = 'cifar10'\naugment = 'flip_crop_always'\nclients = 6")
+    assert experiment.load_data(config_always).augment == data.FlipCrop(crop=1.0)
 
 
 def test_a_split_of_ones_own_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +83,9 @@ def test_a_split_of_ones_own_from_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     Path("mine.json").write_text(json.dumps([[4, 2], [0], [1, 3, 9]]))
     result = resolve(tmp_path, "split = 'own'\nindices = 'mine.json'")
     all_indices = data.digits(split="own", clients=None, indices=[list(range(1437))])[0]
-    loaded = experiment.load_data(result)
-    assert [len(y) for _, y in loaded] == [2, 1, 3]
-    assert torch.equal(loaded[0][0], all_indices[0][[4, 2]])
+    federated_data = experiment.load_data(result)
+    assert [len(y) for _, y in federated_data] == [2, 1, 3]
+    assert torch.equal(federated_data[0][0], all_indices[0][[4, 2]])
     Path("mine.json").write_text(json.dumps([[4, 2], [4]]))
     with pytest.raises(ValueError, match="name sample 4 more than once"):
         experiment.load_data(result)
@@ -144,8 +151,8 @@ def test_its_configs_are_configs(tmp_path: Path, block: str) -> None:
     (tmp_path / "exp.toml").write_text(block)
     result = config.resolve(config.read(tmp_path / "exp.toml"))
     if result.data == "digits-domains":
-        built = experiment.build(result)
-        assert built.data.held_out == "rot60" and len(built.data) == 15
+        experiment_parts = experiment.build(result)
+        assert experiment_parts.data.held_out == "rot60" and len(experiment_parts.data) == 15
 
 
 @pytest.mark.parametrize("block", PYTHON)
@@ -154,11 +161,11 @@ def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block:
     small_cifar(monkeypatch, tmp_path / "data", 100)
     monkeypatch.chdir(tmp_path)
 
-    def small(data_dir: str, clients: int, classes_per_client: int, **options: object) -> data.FederatedData:
+    def small_data(data_dir: str, clients: int, classes_per_client: int, **options: object) -> data.FederatedData:
         return data_cifar100(data_dir, clients=2, classes_per_client=2, **options)
 
     data_cifar100 = data.cifar100
-    monkeypatch.setattr(data, "cifar100", small)
+    monkeypatch.setattr(data, "cifar100", small_data)
     names: dict = {}
     exec(block, names)
     if "clinics" in names:
@@ -188,13 +195,13 @@ def test_its_figures_of_the_splits() -> None:
         parts = partition.make(split, labels, 100, 20, **own)
         cifar = [labels[i] for i in parts.indices]
         digits = [y.numpy() for _, y in data.digits(50, split=split, **own)]
-        sizes, distinct, used, digit_sizes, digit_distinct = (cell.replace(",", "") for cell in cells.split(" | "))
-        assert shown(cifar) == (sizes, distinct) and shown(digits) == (digit_sizes, digit_distinct), split
-        assert len(np.unique(np.concatenate(parts.indices))) == int(used)
+        sizes, distinct, num_used, digit_sizes, digit_distinct = (cell.replace(",", "") for cell in cells.split(" | "))
+        assert format_sizes(cifar) == (sizes, distinct) and format_sizes(digits) == (digit_sizes, digit_distinct), split
+        assert len(np.unique(np.concatenate(parts.indices))) == int(num_used)
     assert len(rows) >= 7
 
 
-def shown(clients: list[np.ndarray]) -> tuple[str, str]:
+def format_sizes(clients: list[np.ndarray]) -> tuple[str, str]:
     """Sizes as "500", "28 (65)" or "4 to 54", and the mean number of classes."""
     sizes = [len(y) for y in clients]
     text = f"{min(sizes)} to {max(sizes)}"

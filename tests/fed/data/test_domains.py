@@ -65,12 +65,12 @@ def test_digits_domains_share_no_image_and_keep_the_classes() -> None:
 
 
 def test_digits_transforms() -> None:
-    plain, quarter, almost, noisy, pair = (
+    plain, quarter, almost_plain, noisy, pair = (
         digits_domains([name, "rot180"]).clients[0][0]
         for name in ("rot0", "rot90", "rot90.001", "noise0.5", "rot90+noise0.5")
     )
     assert torch.equal(quarter, torch.rot90(plain, 1, (2, 3)))
-    assert torch.allclose(almost, quarter, atol=1e-3)  # the same sense, the same centre
+    assert torch.allclose(almost_plain, quarter, atol=1e-3)  # the same sense, the same centre
     assert (noisy - plain).std().item() == pytest.approx(0.5, rel=0.02)
     assert (pair - quarter).std().item() == pytest.approx(0.5, rel=0.02)
     assert torch.equal(noisy, digits_domains(["noise0.5", "rot180"]).clients[0][0])
@@ -91,15 +91,15 @@ def test_the_cache_is_used_until_a_file_changes(tmp_path: Path, monkeypatch: pyt
     root = tmp_path / "officehome"
     write_folders(root)
     first = officehome(tmp_path, folder_set=SMALL, size=16)
-    read: list[Path] = []
+    read_paths: list[Path] = []
     image = folders._image
-    monkeypatch.setattr(folders, "_image", lambda path, size: (read.append(path), image(path, size))[1])
+    monkeypatch.setattr(folders, "_image", lambda path, size: (read_paths.append(path), image(path, size))[1])
     second = officehome(tmp_path, folder_set=SMALL, size=16)
-    assert not read and torch.equal(first.test[0], second.test[0])
+    assert not read_paths and torch.equal(first.test[0], second.test[0])
     changes = root / "Art" / "class_0" / "0.jpg"
     Image.new("RGB", (20, 20), (255, 0, 0)).save(changes)
     third = officehome(tmp_path, "Clipart", folder_set=SMALL, size=16)
-    assert {path.parent.parent.name for path in read} == {"Art"}
+    assert {path.parent.parent.name for path in read_paths} == {"Art"}
     assert third[0][0][0].float().mean((1, 2))[0] > 250
     (root / ".fastsam-16" / "Art.json").unlink()  # as if it had been interrupted
     assert torch.equal(officehome(tmp_path, "Clipart", folder_set=SMALL, size=16)[0][0], third[0][0])
@@ -124,8 +124,8 @@ def test_bad_image_folders(tmp_path: Path) -> None:
         officehome(tmp_path, "Painting", folder_set=SMALL, size=16)
     with pytest.raises(ValueError, match="size must be an integer >= 8"):
         officehome(tmp_path, folder_set=SMALL, size=4)
-    cut = root / "Product" / "class_2" / "1.jpg"
-    cut.write_bytes(cut.read_bytes()[:300])
+    cut_file = root / "Product" / "class_2" / "1.jpg"
+    cut_file.write_bytes(cut_file.read_bytes()[:300])
     with pytest.raises(ValueError, match="1.jpg is not a complete image"):
         officehome(tmp_path, folder_set=SMALL, size=16)
     assert not list(root.glob(".fastsam-16/*.part")) and not (root / ".fastsam-16" / "Product.json").exists()
@@ -138,8 +138,10 @@ def test_the_model_sees_normalised_pixels() -> None:
     inner = models.build("mlp", (3, 8, 8), 4, 0).double()
     mean, std = folders.STATISTICS
     constants = (torch.tensor(values, dtype=torch.float64).reshape(3, 1, 1) for values in (mean, std))
-    normalised = torch.sub(x.double() / 255, next(constants)) / next(constants)
-    wrapped = models.Pixels(inner, mean, std)
-    torch.testing.assert_close(wrapped(x), inner(normalised))
-    torch.testing.assert_close(wrapped(normalised), inner(normalised))  # floating-point inputs are normalised already
-    assert not list(wrapped.buffers()) and wrapped.float()(x).dtype == torch.float32
+    normalised_pixels = torch.sub(x.double() / 255, next(constants)) / next(constants)
+    pixel_model = models.Pixels(inner, mean, std)
+    torch.testing.assert_close(pixel_model(x), inner(normalised_pixels))
+    torch.testing.assert_close(
+        pixel_model(normalised_pixels), inner(normalised_pixels)
+    )  # floating-point inputs are normalised already
+    assert not list(pixel_model.buffers()) and pixel_model.float()(x).dtype == torch.float32

@@ -122,8 +122,8 @@ def test_resnets_other_stem_keeps_the_resolution() -> None:
     model.blocks.register_forward_pre_hook(lambda _, inputs: records.append(tuple(inputs[0].shape)))
     model(torch.randn(2, 3, 16, 16))
     assert records == [(2, 64, 16, 16)] and model.conv1.weight.shape == (64, 3, 3, 3)
-    small = models.build("resnet18_gn", (1, 8, 8), 10, 0, widths=[8, 8, 16, 16], stem="3x3")
-    assert small(torch.randn(3, 1, 8, 8)).shape == (3, 10)
+    small_model = models.build("resnet18_gn", (1, 8, 8), 10, 0, widths=[8, 8, 16, 16], stem="3x3")
+    assert small_model(torch.randn(3, 1, 8, 8)).shape == (3, 10)
 
 
 def test_mcmahans_cnn() -> None:

@@ -33,19 +33,19 @@ def cifar_labels(classes: int) -> np.ndarray:
 @pytest.mark.parametrize(("classes", "clients", "alpha"), UNIQUE)
 def test_dirichlet_regression_numbers(classes: int, clients: int, alpha: float) -> None:
     labels = cifar_labels(classes)
-    made = partition.dirichlet(labels, clients, alpha, seed=20)
-    assert [len(i) for i in made.indices] == [50_000 // clients] * clients
-    assert len(np.unique(np.concatenate(made.indices))) == UNIQUE[classes, clients, alpha]
+    parts = partition.dirichlet(labels, clients, alpha, seed=20)
+    assert [len(i) for i in parts.indices] == [50_000 // clients] * clients
+    assert len(np.unique(np.concatenate(parts.indices))) == UNIQUE[classes, clients, alpha]
     if (classes, clients) == (10, 100):
-        distinct = np.mean([len(np.unique(labels[i])) for i in made.indices])
+        distinct = np.mean([len(np.unique(labels[i])) for i in parts.indices])
         assert distinct == pytest.approx(DISTINCT[alpha], abs=0.05 + 1e-9)
 
 
 def test_the_order_of_the_labels_changes_positions_only() -> None:
-    shuffled, in_order = cifar_labels(10), np.sort(cifar_labels(10))
-    a, b = partition.dirichlet(shuffled, 100, 0.3), partition.dirichlet(in_order, 100, 0.3)
+    shuffled_labels, in_order = cifar_labels(10), np.sort(cifar_labels(10))
+    a, b = partition.dirichlet(shuffled_labels, 100, 0.3), partition.dirichlet(in_order, 100, 0.3)
     assert len(np.unique(np.concatenate(a.indices))) == len(np.unique(np.concatenate(b.indices)))
-    assert all(np.array_equal(shuffled[i], in_order[j]) for i, j in zip(a.indices, b.indices, strict=True))
+    assert all(np.array_equal(shuffled_labels[i], in_order[j]) for i, j in zip(a.indices, b.indices, strict=True))
     assert np.array_equal(a.priors, b.priors)
 
 
@@ -59,13 +59,13 @@ def deal(
         pools: positions of the samples of each class.
         sizes: number of samples of each client.
     """
-    amount, left = [len(pool) for pool in pools], [int(size) for size in sizes]
-    slots = [[-1] * size for size in left]
-    while sum(left):
+    amount, sizes_left = [len(pool) for pool in pools], [int(size) for size in sizes]
+    slots = [[-1] * size for size in sizes_left]
+    while sum(sizes_left):
         client = rng.randint(len(sizes))
-        if left[client] <= 0:
+        if sizes_left[client] <= 0:
             continue
-        left[client] -= 1
+        sizes_left[client] -= 1
         while True:
             c = int(np.argmax(rng.uniform() <= cdf[client]))
             if amount[c] <= 0:
@@ -73,7 +73,7 @@ def deal(
                     amount[c] = len(pools[c])
                 continue
             amount[c] -= 1
-            slots[client][left[client]] = int(pools[c][amount[c]])
+            slots[client][sizes_left[client]] = int(pools[c][amount[c]])
             break
     return slots
 
@@ -93,28 +93,28 @@ def test_draw_is_the_simulators_loop_call_by_call(labels: list[int], clients: in
     y = np.array(labels)
     priors = np.random.default_rng(seed).dirichlet([2.0] * 4, size=clients)
     sizes = np.full(clients, len(y) // clients)
-    ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
-    made = partition.draw(y, priors, sizes, ours, exhausted)
-    assert [part.tolist() for part in made] == deal(priors.cumsum(axis=1), pools_of(y, 4), sizes, theirs, exhausted)
-    assert ours.uniform() == theirs.uniform()  # both streams are at the same position
+    rng, twin_rng = np.random.RandomState(seed), np.random.RandomState(seed)
+    parts = partition.draw(y, priors, sizes, rng, exhausted)
+    assert [part.tolist() for part in parts] == deal(priors.cumsum(axis=1), pools_of(y, 4), sizes, twin_rng, exhausted)
+    assert rng.uniform() == twin_rng.uniform()  # both streams are at the same position
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 50, 64, 65, 1000])
 def test_a_draw_from_blocks_of_words_takes_the_numbers_one_by_one(n: int) -> None:
-    theirs, ours = (np.random.RandomState(7) for _ in range(2))
-    theirs.randint(5), ours.randint(5)  # not from a state's beginning
+    twin_rng, rng = (np.random.RandomState(7) for _ in range(2))
+    twin_rng.randint(5), rng.randint(5)  # not from a state's beginning
     labels, priors = np.arange(5 * n) % 3, np.random.RandomState(1).dirichlet([0.5] * 3, size=n)
-    found = partition.draw(labels, priors, np.full(n, 5), ours)
-    assert [part.tolist() for part in found] == deal(priors.cumsum(axis=1), pools_of(labels, 3), [5] * n, theirs)
-    assert (ours.randint(2**31, size=5) == theirs.randint(2**31, size=5)).all()
+    parts = partition.draw(labels, priors, np.full(n, 5), rng)
+    assert [part.tolist() for part in parts] == deal(priors.cumsum(axis=1), pools_of(labels, 3), [5] * n, twin_rng)
+    assert (rng.randint(2**31, size=5) == twin_rng.randint(2**31, size=5)).all()
 
 
 @settings(max_examples=40, deadline=None)
 @given(samples=st.integers(5, 120), clients=st.integers(1, 5), alpha=st.floats(0.02, 50), seed=st.integers(0, 1000))
 def test_redraw_uses_every_sample_once(samples: int, clients: int, alpha: float, seed: int) -> None:
     labels = np.random.default_rng(seed).integers(0, 5, samples)
-    made = partition.dirichlet(labels, clients, alpha, seed, exhausted="redraw", classes=5)
-    assert sorted(np.concatenate(made.indices).tolist()) == list(range(samples))
+    parts = partition.dirichlet(labels, clients, alpha, seed, exhausted="redraw", classes=5)
+    assert sorted(np.concatenate(parts.indices).tolist()) == list(range(samples))
 
 
 def test_redraw_ends_when_a_clients_classes_are_used_up() -> None:
@@ -141,10 +141,10 @@ def test_same_seed_same_split_another_seed_another() -> None:
 def test_splits_leave_numpys_global_generator_alone() -> None:
     labels = cifar_labels(10)[:500]
     np.random.seed(1)
-    before = np.random.get_state()[1].copy()
+    state_before = np.random.get_state()[1].copy()
     partition.dirichlet(labels, 5, 0.3)
     partition.iid(labels, 5)
-    assert np.array_equal(before, np.random.get_state()[1])
+    assert np.array_equal(state_before, np.random.get_state()[1])
 
 
 def test_smaller_alpha_is_more_heterogeneous() -> None:
@@ -158,22 +158,22 @@ def test_smaller_alpha_is_more_heterogeneous() -> None:
 
 def test_the_remainder_goes_to_client_0() -> None:
     labels = cifar_labels(10)[:1437]
-    for made in (partition.dirichlet(labels, 50, 0.3), partition.iid(labels, 50)):
-        assert [len(i) for i in made.indices] == [28 + 37] + [28] * 49
+    for parts in (partition.dirichlet(labels, 50, 0.3), partition.iid(labels, 50)):
+        assert [len(i) for i in parts.indices] == [28 + 37] + [28] * 49
 
 
 def test_iid_deals_every_sample_out_once_in_blocks_of_the_shuffled_set() -> None:
     labels = cifar_labels(10)[:1000]
-    made = partition.iid(labels, 8, seed=20)
-    assert np.array_equal(np.concatenate(made.indices), np.random.RandomState(20).permutation(1000))
-    assert np.allclose(made.priors, np.bincount(labels) / 1000)
+    parts = partition.iid(labels, 8, seed=20)
+    assert np.array_equal(np.concatenate(parts.indices), np.random.RandomState(20).permutation(1000))
+    assert np.allclose(parts.priors, np.bincount(labels) / 1000)
 
 
 def test_balanced_iid_gives_every_client_the_same_classes() -> None:
     labels = cifar_labels(100)
-    made = partition.iid(labels, 100, balanced=True)
-    assert sorted(np.concatenate(made.indices).tolist()) == list(range(50_000))
-    assert all((np.bincount(labels[i], minlength=100) == 5).all() for i in made.indices)
+    parts = partition.iid(labels, 100, balanced=True)
+    assert sorted(np.concatenate(parts.indices).tolist()) == list(range(50_000))
+    assert all((np.bincount(labels[i], minlength=100) == 5).all() for i in parts.indices)
 
 
 def test_make_takes_the_name_of_a_split_and_its_options() -> None:
@@ -194,13 +194,13 @@ def population(split: str, **options: object) -> Population:
 def test_prior_is_the_splits_routine_on_the_test_set(own: dict) -> None:
     people = population(**own)
     labels = people.test_labels.numpy()
-    made = client_slices("prior", people, seed=4)
+    slices = client_slices("prior", people, seed=4)
     rng = np.random.RandomState(seeds.derive(4, "validation") % 2**32)
     order = rng.permutation(360)
     expected = data.draw(labels[order], people.priors, np.full(12, 30), rng)
-    assert [s.tolist() for s in made] == [order[t].tolist() for t in expected]
-    assert [len(s) for s in made] == [30] * 12
-    for prior, part in zip(people.priors, made):
+    assert [s.tolist() for s in slices] == [order[t].tolist() for t in expected]
+    assert [len(s) for s in slices] == [30] * 12
+    for prior, part in zip(people.priors, slices):
         assert prior[labels[part]].min() > 0
 
 
@@ -215,15 +215,15 @@ def test_prior_follows_the_distribution_of_each_client() -> None:
 
 def test_no_part_of_the_test_set_is_left_out_for_where_it_is_stored() -> None:
     people = population("dirichlet", alpha=0.1)
-    used = [np.unique(np.concatenate(client_slices("prior", people, seed))) for seed in range(40)]
-    assert max(map(len, used)) < 360  # classes run out and begin anew, others are not used up
-    assert len(np.unique(np.concatenate(used))) == 360
+    used_samples = [np.unique(np.concatenate(client_slices("prior", people, seed))) for seed in range(40)]
+    assert max(map(len, used_samples)) < 360  # classes run out and begin anew, others are not used up
+    assert len(np.unique(np.concatenate(used_samples))) == 360
 
 
 def test_iid_cuts_the_test_set_into_equal_slices_and_shared_takes_all() -> None:
     people = population("iid")
-    made = client_slices("iid", people, 1)
-    assert [len(s) for s in made] == [30] * 12 and sorted(np.concatenate(made).tolist()) == list(range(360))
+    slices = client_slices("iid", people, 1)
+    assert [len(s) for s in slices] == [30] * 12 and sorted(np.concatenate(slices).tolist()) == list(range(360))
     assert client_slices("shared", people, 1) is None
 
 
@@ -241,9 +241,9 @@ CLASSES_DRAWN = {
 @pytest.mark.parametrize(("classes", "clients", "own"), CLASSES_DRAWN)
 def test_pathological_regression_numbers(classes: int, clients: int, own: int) -> None:
     labels = cifar_labels(classes)
-    made = partition.pathological(labels, clients, own)
-    assert len(np.unique(np.concatenate(made.indices))) == CLASSES_DRAWN[classes, clients, own]
-    for indices, prior in zip(made.indices, made.priors):
+    parts = partition.pathological(labels, clients, own)
+    assert len(np.unique(np.concatenate(parts.indices))) == CLASSES_DRAWN[classes, clients, own]
+    for indices, prior in zip(parts.indices, parts.priors):
         assert len(indices) == 50_000 // clients
         assert np.array_equal(np.unique(labels[indices]), np.flatnonzero(prior))
         assert np.array_equal(prior[prior > 0], np.full(own, 1 / own))
@@ -268,14 +268,14 @@ def simulators_pathological(labels: np.ndarray, clients: int, c: int, seed: int)
 @given(clients=st.integers(1, 8), own=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_pathological_is_the_simulators_procedure_call_by_call(clients: int, own: int, seed: int) -> None:
     labels = np.concatenate([np.arange(5), np.random.default_rng(seed).integers(0, 5, 75)])
-    made = partition.pathological(labels, clients, own, seed)
-    assert [part.tolist() for part in made.indices] == simulators_pathological(labels, clients, own, seed)
+    parts = partition.pathological(labels, clients, own, seed)
+    assert [part.tolist() for part in parts.indices] == simulators_pathological(labels, clients, own, seed)
 
 
 def test_pathological_without_repetition_where_it_can_be_made() -> None:
     labels = np.arange(400) % 4
-    made = partition.pathological(labels, 4, 4, exhausted="redraw")
-    assert sorted(np.concatenate(made.indices).tolist()) == list(range(400))
+    parts = partition.pathological(labels, 4, 4, exhausted="redraw")
+    assert sorted(np.concatenate(parts.indices).tolist()) == list(range(400))
 
 
 def niid_bench(labels: np.ndarray, clients: int, alpha: float, seed: int, least: int) -> list[list[int]]:
@@ -302,11 +302,11 @@ def niid_bench(labels: np.ndarray, clients: int, alpha: float, seed: int, least:
 @given(clients=st.integers(1, 6), alpha=st.floats(0.3, 20), seed=st.integers(0, 1000), least=st.integers(1, 8))
 def test_per_class_dirichlet_is_the_published_procedure(clients: int, alpha: float, seed: int, least: int) -> None:
     labels = np.concatenate([np.arange(6), np.random.default_rng(seed).integers(0, 6, 194)])
-    made = partition.dirichlet_per_class(labels, clients, alpha, seed, least)
-    assert [part.tolist() for part in made.indices] == niid_bench(labels, clients, alpha, seed, least)
-    assert sorted(np.concatenate(made.indices).tolist()) == list(range(200))
-    assert min(map(len, made.indices)) >= least
-    for part, prior in zip(made.indices, made.priors):
+    parts = partition.dirichlet_per_class(labels, clients, alpha, seed, least)
+    assert [part.tolist() for part in parts.indices] == niid_bench(labels, clients, alpha, seed, least)
+    assert sorted(np.concatenate(parts.indices).tolist()) == list(range(200))
+    assert min(map(len, parts.indices)) >= least
+    for part, prior in zip(parts.indices, parts.priors):
         assert np.array_equal(prior, np.bincount(labels[part], minlength=6) / len(part))
 
 
@@ -317,14 +317,14 @@ def test_per_class_dirichlet_is_unbalanced() -> None:
 
 def test_own_lists_are_taken_as_they_are(tmp_path: Path) -> None:
     labels = np.array([0, 1, 2, 0, 1, 2])
-    made = partition.own(labels, indices=[[5, 0], [1]])
-    assert [part.tolist() for part in made.indices] == [[5, 0], [1]]
-    assert made.priors.tolist() == [[0.5, 0, 0.5], [0, 1, 0]]
+    parts = partition.own(labels, indices=[[5, 0], [1]])
+    assert [part.tolist() for part in parts.indices] == [[5, 0], [1]]
+    assert parts.priors.tolist() == [[0.5, 0, 0.5], [0, 1, 0]]
     (tmp_path / "mine.json").write_text(json.dumps([[5, 0], [1]]))
     from_file = partition.make("own", labels, None, 20, indices=str(tmp_path / "mine.json"))
     assert [part.tolist() for part in from_file.indices] == [[5, 0], [1]]
-    repeated = partition.own(labels, 2, indices=[[0, 0], [0, 1]], duplicates=True)
-    assert [part.tolist() for part in repeated.indices] == [[0, 0], [0, 1]]
+    parts_with_repeats = partition.own(labels, 2, indices=[[0, 0], [0, 1]], duplicates=True)
+    assert [part.tolist() for part in parts_with_repeats.indices] == [[0, 0], [0, 1]]
 
 
 def test_own_lists_from_files_that_are_none(tmp_path: Path) -> None:

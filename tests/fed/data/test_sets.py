@@ -20,7 +20,7 @@ from fastsam.fed.data import (
 )
 
 
-def pooled(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
+def pooled_arrays(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {"x": rng.normal(size=(n, 4, 4)), "y": np.arange(n) % classes}
 
@@ -112,7 +112,7 @@ def test_as_tensors_reads_the_types_people_have() -> None:
 
 
 def test_npz_with_a_test_set_of_its_own(tmp_path: Path) -> None:
-    arrays = pooled()
+    arrays = pooled_arrays()
     file = tmp_path / "mine.npz"
     np.savez(file, x_train=arrays["x"], y_train=arrays["y"], x_test=arrays["x"][:7], y_test=arrays["y"][:7])
     data = from_npz(file, clients=6, split="iid", seed=1)
@@ -123,16 +123,16 @@ def test_npz_with_a_test_set_of_its_own(tmp_path: Path) -> None:
 
 def test_npz_without_a_test_set_gives_up_a_part(tmp_path: Path) -> None:
     file = tmp_path / "mine.npz"
-    np.savez(file, **pooled())
+    np.savez(file, **pooled_arrays())
     data = from_npz(file, clients=6, split="dirichlet", seed=1, alpha=1.0, test_fraction=0.25)
     assert len(data.test[1]) == 15 and torch.bincount(data.test[1]).tolist() == [5, 5, 5]
     assert sum(len(y) for _, y in data) == 45
 
 
 def test_client_files_and_their_test_file(tmp_path: Path) -> None:
-    arrays = pooled()
-    for i, cut in enumerate((slice(0, 10), slice(10, 13), slice(13, 60))):
-        np.savez(tmp_path / f"c{i}.npz", x=arrays["x"][cut], y=arrays["y"][cut])
+    arrays = pooled_arrays()
+    for i, part in enumerate((slice(0, 10), slice(10, 13), slice(13, 60))):
+        np.savez(tmp_path / f"c{i}.npz", x=arrays["x"][part], y=arrays["y"][part])
     np.savez(tmp_path / "test.npz", x=arrays["x"][:5], y=arrays["y"][:5])
     data = from_client_files(str(tmp_path / "*.npz"), tmp_path / "test.npz")
     assert [len(y) for _, y in data] == [10, 3, 47]

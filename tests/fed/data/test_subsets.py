@@ -57,9 +57,9 @@ def test_labels_are_found_without_reading_samples() -> None:
     for dataset in (Named("targets"), Named("labels"), Named("targets", Y.tolist()), Named("targets", Y.numpy())):
         assert positions(fed.split(dataset, clients=7, alpha=0.3, seed=1)) == expected
         assert dataset.reads == 0
-    read = Named(None)
-    assert positions(fed.split(read, clients=7, alpha=0.3, seed=1)) == expected
-    assert read.reads == 210
+    dataset = Named(None)
+    assert positions(fed.split(dataset, clients=7, alpha=0.3, seed=1)) == expected
+    assert dataset.reads == 210
     assert positions(fed.split(Named("targets", Y * 0), clients=7, alpha=0.3, seed=1, labels=Y.numpy())) == expected
 
 

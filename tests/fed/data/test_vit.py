@@ -47,14 +47,14 @@ def test_a_torchvision_that_cannot_be_imported_at_all(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "stored", [Hostile(), {"weight": Hostile()}, [torch.ones(1)], {"weight": 1}, {1: torch.ones(1)}, b"PK", b""]
+    "content", [Hostile(), {"weight": Hostile()}, [torch.ones(1)], {"weight": 1}, {1: torch.ones(1)}, b"PK", b""]
 )
-def test_weights_that_are_no_tensors_by_name_are_refused_and_run_nothing(tmp_path: Path, stored: object) -> None:
+def test_weights_that_are_no_tensors_by_name_are_refused_and_run_nothing(tmp_path: Path, content: object) -> None:
     path = tmp_path / "weights.pth"
-    if isinstance(stored, bytes):
-        path.write_bytes(stored)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
     else:
-        torch.save(stored, path)
+        torch.save(content, path)
     with pytest.raises(
         ValueError, match=r"(?s)weights: .*weights.pth .*expected a file that torch.save\(model.state_dict"
     ):
@@ -129,10 +129,10 @@ def two_layers(monkeypatch: MonkeyPatch) -> None:
     """torchvision's own transformer with its patches of 32, narrow and of two layers."""
     library = torchvision("torchvision.models")
 
-    def small(weights: None = None, **options: object) -> torch.nn.Module:
+    def small_vit(weights: None = None, **options: object) -> torch.nn.Module:
         return library.VisionTransformer(patch_size=32, num_layers=2, num_heads=2, hidden_dim=8, mlp_dim=16, **options)
 
-    monkeypatch.setattr(library, "vit_b_32", small)
+    monkeypatch.setattr(library, "vit_b_32", small_vit)
 
 
 def images(classes: int = 5) -> fed.FederatedData:
@@ -159,8 +159,10 @@ def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -
 
 @pytest.mark.parametrize("option", ["dropout", "attention_dropout"])
 def test_its_dropout_is_each_clients_own(two_layers: None, option: str) -> None:
-    plain, pooled = (train(executor, **{option: 0.2}).model.state_dict() for executor in ("sequential", "threads"))
-    assert all(torch.equal(value, pooled[name]) for name, value in plain.items())
+    plain, threaded_state = (
+        train(executor, **{option: 0.2}).model.state_dict() for executor in ("sequential", "threads")
+    )
+    assert all(torch.equal(value, threaded_state[name]) for name, value in plain.items())
     with pytest.raises(ValueError, match="executor 'vmap' cannot serve here: .* draws random numbers"):
         train("vmap", **{option: 0.2})
 
@@ -168,10 +170,10 @@ def test_its_dropout_is_each_clients_own(two_layers: None, option: str) -> None:
 def test_its_weights_from_a_file(tmp_path: Path, two_layers: None) -> None:
     model = models.build("vit_b_32", (3, 64, 64), 1000, 0)
     torch.save(model.state_dict(), tmp_path / "own.pth")
-    loaded = models.build("vit_b_32", (3, 64, 64), 65, 1, weights=str(tmp_path / "own.pth"))
-    for name, value in loaded.state_dict().items():
+    loaded_model = models.build("vit_b_32", (3, 64, 64), 65, 1, weights=str(tmp_path / "own.pth"))
+    for name, value in loaded_model.state_dict().items():
         assert name.startswith("heads.") or torch.equal(value, model.state_dict()[name]), name
-    assert loaded(torch.zeros(1, 3, 64, 64)).shape == (1, 65)
+    assert loaded_model(torch.zeros(1, 3, 64, 64)).shape == (1, 65)
     torch.save({"conv_proj.weight": model.conv_proj.weight}, tmp_path / "part.pth")
     with pytest.raises(ValueError, match="is not a state dictionary of torchvision's vit_b_32"):
         models.build("vit_b_32", (3, 64, 64), 65, 1, weights=str(tmp_path / "part.pth"))
@@ -183,8 +185,8 @@ def test_its_weights_from_a_file(tmp_path: Path, two_layers: None) -> None:
 
 def test_published_weights_that_cannot_be_fetched(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    published = torchvision("torchvision.models").ViT_B_32_Weights.IMAGENET1K_V1
-    monkeypatch.setattr(published.value, "url", "http://127.0.0.1:9/vit_b_32-d86f8d99.pth")
+    published_weights = torchvision("torchvision.models").ViT_B_32_Weights.IMAGENET1K_V1
+    monkeypatch.setattr(published_weights.value, "url", "http://127.0.0.1:9/vit_b_32-d86f8d99.pth")
     message = r"IMAGENET1K_V1 could not be fetched from http://127.0.0.1:9/.*pth \(.*\); .* weights = '<file>'"
     with torch.device("meta"), pytest.raises(ConnectionError, match=message):
         models.build("vit_b_32", (3, 224, 224), 10, 0, weights="IMAGENET1K_V1")

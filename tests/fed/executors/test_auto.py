@@ -15,7 +15,7 @@ def convolutions() -> nn.Sequential:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stacked clients serve every model, without a GPU on which their trial would run."""
     monkeypatch.setattr(auto.stacked, "slots_of", lambda setup: setup.cohort)
     monkeypatch.setattr(auto.stacked, "why_not", lambda setup: None)
@@ -25,7 +25,7 @@ def reason(model: nn.Module, device: str = "cuda", cohort: int = 100, slots: int
     return auto._not_stacked(setup_of(model, options=LocalOptions(slots=slots), device=device, cohort=cohort))
 
 
-@pytest.mark.usefixtures("served")
+@pytest.mark.usefixtures("serve_cuda")
 def test_small_convolutions_of_many_clients_are_stacked_on_a_gpu() -> None:
     assert reason(convolutions()) is reason(convolutions(), cohort=16) is reason(convolutions(), slots=16) is None
     for options in ({"cohort": 15}, {"slots": 15}, {"cohort": 15, "slots": 100}):
@@ -33,7 +33,7 @@ def test_small_convolutions_of_many_clients_are_stacked_on_a_gpu() -> None:
     assert "convolutions" in str(reason(convolutions(), device="cpu"))
 
 
-@pytest.mark.usefixtures("served")
+@pytest.mark.usefixtures("serve_cuda")
 def test_the_largest_model_with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "_WIDEST_CONVOLUTIONS", PARAMETERS)
     assert reason(convolutions()) is None
@@ -41,13 +41,13 @@ def test_the_largest_model_with_convolutions(monkeypatch: pytest.MonkeyPatch) ->
     assert f"at most {PARAMETERS - 1} parameters" in str(reason(convolutions()))
 
 
-@pytest.mark.usefixtures("served")
+@pytest.mark.usefixtures("serve_cuda")
 def test_what_is_never_stacked() -> None:
     channels_last = nn.Conv2d(4, 2, 3).to(memory_format=torch.channels_last)
     assert "channels_last" in str(reason(channels_last))
     assert "recurrent" in str(reason(nn.LSTM(3, 2)))
 
 
-def test_the_reason_of_stacked_clients_is_passed_on(served: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_of_stacked_clients_is_passed_on(serve_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto.stacked, "why_not", lambda setup: "it draws")
     assert reason(convolutions()) == "it draws"

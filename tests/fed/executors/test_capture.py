@@ -40,18 +40,18 @@ class Context:
 
 
 @pytest.mark.parametrize(
-    ("raised", "records", "words"),
+    ("error", "records", "words"),
     [
         (ValueError("the model looks at its values"), CaptureError,
             "ValueError: the model looks at its values. Use executor='streams'"),
         (ClientError("client 3 failed"), ClientError, "client 3 failed"),
     ],
 )  # fmt: skip
-def test_a_capture_that_fails_says_why(raised: Exception, records: type, words: str, monkeypatch: MonkeyPatch) -> None:
+def test_a_capture_that_fails_says_why(error: Exception, records: type, words: str, monkeypatch: MonkeyPatch) -> None:
     world, cuda, stream = Torch(monkeypatch), Cuda(torch.device("cuda", 0)), "a stream"
 
     def work() -> None:
-        raise raised
+        raise error
 
     with pytest.raises(records, match=words):
         cuda.capture(work, stream)  # type: ignore[arg-type]

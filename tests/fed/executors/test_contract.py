@@ -48,15 +48,15 @@ CASES = ALGORITHMS | OPTIONS
 NOT_STACKED = ("averaged buffers", "local buffers", "active teacher")
 
 
-def train(name, executor="sequential", slots=None, **more):
+def train(name, executor="sequential", slots=None, **changes):
     algorithm, options = CASES[name]
-    options = {"sizes": SIZES, **options, **more}
+    options = {"sizes": SIZES, **options, **changes}
     return run(algorithm, executor, slots, options.pop("model", lambda: oracle.smooth_model(FLOAT))(), **options)
 
 
-def bits(name, *arguments, **more):
+def bits(name, *arguments, **options):
     """The digest of weights and records, and the tensors of the models of all clients that have one."""
-    result = train(name, *arguments, **more)
+    result = train(name, *arguments, **options)
     models = [result.model]
     with contextlib.suppress(ValueError):  # clients without models
         models += [result.client_model(i) for i in range(len(CASES[name][1].get("sizes", SIZES)))]
@@ -77,7 +77,7 @@ def test_stacked_clients_agree(name):
         with pytest.raises(ValueError, match="'vmap' cannot serve here"):
             train(name, "vmap", 3)
         return
-    plain, stacked = train(name), train(name, "vmap", 3)
-    assert oracle.movement(plain.model, stacked.model) < 1e-4
+    plain, stacked_result = train(name), train(name, "vmap", 3)
+    assert oracle.movement(plain.model, stacked_result.model) < 1e-4
     for key in ("steps", "backprops", "train_loss"):
-        assert [r[key] for r in stacked.history] == pytest.approx([r[key] for r in plain.history], rel=1e-4)
+        assert [r[key] for r in stacked_result.history] == pytest.approx([r[key] for r in plain.history], rel=1e-4)

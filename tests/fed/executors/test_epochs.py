@@ -30,7 +30,7 @@ EVEN = (6,) * 3  # a whole batch and a partial one
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def capture_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs capture, in `FakeCuda.captured`."""
     monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
 
@@ -62,7 +62,7 @@ def test_a_captured_epoch_has_the_bits_of_its_steps(name: str, options: dict, re
     """Every replay reads and writes the memory that the capture did, and waits for nothing; two streams touch nothing
     without a wait between."""
     plain = train(CASES[name], **options)
-    request.getfixturevalue("captured")
+    request.getfixturevalue("capture_epochs")
     with Watch():
         assert train(CASES[name], **options) == plain
     graphs = FakeCuda.captured
@@ -72,7 +72,7 @@ def test_a_captured_epoch_has_the_bits_of_its_steps(name: str, options: dict, re
     assert [graph.replays for graph in graphs] == ([1, 1] if name == "fedsmoo" else [4])
 
 
-@pytest.mark.usefixtures("captured")
+@pytest.mark.usefixtures("capture_epochs")
 def test_an_epoch_is_captured_once_not_per_round() -> None:
     for rounds in (2, 4):
         train(fed.FedSAM(rho=0.05), rounds=rounds)
@@ -80,17 +80,17 @@ def test_an_epoch_is_captured_once_not_per_round() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("captured")
+@pytest.mark.usefixtures("capture_epochs")
 def test_clients_that_are_not_alike_train_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """They step together while their batches have equal shapes; the remaining client uses a graph of its
     epoch_graphs."""
-    ragged = (6, 7, 3)
-    actual = train(fed.FedSAM(rho=0.05), ragged)
+    ragged_sizes = (6, 7, 3)
+    actual = train(fed.FedSAM(rho=0.05), ragged_sizes)
     monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: None)
-    assert train(fed.FedSAM(rho=0.05), ragged) == actual
+    assert train(fed.FedSAM(rho=0.05), ragged_sizes) == actual
 
 
-@pytest.mark.usefixtures("captured")
+@pytest.mark.usefixtures("capture_epochs")
 def test_a_model_whose_passes_are_not_replayed_is_not_captured() -> None:
     class Counts(torch.nn.Module):
         def __init__(self) -> None:
@@ -107,14 +107,14 @@ def test_a_model_whose_passes_are_not_replayed_is_not_captured() -> None:
     assert FakeCuda.captured == []
 
 
-@pytest.mark.usefixtures("captured")
+@pytest.mark.usefixtures("capture_epochs")
 def test_steps_that_a_measure_keeps_are_not_captured() -> None:
     train(fed.FedSAM(rho=0.05), measures=["perturbation_drift"])
     assert FakeCuda.captured == []
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("captured")
+@pytest.mark.usefixtures("capture_epochs")
 def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers of samples: two sorts of epoch_graphs, of which one has a graph."""
     monkeypatch.setattr(epoch_graphs, "MAX_GRAPHS", 1)
@@ -126,7 +126,7 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
-@pytest.mark.usefixtures("captured")
+@pytest.mark.usefixtures("capture_epochs")
 @pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 2)])
 def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch in one launch needs no graph; steps with duals are captured, including their row programs."""

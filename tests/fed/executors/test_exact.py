@@ -38,8 +38,10 @@ class Shared(nn.Module):
 
 
 def test_a_model_that_keeps_what_it_sees_is_not_shared_between_threads():
-    plain, pooled = (run(fed.FedAvg(), executor, 3, Shared(), rounds=1) for executor in ("sequential", "threads"))
-    assert digest(plain) == digest(pooled)
+    plain, threaded_result = (
+        run(fed.FedAvg(), executor, 3, Shared(), rounds=1) for executor in ("sequential", "threads")
+    )
+    assert digest(plain) == digest(threaded_result)
 
 
 def test_one_thread_inside_an_operation_for_every_client_and_the_users_afterwards():
@@ -68,12 +70,12 @@ def alive():
 
 
 def test_an_error_in_one_client_stops_the_round_at_once():
-    started = []
+    started_clients = []
 
     def loss(out, y):
         if threading.current_thread() is not threading.main_thread():
-            started.append(1)
-            if len(started) == 4:
+            started_clients.append(1)
+            if len(started_clients) == 4:
                 raise RuntimeError("enough")
             time.sleep(0.02)
         return F.cross_entropy(out, y)
@@ -82,7 +84,7 @@ def test_an_error_in_one_client_stops_the_round_at_once():
     state = torch.get_rng_state()
     with pytest.raises(fed.ClientError, match="failed in round 1, local step .*: RuntimeError: enough"):
         run(fed.FedAvg(), "threads", 3, model, sizes=(50,) * 8, participation=1.0, loss=loss)
-    assert not alive() and len(started) <= 8  # 160 steps were to be taken
+    assert not alive() and len(started_clients) <= 8  # 160 steps were to be taken
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -101,16 +103,16 @@ def test_ctrl_c_comes_out_and_leaves_no_thread_behind():
     assert not alive() and len(calls) < 40 and torch.get_num_threads() == old_threads
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before it starts", "while it starts"])
-def test_ctrl_c_in_the_start_of_a_thread_comes_out(late, monkeypatch):
+@pytest.mark.parametrize("comes_late", [False, True], ids=["before it starts", "while it starts"])
+def test_ctrl_c_in_the_start_of_a_thread_comes_out(comes_late, monkeypatch):
     """The interpreter sees a signal there too; the thread that comes late finds the round over."""
     calls, steps, begin = [], [], threading.Thread.start
 
-    def interrupted(thread):
+    def raise_interrupt(thread):
         calls.append(thread)
         if len(calls) < 2:
             return begin(thread)
-        if late:
+        if comes_late:
             threading._limbo[thread] = thread
             _thread.start_new_thread(lambda: (time.sleep(0.3), thread._bootstrap()), ())
         raise KeyboardInterrupt
@@ -119,21 +121,21 @@ def test_ctrl_c_in_the_start_of_a_thread_comes_out(late, monkeypatch):
         steps.append(threading.current_thread().name)
         return F.cross_entropy(out, y)
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(fed.FedAvg(), "threads", 3, sizes=(50,) * 6, participation=1.0, loss=loss)
-    time.sleep(0.6 if late else 0)
+    time.sleep(0.6 if comes_late else 0)
     assert not alive() and calls[-1].name not in steps
 
 
 def test_ctrl_c_that_falls_into_no_grad_leaves_autograd_on(monkeypatch):
-    off, model = torch.no_grad.__enter__, oracle.smooth_model(FLOAT)
+    enter_no_grad, model = torch.no_grad.__enter__, oracle.smooth_model(FLOAT)
 
-    def interrupted(self):
-        off(self)
+    def enter_interrupted(self):
+        enter_no_grad(self)
         raise KeyboardInterrupt  # before the block whose end would switch it on again
 
-    monkeypatch.setattr(torch.no_grad, "__enter__", interrupted)
+    monkeypatch.setattr(torch.no_grad, "__enter__", enter_interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
             run(fed.FedAvg(), "sequential", None, model)
@@ -198,7 +200,7 @@ def test_what_draws_unseen_is_refused_with_the_reason():
 # --- the rule ---
 
 
-def chosen(model, tmp_path, algorithm=None, x=(6,), **options):
+def choose_executor(model, tmp_path, algorithm=None, x=(6,), **options):
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(8, *x, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(3)]
     path = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
@@ -210,35 +212,35 @@ def chosen(model, tmp_path, algorithm=None, x=(6,), **options):
 
 def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(threads, "cpus", lambda: 2)
-    dense = chosen(oracle.smooth_model(FLOAT), tmp_path)
+    dense = choose_executor(oracle.smooth_model(FLOAT), tmp_path)
     assert dense["name"] == "vmap" and "share the cost" in dense["reason"] and dense["numbers"].startswith("vmap, ")
     conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 3))
-    result = chosen(conv, tmp_path, x=(1, 6, 6))
+    result = choose_executor(conv, tmp_path, x=(1, 6, 6))
     assert (result["name"], result["numbers"], result["slots"]) == ("threads", "exact", 2)
     assert "convolution" in result["reason"]
     dropout = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    result = chosen(dropout, tmp_path)
+    result = choose_executor(dropout, tmp_path)
     assert result["name"] == "threads" and "draws" in result["reason"]
-    result = chosen(nn.Sequential(Hidden(), nn.Identity()), tmp_path)
+    result = choose_executor(nn.Sequential(Hidden(), nn.Identity()), tmp_path)
     assert result["name"] == "sequential" and "draws" in result["reason"]
-    normed = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    result = chosen(normed, tmp_path, buffers="keep")
+    norm_model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    result = choose_executor(norm_model, tmp_path, buffers="keep")
     assert result["name"] == "threads" and "buffers" in result["reason"]
-    assert chosen(oracle.smooth_model(FLOAT), tmp_path, fed.FedRobust())["name"] == "threads"
+    assert choose_executor(oracle.smooth_model(FLOAT), tmp_path, fed.FedRobust())["name"] == "threads"
     width = auto._WIDEST["cpu"] // 8
     wide = nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.Linear(width, 3))
-    result = chosen(wide, tmp_path)
+    result = choose_executor(wide, tmp_path)
     assert result["name"] == "threads" and "no row program" in result["reason"]
     if native.why_not("cpu") is None:
         rowwise = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
-        assert chosen(rowwise, tmp_path)["name"] == "vmap"
+        assert choose_executor(rowwise, tmp_path)["name"] == "vmap"
     width = auto._WIDEST_ROWWISE // 8
     wider = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
-    result = chosen(wider, tmp_path)
+    result = choose_executor(wider, tmp_path)
     assert result["name"] == "threads" and "keeps a processor busy" in result["reason"]
     monkeypatch.setattr(threads, "cpus", lambda: 1)
-    assert chosen(conv, tmp_path, x=(1, 6, 6))["name"] == "sequential"
-    single_slot = chosen(oracle.smooth_model(FLOAT), tmp_path, slots=1)
+    assert choose_executor(conv, tmp_path, x=(1, 6, 6))["name"] == "sequential"
+    single_slot = choose_executor(oracle.smooth_model(FLOAT), tmp_path, slots=1)
     assert single_slot["name"] == "sequential" and "one at a time" in single_slot["reason"]
 
 
@@ -255,7 +257,7 @@ def test_auto_does_not_stack_a_model_that_somebody_watches(tmp_path):
     calls = []
     model = oracle.smooth_model(FLOAT)
     model.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
-    result = chosen(model, tmp_path)
+    result = choose_executor(model, tmp_path)
     assert result["name"] != "vmap" and "hooks" in result["reason"] and calls
 
 
@@ -281,11 +283,11 @@ def names(text: str) -> set[str]:
 def test_the_page_names_what_torch_refuses() -> None:
     page = (ROOT / "docs" / "executors_promises.md").read_text()
     table = page[page.index("## Operations without a deterministic form") :]
-    refused = names(REFUSED) - set(NO_MODEL_TRAINS_WITH) - {"scatter_reduce"}
-    families = {re.sub(r"[123]d$", "", name) for name in refused if name != "use_deterministic_algorithms"}
+    refused_names = names(REFUSED) - set(NO_MODEL_TRAINS_WITH) - {"scatter_reduce"}
+    families = {re.sub(r"[123]d$", "", name) for name in refused_names if name != "use_deterministic_algorithms"}
     assert len(families) > 10
-    lost = {family for family in families if not re.search(rf"\b{family}", table)}
-    assert not lost, f"torch refuses {sorted(lost)}"
+    missing_families = {family for family in families if not re.search(rf"\b{family}", table)}
+    assert not missing_families, f"torch refuses {sorted(missing_families)}"
     for advice in ("MaxPool3d", "ReplicationPad2d"):
         assert advice in names(SERVED), f"the page sends people to {advice}"
 

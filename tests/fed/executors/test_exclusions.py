@@ -156,13 +156,15 @@ def test_the_others_train_as_without_it(
     assert excluded_clients(result) == rounds and excluded_clients(run_without) == [[]] * 3
     assert result.summary()["excluded"] == sum(map(len, rounds)) and result.history[0]["clients"] == 5
     first = rounds.index([1])
-    found = result.history[first]["excluded"][0]["reason"]
-    assert found.startswith(reason) and f"round {first + 1}: client 1 is excluded: {found}" in caplog.messages
+    full_reason = result.history[first]["excluded"][0]["reason"]
+    assert (
+        full_reason.startswith(reason) and f"round {first + 1}: client 1 is excluded: {full_reason}" in caplog.messages
+    )
     if executor == "vmap":
         assert oracle.difference(result.model, run_without.model) < 1e-5
         return
     assert same_bits(result.model, run_without.model) and digest(result) == digest(sequential(name))
-    keys = ("train_loss", "steps") if found.startswith("it raised") else ("train_loss",)
+    keys = ("train_loss", "steps") if full_reason.startswith("it raised") else ("train_loss",)
     assert [[r[key] for key in keys] for r in result.history] == [[r[key] for key in keys] for r in run_without.history]
 
 
@@ -214,27 +216,27 @@ def test_what_the_algorithm_raises_and_ctrl_c_still_end_the_run() -> None:
     with pytest.raises(fed.AlgorithmError, match="broken"):
         train(algorithm=Broken())
 
-    def interrupted(scores: Tensor, y: Tensor) -> Tensor:
+    def raise_interrupt(scores: Tensor, y: Tensor) -> Tensor:
         if len(y) == 2:
             raise KeyboardInterrupt
         return F.cross_entropy(scores, y)
 
     with pytest.raises(KeyboardInterrupt):
-        train(loss=interrupted)
+        train(loss=raise_interrupt)
 
 
 def test_a_model_that_draws_where_it_must_not_is_no_clients_error() -> None:
     """It is an error of the run: with threads, random numbers would depend on the order of clients."""
     draws = [0]
 
-    def late(scores: Tensor, y: Tensor) -> Tensor:
+    def draw_late(scores: Tensor, y: Tensor) -> Tensor:
         draws[0] += 1
         if draws[0] > 30:
             torch.rand(1)
         return F.cross_entropy(scores, y)
 
     with pytest.raises(fed.ClientError, match="draws random numbers"):
-        train("threads", 2, loss=late)
+        train("threads", 2, loss=draw_late)
 
 
 # --- executors for GPUs

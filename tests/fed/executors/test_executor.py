@@ -75,13 +75,13 @@ def test_a_large_client_is_gathered_in_blocks_without_losing_a_sample():
     assert sorted(i for b in batches for i in b) == list(range(samples))
 
 
-@pytest.mark.parametrize("above", [-math.inf, 1.5])
-def test_both_passes_of_a_step_have_the_same_dropout_mask(above):
+@pytest.mark.parametrize("keep_share", [-math.inf, 1.5])
+def test_both_passes_of_a_step_have_the_same_dropout_mask(keep_share):
     """So FedSAM without a radius is FedAvg."""
     data, options = clients(20, 9, 14), {"rounds": 3, "participation": 0.7, "batch_size": 4}
-    avg, sam = (run(Drops(above), data, a, **options).model for a in (fed.FedAvg(), fed.FedSAM(rho=0.0)))
+    avg, sam = (run(Drops(keep_share), data, a, **options).model for a in (fed.FedAvg(), fed.FedSAM(rho=0.0)))
     assert same_bits(avg, sam)
-    assert not same_bits(avg, run(Drops(above), data, fed.FedAvg(), seed=1, **options).model)
+    assert not same_bits(avg, run(Drops(keep_share), data, fed.FedAvg(), seed=1, **options).model)
 
 
 def test_masks_differ_between_steps_clients_and_rounds():
@@ -103,13 +103,13 @@ def test_masks_differ_between_steps_clients_and_rounds():
     assert records[0::2] == records[1::2] and len(set(records)) == len(records) // 2 == 2 * 2 * 2
 
 
-@pytest.mark.parametrize("above", [-math.inf, 1.5])
-def test_what_is_drawn_does_not_depend_on_when_it_is_noticed(monkeypatch, above):
+@pytest.mark.parametrize("keep_share", [-math.inf, 1.5])
+def test_what_is_drawn_does_not_depend_on_when_it_is_noticed(monkeypatch, keep_share):
     data, options = clients(20, 9, 14, 3, 3, 8), {"rounds": 2, "participation": 0.9, "batch_size": 4}
-    plain = run(Drops(above), data, fed.FedSAM(), **options).model
+    plain = run(Drops(keep_share), data, fed.FedSAM(), **options).model
     monkeypatch.setitem(executors.registry, "sequential", Reordered)
     for _ in range(3):
-        assert same_bits(plain, run(Drops(above), data, fed.FedSAM(), executor="sequential", **options).model)
+        assert same_bits(plain, run(Drops(keep_share), data, fed.FedSAM(), executor="sequential", **options).model)
 
 
 def test_torchs_own_random_state_is_neither_used_nor_changed():

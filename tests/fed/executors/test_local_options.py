@@ -66,7 +66,9 @@ def test_executors_agree_or_refuse(variant, option, executor):
         with pytest.raises(ValueError, match="optimizer needs plain local steps, or steps of SAM"):
             train(executor, VARIANTS[variant], **OPTIONS[option])
         return
-    plain, run_without = (train("sequential", VARIANTS[variant], **more) for more in (OPTIONS[option], {}))
+    plain, run_without = (
+        train("sequential", VARIANTS[variant], **run_options) for run_options in (OPTIONS[option], {})
+    )
     assert oracle.movement(plain.model, run_without.model) > 1e-4
     if (option, executor) == ("optimizer", "vmap"):
         with pytest.raises(ValueError, match="does not serve the options optimizer"):

@@ -34,14 +34,14 @@ def twin(optimizer, rho, mu):
                 grads = torch.autograd.grad(F.cross_entropy(model(bx), batch_y), parameters)
                 if rho:
                     norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt() + 1e-7
-                    clean = [p.detach().clone() for p in parameters]
+                    clean_weights = [p.detach().clone() for p in parameters]
                     with torch.no_grad():
                         for p, g in zip(parameters, grads, strict=True):
                             p.add_(g, alpha=rho / norm.item())
                     grads = torch.autograd.grad(F.cross_entropy(model(bx), batch_y), parameters)
                     with torch.no_grad():
-                        for p, unperturbed in zip(parameters, clean, strict=True):
-                            p.copy_(unperturbed)
+                        for p, clean_weight in zip(parameters, clean_weights, strict=True):
+                            p.copy_(clean_weight)
                 for p, g, start in zip(parameters, grads, w, strict=True):
                     p.grad = g + mu * (p.detach() - start)
                 opt.step()

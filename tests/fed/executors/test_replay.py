@@ -46,8 +46,8 @@ LOSSES = [
 
 @settings(max_examples=5, deadline=None)
 @given(mlps(), st.sampled_from(LOSSES), st.sampled_from([torch.float32, torch.float64]), st.integers(1, 6), st.data())
-def test_a_replay_is_the_plain_pass(made, loss, dtype, rows, data):
-    width, model, classes = made
+def test_a_replay_is_the_plain_pass(make_model, loss, dtype, rows, data):
+    width, model, classes = make_model
     passes, form = stacked(model.to(dtype), loss, rows)
     batch = data.draw(st.sampled_from([1, 3, 16, 40]))
     for _ in range(3):
@@ -99,20 +99,20 @@ def test_gradients_are_not_memory_of_the_weights():
     replays = Replays(plain, model, passes.layout)
     for _ in range(2):
         _, (g,), _ = replays.run(form.leaves, torch.zeros(5, 1), torch.zeros(5, 1))
-    before = g.clone()
+    copy_of_g = g.clone()
     form.z.add_(1)
-    assert torch.equal(g, before)
+    assert torch.equal(g, copy_of_g)
 
 
 def graph_of(passes, form, x, y):
     """Return the number of recorded operations, and the graph that is left of them."""
-    recording = Recording(passes.gradients, form.leaves, x, y)
-    recorded = (
-        len(recording.module.graph.find_nodes(op="call_function", target=aten.bmm.default)),
-        len(recording.module.graph.nodes),
+    pass_recording = Recording(passes.gradients, form.leaves, x, y)
+    recorded_outputs = (
+        len(pass_recording.module.graph.find_nodes(op="call_function", target=aten.bmm.default)),
+        len(pass_recording.module.graph.nodes),
     )
-    simplify(recording.module, recording.inputs)
-    return *recorded, recording.module.graph
+    simplify(pass_recording.module, pass_recording.inputs)
+    return *recorded_outputs, pass_recording.module.graph
 
 
 def test_what_is_left_of_a_pass():
@@ -120,21 +120,21 @@ def test_what_is_left_of_a_pass():
     that does nothing."""
     passes, form = stacked(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), rows=20)
     x, y = torch.randn(20, 16, 64), torch.randint(0, 10, (20, 16))
-    _, recorded, graph = graph_of(passes, form, x, y)
+    _, recorded_outputs, graph = graph_of(passes, form, x, y)
     ops = [node.target for node in graph.nodes if node.op == "call_function"]
     assert ops.count(aten.baddbmm.default) == 2 and ops.count(aten.bmm.default) == 3
     gone = (aten.detach, aten._unsafe_view, aten.mul, aten.ones_like, aten.add)
     assert not [op for op in ops if getattr(op, "overloadpacket", None) in gone]
-    assert len(graph.nodes) < 0.65 * recorded
+    assert len(graph.nodes) < 0.65 * recorded_outputs
     assert [node.target for node in graph.output_node().args[0][1::2]] == [aten.bmm.default] * 2
 
 
 def test_weights_that_are_read_behind_the_inputs_are_not_recorded():
     passes, form = stacked(nn.Linear(4, 1, bias=False))
-    behind = passes.layout.views(form.z)
+    hidden_views = passes.layout.views(form.z)
 
     def plain(weights, x, y):
-        loss = (weights[0] * behind[0]).flatten(1).sum(1)
+        loss = (weights[0] * hidden_views[0]).flatten(1).sum(1)
         return loss.detach(), torch.autograd.grad(loss.sum(), weights)
 
     replays = Replays(plain, passes.module, passes.layout)
@@ -202,16 +202,18 @@ def test_a_run_is_the_same_with_and_without_replays(monkeypatch):
         result = fed.run(model, data, fed.MimeLite(), rounds=2, participation=1.0, batch_size=4, executor="vmap")
         return torch.cat([p.detach().flatten() for p in result.model.parameters()])
 
-    ours = weights()
+    replayed_weights = weights()
     monkeypatch.setattr(Replays, "run", lambda *a: None)
-    assert torch.allclose(ours, weights(), rtol=1e-12, atol=1e-13)
+    assert torch.allclose(replayed_weights, weights(), rtol=1e-12, atol=1e-13)
 
 
 def products(graph):
     """The shapes of the results of a pass's matrix products, which all lie in memory as they are."""
-    made = [node.meta["val"] for node in graph.nodes if node.target in (aten.bmm.default, aten.baddbmm.default)]
-    assert all(t.is_contiguous() for t in made)
-    return [tuple(t.shape) for t in made]
+    product_values = [
+        node.meta["val"] for node in graph.nodes if node.target in (aten.bmm.default, aten.baddbmm.default)
+    ]
+    assert all(t.is_contiguous() for t in product_values)
+    return [tuple(t.shape) for t in product_values]
 
 
 def test_a_product_that_is_read_transposed_alone_is_made_so():
@@ -236,8 +238,8 @@ def test_a_product_that_is_read_both_ways_is_made_once():
     torch.manual_seed(0)
     x, y = torch.randn(5, 6, 6), torch.randint(6, (5, 6))
     passes, form = stacked(BothWays())
-    recorded, _, graph = graph_of(passes, form, x, y)
-    assert len(products(graph)) <= recorded
+    recorded_outputs, _, graph = graph_of(passes, form, x, y)
+    assert len(products(graph)) <= recorded_outputs
     same(passes, form, x, y)
 
 
@@ -321,8 +323,8 @@ def test_passes_that_cannot_be_recorded_run_plainly(kind, words, caplog):
 def test_results_of_elsewhere_are_not_taken_for_constants(caplog):
     """A pass that ignores its weights, like a backward pass that is not recorded, is not replayed."""
     passes, form = stacked(nn.Linear(4, 1, bias=False))
-    fixed = torch.ones(5), [torch.ones(5, 1, 4)]
-    replays = Replays(lambda weights, x, y: fixed, passes.module, passes.layout)
+    fixed_results = torch.ones(5), [torch.ones(5, 1, 4)]
+    replays = Replays(lambda weights, x, y: fixed_results, passes.module, passes.layout)
     with caplog.at_level(logging.INFO, "fastsam.fed"):
         assert replays.run(form.leaves, torch.zeros(5, 1), torch.zeros(5, 1)) is None
     assert "not recorded" in caplog.text

@@ -37,7 +37,7 @@ def model_of(activation: Callable[[], nn.Module] = nn.ReLU, *widths: int) -> nn.
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
-def prepared() -> tuple[StackedPasses, Any, Tensor, Tensor]:
+def prepare_passes() -> tuple[StackedPasses, Any, Tensor, Tensor]:
     """Return passes of two rows that have run twice, so that they have a row program, with their inputs."""
     passes, form = stacked(model_of(), F.cross_entropy, 2)
     x, y = torch.randn(2, 5, 12), torch.randint(4, (2, 5))
@@ -77,7 +77,7 @@ def test_what_has_no_form_is_replayed_operation_by_operation(activation: type) -
 
 
 def test_labels_that_are_no_class() -> None:
-    passes, form, x, y = prepared()
+    passes, form, x, y = prepare_passes()
     for label in (4, -1, -101):
         y[1, 3] = label
         with pytest.raises(RuntimeError, match=f"Target {label} is out of bounds"):
@@ -85,7 +85,7 @@ def test_labels_that_are_no_class() -> None:
 
 
 def test_inputs_that_do_not_fit() -> None:
-    passes, form, x, y = prepared()
+    passes, form, x, y = prepare_passes()
     result = passes.replays.row_pass(5, x[0], y[0])
     leaves = [v.detach() for v in form.leaves]
     for bad_x in (x[:, :4], x.double(), x.mT.contiguous().mT, x[:1]):

@@ -102,8 +102,8 @@ def test_a_client_with_an_infinite_result_is_found_by_its_row(name):
     broken_value = replace(uploads, results=replace(results, **{name: bad_rows}))
     reason = f"its {name} is not finite"
     assert cohort._nonfinite_clients(broken_value) == {1: reason, 2: reason}
-    uploaded = replace(broken_value, mean={"x": bad_rows})
-    assert cohort._nonfinite_clients(uploaded) == {}  # it is checked when it is added
+    broken_upload = replace(broken_value, mean={"x": bad_rows})
+    assert cohort._nonfinite_clients(broken_upload) == {}  # it is checked when it is added
 
 
 # --- the largest displacement ---

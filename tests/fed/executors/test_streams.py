@@ -291,7 +291,7 @@ def test_a_model_that_looks_at_its_values_cannot_be_captured() -> None:
 # ---- what "auto" takes
 
 
-def hooked() -> torch.nn.Module:
+def hooked_model() -> torch.nn.Module:
     model = torch.nn.Linear(6, 3)
     model.register_forward_hook(lambda module, inputs, output: None)
     return model
@@ -305,7 +305,7 @@ def hooked() -> torch.nn.Module:
         (normed, "graph", "one captured graph"),  # its buffers are tensors: a replay writes them
         (lambda: Looks(6, 3), "streams", "looks at values on the host"),
         (lambda: Counts(6, 3), "streams", r"changes Python's state \(calls\)"),
-        (hooked, "streams", "hooks"),
+        (hooked_model, "streams", "hooks"),
     ],
 )
 def test_auto_takes_graphs_on_a_gpu_unless_a_capture_would_fail_or_freeze(

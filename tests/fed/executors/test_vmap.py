@@ -89,35 +89,35 @@ def test_ignored_labels_do_not_count():
     assert torch.allclose(result, expected, rtol=1e-14)
 
 
-def tasks_of(n, stored, **options):
+def tasks_of(n, has_store, **options):
     """Three tasks of n samples, in a store or each on its own."""
     local = LocalOptions(**{"local_epochs": 2, "batch_size": 3, "seed": 5, **options})
     pairs = [(torch.arange(n, dtype=torch.float64)[:, None] + 1000 * i, torch.arange(n)) for i in range(3)]
     store = None
-    if stored:
+    if has_store:
         pairs, store = store_of(pairs)
     setup = setup_of(None, pairs, local, store=store)
     return [Task(i, setup, 0, 0.1, fed.LocalUpdate()) for i in range(3)]
 
 
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("has_store", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"shuffle": False}, {"batch_size": 1, "local_epochs": 1}, {"batch_size": 200}], ids=str
 )
 @pytest.mark.parametrize("n", [1, 7, 100])
-def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, stored):
+def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, has_store):
     """n = 100 in batches of 1 or 3 is more than one block of batches."""
-    tasks = tasks_of(n, stored, **options)
+    tasks = tasks_of(n, has_store, **options)
     gatherer = BatchGatherer(tasks)
     for k, batches in enumerate(zip(*(t.batches() for t in tasks), strict=True)):
         for name in (0, 1):
             assert torch.equal(gatherer.get(k)[name], torch.stack([batch[name] for batch in batches]))
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_what_a_feed_has_gathered_goes_with_it(stored):
+@pytest.mark.parametrize("has_store", [False, True])
+def test_what_a_feed_has_gathered_goes_with_it(has_store):
     """At once: until the garbage collector comes, there would be the samples of many rounds."""
-    gatherer = BatchGatherer(tasks_of(100, stored))
+    gatherer = BatchGatherer(tasks_of(100, has_store))
     gatherer.get(0)
     removed_ops = weakref.ref(gatherer)
     del gatherer
@@ -203,12 +203,12 @@ def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -
     tables: list[tuple[int, ...]] = []
     original = stacked_rows.to_device
 
-    def counted(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def count_copies(t: torch.Tensor, device: torch.device) -> torch.Tensor:
         if t.dtype == torch.int64:
             tables.append(tuple(t.tolist()))
         return original(t, device)
 
-    monkeypatch.setattr(stacked_rows, "to_device", counted)
+    monkeypatch.setattr(stacked_rows, "to_device", count_copies)
     # in the third step the first and the last have whole batches
     clients = oracle.ragged_clients(torch.float32, (15, 12, 9))
     runs = [
@@ -264,22 +264,22 @@ class Scaled(nn.Module):
         return self.inner(x) * self.factor if is_stacked(x) else self.inner(x)
 
 
-def tried(model: nn.Module, dtype: torch.dtype = torch.float32) -> fed.Result:
+def run_trial(model: nn.Module, dtype: torch.dtype = torch.float32) -> fed.Result:
     return fed.run(model, oracle.ragged_clients(dtype), fed.FedAvg(), rounds=1, participation=1.0, executor="vmap")
 
 
 def test_a_maximum_that_rounding_moves_is_no_reason_to_refuse() -> None:
     """Single elements of the gradient are then quite different, the loss and the gradient as a whole are not."""
-    tried(Tie(0.03))
+    run_trial(Tie(0.03))
 
 
 def test_a_gradient_that_differs_as_a_whole_is_refused_though_the_loss_agrees() -> None:
     with pytest.raises(ValueError, match="a stacked step gives other losses or gradients"):
-        tried(Tie(3.0))
+        run_trial(Tie(3.0))
 
 
-@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_losses_may_differ_by_rounding_alone(dtype: torch.dtype, off: float) -> None:
-    tried(Scaled(1 + off, dtype), dtype)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_losses_may_differ_by_rounding_alone(dtype: torch.dtype, error: float) -> None:
+    run_trial(Scaled(1 + error, dtype), dtype)
     with pytest.raises(ValueError, match="a stacked step gives other losses or gradients"):
-        tried(Scaled(1 + 1000 * off, dtype), dtype)
+        run_trial(Scaled(1 + 1000 * error, dtype), dtype)

@@ -24,11 +24,11 @@ def as_a_users(algorithm: fed.Algorithm) -> fed.Algorithm:
 def test_checked_calls_give_the_same_bits(name: str) -> None:
     cls = fed.algorithms.registry[name]
     algorithm = cases.ours(FIRST[cls.__name__]) if cls.__name__ in FIRST else cls()
-    checked = as_a_users(algorithm)
-    assert type(contract_of(algorithm)) is Contract and type(contract_of(checked)) is CheckedContract
+    checked_algorithm = as_a_users(algorithm)
+    assert type(contract_of(algorithm)) is Contract and type(contract_of(checked_algorithm)) is CheckedContract
     options = {"model": normed(), "sizes": (8, 16, 8, 12), "batch_size": 4} if name == "fedbn" else {}
     for executor in ["sequential"] if has_loop(algorithm) or cls.own_buffers else ["sequential", "vmap"]:
-        assert digest(run(algorithm, executor, 3, **options)) == digest(run(checked, executor, 3, **options))
+        assert digest(run(algorithm, executor, 3, **options)) == digest(run(checked_algorithm, executor, 3, **options))
 
 
 def test_a_wrapped_algorithm_of_a_user_is_checked_too() -> None:
@@ -36,6 +36,6 @@ def test_a_wrapped_algorithm_of_a_user_is_checked_too() -> None:
         pass
 
     for inner, kind in ((Own(), CheckedContract), (fed.FedAvg(), Contract)):
-        wrapped = PersonalizedAlgorithm.__new__(PersonalizedAlgorithm)
-        wrapped.inner = inner
-        assert type(contract_of(wrapped)) is kind  # type: ignore[arg-type]
+        wrapped_algorithm = PersonalizedAlgorithm.__new__(PersonalizedAlgorithm)
+        wrapped_algorithm.inner = inner
+        assert type(contract_of(wrapped_algorithm)) is kind  # type: ignore[arg-type]

@@ -51,8 +51,8 @@ def test_it_gives_the_bits_and_records_of_the_loss_of_outputs() -> None:
         for options in ({}, {"loss": fed.BatchLoss(cross_entropy, predict)})
     ]
     assert groups[0]["client_accuracy_mean"] == groups[1]["client_accuracy_mean"] is not None
-    tuned = [fed.finetune(run_1, pairs(), test=pairs()[3]) for run_1 in (result, plain)]
-    assert tuned[0] == tuned[1]
+    tuned_results = [fed.finetune(run_1, pairs(), test=pairs()[3]) for run_1 in (result, plain)]
+    assert tuned_results[0] == tuned_results[1]
 
 
 def test_models_that_put_out_an_object_with_the_loss() -> None:

@@ -34,9 +34,9 @@ every_other_case = pytest.mark.parametrize(
 
 def files(directory: Path) -> dict[str, str]:
     """The hashes of the tensors on disk, by file."""
-    found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in directory.glob("checkpoint/*.safetensors")}
-    assert any(name.startswith("clients-") for name in found)
-    return found
+    digests = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in directory.glob("checkpoint/*.safetensors")}
+    assert any(name.startswith("clients-") for name in digests)
+    return digests
 
 
 # --- the setting ---
@@ -44,16 +44,16 @@ def files(directory: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("where", client_state.CHOICES)
 def test_on_the_cpu_the_setting_changes_nothing(where: str) -> None:
-    made = train(fed.SCAFFOLD(), client_state=where, rounds=3)
-    assert digest(made) == digest(train(fed.SCAFFOLD(), rounds=3))
-    assert made.summary()["client_state"] == ("disk" if where == "disk" else "device")
+    result = train(fed.SCAFFOLD(), client_state=where, rounds=3)
+    assert digest(result) == digest(train(fed.SCAFFOLD(), rounds=3))
+    assert result.summary()["client_state"] == ("disk" if where == "disk" else "device")
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("megabytes", "where"), [(0.1, "device"), (0.25, "device"), (0.26, "host")])
 def test_auto_is_a_rule_on_the_share_of_the_devices_memory(megabytes: float, where: str) -> None:
-    made = client_state.make("auto", CPU, megabytes * 1e6, 1)
-    assert made.location == where and f"take {megabytes:.3g} of the device's memory" in made.reason
+    storage = client_state.make("auto", CPU, megabytes * 1e6, 1)
+    assert storage.location == where and f"take {megabytes:.3g} of the device's memory" in storage.reason
     for choice in ("host", "device"):
         assert client_state.make(choice, CPU, megabytes * 1e6, 1).location == choice
 
@@ -64,8 +64,8 @@ def test_auto_takes_files_where_the_host_is_too_small(device: str, monkeypatch: 
         stand_in(monkeypatch)
     monkeypatch.setattr(client_state, "host_memory", lambda: 10**7)
     assert client_state.make("auto", CPU, 5e6, 1).location == ("device" if device == "cpu" else "host")
-    made = client_state.make("auto", CPU, 5.1e6, 1)
-    assert made.location == "disk" and "take 0.51 of the host's memory" in made.reason
+    storage = client_state.make("auto", CPU, 5.1e6, 1)
+    assert storage.location == "disk" and "take 0.51 of the host's memory" in storage.reason
     assert client_state.make("host", CPU, 5.1e6, 1).location != "disk"
 
 
@@ -78,13 +78,13 @@ def test_auto_counts_the_states_of_all_clients(tmp_path: Path, monkeypatch: Monk
 
     stride = Layout.from_tensors(list(oracle.smooth_model(torch.float32).parameters())).row_size
     for algorithm, vectors in ((fed.SCAFFOLD(), 1), (Undeclared(), 1), (fed.FedSMOO(), 2), (fed.FedSAM(), 0)):
-        for less, where in ((0, "device"), (1, "host")):
-            total = 4 * 4 * stride * max(vectors, 1) * len(SIZES) - less
+        for num_less, where in ((0, "device"), (1, "host")):
+            total = 4 * 4 * stride * max(vectors, 1) * len(SIZES) - num_less
             monkeypatch.setattr(client_state, "total_memory", lambda device, total=total: total)
             run_dir = tmp_path / f"{type(algorithm).__name__}-{where}"
-            made = train(algorithm, rounds=1, run_dir=run_dir)
+            result = train(algorithm, rounds=1, run_dir=run_dir)
             expected = where if vectors else "device"
-            assert made.summary()["client_state"] == expected
+            assert result.summary()["client_state"] == expected
             entry = json.loads((run_dir / "environment.json").read_text())["client_state"]
             assert entry["where"] == expected and "of the device's memory" in entry["reason"]
 
@@ -99,14 +99,14 @@ def test_the_same_bits_and_files_elsewhere(name: str, where: str, tmp_path: Path
     if where == "host":
         stand_in(monkeypatch)
     on_device = train(CASES[name], client_state="device", run_dir=tmp_path / "device", checkpoint_every=4)
-    for rounds, kept in ((2, where), (3, "device"), (5, where), (6, where)):
+    for rounds, location in ((2, where), (3, "device"), (5, where), (6, where)):
         options = {"rounds": rounds, "checkpoint_every": 4, "run_dir": tmp_path / "mixed", "resume": True}
-        mixed = train(CASES[name], client_state=kept, **options)
-    other = train(CASES[name], client_state=where, run_dir=tmp_path / where, checkpoint_every=4)
-    assert digest(other) == digest(mixed) == digest(on_device)
+        mixed_result = train(CASES[name], client_state=location, **options)
+    other_result = train(CASES[name], client_state=where, run_dir=tmp_path / where, checkpoint_every=4)
+    assert digest(other_result) == digest(mixed_result) == digest(on_device)
     if name != "fedsam":
         assert files(tmp_path / where) == files(tmp_path / "device")
-    assert len({made.summary()["state_megabytes"] for made in (other, mixed, on_device)}) == 1
+    assert len({made.summary()["state_megabytes"] for made in (other_result, mixed_result, on_device)}) == 1
 
 
 def test_a_disk_without_room_ends_the_run_in_words(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -121,8 +121,8 @@ def test_a_disk_without_room_ends_the_run_in_words(tmp_path: Path, monkeypatch: 
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(OSError, match="no room for 1 MB of clients' states; TMPDIR names another directory"):
             train(fed.SCAFFOLD(), **options)
-    again = train(fed.SCAFFOLD(), **options, resume=True)
-    assert digest(again) == digest(train(fed.SCAFFOLD(), rounds=2))
+    resumed_result = train(fed.SCAFFOLD(), **options, resume=True)
+    assert digest(resumed_result) == digest(train(fed.SCAFFOLD(), rounds=2))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -153,8 +153,8 @@ def test_copies_are_ordered_with_the_work_that_they_are_for(
     plain = digest(train(CASES[name], **options))
     with Watch():
         options |= {"executor": executor, "slots": slots, "run_dir": tmp_path / "run"}
-        made = train(CASES[name], client_state="host", **options)
-    assert digest(made) == plain
+        result = train(CASES[name], client_state="host", **options)
+    assert digest(result) == plain
 
 
 class Loose(HostStateStorage):
@@ -202,22 +202,26 @@ def test_the_stand_in_notices_a_missing_wait(without: str, tmp_path: Path, monke
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("at", [1, 4, 7])
-def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted_step", [1, 4, 7])
+def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(interrupted_step: int, tmp_path: Path) -> None:
     """The states on disk belong to the last complete round, and the resumed run has the same bits."""
 
     @dataclass(frozen=True)
     class Interrupted(fed.SCAFFOLD):
         def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
-            closed.extend(results.client_ids)
-            if round.index == 3 and closed.count(results.client_ids[0]) == 4 and len(closed) == 3 * len(SIZES) + at:
+            closed_clients.extend(results.client_ids)
+            if (
+                round.index == 3
+                and closed_clients.count(results.client_ids[0]) == 4
+                and len(closed_clients) == 3 * len(SIZES) + interrupted_step
+            ):
                 raise KeyboardInterrupt
             return super().finish_client(server, client, results, round)
 
     options = {"participation": 1.0, "client_state": "host", "checkpoint_every": 2}
     whole = train(fed.SCAFFOLD(), **options, run_dir=tmp_path / "whole")
     train(fed.SCAFFOLD(), **options | {"rounds": 3, "checkpoint_every": 3}, run_dir=tmp_path / "three")
-    closed: list[int] = []
+    closed_clients: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         train(Interrupted(), **options, run_dir=tmp_path / "left")
     assert tensors(tmp_path / "left") == tensors(tmp_path / "three")
@@ -229,12 +233,12 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(at: int, tmp_p
 def tensors(directory: Path) -> dict[str, list[float]]:
     """Return the values in the files of client states, by client."""
     manifest = json.loads((directory / "checkpoint" / "manifest.json").read_text())
-    found = {}
+    tensors_by_name = {}
     for client, name in manifest["clients"].items():
         with safe_open(directory / "checkpoint" / name, "pt") as file:
             places = json.loads(file.metadata()["places"])[client]
-            found[client] = [file.get_tensor(key).tolist() for key in places.values()]
-    return found
+            tensors_by_name[client] = [file.get_tensor(key).tolist() for key in places.values()]
+    return tensors_by_name
 
 
 # --- on a GPU ---
@@ -244,13 +248,13 @@ def tensors(directory: Path) -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("executor", "slots"), [("sequential", None), ("streams", 3), ("graph", 3)])
 def test_on_a_gpu_bits_do_not_depend_on_the_store(name: str, executor: str, slots: int | None, tmp_path: Path) -> None:
-    found = set()
+    digests = set()
     for where in ("device", "host"):
         options = {"device": "cuda", "executor": executor, "slots": slots, "client_state": where}
-        found.add(digest(train(CASES[name], run_dir=tmp_path / where, **options)))
+        digests.add(digest(train(CASES[name], run_dir=tmp_path / where, **options)))
         half = {"run_dir": tmp_path / f"{where}-resumed", "rounds": 3}
         train(CASES[name], **options | half)
-        found.add(digest(train(CASES[name], **options, run_dir=half["run_dir"], resume=True)))
-    assert len(found) == 1
+        digests.add(digest(train(CASES[name], **options, run_dir=half["run_dir"], resume=True)))
+    assert len(digests) == 1
     if name != "fedsam":
         assert files(tmp_path / "host") == files(tmp_path / "device")

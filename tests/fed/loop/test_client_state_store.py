@@ -34,50 +34,52 @@ from tests.helpers.fed_states import CPU, ordinary, train
 def test_whatever_is_asked_the_store_answers_as_a_dict_would(seed: int, ahead: int) -> None:
     """Cohorts, predictions that are right and wrong, rounds that are given up, exclusions, tensors that are shared."""
     draw, store = random.Random(seed), HostStateStorage(CPU, "", ahead) if ahead else DiskStateStorage(CPU, "")
-    kept: dict[int, Any] = {}
+    stored_states: dict[int, Any] = {}
     truth: dict[int, list[float]] = {}
     later: list[int] = []
     for t in range(6):
         order = later if draw.random() < 0.6 and later else draw.sample(range(8), draw.randint(1, 8))
         later = draw.sample(range(8), draw.randint(0, 8))
-        fresh, expected = dict(kept), dict(truth)
-        store.begin(kept, order, later)
-        shared = torch.full((3,), float(t))
+        fresh, expected = dict(stored_states), dict(truth)
+        store.begin(stored_states, order, later)
+        shared_tensor = torch.full((3,), float(t))
         for i in order:
-            if i in kept:
-                state = store.get(i, kept[i])
+            if i in stored_states:
+                state = store.get(i, stored_states[i])
                 assert torch.cat(list(state.values())).tolist() == truth[i]
                 assert not any(store.pool.holds(x) for x in state.values())
             if draw.random() < 0.8:  # otherwise it is excluded
-                state = {"own": torch.full((5,), t + i / 10), "shared": shared}
+                state = {"own": torch.full((5,), t + i / 10), "shared": shared_tensor}
                 fresh[i], expected[i] = store.put(i, state), torch.cat(list(state.values())).tolist()
         store.commit()
         if draw.random() < 0.8:  # otherwise the round was given up
-            kept, truth = fresh, expected
-        assert {i: torch.cat(list(s.values())).tolist() for i, s in kept.items()} == truth
-        assert len({id(s["shared"]) for s in kept.values()}) == len({float(s["shared"][0]) for s in kept.values()})
+            stored_states, truth = fresh, expected
+        assert {i: torch.cat(list(s.values())).tolist() for i, s in stored_states.items()} == truth
+        assert len({id(s["shared"]) for s in stored_states.values()}) == len(
+            {float(s["shared"][0]) for s in stored_states.values()}
+        )
 
 
 @pytest.mark.usefixtures("gpu")
 def test_the_host_holds_two_versions_of_a_state_at_most() -> None:
     """Rows of freed states are reused."""
-    store, kept = HostStateStorage(CPU, "", 4), dict[int, Any]()
+    store, stored_states = HostStateStorage(CPU, "", 4), dict[int, Any]()
     for t in range(20):
-        store.begin(kept, range(100), ())
-        kept |= {i: store.put(i, {"c_i": torch.full((4096,), float(t + i))}) for i in range(100)}
+        store.begin(stored_states, range(100), ())
+        stored_states |= {i: store.put(i, {"c_i": torch.full((4096,), float(t + i))}) for i in range(100)}
         store.commit()
     assert store.pool.nbytes <= 4 * 100 * 4096 * 4
-    assert all(float(kept[i]["c_i"][0]) == 19 + i for i in kept)
+    assert all(float(stored_states[i]["c_i"][0]) == 19 + i for i in stored_states)
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
     store = HostStateStorage(CPU, "", 4) if kind == "host" else DiskStateStorage(CPU, "")
-    kept = store.put(0, {"a": torch.ones(3), "b": torch.zeros(2)})
-    again = store.put(0, {**store.get(0, kept), "b": torch.ones(2)})
-    assert again["a"] is kept["a"] and again["b"] is not kept["b"]
-    del kept, again
+    stored_state = store.put(0, {"a": torch.ones(3), "b": torch.zeros(2)})
+    second_state = store.put(0, {**store.get(0, stored_state), "b": torch.ones(2)})
+    assert second_state["a"] is stored_state["a"] and second_state["b"] is not stored_state["b"]
+    del stored_state, second_state
     maps = (
         (store._host_copies, store._device_copies)
         if isinstance(store, HostStateStorage)
@@ -90,9 +92,13 @@ def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
 def test_states_on_disk_lie_in_files_that_go_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store = DiskStateStorage(CPU, "")
-    kept = store.put(0, {"c_i": torch.arange(5.0), "n": torch.tensor(3)})
-    assert kept["c_i"].tolist() == [0, 1, 2, 3, 4] and kept["n"].item() == 3 and not list(tmp_path.iterdir())
-    for tensor in kept.values():
+    stored_state = store.put(0, {"c_i": torch.arange(5.0), "n": torch.tensor(3)})
+    assert (
+        stored_state["c_i"].tolist() == [0, 1, 2, 3, 4]
+        and stored_state["n"].item() == 3
+        and not list(tmp_path.iterdir())
+    )
+    for tensor in stored_state.values():
         (line,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if _within(tensor, line)]
         assert str(tmp_path) in line and "rw-s" in line, line
 
@@ -110,10 +116,10 @@ def test_memory_of_another_stream_is_lent(monkeypatch: pytest.MonkeyPatch) -> No
         FakeCuda, "record_stream", lambda self, tensors, stream: lent.append(({id(t) for t in tensors}, stream))
     )
     store, new = HostStateStorage(CPU, "", 4), {"a": torch.ones(3), "b": torch.zeros(2)}
-    kept = store.put(0, new)
+    stored_state = store.put(0, new)
     assert lent == [({id(new["a"])}, store.stream), ({id(new["b"])}, store.stream)]
     lent.clear()
-    got = store.get(0, kept)
+    got = store.get(0, stored_state)
     assert lent == [({id(t) for t in got.values()}, FakeCuda.active)]
 
 
@@ -122,13 +128,13 @@ def test_the_host_writes_no_row_that_is_still_read() -> None:
     """A new state must not take a free row that is still being copied."""
     store = HostStateStorage(CPU, "", 4)
     with Watch():
-        kept = {0: store.put(0, {"c_i": torch.ones(5)})}
+        stored_states = {0: store.put(0, {"c_i": torch.ones(5)})}
         store.commit()
-        store.begin(kept, [0], ())
-        kept = {1: {"c_i": store.adopt(torch.zeros(5))}}
+        store.begin(stored_states, [0], ())
+        stored_states = {1: {"c_i": store.adopt(torch.zeros(5))}}
         store.stream.wait_stream(FakeCuda.active)  # later queued operations see the writes of the host
-        store.begin(kept, [1], ())
-        assert store.get(1, kept[1])["c_i"].tolist() == [0] * 5
+        store.begin(stored_states, [1], ())
+        assert store.get(1, stored_states[1])["c_i"].tolist() == [0] * 5
 
 
 def test_rows_come_back_when_their_tensor_is_gone() -> None:
@@ -148,18 +154,18 @@ def test_slabs_are_powers_of_two_with_little_lost(numel: int, dtype: torch.dtype
     pool = HostPool(ordinary)
     rows = [pool.row(torch.Size([numel]), dtype) for _ in range(20)]
     assert len({t.data_ptr() for t in rows}) == (20 if numel else 1)
-    lost = (1 << (pool.nbytes - 1).bit_length()) - pool.nbytes if pool.nbytes else 0
-    assert lost <= pool.nbytes / 7 or pool.nbytes < 2**20
+    lost_bytes = (1 << (pool.nbytes - 1).bit_length()) - pool.nbytes if pool.nbytes else 0
+    assert lost_bytes <= pool.nbytes / 7 or pool.nbytes < 2**20
 
 
 def test_without_pinned_memory_it_is_ordinary_memory_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     shapes = []
 
-    def refused(shape: Any, dtype: torch.dtype) -> Tensor:
+    def refuse_memory(shape: Any, dtype: torch.dtype) -> Tensor:
         shapes.append(shape)
         raise RuntimeError("CUDA error: out of memory\nand more lines")
 
-    pool = HostPool(refused)
+    pool = HostPool(refuse_memory)
     with caplog.at_level(logging.WARNING):
         rows = [pool.row(torch.Size([n]), torch.float32).fill_(n) for n in (5, 6, 7)]
     assert [float(r.sum()) for r in rows] == [25, 36, 49] and len(shapes) == 1
@@ -187,8 +193,8 @@ class Pair(Ranks):
     drawer: ClassVar[list[Any]] = []
 
     def _send(self, state: Any, to: int) -> None:
-        torch.save(state, packed := io.BytesIO())
-        self.drawer.append(packed.getvalue())
+        torch.save(state, buffer := io.BytesIO())
+        self.drawer.append(buffer.getvalue())
 
     def _receive(self, source: int) -> Any:
         return torch.load(io.BytesIO(self.drawer.pop()))
@@ -204,38 +210,38 @@ class Pair(Ranks):
     ],
 )
 def test_a_state_moves_to_where_the_other_rank_keeps_its_own(kinds: Any) -> None:
-    here, there = (kind(CPU, "", *((4,) if kind is HostStateStorage else ())) for kind in kinds)
-    state = here.put(3, {"c_i": torch.arange(5.0), "n": torch.tensor(2)})
-    here.commit()
-    left = Pair(0, 2).move_states({3: state}, {3: 1}, {3: 0}, here.adopt)
-    held = Pair(1, 2).move_states({}, {3: 1}, {3: 0}, there.adopt)
-    assert left == {} and list(held) == [3]
-    assert all(there.pool.holds(t) for t in held[3].values() if there.prefetches)
-    there.begin(held, [3], [])
-    got = there.get(3, held[3])
+    own_store, other_store = (kind(CPU, "", *((4,) if kind is HostStateStorage else ())) for kind in kinds)
+    state = own_store.put(3, {"c_i": torch.arange(5.0), "n": torch.tensor(2)})
+    own_store.commit()
+    remaining_states = Pair(0, 2).move_states({3: state}, {3: 1}, {3: 0}, own_store.adopt)
+    moved_states = Pair(1, 2).move_states({}, {3: 1}, {3: 0}, other_store.adopt)
+    assert remaining_states == {} and list(moved_states) == [3]
+    assert all(other_store.pool.holds(t) for t in moved_states[3].values() if other_store.prefetches)
+    other_store.begin(moved_states, [3], [])
+    got = other_store.get(3, moved_states[3])
     assert got["c_i"].tolist() == [0, 1, 2, 3, 4] and got["n"].item() == 2 and got["n"].dtype == torch.int64
 
 
 def test_of_a_row_of_the_pool_only_the_row_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = []
-    monkeypatch.setattr("torch.distributed.send_object_list", lambda objects, dst: sent.append(objects))
+    sent_sizes = []
+    monkeypatch.setattr("torch.distributed.send_object_list", lambda objects, dst: sent_sizes.append(objects))
     Ranks(0, 2)._send({"c_i": HostPool(ordinary).row(torch.Size([4]), torch.float32)}, 1)
-    assert sent[0][0]["c_i"].untyped_storage().nbytes() == 16
+    assert sent_sizes[0][0]["c_i"].untyped_storage().nbytes() == 16
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_states_are_pinned_and_few_are_on_the_device() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    store, kept, vector = HostStateStorage(device, "", 4), dict[int, Any](), 2**20
+    store, stored_states, vector = HostStateStorage(device, "", 4), dict[int, Any](), 2**20
     for i in range(64):
-        kept[i] = store.put(i, {"c_i": torch.full((vector,), float(i), device=device)})
+        stored_states[i] = store.put(i, {"c_i": torch.full((vector,), float(i), device=device)})
     store.commit()
-    assert all(s["c_i"].is_pinned() for s in kept.values()) and store.pool.pins
-    before = torch.cuda.memory_allocated(device)
+    assert all(s["c_i"].is_pinned() for s in stored_states.values()) and store.pool.pins
+    allocated_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    store.begin(kept, range(64), ())
-    assert [float(store.get(i, kept[i])["c_i"][-1]) for i in range(64)] == [float(i) for i in range(64)]
-    assert torch.cuda.max_memory_allocated(device) - before <= 8 * 4 * vector
+    store.begin(stored_states, range(64), ())
+    assert [float(store.get(i, stored_states[i])["c_i"][-1]) for i in range(64)] == [float(i) for i in range(64)]
+    assert torch.cuda.max_memory_allocated(device) - allocated_before <= 8 * 4 * vector
 
 
 # --- Client states in host memory: how few of them are on the device, and when they come. A stand-in takes the place of
@@ -249,10 +255,10 @@ class Counted(HostStateStorage):
 
     def _fetch(self, state: dict[str, Tensor]) -> Any:
         alive = self.__dict__.setdefault("alive", [])
-        made = super()._fetch(state)
-        alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(t) for t in made.state.values()]
+        entry = super()._fetch(state)
+        alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(t) for t in entry.state.values()]
         Counted.most = max(Counted.most, len(alive))
-        return made
+        return entry
 
 
 @dataclass(frozen=True)
@@ -292,22 +298,22 @@ def test_the_device_holds_the_states_of_those_that_train_and_a_few_more(
 
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list of requests ("get") and copies ("fetch") in their order; a state holds its client's number."""
-    seen: list[tuple[str, int]] = []
+    events: list[tuple[str, int]] = []
     fetch, get = HostStateStorage._fetch, HostStateStorage.get
 
-    def fetched(self: Any, state: Any) -> Any:
-        seen.append(("fetch", int(state["who"])))
+    def record_fetch(self: Any, state: Any) -> Any:
+        events.append(("fetch", int(state["who"])))
         return fetch(self, state)
 
     def got(self: Any, client: int, state: Any) -> Any:
-        seen.append(("get", client))
-        made = get(self, client, state)
-        assert int(made["who"]) == client and not self.pool.holds(made["who"])
-        return made
+        events.append(("get", client))
+        state_on_device = get(self, client, state)
+        assert int(state_on_device["who"]) == client and not self.pool.holds(state_on_device["who"])
+        return state_on_device
 
-    monkeypatch.setattr(HostStateStorage, "_fetch", fetched)
+    monkeypatch.setattr(HostStateStorage, "_fetch", record_fetch)
     monkeypatch.setattr(HostStateStorage, "get", got)
-    return seen
+    return events
 
 
 class Numbered(fed.Algorithm):
@@ -327,7 +333,7 @@ def test_the_next_cohort_is_fetched_while_this_one_trains(monkeypatch: pytest.Mo
     """A client of both cohorts is fetched after it has trained, with its new state."""
     monkeypatch.setattr(sampling, "make", lambda *arguments: None)
     monkeypatch.setattr(sampling, "draw", lambda sampler, t, seed: list(COHORTS[t]))
-    seen = copies(monkeypatch)
+    events = copies(monkeypatch)
     train(Numbered(), rounds=4, client_state="host")
     expected = [
         *(("fetch", 0), ("fetch", 1), ("fetch", 2), ("fetch", 3)),  # no more than four are ahead
@@ -336,20 +342,20 @@ def test_the_next_cohort_is_fetched_while_this_one_trains(monkeypatch: pytest.Mo
         *(("get", 2), ("fetch", 6), ("get", 3), ("fetch", 7), ("get", 4), ("fetch", 4), ("get", 5), ("fetch", 5)),
         *(("get", 4), ("get", 5), ("get", 6), ("get", 7)),
     ]
-    assert seen == expected
+    assert events == expected
 
 
 @pytest.mark.usefixtures("gpu")
 def test_who_is_asked_for_before_its_turn_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, store = copies(monkeypatch), HostStateStorage(CPU, "", 1)
-    kept = {i: store.put(i, {"who": torch.tensor(i)}) for i in range(4)}
+    events, store = copies(monkeypatch), HostStateStorage(CPU, "", 1)
+    stored_states = {i: store.put(i, {"who": torch.tensor(i)}) for i in range(4)}
     store.commit()
-    store.begin(kept, [0], [3])
-    store.get(0, kept[0])
-    store.begin(kept, [2, 3], [])  # 3 is there, and leaves no room for 2
+    store.begin(stored_states, [0], [3])
+    store.get(0, stored_states[0])
+    store.begin(stored_states, [2, 3], [])  # 3 is there, and leaves no room for 2
     for i in (2, 3):
-        store.get(i, kept[i])
-    assert [who for what, who in seen if what == "fetch"] == [0, 3, 2]
+        store.get(i, stored_states[i])
+    assert [who for what, who in events if what == "fetch"] == [0, 3, 2]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -360,7 +366,7 @@ def test_a_sampler_of_the_users_is_asked_once_a_round_and_in_order() -> None:
         calls.append((t, int(torch.randint(1000, (), generator=generator))))
         return [t % 10, (t + 1) % 10]
 
-    made = train(fed.SCAFFOLD(), sampler=sampler, client_state="host", executor="streams", slots=2)
+    result = train(fed.SCAFFOLD(), sampler=sampler, client_state="host", executor="streams", slots=2)
     first, calls = calls, []
-    assert digest(train(fed.SCAFFOLD(), sampler=sampler, client_state="device")) == digest(made)
+    assert digest(train(fed.SCAFFOLD(), sampler=sampler, client_state="device")) == digest(result)
     assert [t for t, _ in first] == list(range(6)) and first == calls

@@ -124,19 +124,21 @@ def test_the_final_model_has_the_accuracy_that_the_record_says():
 def test_summary():
     result = run(rounds=12, target=0.3, lr=0.5)
     accuracies = [r["test_accuracy"] for r in result.history]
-    made = result.summary()
-    assert made["accuracy_final"] == accuracies[-1] and made["accuracy_best"] == max(accuracies)
-    assert made["accuracy_last10"] == pytest.approx(np.mean(accuracies[-10:]))
-    assert made["rounds_to_target"] == next(i + 1 for i, a in enumerate(accuracies) if a >= 0.3)
+    summary = result.summary()
+    assert summary["accuracy_final"] == accuracies[-1] and summary["accuracy_best"] == max(accuracies)
+    assert summary["accuracy_last10"] == pytest.approx(np.mean(accuracies[-10:]))
+    assert summary["rounds_to_target"] == next(i + 1 for i, a in enumerate(accuracies) if a >= 0.3)
     assert run(target=1.0, rounds=2).summary()["rounds_to_target"] is None
-    assert made["validation"] == "prior" and made["parameters"] == 73 and made["algorithm"] == "FedAvg"
-    assert made["megabytes"] == pytest.approx(sum(2 * r["clients"] for r in result.history) * 73 * 8 / 1e6)
-    assert made["backprops"] == sum(r["steps"] for r in result.history)
-    until = result.history[: made["rounds_to_target"]]
-    assert made["megabytes_to_target"] == pytest.approx(sum(2 * r["clients"] for r in until) * 73 * 8 / 1e6)
-    assert made["seconds_to_target"] == pytest.approx(sum(r["seconds_training"] for r in until))
+    assert summary["validation"] == "prior" and summary["parameters"] == 73 and summary["algorithm"] == "FedAvg"
+    assert summary["megabytes"] == pytest.approx(sum(2 * r["clients"] for r in result.history) * 73 * 8 / 1e6)
+    assert summary["backprops"] == sum(r["steps"] for r in result.history)
+    rounds_to_target = result.history[: summary["rounds_to_target"]]
+    assert summary["megabytes_to_target"] == pytest.approx(
+        sum(2 * r["clients"] for r in rounds_to_target) * 73 * 8 / 1e6
+    )
+    assert summary["seconds_to_target"] == pytest.approx(sum(r["seconds_training"] for r in rounds_to_target))
     assert all(0 < r["seconds_training"] < r["seconds"] for r in result.history)
-    assert made["client_worst"] == result.history[-1]["client_worst"] is not None and made["measures"] == {}
+    assert summary["client_worst"] == result.history[-1]["client_worst"] is not None and summary["measures"] == {}
     assert run(target=1.0, rounds=2).summary()["megabytes_to_target"] is None
 
 

@@ -79,19 +79,19 @@ class OneByOne:
 
     def finish_client(self, server, client, results, round):
         self._sizes.append(len(results.client_ids))
-        closed = [
+        closed_states = [
             self._inner.finish_client(server, self._own(client, i), results.take([i]), round)
             for i in range(len(results.client_ids))
         ]
-        shared = set(map(id, server.values()))
+        shared_ids = set(map(id, server.values()))
 
         def rows(client_rows):
             return {
-                n: x if id(x) in shared else torch.cat([part[n] for part in client_rows])
+                n: x if id(x) in shared_ids else torch.cat([part[n] for part in client_rows])
                 for n, x in client_rows[0].items()
             }
 
-        states, uploads = zip(*closed, strict=True)
+        states, uploads = zip(*closed_states, strict=True)
         weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.sends_weights else None
         means, totals = (rows(parts) for parts in zip(*((u.mean, u.sum) for u in uploads), strict=True))
         return rows(states), fed.Upload(means, totals, weight=weight)
@@ -118,7 +118,7 @@ RUNS = [
 
 # In every run one algorithm of some; the other combinations are slow.
 @pytest.mark.parametrize(
-    ("name", "its", "bad_clients", "options"),
+    ("name", "fields_of_result", "bad_clients", "options"),
     [
         pytest.param(*algorithm, *run, marks=[] if i % (4 * len(RUNS)) == j else pytest.mark.slow)
         for i, algorithm in enumerate(ALGORITHMS)
@@ -126,15 +126,17 @@ RUNS = [
     ],
     ids=str,
 )
-def test_one_call_for_a_group_gives_the_bits_of_a_call_each(name, its, bad_clients, options):
+def test_one_call_for_a_group_gives_the_bits_of_a_call_each(name, fields_of_result, bad_clients, options):
     result = getattr(fed, name)
-    one_by_one = OneByOne(result(**its))
-    grouped, single = (run(algorithm, bad_clients, **options) for algorithm in (result(**its), one_by_one))
+    one_by_one = OneByOne(result(**fields_of_result))
+    grouped_result, single = (
+        run(algorithm, bad_clients, **options) for algorithm in (result(**fields_of_result), one_by_one)
+    )
     assert (max(one_by_one._sizes) > 1) == ("executor" not in options)
-    assert same_bits(grouped.model, single.model)
-    assert excluded_clients(grouped) == excluded_clients(single)  # the reasons depend on the place of detection
-    assert {e["client"] for r in grouped.history for e in r["excluded"]} == set(bad_clients)
-    assert [r["train_loss"] for r in grouped.history] == [r["train_loss"] for r in single.history]
+    assert same_bits(grouped_result.model, single.model)
+    assert excluded_clients(grouped_result) == excluded_clients(single)  # the reasons depend on the place of detection
+    assert {e["client"] for r in grouped_result.history for e in r["excluded"]} == set(bad_clients)
+    assert [r["train_loss"] for r in grouped_result.history] == [r["train_loss"] for r in single.history]
 
 
 def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch):
@@ -223,11 +225,11 @@ class CountedStates(fed.SCAFFOLD):
 def test_clients_of_one_state_share_their_constants(executor, calls):
     Counted.calls = []
     run(Counted(), executor=executor)
-    compared = [0, 0] if executor == "vmap" else []  # to compare two rows with one, in a copy
-    assert Counted.calls == [0, 0, *compared, 1, 2]  # once before the first round, once a round
+    compared_counts = [0, 0] if executor == "vmap" else []  # to compare two rows with one, in a copy
+    assert Counted.calls == [0, 0, *compared_counts, 1, 2]  # once before the first round, once a round
     CountedStates.calls = []
     run(CountedStates(), executor=executor, participation=1.0, rounds=2)
-    assert CountedStates.calls == [*[(0, False)] * (2 + len(compared)), *[(1, True)] * calls]
+    assert CountedStates.calls == [*[(0, False)] * (2 + len(compared_counts)), *[(1, True)] * calls]
 
 
 # --- the store ---
@@ -257,11 +259,11 @@ def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
 @pytest.mark.parametrize(
     ("n", "size", "counts"), [(10, 3, (4, 4)), (10, 3, (1, 3, 4)), (40, 1, (8,) * 10), (8, 4, (2, 1, 1))]
 )
-@pytest.mark.parametrize("kept", [True, False], ids=["store", "own"])
-def test_a_span_is_its_batches_one_after_the_other(n, size, counts, kept):
+@pytest.mark.parametrize("has_store", [True, False], ids=["store", "own"])
+def test_a_span_is_its_batches_one_after_the_other(n, size, counts, has_store):
     pairs, store = pack_pairs([(torch.randn(n, 2), torch.arange(n)) for _ in range(3)])
     options = LocalOptions(local_epochs=2, batch_size=size, seed=3)
-    setup = setup_of(None, pairs, options, store=store if kept else None)
+    setup = setup_of(None, pairs, options, store=store if has_store else None)
     tasks = [Task(i, setup, 0, 0.1, fed.LocalUpdate()) for i in range(3)]
     gatherer, k = BatchGatherer(tasks), 0
     for count in counts:

@@ -118,9 +118,11 @@ class Raises(fed.Algorithm):
     ],
 )  # fmt: skip
 def test_what_an_own_algorithm_raises_is_told_with_method_round_and_client(method: str, where: str) -> None:
-    with pytest.raises(fed.AlgorithmError, match=rf"Raises.{method} failed {where}: ZeroDivisionError: oh no") as told:
+    with pytest.raises(
+        fed.AlgorithmError, match=rf"Raises.{method} failed {where}: ZeroDivisionError: oh no"
+    ) as error_info:
         start(algorithm=Raises(method))
-    assert isinstance(told.value.__cause__, ZeroDivisionError)
+    assert isinstance(error_info.value.__cause__, ZeroDivisionError)
     with pytest.raises(KeyboardInterrupt):
         start(algorithm=Raises(method, KeyboardInterrupt))
 

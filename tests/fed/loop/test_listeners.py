@@ -90,8 +90,8 @@ def test_a_callback_changes_no_bit(tmp_path):
 
     vandal = Vandal()
     plain = start(tmp_path / "plain")
-    watched = start(tmp_path / "watched", callbacks=[vandal])
-    assert same_bits(plain.model, watched.model) and records(tmp_path / "plain") == records(tmp_path / "watched")
+    watched_result = start(tmp_path / "watched", callbacks=[vandal])
+    assert same_bits(plain.model, watched_result.model) and records(tmp_path / "plain") == records(tmp_path / "watched")
     assert same_bits(vandal.models[-1], plain.model) and not same_bits(vandal.models[0], plain.model)
 
 
@@ -134,17 +134,17 @@ def test_a_callback_that_raises_is_named_and_the_last_round_is_kept(tmp_path, me
 
     diary, second_diary = Diary(), Diary()
     callbacks = [diary, type("Breaks", (), {method: breaks})(), second_diary]
-    with pytest.raises(fed.CallbackError, match=words) as caught:
+    with pytest.raises(fed.CallbackError, match=words) as error_info:
         start(tmp_path / "run", callbacks=callbacks, checkpoint_every=100)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(error_info.value.__cause__, KeyError)
     assert json.loads((tmp_path / "run" / "checkpoint" / "manifest.json").read_text())["round"] == rounds
     assert len(records(tmp_path / "run") if rounds else []) == rounds
     error = "NoneType" if method == "on_end" else "CallbackError"
     assert diary.records[-1][0] == "end" and diary.records[-1][3] == error
     assert (second_diary.records[-1:] == []) if method == "on_start" else (second_diary.records[-1][0] == "end")
-    resumed = start(tmp_path / "run", resume=True)
+    resumed_result = start(tmp_path / "run", resume=True)
     full_run = start(tmp_path / "whole")
-    assert same_bits(resumed.model, full_run.model)
+    assert same_bits(resumed_result.model, full_run.model)
 
 
 def test_the_end_is_told_after_an_error_too_and_does_not_hide_it(caplog):
@@ -190,14 +190,14 @@ def train(clients: list[Any], algorithm: fed.Algorithm | None = None, **options:
     return fed.run(nn.Linear(6, 3), clients, algorithm or fed.FedAvg(), **(base | options))
 
 
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "fastsam.fed" and "times as far" in r.getMessage()]
 
 
 @pytest.mark.parametrize(("executor", "slots"), [("sequential", None), ("threads", 2), ("vmap", 4)])
 def test_it_is_named_once_and_recorded_always(caplog: pytest.LogCaptureFixture, executor: str, slots: Any) -> None:
     result = train(data(1e6), executor=executor, slots=slots)
-    (line,) = warned(caplog)
+    (line,) = warnings_of(caplog)
     assert re.match(
         r"round 1: client 3 moved [\d.]+e\+0\d times as far as the median of its cohort, .*aggregation='norm_filter'",
         line,
@@ -210,19 +210,19 @@ def test_it_is_named_once_and_recorded_always(caplog: pytest.LogCaptureFixture, 
 
 def test_an_ordinary_cohort_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     result = train(data(), fed.SCAFFOLD())
-    assert warned(caplog) == [] and [r["outliers"] for r in result.history] == [[]] * 3
+    assert warnings_of(caplog) == [] and [r["outliers"] for r in result.history] == [[]] * 3
 
 
 def test_a_resumed_run_does_not_say_it_again(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     train(data(1e6), rounds=1, run_dir=tmp_path / "run")
-    assert len(warned(caplog)) == 1
+    assert len(warnings_of(caplog)) == 1
     train(data(1e6), rounds=2, run_dir=tmp_path / "run", resume=True)
-    assert len(warned(caplog)) == 1
+    assert len(warnings_of(caplog)) == 1
 
 
 def test_with_a_robust_rule_it_says_what_stands_against_it(caplog: pytest.LogCaptureFixture) -> None:
     train(data(1e6), aggregation="median")
-    (line,) = warned(caplog)
+    (line,) = warnings_of(caplog)
     assert line.endswith("against which aggregation='median' stands")
 
 
@@ -230,7 +230,7 @@ def test_what_was_shortened_or_excluded_is_none(caplog: pytest.LogCaptureFixture
     assert train(data(1e6), privacy=fed.Privacy(clip=0.1)).history[0]["outliers"] == []
     result = train(data(1e38))
     assert result.history[0]["outliers"] == [] and result.history[0]["excluded"][0]["client"] == 3
-    assert warned(caplog) == []
+    assert warnings_of(caplog) == []
 
 
 def test_the_limit() -> None:

@@ -53,8 +53,8 @@ def test_outputs_that_are_not_one_per_class_have_no_accuracy(loss, outputs):
     last = result.history[-1]
     assert last["test_loss"] is not None and last["train_set_accuracy"] is None
     assert all(last[key] is None for key in last if "accuracy" in key or key in ("client_worst", "client_best"))
-    made = result.summary()
-    assert made["accuracy_final"] is None and made["rounds_to_target"] is None and made["validation"] is None
+    summary = result.summary()
+    assert summary["accuracy_final"] is None and summary["rounds_to_target"] is None and summary["validation"] is None
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", one_hot_squares, lambda out, y: F.nll_loss(out.log_softmax(1), y)])
@@ -140,8 +140,11 @@ def test_a_metric_of_a_regression_has_no_clients_of_their_own_classes():
     result = fed.run(torch.nn.Linear(5, 1), data, fed.FedAvg(), **options)
     assert result.history[-1]["test_mae"] == pytest.approx(F.l1_loss(result.model(x[20:]), y[20:]).item())
     assert result.history[-1]["client_mae_mean"] is None
-    sliced = fed.run(torch.nn.Linear(5, 1), data, fed.FedAvg(), **options, client_test_split="iid").history[-1]
-    assert sliced["client_mae_mean"] == pytest.approx(sliced["test_mae"]) and sliced["client_mae_std"] > 0
+    sliced_record = fed.run(torch.nn.Linear(5, 1), data, fed.FedAvg(), **options, client_test_split="iid").history[-1]
+    assert (
+        sliced_record["client_mae_mean"] == pytest.approx(sliced_record["test_mae"])
+        and sliced_record["client_mae_std"] > 0
+    )
 
 
 def test_the_command_names_metrics_and_reports_them(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -16,7 +16,7 @@ from tests.helpers import oracle
 from tests.helpers.nonsense import NONSENSE
 
 
-def refused(names: str | tuple[str, ...], make: Any) -> None:
+def assert_refused(names: str | tuple[str, ...], make: Any) -> None:
     """It is taken; or refused by one of the names, as a bad value or type."""
     names = (names,) if isinstance(names, str) else names
     try:
@@ -29,7 +29,7 @@ def refused(names: str | tuple[str, ...], make: Any) -> None:
 @pytest.mark.parametrize("name", list(table(Settings)))
 def test_options_of_a_run(name: str) -> None:
     for value in NONSENSE:
-        refused(name, lambda value=value: Settings(**{name: value}))
+        assert_refused(name, lambda value=value: Settings(**{name: value}))
 
 
 CASES = [(cls, field.name) for cls in fed.algorithms.registry.values() for field in fields(cls)]
@@ -38,14 +38,14 @@ CASES = [(cls, field.name) for cls in fed.algorithms.registry.values() for field
 @pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_options_of_the_algorithms(cls: Any, name: str) -> None:
     for value in NONSENSE:
-        refused(name, lambda value=value: cls(**{name: value}))
+        assert_refused(name, lambda value=value: cls(**{name: value}))
 
 
 @pytest.mark.parametrize("name", ["pad", "flip", "crop"])
 def test_options_of_the_augmentation(name: str) -> None:
     for value in NONSENSE:
-        refused(name, lambda value=value: FlipCrop(**{name: value}))
-        refused("augment", lambda value=value: augment_by_name(value))
+        assert_refused(name, lambda value=value: FlipCrop(**{name: value}))
+        assert_refused("augment", lambda value=value: augment_by_name(value))
 
 
 @pytest.mark.parametrize("name", ["clients", "alpha", "split", "seed", "test_fraction"])
@@ -54,9 +54,9 @@ def test_options_of_a_split(name: str) -> None:
     for value in NONSENSE:
         options = {"clients": 3, "alpha": 0.5, name: value}
         if name == "test_fraction":
-            refused(name, lambda value=value: data_sets.federated.stratified_test(y.numpy(), value))
+            assert_refused(name, lambda value=value: data_sets.federated.stratified_test(y.numpy(), value))
         else:
-            refused(name, lambda options=options: data_sets.federated.split_data(x, y, (x, y), **options))
+            assert_refused(name, lambda options=options: data_sets.federated.split_data(x, y, (x, y), **options))
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_what_is_handed_to_a_run(name: str) -> None:
         if (name in ("run_dir", "device") and isinstance(value, str)) or (name in ("test", "config") and value is None):
             continue  # a place, or none
         # Without rounds, a call that passes the checks of options returns.
-        refused((name, "rounds"), lambda value=value: fed.run(**(arguments | {name: value}), rounds=0))
+        assert_refused((name, "rounds"), lambda value=value: fed.run(**(arguments | {name: value}), rounds=0))

@@ -103,7 +103,7 @@ class Mixing(fed.Algorithm):
         return {"c": delta}, fed.Upload(mean={"delta": delta})
 
 
-def trained(mode: str) -> fed.Result:
+def train_model(mode: str) -> fed.Result:
     clients = oracle.ragged_clients(torch.float32, (8, 8, 8))
     model = oracle.smooth_model(torch.float32)
     return fed.run(model, clients, Mixing(mode), rounds=2, participation=1.0, executor="vmap")
@@ -115,15 +115,15 @@ def trained(mode: str) -> fed.Result:
 )
 def test_rows_that_are_mixed(mode: str, method: str, n: int) -> None:
     with pytest.raises(fed.AlgorithmError, match=f"Mixing.{method} returns different numbers for {n} clients together"):
-        trained(mode)
+        train_model(mode)
 
 
 def test_rows_that_are_not_mixed(caplog: pytest.LogCaptureFixture) -> None:
-    trained("rows")
+    train_model("rows")
     assert "changed attributes" not in caplog.text
 
 
 def test_attributes_that_change(caplog: pytest.LogCaptureFixture) -> None:
     """Once, and by the run's own calls only."""
-    trained("memory")
+    train_model("memory")
     assert caplog.text.count("the first round changed attributes of Mixing (calls)") == 1

@@ -22,13 +22,13 @@ OPTIONS: dict[str, Any] = {
 
 def heads_of_their_own(phi: float, server_lr: float) -> tuple[nn.Module, list[nn.Module]]:
     """Federated averaging (FedProx) of the first layer: the shared model after the rounds, and every client's."""
-    shared = oracle.smooth_model()
+    shared_model = oracle.smooth_model()
     clients = oracle.ragged_clients(sizes=SIZES)
-    heads = [copy.deepcopy(shared[2].state_dict()) for _ in clients]
+    heads = [copy.deepcopy(shared_model[2].state_dict()) for _ in clients]
     for _ in range(OPTIONS["rounds"]):
         moves: list[list[Tensor]] = []
         for i, (x, y) in enumerate(clients):
-            client_model = copy.deepcopy(shared)
+            client_model = copy.deepcopy(shared_model)
             client_model[2].load_state_dict(heads[i])
             begin = [p.detach().clone() for p in client_model.parameters()]
             opt = torch.optim.SGD(client_model.parameters(), lr=OPTIONS["lr"])
@@ -40,12 +40,12 @@ def heads_of_their_own(phi: float, server_lr: float) -> tuple[nn.Module, list[nn
             heads[i] = copy.deepcopy(client_model[2].state_dict())
             moves.append([p.detach() - q for p, q in zip(client_model[0].parameters(), begin[:2], strict=True)])
         with torch.no_grad():
-            for p, *parts in zip(shared[0].parameters(), *moves, strict=True):
+            for p, *parts in zip(shared_model[0].parameters(), *moves, strict=True):
                 p += server_lr * sum(parts) / len(parts)
-    own_models = [copy.deepcopy(shared) for _ in clients]
+    own_models = [copy.deepcopy(shared_model) for _ in clients]
     for model, head in zip(own_models, heads, strict=True):
         model[2].load_state_dict(head)
-    return shared, own_models
+    return shared_model, own_models
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_every_client_has_a_head_of_its_own(algorithm, phi):
     assert same_bits(result.model[2], begin[2]), "the global head stays as it was"
     if phi is None:
         return
-    shared, original = heads_of_their_own(phi, 0.7)
-    assert oracle.movement(result.model[0], shared[0]) < 1e-12
+    shared_model, original = heads_of_their_own(phi, 0.7)
+    assert oracle.movement(result.model[0], shared_model[0]) < 1e-12
     for i, model in enumerate(original):
         assert oracle.movement(result.client_model(i), model) < 1e-12
     assert oracle.movement(result.client_model(0), result.client_model(1)) > 1e-2
@@ -79,10 +79,14 @@ def test_accuracies_over_clients_are_those_of_their_own_models(validation):
     record = result.history[-1]
     if validation == "shared":
         models = map(result.client_model, range(len(SIZES)))
-        found = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
-        assert record["client_accuracy_mean"] == pytest.approx(sum(found) / 3)
-        assert (record["client_accuracy_min"], record["client_accuracy_max"]) == pytest.approx((min(found), max(found)))
-        assert record["client_worst"] == found.index(min(found)) and record["client_best"] == found.index(max(found))
+        accuracies = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
+        assert record["client_accuracy_mean"] == pytest.approx(sum(accuracies) / 3)
+        assert (record["client_accuracy_min"], record["client_accuracy_max"]) == pytest.approx(
+            (min(accuracies), max(accuracies))
+        )
+        assert record["client_worst"] == accuracies.index(min(accuracies)) and record[
+            "client_best"
+        ] == accuracies.index(max(accuracies))
     assert record["client_accuracy_std"] > 0
     accuracy = (result.model(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
     assert record["test_accuracy"] == pytest.approx(accuracy)
@@ -110,14 +114,14 @@ def test_each_client_trains_alone(options: dict[str, Any]) -> None:
     clients = oracle.ragged_clients()
     result = fed.run(oracle.smooth_model(), clients, fed.FedSAM(), rounds=2, **TUNED, **options)
     weights = [p.clone() for p in result.model.parameters()]
-    tuned = fed.finetune(result, clients, epochs=4, test=TEST)
-    assert [entry["client"] for entry in tuned] == [0, 1, 2, 3, 4]
-    for i, entry in enumerate(tuned):
+    tuned_result = fed.finetune(result, clients, epochs=4, test=TEST)
+    assert [entry["client"] for entry in tuned_result] == [0, 1, 2, 3, 4]
+    for i, entry in enumerate(tuned_result):
         start = result.client_model(i) if options else result.model
         single_run = fed.run(start, clients[i : i + 1], fed.FedAvg(), rounds=1, local_epochs=4, **TUNED)
         assert entry["before"] == (start(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
         assert entry["after"] == single_run.history[-1]["test_accuracy"]
-    assert len({entry["after"] for entry in tuned}) > 1, "no client learnt anything: this shows nothing"
+    assert len({entry["after"] for entry in tuned_result}) > 1, "no client learnt anything: this shows nothing"
     assert all(map(torch.equal, weights, result.model.parameters()))
 
 
@@ -128,8 +132,10 @@ def test_accuracies_are_measured_on_the_clients_own_samples() -> None:
     clients = [(x[y == k], y[y == k]) for k in range(3)]
     options: dict[str, Any] = {"participation": 1.0, "rounds": 1, "batch_size": 5, "lr": 0.1, "test": (x, y)}
     result = fed.run(nn.Linear(6, 3), clients, fed.FedAvg(), **options)
-    tuned = fed.finetune(result, clients, epochs=60, lr=0.5, test=(x, y))
-    assert [run_1["after"] for run_1 in tuned] == [1.0, 1.0, 1.0] and all(run_1["before"] < 1 for run_1 in tuned)
+    tuned_result = fed.finetune(result, clients, epochs=60, lr=0.5, test=(x, y))
+    assert [run_1["after"] for run_1 in tuned_result] == [1.0, 1.0, 1.0] and all(
+        run_1["before"] < 1 for run_1 in tuned_result
+    )
 
 
 def test_every_kind_of_data() -> None:
@@ -137,11 +143,11 @@ def test_every_kind_of_data() -> None:
     data = fed.digits(clients=3, alpha=1.0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     result = fed.run(model, data, fed.FedAvg(), rounds=1, participation=1.0)
-    tuned = fed.finetune(result, data)
+    tuned_result = fed.finetune(result, data)
     lazy = fed.LazyClients(3, data.__getitem__)
     result = fed.run(model, lazy, fed.FedAvg(), rounds=1, participation=1.0, test=data.test, client_test_split="shared")
     repeat = fed.finetune(result, lazy, test=data.test)
-    assert all(0 < run_1["after"] <= 1 for run_1 in (*tuned, *repeat)) and len(repeat) == 3
+    assert all(0 < run_1["after"] <= 1 for run_1 in (*tuned_result, *repeat)) and len(repeat) == 3
 
 
 def test_two_calls_give_the_same() -> None:

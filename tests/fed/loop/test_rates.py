@@ -14,7 +14,7 @@ from tests.helpers.fed_runs import digest, run, same_bits
 
 
 def test_a_formula_a_function_and_a_scheduler_of_torch_are_the_decay_that_they_say(tmp_path):
-    decayed = start(tmp_path / "decay", lr=0.2, lr_decay=0.5)
+    decayed_result = start(tmp_path / "decay", lr=0.2, lr_decay=0.5)
     for i, lr in enumerate(
         (
             "0.2*0.5**(round - 1)",
@@ -23,9 +23,9 @@ def test_a_formula_a_function_and_a_scheduler_of_torch_are_the_decay_that_they_s
         )
     ):
         run = start(tmp_path / f"{i}", lr=lr)
-        assert same_bits(run.model, decayed.model) and records(tmp_path / f"{i}") == records(tmp_path / "decay")
+        assert same_bits(run.model, decayed_result.model) and records(tmp_path / f"{i}") == records(tmp_path / "decay")
     constant_run = start(tmp_path / "constant", lr=0.2)
-    assert not same_bits(constant_run.model, decayed.model)
+    assert not same_bits(constant_run.model, decayed_result.model)
 
 
 def test_a_scheduler_of_torch_takes_a_step_a_round():
@@ -84,9 +84,9 @@ def batches(samples: int, **options: object) -> list[list[int]]:
         records.append(y.long().tolist())
         return output.sum() * 0
 
-    numbered = torch.arange(float(samples))
+    sample_numbers = torch.arange(float(samples))
     run_options = {"shuffle": False, "batch_size": 3, "loss": loss, "executor": "sequential", **options}
-    record = start_small(clients=[(torch.zeros(samples, 6), numbered)], rounds=1, **run_options).history[0]
+    record = start_small(clients=[(torch.zeros(samples, 6), sample_numbers)], rounds=1, **run_options).history[0]
     return records[-record["steps"] :]  # after the batches of the trial step
 
 

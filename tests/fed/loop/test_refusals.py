@@ -24,17 +24,17 @@ def half():
     return oracle.smooth_model().half()
 
 
-def mixed():
+def mixed_model():
     model = oracle.smooth_model()
     model[0].float()
     return model
 
 
-def frozen():
+def frozen_model():
     return oracle.smooth_model().requires_grad_(False)
 
 
-def poisoned():
+def poisoned_model():
     model = oracle.smooth_model()
     model[2].bias.data[1] = math.nan
     return model
@@ -180,10 +180,10 @@ test_refused = refusals(
     # models and losses
     (lambda: start(model="resnet"), 'torch.nn.Module, got str'),
     (lambda: start(model=half()), r"float32 or float64.*float16.*model.float\(\)"),
-    (lambda: start(model=mixed()), 'torch.float32, torch.float64'),
-    (lambda: start(model=frozen()), 'no trainable parameters'),
+    (lambda: start(model=mixed_model()), 'torch.float32, torch.float64'),
+    (lambda: start(model=frozen_model()), 'no trainable parameters'),
     (lambda: start(model=nn.LazyLinear(3)), 'lazy parameters'),
-    (lambda: start(model=poisoned()), "'2.bias' holds NaN"),
+    (lambda: start(model=poisoned_model()), "'2.bias' holds NaN"),
     (lambda: start(model=nn.Linear(6, 3), loss=lambda out, y: F.cross_entropy(out, y, reduction="none")),
      r"must be a scalar tensor.*\[6\]"),
     (lambda: start(model=nn.Linear(6, 3), loss=nn.CrossEntropyLoss), r"got <class .*write CrossEntropyLoss\(\)"),

@@ -42,23 +42,26 @@ def test_a_hand_written_loop_to_the_last_digit():
 
     plain, losses = copy.deepcopy(model), []
     for t in range(3):
-        finals, loss_sum, seen = [], 0.0, 0
+        finals, loss_sum, num_samples = [], 0.0, 0
         for i in active[t]:
             local = copy.deepcopy(plain)
             optimizer = torch.optim.SGD(local.parameters(), lr=0.1 * 0.5**t, momentum=0.9, weight_decay=0.01)
             x, y = clients[i]
             for _ in range(2):
-                for at in range(0, len(y), 5):
+                for begin in range(0, len(y), 5):
                     optimizer.zero_grad()
-                    loss = F.cross_entropy(local(x[at : at + 5]), y[at : at + 5])
+                    loss = F.cross_entropy(local(x[begin : begin + 5]), y[begin : begin + 5])
                     loss.backward()
                     optimizer.step()
-                    loss_sum, seen = loss_sum + loss.item() * len(y[at : at + 5]), seen + len(y[at : at + 5])
+                    loss_sum, num_samples = (
+                        loss_sum + loss.item() * len(y[begin : begin + 5]),
+                        num_samples + len(y[begin : begin + 5]),
+                    )
             finals.append(local)
         with torch.no_grad():
             for p, *rest in zip(plain.parameters(), *(f.parameters() for f in finals)):
                 p.copy_(sum(rest) / len(rest))
-        losses.append(loss_sum / seen)
+        losses.append(loss_sum / num_samples)
     assert oracle.difference(result.model, plain) < 2e-15
     assert [r["train_loss"] for r in result.history] == pytest.approx(losses, rel=1e-14)
 
@@ -83,8 +86,8 @@ def test_the_same_bits_twice(algorithm):
     finally:
         torch.set_num_threads(threads)
     assert same_bits(runs[0].model, runs[1].model) and untimed(runs[0]) == untimed(runs[1])
-    other = fed.run(cnn(), data, algorithm, seed=1, **options)
-    assert not same_bits(runs[0].model, other.model)
+    other_result = fed.run(cnn(), data, algorithm, seed=1, **options)
+    assert not same_bits(runs[0].model, other_result.model)
 
 
 @pytest.mark.parametrize(
@@ -92,18 +95,18 @@ def test_the_same_bits_twice(algorithm):
 )
 def test_digits_are_learnt(name):
     algorithm = fed.algorithms.registry[name]() if name != "mofedsam" else fed.MoFedSAM(beta=0.5)
-    seen = []
+    records = []
     result = fed.run(
         oracle_mlp(), fed.digits(clients=20, alpha=1.0), algorithm, rounds=25, participation=0.5, lr=0.2, target=0.8,
-        progress=seen.append,
+        progress=records.append,
     )  # fmt: skip
-    made = result.summary()
-    assert made["accuracy_final"] > 0.85 and made["rounds_to_target"] <= 25 and made["validation"] == "prior"
-    assert 0 < made["client_accuracy_std"] < 0.3 and made["backprops"] == (1 if name == "fedavg" else 2) * sum(
+    summary = result.summary()
+    assert summary["accuracy_final"] > 0.85 and summary["rounds_to_target"] <= 25 and summary["validation"] == "prior"
+    assert 0 < summary["client_accuracy_std"] < 0.3 and summary["backprops"] == (1 if name == "fedavg" else 2) * sum(
         r["steps"] for r in result.history
     )
-    assert seen == result.history and all(sorted(r) == sorted(KEYS) for r in seen)
-    assert json.loads(json.dumps(made)) == made
+    assert records == result.history and all(sorted(r) == sorted(KEYS) for r in records)
+    assert json.loads(json.dumps(summary)) == summary
 
 
 def oracle_mlp():
@@ -139,12 +142,12 @@ def test_a_long_run_begins_like_a_short_one():
 def test_numbers_of_other_types_give_the_same_bits():
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     plain = fed.run(model, clients, fed.FedSAM(rho=0.5), rounds=2, seed=3, lr=0.25, lr_decay=0.5)
-    other = fed.run(
+    other_result = fed.run(
         model, clients, fed.FedSAM(rho=np.float32(0.5)), rounds=np.int64(2), seed=np.int32(3), lr=torch.tensor(0.25),
         lr_decay=np.float32(0.5),
     )  # fmt: skip
-    assert same_bits(plain.model, other.model) and untimed(plain) == untimed(other)
-    assert json.dumps(other.summary()["hyperparameters"]) == json.dumps(plain.summary()["hyperparameters"])
+    assert same_bits(plain.model, other_result.model) and untimed(plain) == untimed(other_result)
+    assert json.dumps(other_result.summary()["hyperparameters"]) == json.dumps(plain.summary()["hyperparameters"])
 
 
 @pytest.mark.slow
@@ -162,8 +165,8 @@ def sampler(t, generator):
 fed.run(oracle.smooth_model(), oracle.ragged_clients(), fed.FedSAM(), rounds=2, executor={executor!r}, sampler=sampler)
 print(len([m for m in known[1] - known[0] if m.startswith("torch.")]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert int(done.stdout) < 50
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert int(process.stdout) < 50
 
 
 def test_public_names():
@@ -187,10 +190,10 @@ class Noisy(fed.FedAvg):
 
 
 def test_what_an_algorithm_draws_after_a_client_does_not_depend_on_what_was_drawn_before(tmp_path):
-    def train(rounds, drawn, algorithm=Noisy, **more):
+    def train(rounds, num_drawn, algorithm=Noisy, **options):
         model, clients = oracle.smooth_model(), oracle.ragged_clients()
-        torch.rand(drawn)
-        return fed.run(model, clients, algorithm(), rounds=rounds, batch_size=5, executor="sequential", **more).model
+        torch.rand(num_drawn)
+        return fed.run(model, clients, algorithm(), rounds=rounds, batch_size=5, executor="sequential", **options).model
 
     whole = train(4, 1)
     train(2, 2, run_dir=tmp_path / "run")
@@ -228,14 +231,14 @@ class Beside(fed.Callback):
 
 @pytest.mark.parametrize(("first", "second"), [(DROPS, PLAIN), (PLAIN, DROPS), (DROPS, DROPS)])
 def test_runs_in_threads_of_which_one_draws(first: nn.Module, second: nn.Module) -> None:
-    beside, state = Beside(second, thread=True), torch.get_rng_state()
-    result = start(first, callbacks=[beside])
-    assert "another fed.run is active in a thread of this process" in str(beside.made[0])
+    second_run, state = Beside(second, thread=True), torch.get_rng_state()
+    result = start(first, callbacks=[second_run])
+    assert "another fed.run is active in a thread of this process" in str(second_run.made[0])
     assert same_bits(result.model, start(first).model) and torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(("model", "thread"), [(PLAIN, True), (DROPS, False)])
 def test_runs_that_may_be_together(model: nn.Module, thread: bool) -> None:
-    beside = Beside(model, thread)
-    start(model, callbacks=[beside])
-    assert isinstance(beside.made[0], fed.Result)
+    second_run = Beside(model, thread)
+    start(model, callbacks=[second_run])
+    assert isinstance(second_run.made[0], fed.Result)

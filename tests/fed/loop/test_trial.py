@@ -22,9 +22,9 @@ def test_a_model_that_no_gradient_reaches():
         start(torch.jit.script(oracle.smooth_model(torch.float32)))
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_gradients_that_are_switched_off(off):
-    with off(), pytest.raises(ValueError, match="gradients are switched off around the call"):
+@pytest.mark.parametrize("switch_off", [torch.no_grad, torch.inference_mode])
+def test_gradients_that_are_switched_off(switch_off):
+    with switch_off(), pytest.raises(ValueError, match="gradients are switched off around the call"):
         start()
 
 
@@ -172,11 +172,11 @@ def test_a_training_pass_with_a_side_effect(mode: str, words: str | None, tree: 
 def test_a_loss_that_refers_to_the_users_model() -> None:
     model, head = nn.Linear(6, 3), nn.Linear(3, 3)
 
-    def penalised(outputs: Tensor, y: Tensor) -> Tensor:
+    def penalised_loss(outputs: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(outputs, y) + 0.05 * sum(p.pow(2).sum() for p in model.parameters())
 
     with pytest.raises(ValueError, match=r"refers to the parameter 'weight' of your model.*fed.BatchLoss"):
-        start(model, loss=penalised)
+        start(model, loss=penalised_loss)
     assert model.weight.grad is None
     with pytest.raises(ValueError, match="a gradient for 'head.(weight|bias)', which is not a parameter of the model"):
         start(model, loss=lambda outputs, y: F.cross_entropy(head(outputs), y))
@@ -187,10 +187,10 @@ def test_a_loss_that_refers_to_the_users_model() -> None:
 def test_the_penalty_as_a_loss_of_the_batch() -> None:
     """The remedy that the refusal names."""
 
-    def penalised(model: nn.Module, batch: Any) -> Tensor:
+    def penalised_loss(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1]) + 0.05 * sum(p.pow(2).sum() for p in model.parameters())
 
-    start(nn.Linear(6, 3), loss=fed.BatchLoss(penalised))
+    start(nn.Linear(6, 3), loss=fed.BatchLoss(penalised_loss))
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -21,7 +21,7 @@ vectors = st.lists(st.floats(-2, 2), min_size=6, max_size=6)
 cheap = settings(max_examples=25, deadline=None)
 
 
-def turned(seed: int = 0) -> Tensor:
+def rotation(seed: int = 0) -> Tensor:
     """A symmetric matrix with the eigenvalues above and no zero entries."""
     generator = torch.Generator().manual_seed(seed)
     q, _ = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64))
@@ -35,7 +35,7 @@ def objective(curvature: Tensor, *pairs: tuple[Tensor, Tensor], batch: int = 512
 @cheap
 @given(vectors, vectors, st.integers(1, 4))
 def test_value_gradient_and_hessian_are_those_of_the_formula(w: list[float], v: list[float], batch: int) -> None:
-    a = turned()
+    a = rotation()
     f = objective(a, samples([1.0], [0, 2.0], [0, 0, 3.0]), samples([1.0] * 6, [2.0] * 6), batch=batch)
     x = torch.cat([samples([1.0], [0, 2.0], [0, 0, 3.0])[0], samples([1.0] * 6, [2.0] * 6)[0]])
     w6, v6 = torch.tensor(w, dtype=torch.float64), torch.tensor(v, dtype=torch.float64)
@@ -46,28 +46,28 @@ def test_value_gradient_and_hessian_are_those_of_the_formula(w: list[float], v: 
 
 
 def test_pooled_weighs_samples_and_mean_of_weighs_clients() -> None:
-    small, large = samples([1.0]), samples([0.0], [0.0], [0.0])
+    small_clients, large = samples([1.0]), samples([0.0], [0.0], [0.0])
     w = row([0.0] * 6)
-    pooled = objective(IDENTITY, small, large)
-    fair = Objective.mean_of(quadratic.replica(), quadratic.loss_of(IDENTITY), [small, large], batch=2)
-    assert pooled.value(w) == pytest.approx(0.5 / 4) and fair.value(w) == pytest.approx(0.5 / 2)
+    pooled_objective = objective(IDENTITY, small_clients, large)
+    fair = Objective.mean_of(quadratic.replica(), quadratic.loss_of(IDENTITY), [small_clients, large], batch=2)
+    assert pooled_objective.value(w) == pytest.approx(0.5 / 4) and fair.value(w) == pytest.approx(0.5 / 2)
     assert float(fair.gradient(w)[0]) == pytest.approx(-0.5)
 
 
 def test_rows_are_rounded_to_the_models_dtype_and_padding_stays_zero() -> None:
-    f = Objective.sample_mean(quadratic.replica(dtype=torch.float32), quadratic.loss_of(turned()), [
+    f = Objective.sample_mean(quadratic.replica(dtype=torch.float32), quadratic.loss_of(rotation()), [
         tuple(t.float() for t in samples([1.0, 2.0]))
     ])  # fmt: skip
     gradient = f.gradient(row([0.1] * 6))
     assert gradient.dtype == torch.float64 and gradient.count_nonzero() == 6
-    exact = turned() @ (torch.full((6,), 0.1, dtype=torch.float64) - samples([1.0, 2.0])[0][0])
+    exact = rotation() @ (torch.full((6,), 0.1, dtype=torch.float64) - samples([1.0, 2.0])[0][0])
     torch.testing.assert_close(flat(gradient), exact, rtol=1e-5, atol=1e-6)
 
 
 @cheap
 @given(vectors, st.floats(0.01, 2.0))
 def test_one_step_sharpness_is_the_taylor_polynomial(w: list[float], rho: float) -> None:
-    a = turned()
+    a = rotation()
     f = objective(a, samples([1.0, 0, 0, 1.0], [3.0]))
     g = flat(f.gradient(row(w)))
     u = g / g.norm()
@@ -78,7 +78,7 @@ def test_one_step_sharpness_is_the_taylor_polynomial(w: list[float], rho: float)
 
 def test_ascent_finds_the_sharpest_direction_even_at_the_minimum() -> None:
     """At the minimum the gradient is zero, and the maximum over the ball is rho^2/2 times the largest eigenvalue."""
-    f = objective(turned(), samples([0.0]))
+    f = objective(rotation(), samples([0.0]))
     w = row([0.0] * 6)
     assert sharpness.one_step(f, w, 0.1) == 0
     assert sharpness.ascent(f, w, 0.1, steps=60) == pytest.approx(0.5 * 0.01 * 4, rel=1e-6)
@@ -102,7 +102,7 @@ def test_ascent_with_more_steps_rises_further_and_stays_in_the_ball() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])
 def test_the_hessian_norm_is_the_largest_eigenvalue_in_size(scale: float) -> None:
-    f = objective(turned(), samples([1.0] * 6, scale=scale))
+    f = objective(rotation(), samples([1.0] * 6, scale=scale))
     assert diagnostics.hessian_norm(f, row([0.0] * 6), iterations=300, tolerance=1e-12) == pytest.approx(4, rel=1e-6)
     assert diagnostics.hessian_norm(f, row([0.0] * 6)) <= 4 * (1 + 1e-12)
 

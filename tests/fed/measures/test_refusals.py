@@ -46,8 +46,8 @@ test_refused = refusals(
      r"the measures' clients\(\) returned 'loss', which the run has already"),
     (lambda: run_measure(clients=lambda *a: {"k": 1.0}),
      r"clients\(\) .*must return \d+ numbers, one for each client, got float"),
-    (lambda: run_measure(clients=lambda before, results, round: {"k": ["high"] * len(results.num_steps)}),
+    (lambda: run_measure(clients=lambda old_state, results, round: {"k": ["high"] * len(results.num_steps)}),
      r"clients\(\) .*numbers .*got str for 'k'"),
-    (lambda: run_measure(clients=lambda before, results, round: {"k": torch.ones(len(results.num_steps) + 1)}),
+    (lambda: run_measure(clients=lambda old_state, results, round: {"k": torch.ones(len(results.num_steps) + 1)}),
      r"clients\(\) .*got Tensor for 'k'"),
 )  # fmt: skip

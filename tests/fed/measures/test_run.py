@@ -27,38 +27,46 @@ ADDED = {key for keys in NAMES.values() for key in keys}
 
 
 def test_measuring_everything_changes_no_bit_of_the_run():
-    plain, measured = run(), run(measures=fed.NamedMeasures(list(NAMES), iterations=3, steps=2))
-    for a, b in zip(plain.model.parameters(), measured.model.parameters()):
+    plain, measured_result = run(), run(measures=fed.NamedMeasures(list(NAMES), iterations=3, steps=2))
+    for a, b in zip(plain.model.parameters(), measured_result.model.parameters()):
         assert torch.equal(a, b)
-    for before, after in zip(plain.history, measured.history):
-        assert after.keys() >= ADDED and not ADDED & before.keys()
-        assert {k: v for k, v in after.items() if k not in ADDED and not k.startswith("seconds")} == {
-            k: v for k, v in before.items() if not k.startswith("seconds")
+    for plain_record, measured_record in zip(plain.history, measured_result.history):
+        assert measured_record.keys() >= ADDED and not ADDED & plain_record.keys()
+        assert {k: v for k, v in measured_record.items() if k not in ADDED and not k.startswith("seconds")} == {
+            k: v for k, v in plain_record.items() if not k.startswith("seconds")
         }
     # With FedSAM only the measure of FedSMOO has no value. A second run records the same values.
-    assert {k for k in ADDED if measured.history[-1][k] is None} == {"dual_gap"}
-    again = run(measures=fed.NamedMeasures(list(NAMES), iterations=3, steps=2))
-    first, second = ([[r[k] for k in sorted(ADDED)] for r in run.history] for run in (measured, again))
+    assert {k for k in ADDED if measured_result.history[-1][k] is None} == {"dual_gap"}
+    repeated_result = run(measures=fed.NamedMeasures(list(NAMES), iterations=3, steps=2))
+    first, second = ([[r[k] for k in sorted(ADDED)] for r in run.history] for run in (measured_result, repeated_result))
     assert first == second
 
 
 def test_the_last_record_is_about_the_final_model():
     result = run(measures=fed.NamedMeasures(["train", "sharpness", "sharpness_ascent", "margin"], rho=0.3, steps=4))
     model, pairs = result.model, oracle.ragged_clients()
-    made = quadratic.replica(model)
-    w, f = made.row.clone(), Objective.sample_mean(made, F.cross_entropy, pairs)
+    quadratic_model = quadratic.replica(model)
+    w, f = quadratic_model.row.clone(), Objective.sample_mean(quadratic_model, F.cross_entropy, pairs)
     x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
     last = result.history[-1]
     assert last["train_set_loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-12)
-    assert last["train_set_accuracy"] == (model(x).argmax(1) == y).double().mean().item() == accuracy(made, pairs, w)
+    assert (
+        last["train_set_accuracy"]
+        == (model(x).argmax(1) == y).double().mean().item()
+        == accuracy(quadratic_model, pairs, w)
+    )
     assert last["sharpness"] == pytest.approx(sharpness.one_step(f, w, 0.3), rel=1e-12)
     assert last["sharpness_ascent"] == pytest.approx(sharpness.ascent(f, w, 0.3, 4), rel=1e-12)
     assert last["sharpness_ascent"] >= last["sharpness"] > 0
-    assert last["margin_risk"] == diagnostics.margin_risk(made, pairs, w)
+    assert last["margin_risk"] == diagnostics.margin_risk(quadratic_model, pairs, w)
     fair = Objective.mean_of(quadratic.replica(model), F.cross_entropy, pairs)
-    perturbed = w + 0.3 * unit(fair.gradient(w))
-    assert last["margin_risk_perturbed"] == diagnostics.margin_risk(made, pairs, perturbed) != last["margin_risk"]
-    assert last["spectral_complexity"] == diagnostics.spectral_complexity(made.layout, w)
+    perturbed_weights = w + 0.3 * unit(fair.gradient(w))
+    assert (
+        last["margin_risk_perturbed"]
+        == diagnostics.margin_risk(quadratic_model, pairs, perturbed_weights)
+        != last["margin_risk"]
+    )
+    assert last["spectral_complexity"] == diagnostics.spectral_complexity(quadratic_model.layout, w)
     assert result.summary()["measures"]["sharpness"] == last["sharpness"]
 
 
@@ -75,15 +83,15 @@ class Watched(fed.FedAvg):
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_consistency_is_the_clients_mean_squared_distance_from_the_new_model(weighting):
-    watched = Watched()
-    result = run(watched, ["consistency"], weighting=weighting, server_lr=0.7)
-    end = torch.zeros_like(watched.seen[0][1])
+    watcher = Watched()
+    result = run(watcher, ["consistency"], weighting=weighting, server_lr=0.7)
+    end = torch.zeros_like(watcher.seen[0][1])
     Layout.from_tensors([p.detach() for p in trainable(result.model)]).gather(
         [p.detach() for p in trainable(result.model)], end
     )
-    starts = {t: w for t, w, _ in watched.seen} | {3: end}
+    starts = {t: w for t, w, _ in watcher.seen} | {3: end}
     for t, record in enumerate(result.history):
-        distances = [float((w + d - starts[t + 1]).square().sum()) for s, w, d in watched.seen if s == t]
+        distances = [float((w + d - starts[t + 1]).square().sum()) for s, w, d in watcher.seen if s == t]
         assert record["consistency"] == pytest.approx(np.mean(distances), rel=1e-9)
 
 
@@ -100,8 +108,8 @@ def test_one_step_rounds_have_no_drift_and_equal_clients_perturb_like_the_global
     last = run(measures=["drifts", "perturbation_drift"], clients=clients, batch_size=16, shuffle=False).history[-1]
     assert last["e_w"] == 0 and last["e_delta"] == 0
     assert last["perturbation_drift"] == pytest.approx(0, abs=1e-6)
-    other = run(measures=["drifts", "perturbation_drift"], local_epochs=2).history[-1]
-    assert other["e_w"] > 0 and other["e_delta"] > 0 and 0.05 < other["perturbation_drift"] < 1
+    record = run(measures=["drifts", "perturbation_drift"], local_epochs=2).history[-1]
+    assert record["e_w"] > 0 and record["e_delta"] > 0 and 0.05 < record["perturbation_drift"] < 1
 
 
 def test_fedlesam_has_exactly_no_perturbation_spread_while_every_client_holds_the_same_old_model():
@@ -167,7 +175,7 @@ def test_a_clients_path_ends_where_the_client_ends():
     assert last["smoothness_clients"] == pytest.approx(3)
 
 
-def measured(names, **options):
+def run_measured(names, **options):
     """RoundMeasures over three clients of a two-number model, to be called by hand."""
     model = torch.nn.Linear(2, 1, bias=False).double()
     generator = torch.Generator().manual_seed(0)
@@ -182,20 +190,20 @@ def measured(names, **options):
 
 def results(scale=1.0):
     generator = torch.Generator().manual_seed(1)
-    made = []
+    all_results = []
     for i in range(3):
         rows = torch.zeros(7, 256, dtype=torch.float64)
         rows[:, :2] = scale * torch.randn(7, 2, generator=generator, dtype=torch.float64)
-        kept = {k: Snapshot(rows[2 * j], rows[2 * j + 1]) for j, k in enumerate((0, 1, 3))}
-        made.append(ClientResults([i], rows[6:], [4], [8], torch.ones(1), [8], snapshots=[kept]))
-    return made
+        snapshots = {k: Snapshot(rows[2 * j], rows[2 * j + 1]) for j, k in enumerate((0, 1, 3))}
+        all_results.append(ClientResults([i], rows[6:], [4], [8], torch.ones(1), [8], snapshots=[snapshots]))
+    return all_results
 
 
 LINEAR = torch.nn.Linear(2, 1, bias=False).double()
 ABOUT = Round(0, 0.1, 1, 3, 3, 1.0, 0.1, fed.ParameterLayout.from_model(LINEAR, Layout.from_tensors(trainable(LINEAR))))
 
 
-def taken(measures, order, bad=None):
+def take_measures(measures, order, bad=None):
     """Return the record of a round whose results arrive in `order`; `bad` is a client whose upload is excluded."""
     aggregate, w = FixedPointAggregate(3, 1), torch.zeros(256, dtype=torch.float64)
     for i in order:
@@ -207,18 +215,18 @@ def taken(measures, order, bad=None):
 
 def test_the_order_of_the_clients_does_not_matter_to_the_last_bit():
     names = ["perturbation_drift", "consistency", "drifts", "smoothness"]
-    first, second = taken(measured(names), (0, 1, 2)), taken(measured(names), (2, 0, 1))
+    first, second = take_measures(run_measured(names), (0, 1, 2)), take_measures(run_measured(names), (2, 0, 1))
     assert first == second and all(value is not None for value in first.values())
 
 
 def test_what_needs_the_clients_has_no_value_when_one_was_excluded_for_its_upload():
-    got = taken(measured(["consistency", "drifts", "sharpness"]), (0, 1, 2), bad=1)
+    got = take_measures(run_measured(["consistency", "drifts", "sharpness"]), (0, 1, 2), bad=1)
     assert got["consistency"] is None and got["e_w"] is None and got["sharpness"] is not None
 
 
 def test_a_client_that_diverged_is_left_out_of_the_measures():
-    def samples(n, at):
-        return torch.full((n, 6), at, dtype=torch.float64), torch.zeros(n, dtype=torch.int64)
+    def samples(n, point):
+        return torch.full((n, 6), point, dtype=torch.float64), torch.zeros(n, dtype=torch.int64)
 
     clients = [samples(5, 0.1), samples(5, 0.2), samples(5, 1e200)]
     model = torch.nn.Linear(6, 3).double()
@@ -238,7 +246,7 @@ class Own:
         return (0,)
 
     def clients(self, before, results, about):
-        assert all(torch.equal(kept[0].w, before["w"]) for kept in results.snapshots)
+        assert all(torch.equal(snapshots[0].w, before["w"]) for snapshots in results.snapshots)
         return {"my steps": results.num_steps}
 
     def round(self, before, after, aggregate, about):
@@ -254,8 +262,8 @@ PAGE = ROOT / "docs" / "measures.md"
 
 def test_the_documentation_lists_every_measure_with_its_keys_and_every_option():
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    named = {row[0].strip("| `"): re.findall(r"`(\w+)`", row[1]) for row in rows if len(row) == 4}
-    assert named == {name: list(keys) for name, keys in NAMES.items()}
+    keys_by_measure = {row[0].strip("| `"): re.findall(r"`(\w+)`", row[1]) for row in rows if len(row) == 4}
+    assert keys_by_measure == {name: list(keys) for name, keys in NAMES.items()}
     options = {row[0].strip("| `"): row[1] for row in rows if len(row) == 3}
     assert options == {
         f.name: "none" if f.default is None else str(f.default) for f in fields(fed.NamedMeasures) if f.name != "names"
@@ -281,12 +289,12 @@ def test_the_code_of_the_documentation_runs():
 
 def test_numbers_of_other_types_go_into_the_record(tmp_path):
     """Tensors and numpy's numbers, which JSON does not know: a run must not end over its first record."""
-    found = {"a": torch.tensor(1.5), "b": np.float32(0.25), "c": None, "d": 3}
-    mine = measure_of(
+    values = {"a": torch.tensor(1.5), "b": np.float32(0.25), "c": None, "d": 3}
+    user_measure = measure_of(
         clients=lambda b, results, r: {"k": torch.full((len(results.num_steps),), 2.0)},
-        round=lambda b, a, aggregate, r: {**found, "k": aggregate.scalar("k")},
+        round=lambda b, a, aggregate, r: {**values, "k": aggregate.scalar("k")},
     )
-    result = run(measures=mine, rounds=1, run_dir=tmp_path / "run")
+    result = run(measures=user_measure, rounds=1, run_dir=tmp_path / "run")
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     expected = {"a": 1.5, "b": 0.25, "c": None, "d": 3, "k": 2.0 * line["clients"]}
     assert {name: line[name] for name in expected} == expected == {n: result.history[0][n] for n in expected}

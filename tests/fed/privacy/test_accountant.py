@@ -32,12 +32,12 @@ def test_the_events_of_a_sampler(check: str, caplog: pytest.LogCaptureFixture) -
 def test_every_record_has_epsilon_and_the_summary_whom_it_hides() -> None:
     options = {"accountant": "rdp", "noise_multiplier": 1.2, "participation": 1.0, "delta": 1e-5, "rounds": 3}
     result = checks.run(**options)
-    found = [record["epsilon"] for record in result.history]
+    epsilons = [record["epsilon"] for record in result.history]
     expected = [checks.package("gaussian", "ADD_OR_REMOVE_ONE", t, 1.2) for t in (1, 2, 3)]
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert epsilons == pytest.approx(expected, rel=1e-12)
     assert {record["delta"] for record in result.history} == {1e-5}
     privacy = result.summary()["privacy"]
-    assert privacy == {"neighbours": "one client is there or not", "delta": 1e-5, "epsilon": found[-1]}
+    assert privacy == {"neighbours": "one client is there or not", "delta": 1e-5, "epsilon": epsilons[-1]}
 
 
 def test_delta_is_below_one_in_so_many_clients_by_default() -> None:
@@ -99,9 +99,9 @@ def test_the_figure_of_a_protocol(protocol: str) -> None:
 def test_the_algorithms_of_the_page() -> None:
     from fastsam.fed.algorithms import registry
 
-    served = {kind.__name__ for kind in registry.values() if only_deltas(kind())}
+    served_names = {kind.__name__ for kind in registry.values() if only_deltas(kind())}
     line = PAGE[PAGE.index("So DP-FedAvg") : PAGE.index("## The options")]
     names = set(re.findall(r"\b(?:Fed\w+|SCAFFOLD)\b", line.replace("DP-Fed", "")))
     assert names & {kind.__name__ for kind in registry.values()} == names
-    assert {name for name in names if name in served} >= served
-    assert {name for name in names if name not in served} == {"SCAFFOLD", "FedNova", "FedExP", "FedDyn"}
+    assert {name for name in names if name in served_names} >= served_names
+    assert {name for name in names if name not in served_names} == {"SCAFFOLD", "FedNova", "FedExP", "FedDyn"}

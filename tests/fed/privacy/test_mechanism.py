@@ -144,12 +144,12 @@ def test_epsilon_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
 
 
 def test_who_is_served() -> None:
-    served = {run_1.__name__ for run_1 in registry.values() if only_deltas(run_1())}
-    assert served >= {"FedAvg", "FedSAM", "FedProx", "FedAvgM", "FedAdam", "FedAdagrad", "FedYogi", "FedGSAM"}
-    assert not served & {
+    served_names = {run_1.__name__ for run_1 in registry.values() if only_deltas(run_1())}
+    assert served_names >= {"FedAvg", "FedSAM", "FedProx", "FedAvgM", "FedAdam", "FedAdagrad", "FedYogi", "FedGSAM"}
+    assert not served_names & {
         "SCAFFOLD", "FedNova", "FedExP", "FedDyn", "FedSMOO", "FedCM", "MimeLite", "Centralised_SGD", "FedBN",
     }  # fmt: skip
-    for name in sorted(served):
+    for name in sorted(served_names):
         checks.run(algorithm=getattr(fed, name)(), lr=0.1, executor="sequential")
 
 

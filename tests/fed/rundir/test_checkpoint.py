@@ -51,11 +51,11 @@ def test_the_default_config_says_what_was_run(tmp_path):
     )
 
 
-@pytest.mark.parametrize("every", [1, 2, 5])
-def test_rounds_in_parts_are_the_rounds_in_one_piece(tmp_path, every):
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_rounds_in_parts_are_the_rounds_in_one_piece(tmp_path, interval):
     full_run = start(tmp_path / "whole", rounds=5)
     for rounds in (1, 2, 4, 5, 5):
-        parts = start(tmp_path / "parts", rounds=rounds, resume=True, checkpoint_every=every)
+        parts = start(tmp_path / "parts", rounds=rounds, resume=True, checkpoint_every=interval)
     assert same_bits(full_run.model, parts.model) and records(tmp_path / "whole") == records(tmp_path / "parts")
     files = [tmp_path / name / "model.safetensors" for name in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -69,7 +69,7 @@ def test_the_start_is_in_the_checkpoint(tmp_path):
     assert same_bits(full_run.model, start(tmp_path / "parts", rounds=4, resume=True, model=other_model).model)
 
 
-def killed(mode, directory, *arguments):
+def start_killed(mode, directory, *arguments):
     command = [sys.executable, "-m", "tests.helpers.fed_kill", mode, str(directory), *map(str, arguments)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
     assert process.returncode == 0, process.stderr
@@ -78,19 +78,19 @@ def killed(mode, directory, *arguments):
 
 @pytest.mark.slow
 def test_killed_at_random_instants(tmp_path):
-    records = killed("random", tmp_path, 40, 0)
+    records = start_killed("random", tmp_path, 40, 0)
     assert set(records["resumed"]) == {records["whole"]}
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 15], ids=["all", "one in fifteen"])
 def test_killed_before_every_operation_on_a_file(tmp_path, stride):
-    records = killed("every", tmp_path, stride)
+    records = start_killed("every", tmp_path, stride)
     assert len(records["resumed"]) > 30 // stride and set(records["resumed"]) == {records["whole"]}
 
 
 @pytest.mark.slow  # tests/lab/test_cli.py sends the command one
 def test_interrupted_by_a_signal(tmp_path):
-    records = killed("interrupt", tmp_path)
+    records = start_killed("interrupt", tmp_path)
     assert records["resumed"] == [records["whole"]]
 
 
@@ -106,10 +106,10 @@ def test_whatever_ends_a_run_early_leaves_the_last_completed_round(tmp_path, err
 
     with pytest.raises((error, fed.ClientError), match="stop"):
         start(tmp_path / "run", executor="sequential", rounds=5, checkpoint_every=100, loss=loss, progress=progress)
-    completed = json.loads((tmp_path / "run" / "checkpoint" / "manifest.json").read_text())["round"]
-    assert completed == len(records(tmp_path / "run")) and 0 < completed < 5
-    resumed = start(tmp_path / "run", executor="sequential", rounds=5, resume=True)
-    assert same_bits(full_run.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
+    completed_rounds = json.loads((tmp_path / "run" / "checkpoint" / "manifest.json").read_text())["round"]
+    assert completed_rounds == len(records(tmp_path / "run")) and 0 < completed_rounds < 5
+    resumed_result = start(tmp_path / "run", executor="sequential", rounds=5, resume=True)
+    assert same_bits(full_run.model, resumed_result.model) and records(tmp_path / "whole") == records(tmp_path / "run")
 
 
 def test_interrupted_while_a_record_is_written(tmp_path, monkeypatch):
@@ -126,8 +126,8 @@ def test_interrupted_while_a_record_is_written(tmp_path, monkeypatch):
         patch.setattr(RunDirectory, "log", half)
         start(tmp_path / "run", rounds=5, checkpoint_every=2)
     assert [r["round"] for r in records(tmp_path / "run")] == [1, 2, 3]
-    resumed = start(tmp_path / "run", rounds=5, checkpoint_every=2, resume=True)
-    assert same_bits(full_run.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
+    resumed_result = start(tmp_path / "run", rounds=5, checkpoint_every=2, resume=True)
+    assert same_bits(full_run.model, resumed_result.model) and records(tmp_path / "whole") == records(tmp_path / "run")
 
 
 def test_an_existing_run_is_refused(tmp_path):
@@ -185,8 +185,8 @@ def test_another_run_is_not_continued(tmp_path, change, key):
     old_snapshot = snapshot(tmp_path / "run")
     with pytest.raises(fed.RunDirectoryError, match=rf"another {key}: it was started with") as messages:
         start(tmp_path / "run", rounds=2, resume=True, **change)
-    meaning = {"data": "hashes of all clients' samples", "numbers": "executor, slots and the number of ranks"}
-    assert meaning.get(key, "") in str(messages.value)
+    meanings = {"data": "hashes of all clients' samples", "numbers": "executor, slots and the number of ranks"}
+    assert meanings.get(key, "") in str(messages.value)
     assert snapshot(tmp_path / "run") == old_snapshot
 
 

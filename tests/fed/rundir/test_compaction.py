@@ -57,13 +57,13 @@ def test_files_hold_at_most_twice_what_lives(tmp_path: Path, algorithm: fed.Algo
 def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Clients that were absent for many rounds take part in the end."""
 
-    def back(round: int, generator: torch.Generator) -> list[int]:
+    def sample_back(round: int, generator: torch.Generator) -> list[int]:
         return cohort(round, generator) if round < 12 else list(range(12))
 
     clients = oracle.ragged_clients(sizes=[3] * (OFTEN[-1] + 1))
 
     def go(directory: Path, rounds: int, **options: Any) -> fed.Result:
-        options |= {"rounds": rounds, "sampler": back, "run_dir": directory}
+        options |= {"rounds": rounds, "sampler": sample_back, "run_dir": directory}
         return fed.run(oracle.smooth_model(), clients, fed.FedDyn(), **options)
 
     full_run = go(tmp_path / "whole", 14)
@@ -75,18 +75,18 @@ def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> 
 
 def test_a_disk_that_was_full_does_not_leave_old_states_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that could not be written anew are written the next time."""
-    write, failed = RunDirectory._write, []
+    write, failed_writes = RunDirectory._write, []
 
     def full(self: RunDirectory, name: str, *rest: Any) -> str:
-        if name == "clients-000006.safetensors" and not failed:
-            failed.append(name)
+        if name == "clients-000006.safetensors" and not failed_writes:
+            failed_writes.append(name)
             raise OSError(28, "No space left on device", name)
         return write(self, name, *rest)
 
     monkeypatch.setattr(RunDirectory, "_write", full)
     with pytest.raises(OSError, match="No space"):
         start(tmp_path / "run", fed.FedDyn(), 9)
-    assert failed
+    assert failed_writes
     start(tmp_path / "run", fed.FedDyn(), 9, resume=True)
     total_bytes, live = on_disk(tmp_path / "run")
     assert 0 < live <= total_bytes <= 2 * live

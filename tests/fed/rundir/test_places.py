@@ -144,9 +144,9 @@ def test_two_runs_in_one_directory(tmp_path):
     messages = []
 
     def second(record):
-        with pytest.raises(fed.RunDirectoryError) as caught:
+        with pytest.raises(fed.RunDirectoryError) as error_info:
             start(tmp_path / "run", resume=True)
-        messages.append(str(caught.value))
+        messages.append(str(error_info.value))
 
     start(tmp_path / "run", rounds=2, progress=second)
     words = f"another run is working in {tmp_path / 'run'}; wait until it has ended, or choose another run_dir"
@@ -159,16 +159,18 @@ def test_two_runs_in_one_directory(tmp_path):
 
 def test_two_runs_that_begin_at_once(tmp_path):
     """Both have found no directory; one of them makes it."""
-    opened = [RunDirectory(tmp_path / "run", {}, torch.device("cpu"), Ranks(), lambda t: t, ExitStack()) for _ in "12"]
-    assert [reader.read(resume=False) for reader in opened] == [None, None]
+    directories = [
+        RunDirectory(tmp_path / "run", {}, torch.device("cpu"), Ranks(), lambda t: t, ExitStack()) for _ in "12"
+    ]
+    assert [reader.read(resume=False) for reader in directories] == [None, None]
     state = RunState(0, {"w": torch.zeros(4)}, [])
-    opened[0].start(state, {}, {})
+    directories[0].start(state, {}, {})
     with pytest.raises(fed.RunDirectoryError, match="another run is working in"):
-        opened[1].start(state, {}, {})
-    with opened[0]._stack:
+        directories[1].start(state, {}, {})
+    with directories[0]._stack:
         pass
     with pytest.raises(fed.RunDirectoryError, match="another run has just begun in"):
-        opened[1].start(state, {}, {})
+        directories[1].start(state, {}, {})
 
 
 def test_an_error_leaves_no_lock(tmp_path):
@@ -177,15 +179,15 @@ def test_an_error_leaves_no_lock(tmp_path):
     def stop(record):
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine") as caught:
+    with pytest.raises(KeyError, match="mine") as error_info:
         start(tmp_path / "run", progress=stop)
-    assert start(tmp_path / "run", resume=True).summary()["rounds"] == 3 and caught.value.args == ("mine",)
+    assert start(tmp_path / "run", resume=True).summary()["rounds"] == 3 and error_info.value.args == ("mine",)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
-    def unsupported(*arguments):
+    def refuse_lock(*arguments):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("fcntl.flock", unsupported)
+    monkeypatch.setattr("fcntl.flock", refuse_lock)
     start(tmp_path / "run")
     assert f"{tmp_path / 'run'} cannot be locked (Operation not supported)" in caplog.text

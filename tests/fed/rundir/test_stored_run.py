@@ -39,11 +39,11 @@ def start(rounds: int, run_dir: Path, reference: str = "last_round", **options: 
 
 def test_a_run_directory_resumes(tmp_path: Path) -> None:
     shutil.copytree(STORED / "run", tmp_path / "run")
-    resumed = start(3, tmp_path / "run", resume=True)
+    resumed_result = start(3, tmp_path / "run", resume=True)
     full_run = start(3, tmp_path / "whole")
-    assert len(resumed.history) == 3
-    assert resumed.history[-1]["train_loss"] == pytest.approx(full_run.history[-1]["train_loss"], rel=1e-12)
-    assert oracle.difference(resumed.model, full_run.model) < 1e-12
+    assert len(resumed_result.history) == 3
+    assert resumed_result.history[-1]["train_loss"] == pytest.approx(full_run.history[-1]["train_loss"], rel=1e-12)
+    assert oracle.difference(resumed_result.model, full_run.model) < 1e-12
 
 
 def test_another_value_of_a_renamed_option_is_refused_by_its_new_name(tmp_path: Path) -> None:

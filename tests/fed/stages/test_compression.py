@@ -35,7 +35,7 @@ def run(share: float | None = SHARE, **options: Any) -> fed.Result:
     return fed.run(model(), clients(), algorithm, compression=compression, **inputs)
 
 
-def unfused(rounds: int) -> Tensor:
+def run_unfused(rounds: int) -> Tensor:
     """Return the weights after `rounds` rounds of one full-batch step per client, computed by torch only."""
     module, k = model(), math.ceil(SHARE * PARAMETERS)
     errors = [torch.zeros(PARAMETERS, dtype=torch.float64) for _ in clients()]
@@ -55,8 +55,8 @@ def unfused(rounds: int) -> Tensor:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_against_an_unfused_loop(executor: str) -> None:
-    torch.testing.assert_close(vector(run(executor=executor).model), unfused(4), rtol=1e-12, atol=1e-14)
-    assert not torch.allclose(vector(run(share=None).model), unfused(4))
+    torch.testing.assert_close(vector(run(executor=executor).model), run_unfused(4), rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(vector(run(share=None).model), run_unfused(4))
 
 
 def test_all_elements_are_no_compression() -> None:

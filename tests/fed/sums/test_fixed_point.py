@@ -51,7 +51,7 @@ def test_any_permutation_gives_the_same_bits_and_the_exact_sum(data):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 20))
-def test_any_grouping_gives_the_same_bits(seed, cut):
+def test_any_grouping_gives_the_same_bits(seed, group_size):
     """Partial sums of two machines, added limb by limb, are the sum of one."""
     generator = torch.Generator().manual_seed(seed)
     exponents = [float(torch.randint(-9, 5, (), generator=generator)) for _ in range(21)]
@@ -59,7 +59,7 @@ def test_any_grouping_gives_the_same_bits(seed, cut):
     total_sum, left_sum, right_sum = (FixedPointSum(torch.zeros(33), 21) for _ in range(3))
     for i, v in enumerate(vectors):
         total_sum.add_(v, 0.3)
-        (left_sum if i < cut else right_sum).add_(v, 0.3)
+        (left_sum if i < group_size else right_sum).add_(v, 0.3)
     left_sum.add_limbs(*right_sum.limbs())
     assert torch.equal(total_sum.value(), left_sum.value())
 
@@ -113,10 +113,10 @@ def test_weights_are_exact():
     for w, v in zip(weights, values):
         mean, total = {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}
         assert add_client_(aggregate, w, mean, total, {"loss": v}) is None
-    stored = [Fraction(torch.tensor(v).item()) for v in values]
-    mean = sum(w * v for w, v in zip(weights, stored)) / sum(weights)
+    stored_values = [Fraction(torch.tensor(v).item()) for v in values]
+    mean = sum(w * v for w, v in zip(weights, stored_values)) / sum(weights)
     assert aggregate.mean("x").item() == pytest.approx(float(mean), rel=3e-16)
-    assert aggregate.sum("x").item() == pytest.approx(float(sum(stored)), rel=3e-16)
+    assert aggregate.sum("x").item() == pytest.approx(float(sum(stored_values)), rel=3e-16)
     assert aggregate.scalar("loss") == math.fsum(values)
     assert aggregate.scalar("nothing") == 0
 
@@ -146,7 +146,7 @@ class Weighed(fed.FedAvg):
         return client, fed.Upload({"delta": results.delta}, weight=weight)
 
 
-def weighing(result, sends_weights=True):
+def make_weighing(result, sends_weights=True):
     """FedAvg whose clients send `made(ends)`."""
 
     class Sent(fed.FedAvg):
@@ -192,19 +192,19 @@ def test_no_order_and_no_grouping_changes_a_bit():
 
 def test_where_all_are_zero_the_model_stays():
     model = oracle.smooth_model(torch.float32)
-    assert same_bits(run(weighing(lambda e: [0.0] * len(e.client_ids)), "sequential", **SHORT).model, model)
+    assert same_bits(run(make_weighing(lambda e: [0.0] * len(e.client_ids)), "sequential", **SHORT).model, model)
 
 
 def test_averaged_buffers_follow_them():
-    def made(algorithm, **options):
+    def run_algorithm(algorithm, **options):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
         options = {"buffers": "average", "sizes": (7, 12, 9), "rounds": 2} | options
         return run(algorithm, "sequential", model=model, **options).model[1].running_mean
 
-    weighed_run = made(Weighed())
-    torch.testing.assert_close(weighed_run, made(fed.FedAvg(), weighting="samples"), rtol=1e-5, atol=1e-6)
-    assert (weighed_run - made(fed.FedAvg())).abs().max() > 1e-4
+    weighed_run = run_algorithm(Weighed())
+    torch.testing.assert_close(weighed_run, run_algorithm(fed.FedAvg(), weighting="samples"), rtol=1e-5, atol=1e-6)
+    assert (weighed_run - run_algorithm(fed.FedAvg())).abs().max() > 1e-4
 
 
 def test_personal_parameters_keep_the_weights():
@@ -218,11 +218,14 @@ def run_weights(algorithm, **options):
 
 
 test_refused = refusals(
-    (lambda: run_weights(weighing(lambda e: [-1.0] * len(e.client_ids))),
+    (lambda: run_weights(make_weighing(lambda e: [-1.0] * len(e.client_ids))),
      r"a number >= 0 for each of the 1 clients, \[1\]; got \[-1.0"),
-    (lambda: run_weights(weighing(lambda e: [1.0, 2.0])), r"each of the 1 clients, \[1\]; got \[2\]"),
-    (lambda: run_weights(weighing(lambda e: None)), "got none with sends_weights = True"),
-    (lambda: run_weights(weighing(lambda e: [1.0] * len(e.client_ids), False)), "got one without sends_weights = True"),
+    (lambda: run_weights(make_weighing(lambda e: [1.0, 2.0])), r"each of the 1 clients, \[1\]; got \[2\]"),
+    (lambda: run_weights(make_weighing(lambda e: None)), "got none with sends_weights = True"),
+    (
+        lambda: run_weights(make_weighing(lambda e: [1.0] * len(e.client_ids), False)),
+        "got one without sends_weights = True",
+    ),
     (lambda: run_weights(Weighed(), aggregation="median"), "send weights of their own. Use aggregation='mean'"),
     (lambda: run_weights(Weighed(), privacy={"noise_multiplier": 1.0, "clip": 1.0}),
      "the clients of Weighed send or keep more"),
@@ -278,5 +281,5 @@ def test_one_name_with_two_shapes_is_an_error_on_all_ranks() -> None:
 def test_the_rounds_of_a_run_exchange_one_buffer() -> None:
     """Every round is one all-reduce, and the records are exchanged once, at the end."""
     (short, _), (long, _) = (on_ranks(2, rank_cases.collectives, n) for n in (2, 5))
-    more = {"all_reduce": 3, "all_gather_object": 6}
-    assert long == short | {name: short[name] + number for name, number in more.items()}
+    extra_calls = {"all_reduce": 3, "all_gather_object": 6}
+    assert long == short | {name: short[name] + number for name, number in extra_calls.items()}

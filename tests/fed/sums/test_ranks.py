@@ -38,8 +38,8 @@ def start(ranks: int, directory: Path, **options: object) -> subprocess.Popen[st
 
 def children(pid: int) -> list[int]:
     """Return the process ids of a launcher's ranks, each of which has a separate session."""
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    return [int(line) for line in listed.stdout.split()]
+    process = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in process.stdout.split()]
 
 
 def launch(ranks: int, directory: Path, **options: object) -> subprocess.CompletedProcess[str]:
@@ -67,9 +67,9 @@ def test_any_number_of_ranks_ends_in_the_same_bits(tmp_path: Path, single_run: d
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_and_one_process_resumes_it(tmp_path: Path, single_run: dict[str, str]) -> None:
     began = time.monotonic()
-    died = launch(2, tmp_path, algorithms="scaffold", die="1:20")
-    assert died.returncode != 0 and time.monotonic() - began < 120
-    assert "SIGKILL" in died.stderr
+    failed_process = launch(2, tmp_path, algorithms="scaffold", die="1:20")
+    assert failed_process.returncode != 0 and time.monotonic() - began < 120
+    assert "SIGKILL" in failed_process.stderr
     assert fed_ranks.train("scaffold", tmp_path, resume=True) == single_run["scaffold"]
 
 
@@ -143,8 +143,8 @@ def test_a_killed_run_resumed_on_other_ranks_has_the_same_bits(tmp_path: Path, s
 def test_clients_are_dealt_longest_first_and_stay_at_home_where_it_costs_nothing() -> None:
     ranks = Ranks(0, 2)
     work = {0: 10, 1: 9, 2: 8, 3: 7, 4: 1}
-    dealt = ranks.assign(list(work), work, {})
-    assert dealt == {0: 0, 1: 1, 2: 1, 3: 0, 4: 0}
+    assignment = ranks.assign(list(work), work, {})
+    assert assignment == {0: 0, 1: 1, 2: 1, 3: 0, 4: 0}
     assert ranks.assign([0, 1], {0: 5, 1: 5}, {0: 1, 1: 0}) == {0: 1, 1: 0}
     assert Ranks().assign([3, 1], {3: 1, 1: 2}, {}) == {1: 0, 3: 0}
 
@@ -153,14 +153,14 @@ def test_clients_are_dealt_longest_first_and_stay_at_home_where_it_costs_nothing
 def test_every_client_is_dealt_to_whoever_has_least(size: int, clients: list[tuple[int, int | None]]) -> None:
     work = {i: steps for i, (steps, _) in enumerate(clients)}
     owner_ranks = {i: home % size for i, (_, home) in enumerate(clients) if home is not None}
-    dealt = Ranks(0, size).assign(list(work), work, owner_ranks)
+    assignment = Ranks(0, size).assign(list(work), work, owner_ranks)
     loads = [0] * size
     for i in sorted(work, key=lambda i: (-work[i], i)):
         minimum = [rank for rank in range(size) if loads[rank] == min(loads)]
         home = owner_ranks.get(i, 0)
-        assert dealt[i] == (home if home in minimum else minimum[0])
-        loads[dealt[i]] += work[i]
-    assert sorted(dealt) == sorted(work)
+        assert assignment[i] == (home if home in minimum else minimum[0])
+        loads[assignment[i]] += work[i]
+    assert sorted(assignment) == sorted(work)
 
 
 def test_a_launcher_that_says_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +178,12 @@ def test_ranks_that_cannot_connect_say_which_interface_to_name(monkeypatch: pyte
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "10.9.0.1"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
 
-    def refused(*_: object, **__: object) -> None:
+    def refuse_connection(*_: object, **__: object) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with Connection refused, remote=[127.0.0.1]:36754")
 
     store = SimpleNamespace(set_timeout=lambda time: None)
     monkeypatch.setattr("torch.distributed.rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
-    monkeypatch.setattr("torch.distributed.init_process_group", refused)
+    monkeypatch.setattr("torch.distributed.init_process_group", refuse_connection)
     with pytest.raises(RankError, match=r"Connection refused.*GLOO_SOCKET_IFNAME=eth0"), join_ranks():
         pass
 
@@ -256,8 +256,8 @@ def test_the_cohort_is_that_of_rank_0() -> None:
 
 
 def test_a_rank_that_dies_is_noticed() -> None:
-    killed, messages = on_ranks(2, _dies_on_rank_0)
-    assert killed == "died" and messages.startswith("RankError")
+    outcome, messages = on_ranks(2, _dies_on_rank_0)
+    assert outcome == "died" and messages.startswith("RankError")
 
 
 def _dies_on_rank_0(rank: int) -> Any:

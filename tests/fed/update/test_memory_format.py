@@ -42,7 +42,7 @@ class Small(nn.Module):
         return self.out(F.max_pool2d(self.point(F.elu(self.grouped(x))), 2).flatten(1))
 
 
-def small(dtype: torch.dtype = torch.float32) -> nn.Module:
+def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return Small().to(dtype)
@@ -64,7 +64,7 @@ def run(model: nn.Module, format: str, algorithm: fed.Algorithm | None = None, *
     return fed.run(model, data, algorithm, memory_format=format, **(settings | options))
 
 
-def moved(a: fed.Result, b: fed.Result) -> float:
+def largest_change(a: fed.Result, b: fed.Result) -> float:
     return oracle.movement(a.model, b.model)
 
 
@@ -77,23 +77,23 @@ def strides(model: nn.Module) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.1), fed.SCAFFOLD(), fed.FedSMOO()], ids=repr)
 def test_formats_agree_to_rounding(algorithm):
-    plain, last = (run(small(torch.float64), f, copy.copy(algorithm)) for f in ("preserve", "channels_last"))
-    assert moved(plain, last) < 1e-12
+    plain, last = (run(small_model(torch.float64), f, copy.copy(algorithm)) for f in ("preserve", "channels_last"))
+    assert largest_change(plain, last) < 1e-12
     for a, b in zip(plain.history, last.history, strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-12)
         assert a["test_loss"] == pytest.approx(b["test_loss"], rel=1e-12)
 
 
 def test_auto_is_the_format_that_the_rule_names_to_the_bit():
-    auto, last, plain = (run(small(), f) for f in ("auto", "channels_last", "preserve"))
-    assert moved(auto, last) == 0 and auto.history[-1]["train_loss"] == last.history[-1]["train_loss"]
-    assert 0 < moved(auto, plain) < 1e-5  # 0 would mean that the format never reached the convolutions
-    assert moved(run(small(torch.float64), "auto"), run(small(torch.float64), "preserve")) == 0
+    auto, last, plain = (run(small_model(), f) for f in ("auto", "channels_last", "preserve"))
+    assert largest_change(auto, last) == 0 and auto.history[-1]["train_loss"] == last.history[-1]["train_loss"]
+    assert 0 < largest_change(auto, plain) < 1e-5  # 0 would mean that the format never reached the convolutions
+    assert largest_change(run(small_model(torch.float64), "auto"), run(small_model(torch.float64), "preserve")) == 0
 
 
 def test_stacked_clients_are_not_trained_in_channels_last():
     with pytest.raises(ValueError, match="memory_format='channels_last' is for .*memory_format='auto'"):
-        run(small(), "channels_last", executor="vmap")
+        run(small_model(), "channels_last", executor="vmap")
 
 
 # ---- what the user has and gets
@@ -102,7 +102,7 @@ def test_stacked_clients_are_not_trained_in_channels_last():
 @pytest.mark.parametrize("format", memory_format.FORMATS)
 @pytest.mark.parametrize("own_format", [torch.contiguous_format, LAST], ids=str)
 def test_the_models_own_order_comes_back(format, own_format):
-    model = small().to(memory_format=own_format)
+    model = small_model().to(memory_format=own_format)
     original, values = strides(model), [p.detach().clone() for p in model.parameters()]
     result = run(model, format)
     assert strides(result.model) == original == strides(model)
@@ -124,7 +124,7 @@ def test_training_and_evaluation_both_see_the_format():
 
 
 def test_tied_weights_stay_tied_and_the_rest_keeps_its_order():
-    model = small()
+    model = small_model()
     model.twin = nn.Conv2d(6, 8, 1)
     model.twin.weight = model.point.weight
     model.register_buffer("map", torch.zeros(1, 2, 3, 3))
@@ -140,7 +140,7 @@ def test_tied_weights_stay_tied_and_the_rest_keeps_its_order():
 def test_gradients_lie_in_the_order_of_the_flat_row(dtype):
     """Kernels read gradients where autograd left them, element by element of the row: another order would mix elements
     up."""
-    model = memory_format.reorder(small(dtype), "channels_last", CPU, stacked=False)
+    model = memory_format.reorder(small_model(dtype), "channels_last", CPU, stacked=False)
     layout = Layout.from_tensors(trainable(model))
     replica = Replica(model, layout, Arena(layout).field("w", dtype)[0])
     x, y = clients(dtype)[3]
@@ -163,10 +163,10 @@ RULED = {
     ),
     "ResNet-18": (lambda: models.build("resnet18_gn", (3, 32, 32), 10, 0), "preserve"),
     "dense": (lambda: models.build("mlp", (1, 8, 8), 10, 0), "preserve"),
-    "float64": (lambda: small(torch.float64), "preserve"),
+    "float64": (lambda: small_model(torch.float64), "preserve"),
     "conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten()), "preserve"),
     "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 3, 3), nn.Flatten()), "preserve"),
-    "on meta": (lambda: small().to("meta"), "channels_last"),
+    "on meta": (lambda: small_model().to("meta"), "channels_last"),
 }
 
 
@@ -182,8 +182,10 @@ def test_the_rule(name):
 
 @pytest.mark.slow
 def test_auto_leaves_stacked_clients_as_they_are():
-    auto, plain = (run(small(), f, executor="vmap", slots=2, rounds=1, batch_size=19) for f in ("auto", "preserve"))
-    assert moved(auto, plain) == 0
+    auto, plain = (
+        run(small_model(), f, executor="vmap", slots=2, rounds=1, batch_size=19) for f in ("auto", "preserve")
+    )
+    assert largest_change(auto, plain) == 0
 
 
 def test_a_model_without_maps_is_not_copied():
@@ -194,16 +196,13 @@ def test_a_model_without_maps_is_not_copied():
 
 
 def test_the_order_tells_apart_what_bits_depend_on():
-    small_model = nn.Sequential(
-        nn.Conv2d(1, 4, 3)
-    )  # contiguous in both formats, as torch says; convolutions go by the strides
-    assert (
-        memory_format.order(small_model) == "preserve"
-        and memory_format.order(copy.deepcopy(small_model).to(memory_format=LAST)) == "channels_last"
-    )
-    mixed = small()
-    mixed.second.weight.data = mixed.second.weight.data.to(memory_format=LAST)
-    assert memory_format.order(mixed) == {"second.weight": [36, 1, 12, 4]}
+    # Contiguous in both formats, as torch says; convolutions go by the strides.
+    one_channel = nn.Sequential(nn.Conv2d(1, 4, 3))
+    assert memory_format.order(one_channel) == "preserve"
+    assert memory_format.order(copy.deepcopy(one_channel).to(memory_format=LAST)) == "channels_last"
+    mixed_model = small_model()
+    mixed_model.second.weight.data = mixed_model.second.weight.data.to(memory_format=LAST)
+    assert memory_format.order(mixed_model) == {"second.weight": [36, 1, 12, 4]}
 
 
 # ---- convolutions whose gradient torch writes past its memory
@@ -243,8 +242,8 @@ def test_models_at_risk_are_kept_out_of_channels_last(name):
     model, original = make(), make().to(memory_format=LAST)
     for module in (model, original):
         assert layer in memory_format.rule(module, CPU, stacked=False)[1]
-        for stacked in (False, True):
-            assert memory_format.order(memory_format.reorder(module, "auto", CPU, stacked)) == "preserve"
+        for is_stacked in (False, True):
+            assert memory_format.order(memory_format.reorder(module, "auto", CPU, is_stacked)) == "preserve"
     assert memory_format.reorder(model, "preserve", CPU, stacked=False) is model
     for module, format in ((model, "channels_last"), (original, "channels_last"), (original, "preserve")):
         words = f"memory_format='{format}' would .* past its memory .*{layer}.*Use memory_format='auto'"
@@ -269,26 +268,27 @@ def test_models_that_are_not_at_risk_are_not_kept_out(name):
 
 
 def test_a_run_is_resumed_in_its_own_format(tmp_path):
-    full_run = run(small(), "auto", rounds=3)
-    run(small(), "auto", rounds=1, run_dir=tmp_path / "run")
+    full_run = run(small_model(), "auto", rounds=3)
+    run(small_model(), "auto", rounds=1, run_dir=tmp_path / "run")
     words = "another memory_format: it was started with 'channels_last', now it is 'preserve'"
     with pytest.raises(RunDirectoryError, match=words):
-        run(small(), "preserve", rounds=3, run_dir=tmp_path / "run", resume=True)
-    resumed = run(small(), "channels_last", rounds=3, run_dir=tmp_path / "run", resume=True)  # the result of auto
-    assert moved(resumed, full_run) == 0
+        run(small_model(), "preserve", rounds=3, run_dir=tmp_path / "run", resume=True)
+    # "auto" resulted in channels_last.
+    resumed_result = run(small_model(), "channels_last", rounds=3, run_dir=tmp_path / "run", resume=True)
+    assert largest_change(resumed_result, full_run) == 0
 
 
 def test_directories_older_than_the_keyword_are_those_of_preserve(tmp_path):
-    run(small(), "preserve", rounds=1, run_dir=tmp_path / "run")
+    run(small_model(), "preserve", rounds=1, run_dir=tmp_path / "run")
     manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
     content = json.loads(manifest.read_text())
     del content["identity"]["memory_format"]
     manifest.write_text(json.dumps(seal(content)))
     words = "another memory_format: it was started with 'preserve', now it is 'channels_last'"
     with pytest.raises(RunDirectoryError, match=words):
-        run(small(), "auto", rounds=2, run_dir=tmp_path / "run", resume=True)
-    resumed = run(small(), "preserve", rounds=2, run_dir=tmp_path / "run", resume=True)
-    assert moved(resumed, run(small(), "preserve", rounds=2)) == 0
+        run(small_model(), "auto", rounds=2, run_dir=tmp_path / "run", resume=True)
+    resumed_result = run(small_model(), "preserve", rounds=2, run_dir=tmp_path / "run", resume=True)
+    assert largest_change(resumed_result, run(small_model(), "preserve", rounds=2)) == 0
 
 
 # ---- freed memory

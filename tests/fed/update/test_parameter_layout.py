@@ -27,7 +27,7 @@ class Small(nn.Module):
         return self.tied(F.relu(self.norm(self.conv(x))).mean((2, 3))) * self.frozen
 
 
-def small(dtype=torch.float32):
+def small_model(dtype=torch.float32):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Small().to(dtype)
@@ -44,12 +44,12 @@ def run(algorithm=None, measures=(), **options):
     settings = {
         "rounds": 2, "participation": 1.0, "batch_size": 6, "lr": 0.1, "test": clients()[0], "buffers": "average",
     }  # fmt: skip
-    return fed.run(small(), clients(), algorithm or fed.FedSAM(rho=0.1), measures=measures, **settings | options)
+    return fed.run(small_model(), clients(), algorithm or fed.FedSAM(rho=0.1), measures=measures, **settings | options)
 
 
 @pytest.fixture
 def rows():
-    model = small(torch.float64).to(memory_format=torch.channels_last)
+    model = small_model(torch.float64).to(memory_format=torch.channels_last)
     return fed.ParameterLayout.from_model(model, Layout.from_tensors(trainable(model)))
 
 
@@ -80,8 +80,10 @@ def test_writing_into_views_leaves_the_padding_zero(rows):
     for view in rows.unflatten(row).values():
         view.normal_()
     assert int((row != 0).sum()) == 2 * NUMEL
-    turned = torch.zeros(rows.row_size, 2, dtype=torch.float64).t()  # not one after the other in memory: read as a copy
-    assert rows.unflatten(turned)["out.weight"].shape == (2, 5, 4)
+    transposed_rows = torch.zeros(
+        rows.row_size, 2, dtype=torch.float64
+    ).t()  # not one after the other in memory: read as a copy
+    assert rows.unflatten(transposed_rows)["out.weight"].shape == (2, 5, 4)
 
 
 class Accuracies:
@@ -144,7 +146,7 @@ class Noisy(fed.Algorithm):
 def test_an_algorithm_reaches_a_parameter_by_name(format):
     """With a = 0 the clients go against q alone: two rounds of two steps of size 0.1."""
     result = run(Noisy(), memory_format=format)
-    for (name, new), old in zip(result.model.named_parameters(), small().parameters(), strict=True):
+    for (name, new), old in zip(result.model.named_parameters(), small_model().parameters(), strict=True):
         expected = torch.zeros_like(old)
         if name == "conv.weight":
             expected[2] = -0.4

@@ -62,13 +62,13 @@ class Unfused(oracle.FedAvg):
         return self.scale
 
     def gradient(self, visit, w: Vector, x, y) -> Vector:
-        d, measured = self.weighed(visit, w, x, y)
+        d, measured_parts = self.weighed(visit, w, x, y)
         scale = self.scale_of(visit)
-        measured = [v for v, number in zip(measured, scale, strict=True) if number]
+        measured_parts = [v for v, number in zip(measured_parts, scale, strict=True) if number]
         d = [number * v for v, number in zip(d, scale, strict=True)]
         share = visit.steps / self.steps(visit)
         rho = (1 - share) * self.rho + share * self.rho_end_factor * self.rho
-        return visit.gradient(add(w, scaled(rho / (norm(measured) + 1e-7), d)), x, y)
+        return visit.gradient(add(w, scaled(rho / (norm(measured_parts) + 1e-7), d)), x, y)
 
 
 FALLING = {
@@ -79,10 +79,10 @@ FALLING = {
 }
 
 
-def distance(algorithm: fed.Algorithm, unfused: Unfused, executor: str, **more: Any) -> float:
+def distance(algorithm: fed.Algorithm, twin: Unfused, executor: str, **options: Any) -> float:
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
-    final = replayed(model, clients, algorithm, OPTIONS, executor=executor, **more).model
-    return oracle.difference(final, oracle.run(model, clients, unfused, OPTIONS, ACTIVE))
+    final = replayed(model, clients, algorithm, OPTIONS, executor=executor, **options).model
+    return oracle.difference(final, oracle.run(model, clients, twin, OPTIONS, ACTIVE))
 
 
 @pytest.mark.parametrize(("name", "executor"), one_in(2, FALLING, EXECUTORS))
@@ -96,13 +96,13 @@ def test_row_programs_take_it(monkeypatch):
     """Step by step, in single precision: they agree with the plain executor, and serve."""
     calls: list[int] = []
 
-    def counted(own, blocks, row_slice):
+    def count_rows(own, blocks, row_slice):
         old_k = blocks[0].k
         train(own, blocks, row_slice)
         calls.append(blocks[0].k - old_k)
 
     train = RowPass.train
-    monkeypatch.setattr(RowPass, "train", counted)
+    monkeypatch.setattr(RowPass, "train", count_rows)
     model, clients = oracle.smooth_model(torch.float32), oracle.ragged_clients(torch.float32)
     run_1, run_2 = (
         replayed(model, clients, steps(FALLING["falling"]), OPTIONS, executor=executor).model
@@ -156,8 +156,8 @@ DIRECTIONS = {
 @pytest.mark.parametrize(("direction", "executor"), one_in(3, DIRECTIONS, EXECUTORS))
 def test_the_radius_of_each_parameter(direction, executor):
     constants = {"direction": direction, "rho": 0.4} | SCALED | DIRECTIONS[direction]
-    unfused = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), BY_PARAMETER)
-    assert distance(steps(constants), unfused, executor) < 1e-12
+    twin = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), BY_PARAMETER)
+    assert distance(steps(constants), twin, executor) < 1e-12
 
 
 @pytest.mark.parametrize("backend", ["reference", "foreach", "native"])
@@ -165,8 +165,8 @@ def test_the_radius_of_each_parameter_on_every_backend(backend):
     if backend == "native" and native.why_not("cpu"):
         pytest.skip(f"{native.why_not('cpu')}")
     constants = {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.4} | SCALED
-    unfused = Unfused(D.ADAPTIVE_GRADIENT, 0.4, scale=BY_PARAMETER)
-    assert distance(steps(constants), unfused, "sequential", backend=backend) < 1e-12
+    twin = Unfused(D.ADAPTIVE_GRADIENT, 0.4, scale=BY_PARAMETER)
+    assert distance(steps(constants), twin, "sequential", backend=backend) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -203,16 +203,16 @@ FALLS = {"rho_end_factor": 0.1}
 def test_a_wrong_step_is_noticed(module, function, old, new, direction, constants, executor):
     constants = {"direction": direction, "rho": 0.4} | constants
     scale = BY_PARAMETER if "rho_scale" in constants else (1.0,) * 4
-    unfused = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), scale)
+    twin = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), scale)
     with replaced(module, function, old, new):
-        assert distance(steps(constants), unfused, executor) > 1e-6
+        assert distance(steps(constants), twin, executor) > 1e-6
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap", "graph"])
 def test_every_client_has_its_own(executor):
     """From the second time on that it takes part; a scale of 1 before."""
 
-    def of(client: int) -> float:
+    def factor_of(client: int) -> float:
         return 0.5 * (client % 3)
 
     @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def test_every_client_has_its_own(executor):
             return fed.LocalUpdate(D.GRADIENT, rho=0.4, rho_scale=client["scale"])
 
         def finish_client(self, server, client, results, round):
-            made = [round.layout.factors("scale", {"0": of(i)}, server["w"]) for i in results.client_ids]
-            return {"scale": torch.stack(made)}, fed.Upload(mean={"delta": results.delta})
+            factor_rows = [round.layout.factors("scale", {"0": factor_of(i)}, server["w"]) for i in results.client_ids]
+            return {"scale": torch.stack(factor_rows)}, fed.Upload(mean={"delta": results.delta})
 
     class UnfusedEach(Unfused):
         def start_client(self, w):
@@ -235,7 +235,7 @@ def test_every_client_has_its_own(executor):
             return (visit.mine["scale"],) * 2 + (1.0, 1.0)
 
         def finish(self, visit, delta):
-            visit.mine["scale"] = of(visit.client)
+            visit.mine["scale"] = factor_of(visit.client)
             return {}
 
     assert distance(Each(), UnfusedEach(D.GRADIENT, 0.4), executor) < 1e-12
