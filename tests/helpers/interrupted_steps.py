@@ -63,6 +63,12 @@ def state(training: Training) -> list[Tensor]:
     return tensors
 
 
+def clean_weights(training: Training) -> list[Tensor]:
+    """Return copies of the weights after `eval()`."""
+    training.opt.eval()
+    return copies(training.params)
+
+
 class Plan:
     """A training after `warm` steps, its next step in one of the styles, and the result of an undisturbed step.
 
@@ -83,6 +89,12 @@ class Plan:
         undisturbed = self.make()
         self.act(undisturbed, warm)
         self.stepped, self.stepped_state = copies(undisturbed.params), state(undisturbed)
+        # A variant of one pass perturbs along the momentum, which only `whole` backends promise.
+        self.promises_clean_weights = spec.one_pass and not self.whole
+        if self.promises_clean_weights:
+            stepped = self.make()
+            self.act(stepped, warm)
+            self.clean_weights = [clean_weights(self.make()), clean_weights(stepped)]
         self.second = copies(undisturbed.steps(range(warm + 1, warm + 2)).params)
 
     def make(self) -> Training:
@@ -104,7 +116,7 @@ class Plan:
         Args:
             interruption: context manager that raises Interrupt.
             anywhere: the interrupt may come at any instant, and not only at the lines of `folders`. A backend that is
-                not `whole` then promises only the weights.
+                not `whole` then promises only the weights, of a variant of one pass the clean ones.
         """
         training = self.make()
         old_weights, old_state, addresses = (
@@ -122,6 +134,10 @@ class Plan:
         if self.spec.options == "in backward":
             for p, *results in zip(training.params, old_weights, self.stepped):
                 assert any(same_bits([p], [result]) for result in results), place
+            return True
+        if anywhere and self.promises_clean_weights:
+            weights = clean_weights(training)
+            assert any(same_bits(weights, results) for results in self.clean_weights), f"other clean weights: {place}"
             return True
         is_unchanged = same_bits(old_weights, training.params)
         assert is_unchanged or same_bits(self.stepped, training.params), (
