@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fastsam import fed
-from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented, says
+from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented_blocks, says
 from tools import quoted_code
 
 MOST_ROUNDS = 2  # rounds of a federated run: the code is tested, not its results
@@ -111,4 +111,4 @@ def test_quoted_code_is_the_package_s() -> None:
 def test_python_is_fenced() -> None:
     """Code that is only indented would not be tested."""
     python = re.compile(r"(def|class|import|from) \S|@\w+$|(fed|opt|fastsam)\.\w+\(")
-    assert not [(page, line) for page in PAGES for line in indented(page) if python.match(line)]
+    assert not [(page, line) for page in PAGES for line in indented_blocks(page) if python.match(line)]

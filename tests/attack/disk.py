@@ -14,7 +14,7 @@ from fastsam import fed
 from tests.attack import damage
 from tests.attack.damage import FullRun, resume
 from tests.attack.trials import Attack, Trial
-from tests.helpers.fed_kill import finish, forked
+from tests.helpers.fed_kill import finish, wait_for_fork
 
 NOBODY_ID = 65534
 EXIT_REPORTED = 3  # the exit code of a run that said what it cannot write
@@ -31,7 +31,7 @@ class Costs(NamedTuple):
 def prepare(folder: Path) -> Costs:
     run, directory = damage.prepare(folder), folder / "counted"
     count_file = folder / "syncs"
-    if finish(forked(lambda: count_file.write_text(str(_run_until_full(10**9, directory))))) != 0:
+    if finish(wait_for_fork(lambda: count_file.write_text(str(_run_until_full(10**9, directory))))) != 0:
         raise RuntimeError("an undisturbed run failed")
     size = max(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return Costs(run, int(count_file.read_text()), size)
@@ -75,7 +75,7 @@ def fill_disk(trial: Trial) -> int:
             assert str(directory) in str(error), f"the file is not named: {error}"
             os._exit(EXIT_REPORTED)
 
-    code = finish(forked(work))
+    code = finish(wait_for_fork(work))
     assert code == EXIT_REPORTED, f"a run without room left with {code}"
     assert not list(directory.rglob("*.tmp")), "what did not fit takes up room"
     return _assert_original_bits(directory, common)
@@ -103,7 +103,7 @@ def make_read_only(trial: Trial) -> int:
             assert str(directory) in str(error), f"the file is not named: {error}"
             os._exit(EXIT_REPORTED)
 
-    code = finish(forked(work))
+    code = finish(wait_for_fork(work))
     for path in filter(Path.exists, read_only_paths):  # a checkpoint's file may have been replaced
         path.chmod(0o755 if path.is_dir() else 0o644)
     names = ", ".join(path.name for path in read_only_paths)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.attack.trials import Attack, Trial
-from tests.helpers.fed_kill import EXIT_DIED, die_at_operation, digest, finish, forked, train
+from tests.helpers.fed_kill import EXIT_DIED, die_at_operation, digest, finish, train, wait_for_fork
 
 ROUNDS, LONG = 3, 9
 INTERRUPTED = 130  # exit code of `forked` after Ctrl-C
@@ -36,7 +36,7 @@ def measure_run(folder: Path, rounds: int, **options: Any) -> FullRun:
     train(folder / "whole", rounds=rounds, **options)
     seconds = time.perf_counter() - start
     operations_file = folder / "operations"
-    pid = forked(lambda: operations_file.write_text(str(die_at_operation(folder / "counted", _NEVER))))
+    pid = wait_for_fork(lambda: operations_file.write_text(str(die_at_operation(folder / "counted", _NEVER))))
     if finish(pid) != 0:
         raise RuntimeError("an undisturbed run failed")
     size = max(path.stat().st_size for path in (folder / "whole").rglob("*") if path.is_file())
@@ -53,9 +53,9 @@ def kill_at_operation(trial: Trial) -> int:
     """kill -9 before one of the operations on its files, each in turn; in half of the trials before one of the resumed
     run too."""
     directory, count = trial.folder / "run", trial.number % trial.common.operations
-    assert finish(forked(partial(die_at_operation, directory, count))) == EXIT_DIED
+    assert finish(wait_for_fork(partial(die_at_operation, directory, count))) == EXIT_DIED
     if trial.rng.random() < 0.5:
-        code = finish(forked(partial(die_at_operation, directory, trial.rng.randrange(trial.common.operations))))
+        code = finish(wait_for_fork(partial(die_at_operation, directory, trial.rng.randrange(trial.common.operations))))
         assert code in (0, EXIT_DIED), f"the resumed run left with {code}"
     return check_resume(trial, directory, ROUNDS)
 
@@ -70,7 +70,7 @@ def kill_in_write(trial: Trial) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         train(directory, rounds=ROUNDS)
 
-    code = finish(forked(train_with_limit))
+    code = finish(wait_for_fork(train_with_limit))
     assert code == -signal.SIGXFSZ, f"it left with {code}, with files of at most {size} bytes"
     return check_resume(trial, directory, ROUNDS)
 
@@ -79,7 +79,7 @@ def kill_at_instants(trial: Trial) -> int:
     """kill -9 at random times, up to five in a row."""
     directory, kills = trial.folder / "run", 0
     for _ in range(trial.rng.randint(1, 5)):
-        pid = forked(partial(train, directory))
+        pid = wait_for_fork(partial(train, directory))
         time.sleep(trial.rng.uniform(0, trial.common.seconds))
         os.kill(pid, signal.SIGKILL)
         code = finish(pid)
@@ -101,7 +101,7 @@ def interrupt(trial: Trial) -> int:
         finally:
             assert torch.is_grad_enabled(), "autograd was left switched off"
 
-    pid = forked(work)
+    pid = wait_for_fork(work)
     time.sleep(trial.rng.uniform(0.02, 0.02 + trial.common.seconds))
     os.kill(pid, signal.SIGINT)
     code = finish(pid)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastsam_kernels import native, reference
 from tests.attack.trials import Attack, Trial
 from tests.helpers.guard_pages import Guarded
-from tests.helpers.misuses import cut, entry, freed, other_dtype, spread
+from tests.helpers.misuses import entry, free_storage, other_dtype, shorten_storage, spread
 from tests.helpers.native_step import Step, calls
 from tests.helpers.op_cases import bits
 from tests.helpers.tolerances import TOLERANCE
@@ -53,8 +53,8 @@ def _other_shape(rng: random.Random, t: Tensor) -> Tensor:
 
 CHANGES: tuple[Callable[[random.Random, Tensor], Any], ...] = (
     _other_shape,
-    lambda rng, t: freed(t),
-    lambda rng, t: cut(t) if t.numel() else t,
+    lambda rng, t: free_storage(t),
+    lambda rng, t: shorten_storage(t) if t.numel() else t,
     lambda rng, t: spread(t) if t.dim() else t,
     lambda rng, t: other_dtype(t),
     lambda rng, t: t.to(rng.choice(DTYPES)),

@@ -10,7 +10,7 @@ from tests.helpers.interrupting import Alarm, Tracer
 from tests.helpers.trainings import SPECS
 
 TIMES = 60  # interrupts of a trial, which share what an undisturbed step gives
-SPECS_WITH_KERNELS = [p.values[0] for p in SPECS if p.values[0].fused]
+SPECS_WITH_KERNELS = [p.values[0] for p in SPECS if p.values[0].has_kernels]
 
 
 def _plan(trial: Trial) -> Plan:

@@ -18,7 +18,7 @@ from tests.helpers.installing import (
     copy_checkout,
     environ,
     install,
-    layered,
+    make_layered,
     require_pip_and_setuptools,
     run,
 )
@@ -136,7 +136,7 @@ def other_pythons() -> list[str]:
 @pytest.mark.parametrize("python", other_pythons())
 def test_no_torch_no_compiler(checkout: Path, tmp_path: Path, work_dir: Path, python: str) -> None:
     """Installs, imports what needs no torch, and says what is missing."""
-    env = layered(tmp_path / "env", python=python, only=("setuptools", "_distutils_hack", "wheel", "packaging"))
+    env = make_layered(tmp_path / "env", python=python, only=("setuptools", "_distutils_hack", "wheel", "packaging"))
     output = install(env, checkout, cwd=work_dir, CXX="no-such-compiler")
     assert "py3-none-any" in output and "torch is not installed in the environment of the build" in output
     reason = run(env, "-c", "from fastsam_kernels import build; print(build.why_not())", cwd=work_dir)
@@ -146,7 +146,7 @@ def test_no_torch_no_compiler(checkout: Path, tmp_path: Path, work_dir: Path, py
 
 
 def test_torch_and_no_compiler(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
-    env = layered(tmp_path / "env")
+    env = make_layered(tmp_path / "env")
     output = install(env, checkout, cwd=work_dir, CXX="no-such-compiler")
     assert "py3-none-any" in output and "no-such-compiler not found" in output
     info = use(env, work_dir, CXX="no-such-compiler")
@@ -159,7 +159,7 @@ def test_pure_install_beside_a_compiler_warns_once_with_the_command_and_the_comm
     checkout: Path, tmp_path: Path, work_dir: Path
 ) -> None:
     """A plain `pip install .` builds in isolation, without torch, and gives a pure package."""
-    env = layered(tmp_path / "env")
+    env = make_layered(tmp_path / "env")
     install(env, checkout, cwd=work_dir, FASTSAM_NATIVE="0")
     info = use(env, work_dir)
     assert info["backend"] == "foreach" and len(info["warnings"]) == 1
@@ -173,7 +173,7 @@ def test_pure_install_beside_a_compiler_warns_once_with_the_command_and_the_comm
 def test_wheel_with_torch_and_compiler_used_elsewhere(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
     wheel, _ = build_wheel(checkout, tmp_path / "out", FASTSAM_NATIVE="1")
     assert "cp310-abi3-linux_" in wheel.name
-    env = layered(tmp_path / "env")
+    env = make_layered(tmp_path / "env")
     install(env, wheel, cwd=work_dir)
     info = use(env, work_dir, CXX="no-such-compiler")
     assert info["backend"] == "native" and info["warnings"] == []
@@ -185,7 +185,7 @@ def test_wheel_with_torch_and_compiler_used_elsewhere(checkout: Path, tmp_path: 
 def test_a_users_script_is_checked_against_the_installed_wheel(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
     """`mypy --strict` sees the types of both packages, and the one mistake in the script."""
     wheel, _ = build_wheel(checkout, tmp_path / "out", FASTSAM_NATIVE="0")
-    env = layered(tmp_path / "env")
+    env = make_layered(tmp_path / "env")
     install(env, wheel, cwd=work_dir)
     (work_dir / "script.py").write_text(TYPED)
     output = run(env, "-m", "mypy", "--strict", "script.py", cwd=work_dir, ok=False)
@@ -199,7 +199,7 @@ def test_a_users_script_is_checked_against_the_installed_wheel(checkout: Path, t
 
 @needs_compiler
 def test_editable(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
-    env = layered(tmp_path / "env")
+    env = make_layered(tmp_path / "env")
     install(env, "-e", checkout, cwd=work_dir, FASTSAM_NATIVE="1")
     info = use(env, work_dir)
     assert info["backend"] == "native"
@@ -222,7 +222,7 @@ def test_sdist(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
     (archive,) = tmp_path.glob("fused_sam-*.tar.gz")
     with tarfile.open(archive) as tar:
         assert not [name for name in tar.getnames() if name.endswith((".so", "native.json"))]
-    env = layered(tmp_path / "env")
+    env = make_layered(tmp_path / "env")
     install(env, archive, cwd=work_dir, FASTSAM_NATIVE="1")
     assert use(env, work_dir)["backend"] == "native"
 
@@ -232,7 +232,7 @@ def test_sdist(checkout: Path, tmp_path: Path, work_dir: Path) -> None:
 def test_jit_at_first_use_by_two_processes(checkout: Path, tmp_path: Path, work_dir: Path, ninja: bool) -> None:
     if ninja and not shutil.which("ninja", path=environ()["PATH"]):
         pytest.skip("ninja is not installed")
-    env = layered(tmp_path / "env")
+    env = make_layered(tmp_path / "env")
     install(env, checkout, cwd=work_dir, FASTSAM_NATIVE="0")
     settings = {"FASTSAM_JIT": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     if not ninja:

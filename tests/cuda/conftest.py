@@ -17,4 +17,4 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def emulation(folder: Path) -> Emulation:
-    return emulated.loaded(folder / "as-it-is")
+    return emulated.load_library(folder / "as-it-is")

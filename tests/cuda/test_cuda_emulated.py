@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def small_emulation(folder: Path) -> Emulation:
-    return emulated.loaded(folder / "small", SMALL, "fastsam_emulated_small")
+    return emulated.load_library(folder / "small", SMALL, "fastsam_emulated_small")
 
 
 def calls(module: ModuleType) -> Iterator:

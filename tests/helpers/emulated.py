@@ -40,7 +40,7 @@ ONLY_FLOAT: Changes = {
 }  # compiles in a fraction of the time
 
 
-def _steps(csrc: Path, ready: Path | None, reused: Sequence[str], fast: bool) -> list[toolchain.BuildStep]:
+def _steps(csrc: Path, ready: Path | None, reused_objects: Sequence[str], fast: bool) -> list[toolchain.BuildStep]:
     """Return the build steps. `kept` names sources whose objects are in `ready`."""
     flags, checks = (("-O2", *FLAGS[1:]), ()) if fast else (FLAGS, CHECKS)
     torch_, cxx = toolchain.find_torch(), toolchain.find_cxx()
@@ -49,7 +49,7 @@ def _steps(csrc: Path, ready: Path | None, reused: Sequence[str], fast: bool) ->
         extra = (*build.TORCH_FLAGS, f"-isystem{torch_.include}") if path.name in REGISTRATIONS else checks
         includes = (f"-I{HELPERS / 'emulation'}", "-iquote", str(csrc))
         for output, options in build.variants_of(path, csrc):
-            if ready and path.name in reused:
+            if ready and path.name in reused_objects:
                 objects.append(str(ready / output))
                 continue
             argv = (*cxx, "-x", "c++", "-std=c++20", *flags, *extra, *options, *includes, "-MD", "-MF", f"{output}.d")
@@ -73,9 +73,9 @@ def compile_library(
         fast: compile with the options that compilers use for the host of a GPU, without checks.
     """
     changed_files = {OWN_HEADERS.get(name, Path(name).name) for name in changes}
-    reused = [*REGISTRATIONS, "emulation.cpp"]
+    reused_objects = [*REGISTRATIONS, "emulation.cpp"]
     if changed_files <= set(SOURCES):
-        reused = [Path(name).name for name in (*SOURCES, "emulation.cpp") if name not in changed_files]
+        reused_objects = [Path(name).name for name in (*SOURCES, "emulation.cpp") if name not in changed_files]
     registration = "STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m)"
     cpu_registration = [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]
     row_changes = [(SHARED, ON_HOST), *changes.get("cuda/rowprograms.cu", ())]
@@ -85,7 +85,7 @@ def compile_library(
     }  # fmt: skip
     with toolchain.lock_folder(folder):
         copy_sources(build.csrc(), folder / "csrc", changes)
-        toolchain.execute(_steps(folder / "csrc", ready, reused, fast), folder)
+        toolchain.execute(_steps(folder / "csrc", ready, reused_objects, fast), folder)
     return folder / LIBRARY
 
 
@@ -177,17 +177,17 @@ def direct(library: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libraries, "library", lambda device="cpu": str(library) if device == "cuda" else original(device))
         patch.setattr(direct_calls, "_raw_stream", lambda device: 0)
-        for cached in (direct_calls._function, direct_calls._rule):
-            cached.cache_clear()
+        for cache in (direct_calls._function, direct_calls._rule):
+            cache.cache_clear()
         yield
-    for cached in (direct_calls._function, direct_calls._rule):
-        cached.cache_clear()
+    for cache in (direct_calls._function, direct_calls._rule):
+        cache.cache_clear()
 
 
 _LOADED: dict[str, Emulation] = {}
 
 
-def loaded(folder: Path, changes: Changes = NONE, namespace: str = NAMESPACE) -> Emulation:
+def load_library(folder: Path, changes: Changes = NONE, namespace: str = NAMESPACE) -> Emulation:
     """Return the emulation with these changes, built in `folder`.
 
     Several modules of one process get the same object, because torch registers a namespace only once.

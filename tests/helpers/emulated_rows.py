@@ -17,7 +17,7 @@ from fastsam_kernels.rowprograms import program
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.op_cases import same_bits
-from tests.helpers.stacked_passes import stacked
+from tests.helpers.stacked_passes import make_passes
 
 ROWS, SAMPLES, STEPS = 3, 40, 2
 # Hyper-parameters that all matter; with these values the gradients are clipped.
@@ -54,7 +54,7 @@ def classifier(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.R
 
 def make_row_pass(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU) -> tuple[Any, ...]:
     """Return a compared row program, its rows, and samples. One label is ignored."""
-    passes, rows = stacked(classifier(widths, activation), rows=ROWS)
+    passes, rows = make_passes(classifier(widths, activation), rows=ROWS)
     x, y = torch.randn(SAMPLES, widths[0]), torch.randint(widths[-1], (SAMPLES,))
     y[3] = -100
     indices = torch.arange(ROWS * batch).view(ROWS, batch) % 3 + 4

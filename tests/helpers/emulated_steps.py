@@ -34,8 +34,8 @@ def table_of(lengths: list[int]) -> Tensor:
 
 
 def case_of(lengths: list[int], rows: int, shift: int = 0, dtype: torch.dtype = torch.float32) -> Case:
-    scattered = {"params": True, "grads": True, "weights": False, "g1": True}
-    return Case(rows, table_of(lengths), 2, dtype, dtype.itemsize < 4, scattered, shift, 0, seed=1)
+    is_scattered = {"params": True, "grads": True, "weights": False, "g1": True}
+    return Case(rows, table_of(lengths), 2, dtype, dtype.itemsize < 4, is_scattered, shift, 0, seed=1)
 
 
 def sam_step(kernels: ModuleType, case: Case) -> None:

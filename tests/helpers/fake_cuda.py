@@ -27,8 +27,8 @@ class FakeStream:
     def __init__(self) -> None:
         self.clock: dict[FakeStream, int] = {}
 
-    def wait_stream(self, other: FakeStream) -> None:
-        self.wait_event(FakeEvent(other.clock))
+    def wait_stream(self, other_stream: FakeStream) -> None:
+        self.wait_event(FakeEvent(other_stream.clock))
 
     def record_event(self) -> FakeEvent:
         return FakeEvent(dict(self.clock))

@@ -103,13 +103,13 @@ OPTIONS = {
 }
 
 
-def ours(method: str) -> fed.Algorithm:
+def make_algorithm(method: str) -> fed.Algorithm:
     """Return the algorithm of a case."""
     name, parameters = METHODS[method]
     return getattr(fed, name)(**parameters)
 
 
-def theirs(method: str) -> Any:
+def make_oracle(method: str) -> Any:
     """Return the twin of a case's algorithm."""
     name, parameters = METHODS[method]
     return getattr(oracle, name)(**{**parameters, **SCHEDULES.get(method, {})})
@@ -117,25 +117,25 @@ def theirs(method: str) -> Any:
 
 def options_of(method: str, options: str) -> oracle.Options:
     """Return the options of a case. A server as FedDyn's has no learning rate."""
-    no_server_lr = isinstance(theirs(method), (oracle.dynamic.Dynamic, oracle.FedExP))
+    no_server_lr = isinstance(make_oracle(method), (oracle.dynamic.Dynamic, oracle.FedExP))
     return replace(OPTIONS[options], server_lr=1.0) if no_server_lr else OPTIONS[options]
 
 
-def replayed(
+def run_replayed(
     model: nn.Module,
     clients: Sequence[tuple[torch.Tensor, torch.Tensor]],
     algorithm: Any,
     options: oracle.Options = OPTIONS["plain"],
     active: Sequence[Sequence[int]] = ACTIVE,
-    **more: Any,
+    **more_options: Any,
 ) -> fed.Result:
     """Run fastsam with the options and the participation of the oracle's run."""
-    keywords = {"executor": "sequential", **options.keywords(), **more}
+    keywords = {"executor": "sequential", **options.keywords(), **more_options}
     return fed.run(model, clients, algorithm, sampler=lambda t, generator: active[t], **keywords)
 
 
 @functools.cache
-def unfused(method: str, options: str, dtype: torch.dtype) -> torch.nn.Module:
+def run_oracle(method: str, options: str, dtype: torch.dtype) -> torch.nn.Module:
     """Return the oracle's model for a case on `smooth_model`."""
     model, clients = oracle.smooth_model(dtype), oracle.ragged_clients(dtype)
-    return oracle.run(model, clients, theirs(method), options_of(method, options), ACTIVE)
+    return oracle.run(model, clients, make_oracle(method), options_of(method, options), ACTIVE)

@@ -55,7 +55,7 @@ def digest(directory: Path) -> str:
     return hashlib.sha256((directory / "model.safetensors").read_bytes() + json.dumps(records).encode()).hexdigest()
 
 
-def forked(work: Callable[[], object]) -> int:
+def wait_for_fork(work: Callable[[], object]) -> int:
     """Fork a child that does `work` and exits with 0, or with 1 after an exception. Return its process id."""
     pid = os.fork()
     if pid == 0:
@@ -79,10 +79,10 @@ def finish(pid: int) -> int:
 def kill_at_random(directory: Path, kills: int, seed: int) -> list[str]:
     rng, digests = random.Random(seed), list[str]()
     start = time.perf_counter()
-    assert finish(forked(lambda: train(directory / "timing"))) == 0
+    assert finish(wait_for_fork(lambda: train(directory / "timing"))) == 0
     duration = time.perf_counter() - start
     while kills:
-        pid = forked(lambda: train(directory / "killed"))
+        pid = wait_for_fork(lambda: train(directory / "killed"))
         time.sleep(rng.uniform(0, duration))
         os.kill(pid, signal.SIGKILL)
         if finish(pid) == 0:  # it was faster: its end counts, and the next kill starts a new run
@@ -90,7 +90,7 @@ def kill_at_random(directory: Path, kills: int, seed: int) -> list[str]:
             shutil.rmtree(directory / "killed")
         else:
             kills -= 1
-    assert finish(forked(lambda: train(directory / "killed"))) == 0
+    assert finish(wait_for_fork(lambda: train(directory / "killed"))) == 0
     return [*digests, digest(directory / "killed")]
 
 
@@ -115,30 +115,30 @@ def die_at_operation(directory: Path, count: int) -> int:
     return operations[0]
 
 
-def kill_at_every_operation(directory: Path, each: int) -> list[str]:
+def kill_at_every_operation(directory: Path, every_nth: int) -> list[str]:
     digests: list[str] = []
-    for count in range(0, 10_000, each):
+    for count in range(0, 10_000, every_nth):
         target = directory / f"dies-{count}"
-        code = finish(forked(partial(die_at_operation, target, count)))
+        code = finish(wait_for_fork(partial(die_at_operation, target, count)))
         if code != EXIT_DIED:
             assert code == 0
             return digests
-        assert finish(forked(partial(train, target, rounds=3))) == 0
+        assert finish(wait_for_fork(partial(train, target, rounds=3))) == 0
         digests.append(digest(target))
         shutil.rmtree(target)
     raise AssertionError("the run did not end")
 
 
 def interrupt(directory: Path) -> list[str]:
-    pid = forked(lambda: train(directory / "interrupted", delay=0.1))
+    pid = wait_for_fork(lambda: train(directory / "interrupted", delay=0.1))
     metrics = directory / "interrupted" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
         time.sleep(0.01)
     os.kill(pid, signal.SIGINT)
     assert finish(pid) == 130
-    completed = json.loads((directory / "interrupted" / "checkpoint" / "manifest.json").read_text())["round"]
-    assert completed == len(metrics.read_text().splitlines()) >= 3, "not every completed round was kept"
-    assert finish(forked(lambda: train(directory / "interrupted"))) == 0
+    completed_rounds = json.loads((directory / "interrupted" / "checkpoint" / "manifest.json").read_text())["round"]
+    assert completed_rounds == len(metrics.read_text().splitlines()) >= 3, "not every completed round was kept"
+    assert finish(wait_for_fork(lambda: train(directory / "interrupted"))) == 0
     return [digest(directory / "interrupted")]
 
 

@@ -43,9 +43,9 @@ def main() -> None:
     names = options.pop("algorithms", ",".join(ALGORITHMS)).split(",")
     keywords: dict[str, Any] = {k: v if k == "executor" else json.loads(v) for k, v in options.items() if k != "die"}
     if "die" in options:
-        rank, at = map(int, options["die"].split(":"))
+        rank, death_round = map(int, options["die"].split(":"))
         if int(os.environ["RANK"]) == rank:
-            keywords["loss"] = deadly_loss(at)
+            keywords["loss"] = deadly_loss(death_round)
     for name in names:
         digest_of_run = train(name, Path(sys.argv[1]), **keywords)
         if os.environ.get("RANK", "0") == "0":

@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def normed() -> nn.Module:
+def norm_model() -> nn.Module:
     """Return a small model with BatchNorm, whose weights depend on no generator."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
@@ -86,7 +86,7 @@ def run(
     return fed.run(model, data, algorithm, executor=executor, slots=slots, **(OPTIONS | options))
 
 
-def untimed(result: fed.Result) -> list[dict[str, Any]]:
+def untimed_records(result: fed.Result) -> list[dict[str, Any]]:
     """Return the records of all rounds without their times."""
     return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in result.history]
 
@@ -96,7 +96,7 @@ def digest(result: fed.Result) -> str:
     sha = hashlib.sha256()
     for p in result.model.parameters():
         sha.update(p.detach().numpy().tobytes())
-    sha.update(repr(untimed(result)).encode())
+    sha.update(repr(untimed_records(result)).encode())
     return sha.hexdigest()
 
 

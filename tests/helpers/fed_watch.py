@@ -48,9 +48,9 @@ class Watched:
         self, server: State, client: State, results: fed.ClientResults, round: fed.Round
     ) -> tuple[State, fed.Upload]:
         state, upload = self._inner.finish_client(server, client, results, round)
-        shared = {id(t) for t in server.values()}
+        server_ids = {id(t) for t in server.values()}
         for i, number in enumerate(results.client_ids):
-            state_of_client = {name: t if id(t) in shared else t[i] for name, t in state.items()}
+            state_of_client = {name: t if id(t) in server_ids else t[i] for name, t in state.items()}
             self._kept.setdefault(number, []).append((round.index, state_of_client))
             self._ends.append((round.index, results.take([i]), server))
         return state, upload

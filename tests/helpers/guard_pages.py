@@ -135,14 +135,14 @@ def main() -> int:
         access_beyond(arguments.beyond)
         return 0
     kernels = backends.select(arguments.backend, torch.device("cpu"), torch.float32).load()
-    slow = arguments.backend == "triton"  # an interpreter
+    is_slow = arguments.backend == "triton"  # an interpreter
     torch.manual_seed(0)
     torch.set_num_threads(1)
     count = 0
     dtypes = [getattr(torch, name) for name in arguments.dtypes.split(",")]
     cases = itertools.product(LENGTHS.items(), (1, 2), dtypes, (True, False), (True, False))
     for (name, lengths), rows, dtype, flat, at_end in cases:
-        if slow and (rows == 1 or name == "long" or (name == "aligned" and not at_end)):
+        if is_slow and (rows == 1 or name == "long" or (name == "aligned" and not at_end)):
             continue
         for op in OPS.values():
             if not hasattr(kernels, op.function):
@@ -156,7 +156,7 @@ def main() -> int:
                 return 1
             count += 1
     sums = itertools.product((1, 4, 7), (1, 33, 1024), (torch.float32, torch.float64), (True, False))
-    for case in [*sums, *([] if slow else [(3, 20_001, torch.float32, True)])]:
+    for case in [*sums, *([] if is_slow else [(3, 20_001, torch.float32, True)])]:
         if not rows_of_a_sum(kernels, *case):
             print(f"accumulate_ read outside its rows: {case}")
             return 1

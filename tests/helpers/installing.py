@@ -50,9 +50,9 @@ def copy_checkout(target: Path) -> Path:
 
 def environ(**settings: Any) -> dict[str, str]:
     """Return the environment of this process without settings of a build, with `settings` and this Python's ninja."""
-    clean = {key: value for key, value in os.environ.items() if key not in SETTINGS}
-    clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
-    return {**clean, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **settings}
+    environment = {key: value for key, value in os.environ.items() if key not in SETTINGS}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return {**environment, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **settings}
 
 
 def run(*argv: str | Path, cwd: Path, ok: bool = True, timeout: float = 600, **settings: Any) -> str:
@@ -74,7 +74,7 @@ def build_wheel(checkout: Path, out: Path, **settings: Any) -> tuple[Path, str]:
     return wheel, output
 
 
-def layered(folder: Path, *, python: str = sys.executable, only: tuple[str, ...] | None = None) -> Path:
+def make_layered(folder: Path, *, python: str = sys.executable, only: tuple[str, ...] | None = None) -> Path:
     """Return the Python of a new environment with this one's packages (`only`: just the named ones), without
     fastsam."""
     run(python, "-m", "venv", "--without-pip", folder, cwd=folder.parent)

@@ -86,16 +86,16 @@ class Plan:
         )
         self.folders = (PACKAGE, KERNELS) if self.whole else (PACKAGE,)
         self.act(self.make(), warm)  # modules are loaded at first use
-        undisturbed = self.make()
-        self.act(undisturbed, warm)
-        self.stepped, self.stepped_state = copies(undisturbed.params), state(undisturbed)
+        reference_training = self.make()
+        self.act(reference_training, warm)
+        self.stepped, self.stepped_state = copies(reference_training.params), state(reference_training)
         # A variant of one pass perturbs along the momentum, which only `whole` backends promise.
         self.promises_clean_weights = spec.one_pass and not self.whole
         if self.promises_clean_weights:
             stepped = self.make()
             self.act(stepped, warm)
             self.clean_weights = [clean_weights(self.make()), clean_weights(stepped)]
-        self.second = copies(undisturbed.steps(range(warm + 1, warm + 2)).params)
+        self.second = copies(reference_training.steps(range(warm + 1, warm + 2)).params)
 
     def make(self) -> Training:
         return self.spec.make(self.warm, **self.options)

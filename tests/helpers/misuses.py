@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def freed(t: Tensor) -> Tensor:
+def free_storage(t: Tensor) -> Tensor:
     t = t.clone()
     t.untyped_storage().resize_(0)
     return t
 
 
-def cut(t: Tensor) -> Tensor:
+def shorten_storage(t: Tensor) -> Tensor:
     t = t.clone()
     t.untyped_storage().resize_(t.untyped_storage().nbytes() - 1)
     return t
@@ -29,7 +29,7 @@ def other_dtype(t: Tensor) -> Tensor:
     return t.to(torch.float32 if t.dtype == torch.float64 else torch.float64)
 
 
-def at(place: int, change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+def change_at(place: int, change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
     return lambda tensors: [change(t) if i == place else t for i, t in enumerate(tensors)]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.sam_oracle import copies
-from tests.helpers.variant_cases import ONE_PASS, Training, fused
+from tests.helpers.variant_cases import ONE_PASS, Training, make_fused
 
 every_variant = pytest.mark.parametrize("name", ONE_PASS)
 # MSAM has a momentum to go against.
@@ -17,11 +17,11 @@ every_base = pytest.mark.parametrize(
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def trained(name: str, steps: int, base: str = "sgd", **options: Any) -> Training:
-    return fused(ONE_PASS[name][0], base, steps, **options)
+def train_one_pass(name: str, steps: int, base: str = "sgd", **options: Any) -> Training:
+    return make_fused(ONE_PASS[name][0], base, steps, **options)
 
 
-def clean(training: Training) -> list[torch.Tensor]:
+def clean_weights_of(training: Training) -> list[torch.Tensor]:
     training.opt.eval()
     weights = copies(training.params)
     training.opt.train()

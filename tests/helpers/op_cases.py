@@ -30,15 +30,15 @@ LENGTHS = (0, 1, 2, 15, 16, 17, 130, 1025)
 LONG = (4095, 4096, 4097, 8193)  # about a chunk of one backend or another
 
 
-def parameter(b: backends.Backend, *more: Any) -> Any:
+def parameter(b: backends.Backend, *more_marks: Any) -> Any:
     """Return a backend as a parameter of a test.
 
     Triton's interpreter takes a second per step, so it runs together with the GPU code.
     """
     interpreter = (b.name, b.device) == ("triton", "cpu")
     marks = [pytest.mark.gpu_code] if interpreter else [pytest.mark.gpu] if b.device == "cuda" else []
-    missing = pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}")
-    return pytest.param(b, id=f"{b.name}-{b.device}", marks=[missing, *marks, *more])
+    skip_mark = pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}")
+    return pytest.param(b, id=f"{b.name}-{b.device}", marks=[skip_mark, *marks, *more_marks])
 
 
 BACKENDS = [parameter(b) for b in backends.table()]
@@ -187,11 +187,13 @@ def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES, max_rows: int
     if long and draw(st.booleans()):
         lengths.insert(draw(st.integers(0, len(lengths))), draw(st.sampled_from(LONG)))
     groups = draw(st.integers(1, 2))
-    aligned = draw(st.booleans())
+    is_aligned = draw(st.booleans())
     offset, records = 0, []
     for slot, length in enumerate(lengths):
         records.append([offset, length, draw(st.integers(0, groups - 1)), slot])
-        offset = offset + length + (-(offset + length)) % 16 if aligned else offset + length + draw(st.integers(0, 3))
+        offset = (
+            offset + length + (-(offset + length)) % 16 if is_aligned else offset + length + draw(st.integers(0, 3))
+        )
     segments = [r for r in records if draw(st.integers(0, 4))]  # a parameter without a gradient is left out
     table = torch.tensor(segments, dtype=torch.int64).reshape(-1, 4)
     dtype = draw(st.sampled_from(dtypes))
@@ -202,8 +204,8 @@ def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES, max_rows: int
         dtype=dtype,
         master=dtype in (torch.float16, torch.bfloat16) and draw(st.booleans()),
         scattered={name: draw(st.booleans()) for name in ("params", "grads", "weights", "g1")},
-        shift=0 if aligned else draw(st.integers(0, 3)),
-        gap=draw(st.sampled_from((0, 16) if aligned else (0, 1, 16))),
+        shift=0 if is_aligned else draw(st.integers(0, 3)),
+        gap=draw(st.sampled_from((0, 16) if is_aligned else (0, 1, 16))),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -310,7 +312,7 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) ->
     torch.testing.assert_close(actual.double().cpu(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
-def resynchronised(backup: Tensor, params: Tensor) -> Tensor:
+def resync(backup: Tensor, params: Tensor) -> Tensor:
     """Return the weights from which a saving perturbation starts, in float64."""
     return torch.where(backup.to(params.dtype) == params, backup.double(), params.double())
 

@@ -59,7 +59,7 @@ def blocks(page: str) -> Iterator[Block]:
     """Yield the fenced blocks, in the order of the page."""
     fence_start: tuple[str, str, str, int] | None = None
     code: list[str] = []
-    reason, quoted = None, False
+    reason, is_quoted = None, False
     for number, line in enumerate(text_of(page).splitlines(), 1):
         fence = _FENCE.match(line)
         if fence_start is None:
@@ -68,11 +68,11 @@ def blocks(page: str) -> Iterator[Block]:
             elif line.strip():
                 match = _NOT_RUN.fullmatch(line.strip())
                 reason = match[1] if match else None
-                quoted = _QUOTED.fullmatch(line.strip()) is not None
+                is_quoted = _QUOTED.fullmatch(line.strip()) is not None
         elif fence and fence[2].startswith(fence_start[1]) and not fence[3]:
             text = textwrap.dedent("\n".join(code)) + "\n"
-            yield Block(page, fence_start[3], fence_start[2], text, reason, quoted)
-            fence_start, reason, quoted = None, None, False
+            yield Block(page, fence_start[3], fence_start[2], text, reason, is_quoted)
+            fence_start, reason, is_quoted = None, None, False
         else:
             code.append(line)
 
@@ -93,15 +93,15 @@ def without_fences(page: str) -> str:
     return "\n".join(lines)
 
 
-def indented(page: str) -> list[str]:
+def indented_blocks(page: str) -> list[str]:
     """Return the lines of blocks that are indented by four blanks, after an empty line."""
-    found, inside, before = [], False, ""
+    blocks_of_code, inside, last_line = [], False, ""
     for line in without_fences(page).splitlines():
-        inside = line.startswith("    ") and (inside or not before.strip())
+        inside = line.startswith("    ") and (inside or not last_line.strip())
         if inside:
-            found.append(line.strip())
-        before = line
-    return found
+            blocks_of_code.append(line.strip())
+        last_line = line
+    return blocks_of_code
 
 
 def commands(page: str) -> list[str]:
@@ -112,21 +112,21 @@ def commands(page: str) -> list[str]:
     shell = [block.code for block in blocks(page) if block.language in ("", "bash", "console", "sh")]
     lines = "".join(shell).splitlines()
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^Made by `.*", "", without_fences(page), flags=re.M))
-    texts = [text.strip().removeprefix("$ ") for text in (*lines, *indented(page), *spans)]
+    texts = [text.strip().removeprefix("$ ") for text in (*lines, *indented_blocks(page), *spans)]
     return list(dict.fromkeys(text for text in texts if _is_command(text)))
 
 
 def words(command: str) -> list[str]:
     """Return the words of a command without variables before it and a comment after it."""
-    found = shlex.split(command, comments=True)
-    while found and re.fullmatch(r"[A-Z_]+=\S*", found[0]):
-        del found[0]
-    return found
+    parts = shlex.split(command, comments=True)
+    while parts and re.fullmatch(r"[A-Z_]+=\S*", parts[0]):
+        del parts[0]
+    return parts
 
 
 def _is_command(text: str) -> bool:
-    found = re.match(r"(?:[A-Z_]+=\S* )*(\S+) \S", text)
-    return found is not None and found[1].rpartition("/")[2] in _PROGRAMS
+    match = re.match(r"(?:[A-Z_]+=\S* )*(\S+) \S", text)
+    return match is not None and match[1].rpartition("/")[2] in _PROGRAMS
 
 
 def links(page: str) -> list[str]:
@@ -138,10 +138,10 @@ def links(page: str) -> list[str]:
 def anchors(page: str) -> set[str]:
     """Return the anchors of `page.md#...`: its headings as GitHub writes them (and MyST with
     `myst_heading_anchors`)."""
-    found: set[str] = set()
+    names: set[str] = set()
     for heading in re.findall(r"^#{1,6} +(.*?) *#*$", without_fences(page), re.M):
-        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", shown.replace("`", "").lower()).replace(" ", "-")
-        number = next(n for n in range(len(found) + 1) if (f"{slug}-{n}" if n else slug) not in found)
-        found.add(f"{slug}-{number}" if number else slug)
-    return found
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", text.replace("`", "").lower()).replace(" ", "-")
+        number = next(n for n in range(len(names) + 1) if (f"{slug}-{n}" if n else slug) not in names)
+        names.add(f"{slug}-{number}" if number else slug)
+    return names

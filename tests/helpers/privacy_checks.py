@@ -40,18 +40,18 @@ def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, 
     )  # fmt: skip
 
 
-def moved(result: fed.Result, size: int) -> Tensor:
+def movement(result: fed.Result, size: int) -> Tensor:
     """Return the displacement of all parameters in float64."""
     torch.manual_seed(0)
-    before = nn.Linear(size, 8)
-    pairs = zip(result.model.parameters(), before.parameters(), strict=True)
+    old_layer = nn.Linear(size, 8)
+    pairs = zip(result.model.parameters(), old_layer.parameters(), strict=True)
     return torch.cat([(p.detach().double() - q.detach().double()).flatten() for p, q in pairs])
 
 
 def scale(expected: float, size: int = 2000, **options: Any) -> None:
     """The standard deviation of every coordinate is `expected`: 16,008 of them tell it to 0.6 %, and five times that is
     allowed."""
-    noise = moved(run(size, **options), size)
+    noise = movement(run(size, **options), size)
     assert abs(float(noise.std()) / expected - 1) < 5 / math.sqrt(2 * len(noise)), (float(noise.std()), expected)
     assert abs(float(noise.mean())) < 5 * expected / math.sqrt(len(noise))
     assert abs(float((noise / expected).pow(4).mean()) - 3) < 5 * math.sqrt(96 / len(noise))
@@ -75,8 +75,8 @@ def denominator() -> None:
     """Check that the sum over a cohort is divided by the expected size of the cohort."""
     options: dict[str, Any] = {"participation": 0.5, "seed": 3, "lr": 0.1, "clip": 100.0}
     (record,) = run(**options, noise_multiplier=0.0).history
-    plain = moved(run(**options, noise_multiplier=0.0), 6)
-    private = moved(run(**options, noise_multiplier=1e-12), 6)
+    plain = movement(run(**options, noise_multiplier=0.0), 6)
+    private = movement(run(**options, noise_multiplier=1e-12), 6)
     torch.testing.assert_close(private, plain * record["clients"] / 4, rtol=1e-5, atol=1e-6)
 
 
@@ -103,12 +103,12 @@ def package(kind: str, relation: str, count: int, *numbers: float) -> float:
     import dp_accounting as dp
 
     relations = dp.NeighboringRelation
-    *sampled, z = numbers
+    *sampling_numbers, z = numbers
     inner = dp.GaussianDpEvent(z)
     events = {
         "gaussian": lambda: [(inner, count)],
-        "poisson": lambda: [(dp.PoissonSampledDpEvent(*sampled, inner), count)],
-        "without replacement": lambda: [(dp.SampledWithoutReplacementDpEvent(*sampled, inner), count)],
+        "poisson": lambda: [(dp.PoissonSampledDpEvent(*sampling_numbers, inner), count)],
+        "without replacement": lambda: [(dp.SampledWithoutReplacementDpEvent(*sampling_numbers, inner), count)],
     }
     accountant = dp.rdp.RdpAccountant(neighboring_relation=relations[relation])
     for event, times in events[kind]():
@@ -122,8 +122,8 @@ def epsilon(noise: str, sampler: str, participation: float, rounds: int = 7) -> 
     return [accountant.epsilon(t + 1) for t in range(rounds)][-1]
 
 
-def same(found: float, *events: Any) -> None:
-    assert math.isclose(found, package(*events), rel_tol=1e-12), (events, found)
+def same(epsilon: float, *events: Any) -> None:
+    assert math.isclose(epsilon, package(*events), rel_tol=1e-12), (events, epsilon)
 
 
 def poisson() -> None:

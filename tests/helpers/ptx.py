@@ -114,19 +114,19 @@ def variants() -> list[Variant]:
     save, update = (("SAVE", True),), (("INIT_STATE", False), ("WRITE_MASTER", False))
     plain = ("g1", "q", "shift", "sumsq_v", "grad_scale", "found_inf")
     f32, total = torch.float32, (("ACCUMULATE", True),)
-    for aligned in (True, False):
+    for is_aligned in (True, False):
         result += [
-            Variant(triton_reductions._accumulate_kernel, f32, aligned, flat=True),
-            Variant(triton_norm._norm_kernel, f32, aligned, absent=("weights",), options=total),
-            Variant(triton_norm._norm_kernel, f32, aligned, options=total),
-            Variant(triton_perturb._perturb_kernel, f32, aligned, absent=("seed",), options=save),
-            Variant(triton_perturb._restore_kernel, f32, aligned),
-            Variant(triton_dual._dual_norm_kernel, f32, aligned, options=total),
-            Variant(triton_dual._dual_perturb_kernel, f32, aligned),
-            Variant(triton_reductions._inner_kernel, f32, aligned, options=total),
-            Variant(triton_update._update_norm_kernel, f32, aligned, options=total),
+            Variant(triton_reductions._accumulate_kernel, f32, is_aligned, flat=True),
+            Variant(triton_norm._norm_kernel, f32, is_aligned, absent=("weights",), options=total),
+            Variant(triton_norm._norm_kernel, f32, is_aligned, options=total),
+            Variant(triton_perturb._perturb_kernel, f32, is_aligned, absent=("seed",), options=save),
+            Variant(triton_perturb._restore_kernel, f32, is_aligned),
+            Variant(triton_dual._dual_norm_kernel, f32, is_aligned, options=total),
+            Variant(triton_dual._dual_perturb_kernel, f32, is_aligned),
+            Variant(triton_reductions._inner_kernel, f32, is_aligned, options=total),
+            Variant(triton_update._update_norm_kernel, f32, is_aligned, options=total),
         ]
-        call = partial(Variant, triton_update._update_kernel, f32, aligned, absent=plain, options=update)
+        call = partial(Variant, triton_update._update_kernel, f32, is_aligned, absent=plain, options=update)
         result += [call(rule=r) for r in rules.RULES]
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         master = dtype in (torch.float16, torch.bfloat16)
@@ -159,8 +159,10 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def count_instructions(variant: Variant, arch: int) -> dict[str, Any]:
     target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(variant.source(), target=target, options={"num_warps": WARPS, "enable_fp_fusion": False})
-    text = compiled.asm["ptx"]
+    compiled_kernel = triton.compile(
+        variant.source(), target=target, options={"num_warps": WARPS, "enable_fp_fusion": False}
+    )
+    text = compiled_kernel.asm["ptx"]
     counts = {
         "wide_loads": len(re.findall(rf"\bld\.{WIDE}", text)),
         "wide_stores": len(re.findall(rf"\bst\.{WIDE}", text)),
@@ -171,7 +173,7 @@ def count_instructions(variant: Variant, arch: int) -> dict[str, Any]:
         "local": len(re.findall(r"\b(?:ld|st)\.local", text)),
         "bf16_by_hardware": len(re.findall(r"\bcvt\.rn\.bf16", text)),
     }
-    return counts | resources(compiled.asm["cubin"])
+    return counts | resources(compiled_kernel.asm["cubin"])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from fastsam.fed.sums.ranks import Ranks, join_ranks
 from tests.helpers import oracle
 from tests.helpers.fed_ranks import SIZES
 from tests.helpers.fed_rundir import Alarm
-from tests.helpers.fed_runs import cross_entropy_until, digest, fail, normed
+from tests.helpers.fed_runs import cross_entropy_until, digest, fail, norm_model
 from tests.helpers.sums import add_client_
 
 
@@ -53,7 +53,7 @@ class Raised(Poisoned):
 CASES: dict[str, dict[str, Any]] = {
     "fewer clients than ranks": {"participation": 0.1, "sampler": "fixed", "algorithm": fed.SCAFFOLD()},
     "state that comes and goes": {"algorithm": Sometimes(), "rounds": 5, "participation": 0.9},
-    "buffers": {"model": normed, "buffers": "average", "algorithm": fed.FedSAM(rho=0.05), "batch_size": 8,
+    "buffers": {"model": norm_model, "buffers": "average", "algorithm": fed.FedSAM(rho=0.05), "batch_size": 8,
         "sizes": (8, 16, 24, 8)},
     "measures": {
         "algorithm": fed.FedSMOO(rho=0.05), "participation": 1.0,
@@ -79,10 +79,10 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def train(rank: int, case: dict[str, Any], run_dir: Path | None = None, **more: Any) -> tuple[str, float, int]:
+def train(rank: int, case: dict[str, Any], run_dir: Path | None = None, **more_options: Any) -> tuple[str, float, int]:
     """Return the hash of a run, its state in megabytes, and the number of excluded clients and outliers."""
     defaults: Any = {"rounds": 3, "batch_size": 5, "participation": 0.6, "executor": "sequential"}
-    options = defaults | case | more
+    options = defaults | case | more_options
     clients = oracle.ragged_clients(torch.float32, options.pop("sizes", SIZES))
     clients[3] = (options.pop("poison", 1.0) * clients[3][0], clients[3][1])
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def fails_on_rank_1(rank: int, folder: Path) -> Any:
     return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 4, "loss": loss}, folder)
 
 
-def interrupted(rank: int, folder: Path) -> Any:
+def interrupt_run(rank: int, folder: Path) -> Any:
     """Send Ctrl-C on rank 0 after the second round, inside another `join_ranks` as in a command."""
 
     def progress(record: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def interrupted(rank: int, folder: Path) -> Any:
         return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": 4, "progress": progress}, folder)
 
 
-def resumed(rank: int, folder: Path, rounds: int) -> Any:
+def resume_run(rank: int, folder: Path, rounds: int) -> Any:
     return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": rounds}, folder, resume=True)
 
 
@@ -153,7 +153,7 @@ class CollectiveCounter:
     def __enter__(self) -> Counter[str]:
         calls: Counter[str] = Counter()
 
-        def counted(name: str, work: Any) -> Any:
+        def count_calls(name: str, work: Any) -> Any:
             def call(*arguments: Any, **keywords: Any) -> Any:
                 calls[name] += 1
                 return work(*arguments, **keywords)
@@ -162,7 +162,7 @@ class CollectiveCounter:
 
         self.originals = {name: getattr(dist, name) for name in self.NAMES}
         for name, work in self.originals.items():
-            setattr(dist, name, counted(name, work))
+            setattr(dist, name, count_calls(name, work))
         return calls
 
     def __exit__(self, *error: object) -> None:
@@ -170,7 +170,7 @@ class CollectiveCounter:
             setattr(dist, name, work)
 
 
-def exchanged(rank: int) -> list[dict[str, Any]]:
+def exchange_states(rank: int) -> list[dict[str, Any]]:
     """Return sums of six rounds of eight clients; only the last rank has "late", in rounds 3 and 4."""
     ranks = Ranks(rank, dist.get_world_size()) if dist.is_initialized() else Ranks()
     records = []

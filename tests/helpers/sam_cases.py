@@ -59,8 +59,8 @@ def second_half(model: Model, opt: FusedSAM, step: int) -> None:
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (8,), (), (0, 2), (70, 130)]
 HALF = torch.bfloat16
-compiled = next(b for b in backends.table() if (b.name, b.device) == ("native", "cpu"))
-native = pytest.mark.skipif(not compiled.available, reason=f"native on cpu: {compiled.reason}")
+native_backend = next(b for b in backends.table() if (b.name, b.device) == ("native", "cpu"))
+native = pytest.mark.skipif(not native_backend.available, reason=f"native on cpu: {native_backend.reason}")
 
 
 def places(params: Sequence[Tensor]) -> list[int]:

@@ -37,13 +37,13 @@ def why_not() -> str | None:
     if reason := build.why_not():
         return reason
     try:
-        preloaded()
+        sanitizer_libraries()
     except toolchain.BuildError as error:
         return str(error)
     return None
 
 
-def preloaded() -> list[str]:
+def sanitizer_libraries() -> list[str]:
     """Return the sanitizers' libraries. Raise BuildError if the compiler has none."""
     paths = []
     for name in _PRELOADED:
@@ -65,7 +65,7 @@ def compiler(folder: Path) -> Path:
 def environment(packages: Path) -> dict[str, str]:
     """Return the environment of a process that loads the sanitized build from `packages` before all others."""
     path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | OPTIONS | {"LD_PRELOAD": " ".join(preloaded()), "PYTHONPATH": path}
+    return os.environ | OPTIONS | {"LD_PRELOAD": " ".join(sanitizer_libraries()), "PYTHONPATH": path}
 
 
 def compile_copy() -> Path:

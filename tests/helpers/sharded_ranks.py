@@ -41,14 +41,14 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], exact: bool, what: object) -> None:
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        one, other = whole(a), whole(b)
+def assert_same(results: Sequence[Tensor], expected: Sequence[Tensor], exact: bool, label: object) -> None:
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        one, other_tensor = whole(a), whole(b)
         if exact:
-            assert torch.equal(one, other), f"{what}: parameter {i}"
+            assert torch.equal(one, other_tensor), f"{label}: parameter {i}"
         else:
-            difference = (one - other).abs().max()
-            assert torch.allclose(one, other, rtol=2e-5, atol=1e-6), f"{what}: parameter {i}: {difference}"
+            difference = (one - other_tensor).abs().max()
+            assert torch.allclose(one, other_tensor, rtol=2e-5, atol=1e-6), f"{label}: parameter {i}: {difference}"
 
 
 # --- parameters alone, with gradients whose squares add up exactly ---
@@ -76,16 +76,16 @@ class Pair:
             g = integers(tuple(p.shape), 10 * number + i).to(self.dtype)
             p.grad, q.grad = g.clone(), self.place(i, g)
 
-    def step(self, number: int, exact: bool, what: object) -> None:
+    def step(self, number: int, exact: bool, label: object) -> None:
         passes = 2 if self.opt.perturbs else 1
         for half in range(passes):
             self.grads(2 * number + half)
             for opt in (self.plain_opt, self.opt):
                 opt.first_step() if half < passes - 1 else opt.step()
-            assert_same(self.split, self.plain, exact, (what, number, half))
+            assert_same(self.split, self.plain, exact, (label, number, half))
 
 
-def placing(mesh: DeviceMesh, *placements: Sequence[Placement] | None) -> Place:
+def make_placer(mesh: DeviceMesh, *placements: Sequence[Placement] | None) -> Place:
     """Return a function that places parameters by these placements in turn. None leaves a parameter unplaced."""
 
     def place(i: int, t: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def steps_beside_unsharded(rank: int, wide: bool) -> str:
         "by the last dimension": ([Shard(-1)], [Shard(0)]),
     }
     for mix, placements in (mixes if wide else {"mixed": mixes["mixed"]}).items():
-        place = placing(mesh, *placements)
+        place = make_placer(mesh, *placements)
         for base in BASES if wide else ("sgd", "adamw"):
             for name, sam in (
                 {**EXACT, **CLOSE}.items() if wide else {"sam": EXACT["sam"], "gsam": EXACT["gsam"]}.items()
@@ -131,7 +131,7 @@ def one_sum_a_step(rank: int) -> str:
         return original(tensor, *args, **options)
 
     for check, expected in ((False, 1), (True, 2)):
-        pair = Pair(placing(mesh, [Shard(0)], [Replicate()], None), "sgd", skip_nonfinite=check)
+        pair = Pair(make_placer(mesh, [Shard(0)], [Replicate()], None), "sgd", skip_nonfinite=check)
         for number in range(2):
             pair.grads(2 * number)
             calls.clear()
@@ -150,7 +150,7 @@ def not_finite(rank: int) -> str:
     """Check that an infinite gradient on one rank has an effect on all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for half in range(2):
-        pair = Pair(placing(mesh, [Shard(0)], [Replicate()]), "sgd", skip_nonfinite=True)
+        pair = Pair(make_placer(mesh, [Shard(0)], [Replicate()]), "sgd", skip_nonfinite=True)
         pair.step(0, True, "before")
         old_weights = [whole(p).clone() for p in pair.split]
         for number, half_step in enumerate((pair.opt.first_step, pair.opt.second_step)):
@@ -265,7 +265,7 @@ def learns(rank: int) -> str:
     return "kept"
 
 
-def clipped(rank: int) -> str:
+def check_clipping(rank: int) -> str:
     net, plain = sharded_net(), Net()
     for model in (net, plain):
         opt = FusedSAM(model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -306,7 +306,7 @@ def tensor_parallel(rank: int) -> str:
     return "kept"
 
 
-def refused(rank: int) -> str:
+def check_refusals(rank: int) -> str:
     """Check two refused steps, which write nothing."""
     net = sharded_net()
     opt = FusedSAM(net.parameters(), torch.optim.SGD, lr=0.1)
@@ -336,7 +336,7 @@ def refused(rank: int) -> str:
 def unequal_meshes(rank: int) -> str:
     """Check that ranks outside of a parameter's mesh refuse the parameter."""
     meshes = init_device_mesh("cpu", (dist.get_world_size(),)), DeviceMesh("cpu", [0])
-    params = [nn.Parameter(placing(mesh, [Shard(0)])(0, integers((8, 2), 1))) for mesh in meshes]
+    params = [nn.Parameter(make_placer(mesh, [Shard(0)])(0, integers((8, 2), 1))) for mesh in meshes]
     try:
         FusedSAM(params, torch.optim.SGD, lr=0.1)
     except TypeError as error:
@@ -346,7 +346,7 @@ def unequal_meshes(rank: int) -> str:
     return "kept"
 
 
-def interrupted(rank: int) -> str:
+def check_interrupts(rank: int) -> str:
     """Check that an exception at the perturbed point restores the weights, also in gathered copies."""
     net = sharded_net()
     opt = FusedSAM(net.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, momentum=0.9)
@@ -370,7 +370,7 @@ def interrupted(rank: int) -> str:
     return "kept"
 
 
-def adapted(rank: int) -> str:
+def check_lora(rank: int) -> str:
     """Check that frozen parameters have no state until they are unfrozen."""
     net, plain = sharded_net(), Net()
     opts = [FusedSAM(m.parameters(), torch.optim.AdamW, rho=0.2, lr=0.05) for m in (net, plain)]

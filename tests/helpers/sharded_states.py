@@ -13,7 +13,7 @@ from fastsam.optim.variants import VaSSO
 from tests.helpers.sharded_ranks import BASES, Net, assert_same, data, whole
 
 
-def trained(base: str, steps: range, sam: SAM, dtype: torch.dtype) -> tuple[nn.Module, FusedSAM]:
+def train_sharded(base: str, steps: range, sam: SAM, dtype: torch.dtype) -> tuple[nn.Module, FusedSAM]:
     net = Net().to(dtype)
     fully_shard(net.second)
     fully_shard(net)
@@ -43,8 +43,8 @@ def resumed_in_memory(rank: int, wide: bool = True) -> str:
     """Resume by torch's functions in an optimizer that has made no step, and by the optimizer's own state dict."""
     for base, sam, dtype in CHECKPOINTS if wide else CHECKPOINTS[:1]:
         for uses_own_state in (False, True):
-            net, opt = trained(base, range(3), sam, dtype)
-            new_net, new_opt = trained(base, range(0), sam, dtype)
+            net, opt = train_sharded(base, range(3), sam, dtype)
+            new_net, new_opt = train_sharded(base, range(0), sam, dtype)
             old_weights = [whole(p).clone() for p in new_net.parameters()]
             if uses_own_state:
                 state = opt.state_dict()
@@ -73,7 +73,7 @@ def resumed_in_memory(rank: int, wide: bool = True) -> str:
 
 def save_sharded(rank: int, folder: str) -> str:
     for i, (base, sam, dtype) in enumerate(CHECKPOINTS):
-        net, opt = trained(base, range(3), sam, dtype)
+        net, opt = train_sharded(base, range(3), sam, dtype)
         opt.eval()
         model, optimizer = dcp.get_state_dict(net, opt)
         save({"model": model, "opt": optimizer}, checkpoint_id=f"{folder}/{i}")
@@ -89,7 +89,7 @@ def save_sharded(rank: int, folder: str) -> str:
 def load_sharded(rank: int, folder: str) -> str:
     """Load on a different number of ranks, and compare."""
     for i, (base, sam, dtype) in enumerate(CHECKPOINTS):
-        net, opt = trained(base, range(0), sam, dtype)
+        net, opt = train_sharded(base, range(0), sam, dtype)
         model, optimizer = dcp.get_state_dict(net, opt)
         state = {"model": model, "opt": optimizer}
         load(state, checkpoint_id=f"{folder}/{i}")

@@ -73,7 +73,9 @@ def tar(path: Path, files: dict[str, bytes]) -> None:
             archive.addfile(member, io.BytesIO(content))
 
 
-def cifar_files(classes: int, pickled: Callable[..., bytes] = python2_pickle) -> tuple[dict[str, bytes], Content]:
+def cifar_files(
+    classes: int, pickle_content: Callable[..., bytes] = python2_pickle
+) -> tuple[dict[str, bytes], Content]:
     """Return the files of an archive of 12 images a batch, and the images and labels in them."""
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"] if classes == 10 else ["train", "test"]
     meta = ("batches.meta", "label_names") if classes == 10 else ("meta", "fine_label_names")
@@ -83,7 +85,7 @@ def cifar_files(classes: int, pickled: Callable[..., bytes] = python2_pickle) ->
         x, y = RNG.integers(0, 256, (12, 3072), dtype=np.uint8), RNG.integers(0, classes, 12).tolist()
         y[:2] = [0, classes - 1]
         kinds = {"labels": y} if classes == 10 else {"coarse_labels": [v // 5 for v in y], "fine_labels": y}
-        files[name] = pickled(x, kinds)
+        files[name] = pickle_content(x, kinds)
         content[name] = (x.reshape(-1, 3, 32, 32), y)
     return files, content
 
@@ -143,7 +145,7 @@ def small_emnist(monkeypatch: pytest.MonkeyPatch, root: Path) -> Content:
 
 
 @contextmanager
-def served(folder: Path, declared_length: int | None = None) -> Iterator[str]:
+def serve(folder: Path, declared_length: int | None = None) -> Iterator[str]:
     """Serve the files in `folder` and yield the address; `declared_length` replaces the size in the headers."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):

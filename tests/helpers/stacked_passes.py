@@ -16,7 +16,7 @@ from tests.helpers.setups import setup_of
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}
 
 
-def stacked(
+def make_passes(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, rows: int = 5
 ) -> tuple[StackedPasses, RowSlice]:
     """Return passes of `rows` rows with different weights, and the slice of all rows."""
@@ -30,9 +30,9 @@ def stacked(
 
 def same(passes: StackedPasses, row_slice: RowSlice, x: Tensor, y: Tensor) -> PassResult:
     """Compare a replayed pass with the plain pass."""
-    found = passes.replays.run(row_slice.leaves, x, y)
-    assert found is not None, "nothing is replayed"
-    losses, grads, slots = found
+    result = passes.replays.run(row_slice.leaves, x, y)
+    assert result is not None, "nothing is replayed"
+    losses, grads, slots = result
     plain, expected = passes.plain(row_slice, x, y)
     tolerance = TOLERANCE[plain.dtype]
     assert slots == expected.slots
@@ -41,4 +41,4 @@ def same(passes: StackedPasses, row_slice: RowSlice, x: Tensor, y: Tensor) -> Pa
         segment = passes.layout.segments[i]
         assert g.stride()[1:] == segment.stride
         assert (g - e).abs().max() <= tolerance * max(1, float(e.abs().max()))
-    return found
+    return result

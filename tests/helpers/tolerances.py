@@ -29,7 +29,7 @@ def trajectory(dtype: torch.dtype, steps: int) -> tuple[float, float]:
     return 4 * steps * rtol, 4 * steps * atol
 
 
-def rounded(dtype: torch.dtype) -> tuple[float, float]:
+def tolerances_of(dtype: torch.dtype) -> tuple[float, float]:
     """`(rtol, atol)` of a number rounded to `dtype` from two float32 results that differ in their last bits: they may
     round to neighbours."""
     rtol, atol = TOLERANCE[dtype]

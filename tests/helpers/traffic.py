@@ -45,7 +45,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 @contextmanager
-def recorded(buffers: dict[str, list[Tensor]]) -> Iterator[Traffic]:
+def record_traffic(buffers: dict[str, list[Tensor]]) -> Iterator[Traffic]:
     """Record the loads and stores of Triton's interpreter."""
     from triton.runtime import interpreter
 

@@ -52,7 +52,7 @@ def _train(name: str, layers: int, width: int, device: str) -> tuple[float, floa
     del warm
     weights = sum(p.numel() for p in model.parameters())
     optimizer = OPTIMIZERS[name](model.parameters())
-    before, peak = _bytes(device, peak=False), 0
+    bytes_before, peak = _bytes(device, peak=False), 0
 
     def closure() -> Any:
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def _train(name: str, layers: int, width: int, device: str) -> tuple[float, floa
         optimizer.step(closure)
         peak = max(peak, _bytes(device, peak=True))
         optimizer.zero_grad()
-    return (peak - before) / weights, (_bytes(device, peak=False) - before) / weights
+    return (peak - bytes_before) / weights, (_bytes(device, peak=False) - bytes_before) / weights
 
 
 def _bytes(device: str, peak: bool) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsam import SAM, FusedSAM
 from tests.helpers.sam_oracle import copies
-from tests.helpers.variant_cases import BASES, CASES, ONE_PASS, RHO, Training, fused, problem
+from tests.helpers.variant_cases import BASES, CASES, ONE_PASS, RHO, Training, make_fused, problem
 
 VARIANTS: dict[str, SAM] = {name: sam for name, (sam, _) in ONE_PASS.items()}
 VARIANTS |= {"sam": SAM(RHO), "asam": SAM(RHO, True, 0.1), "asam, every third": SAM(RHO, True, interval=3)}
@@ -42,7 +42,7 @@ class Spec(NamedTuple):
         return OPTIONS[self.options].get("backend", "auto")
 
     @property
-    def fused(self) -> bool:
+    def has_kernels(self) -> bool:
         """True if the kernels make the base optimizer's step."""
         return self.base not in ("nadam", "amsgrad")
 
@@ -50,15 +50,17 @@ class Spec(NamedTuple):
     def valid(self) -> bool:
         """True if FusedSAM accepts the combination (`tests/optim/test_refusals.py` has the refusals)."""
         if self.options == "in backward":
-            return self.variant in ("sam", "asam", "lesam") and self.fused
-        if self.dtype is torch.float16 and not self.fused:
+            return self.variant in ("sam", "asam", "lesam") and self.has_kernels
+        if self.dtype is torch.float16 and not self.has_kernels:
             return False  # torch's epsilon of 1e-8 is 0 in float16: it divides 0 by 0
         momentum = self.variant != "msam" or self.base in ("sgd", "adamw")
         return momentum and not (self.one_pass and self.options == "exclusive")
 
     def make(self, steps: int = 0, **more: Any) -> Training:
         """Return the training after `steps` steps."""
-        return fused(VARIANTS[self.variant], self.base, steps, dtype=self.dtype, **{**OPTIONS[self.options], **more})
+        return make_fused(
+            VARIANTS[self.variant], self.base, steps, dtype=self.dtype, **{**OPTIONS[self.options], **more}
+        )
 
 
 def _specs() -> list[Any]:
@@ -68,15 +70,15 @@ def _specs() -> list[Any]:
     params: list[Any] = [pytest.param(spec, id="-".join(map(str, spec))) for spec in usual]
     numbers = itertools.count(), itertools.count()
     for (i, variant), (j, base) in itertools.product(enumerate(VARIANTS), enumerate(BASES)):
-        slow = (i + j) % 6 > 0
-        number = next(numbers[slow])
+        is_slow = (i + j) % 6 > 0
+        number = next(numbers[is_slow])
         spec = Spec(variant, base, DTYPES[number % len(DTYPES)], "in backward")
-        if (slow and number % 2) or not spec.valid:
+        if (is_slow and number % 2) or not spec.valid:
             spec = spec._replace(options=list(OPTIONS)[number % len(OPTIONS)])
         spec = spec if spec.valid else spec._replace(options="plain")
         spec = spec if spec.valid else spec._replace(dtype=torch.float32)
         if spec.valid and spec not in usual:
-            params.append(pytest.param(spec, id="-".join(map(str, spec)), marks=[pytest.mark.slow] if slow else []))
+            params.append(pytest.param(spec, id="-".join(map(str, spec)), marks=[pytest.mark.slow] if is_slow else []))
     return params
 
 

@@ -198,8 +198,10 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
         else:
             d = paper.direction(g1)
             eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
-            perturbed = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
-            v = paper.mixed(g1, flat(torch.autograd.grad(loss(perturbed, t), perturbed)))
+            perturbed_params = [
+                (p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)
+            ]
+            v = paper.mixed(g1, flat(torch.autograd.grad(loss(perturbed_params, t), perturbed_params)))
         correction = None if t % paper.interval else paper.correction()
         factor = clip_factor(v if correction is None else v + correction, limit)
         for p, g in zip(params, like(factor * v, params), strict=True):
@@ -240,8 +242,8 @@ def one_pass_loop(direction_of: Prefetcher, base: str, steps: int, limit: float 
     optimizer = cls(params, **options)
     eps = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
     for t in range(steps):
-        perturbed = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
-        g = flat(torch.autograd.grad(loss(perturbed, t), perturbed))
+        perturbed_params = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
+        g = flat(torch.autograd.grad(loss(perturbed_params, t), perturbed_params))
         g = clip_factor(g, limit) * g
         for p, part in zip(params, like(g, params), strict=True):
             p.grad = part
@@ -317,7 +319,7 @@ class Training(NamedTuple):
             self.opt.first_step(zero_grad)
 
 
-def fused(
+def make_fused(
     sam: SAM,
     base: str,
     steps: int,

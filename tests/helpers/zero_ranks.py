@@ -10,7 +10,7 @@ from tests.helpers.sam_oracle import landscape, make_parameters
 ADAM = torch.optim.Adam
 
 
-def trained(opt: FusedSAM, params: list[torch.nn.Parameter]) -> list[np.ndarray]:
+def train_steps(opt: FusedSAM, params: list[torch.nn.Parameter]) -> list[np.ndarray]:
     """Return the weights after four steps, as arrays, because a tensor sent to another process needs its sender."""
 
     def closure() -> Tensor:
@@ -25,14 +25,14 @@ def trained(opt: FusedSAM, params: list[torch.nn.Parameter]) -> list[np.ndarray]
     return [p.detach().numpy() for p in params]
 
 
-def beside_zero(rank: int) -> tuple[list[np.ndarray], list[np.ndarray], int, str]:
+def train_both(rank: int) -> tuple[list[np.ndarray], list[np.ndarray], int, str]:
     """Return the weights with the state on all ranks and with each rank's part of it, the number of parameters with
     state on this rank, and the error of a ZeroRedundancyOptimizer around FusedSAM."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # a second and a half, for its TorchScript
 
     params, params_of_zero = (make_parameters([(5, 3), (8,), (4,)], torch.float32) for _ in range(2))
     opt = FusedSAM(params_of_zero, ZeroRedundancyOptimizer, rho=0.3, optimizer_class=ADAM, lr=0.05)
-    weights = trained(FusedSAM(params, ADAM, rho=0.3, lr=0.05), params), trained(opt, params_of_zero)
+    weights = train_steps(FusedSAM(params, ADAM, rho=0.3, lr=0.05), params), train_steps(opt, params_of_zero)
     try:
         ZeroRedundancyOptimizer(params, optimizer_class=FusedSAM, lr=0.1)
         message = "nothing"

@@ -20,7 +20,7 @@ from fastsam import FusedSAM, backends
 from fastsam.arena import Layout
 from fastsam_kernels import reference
 from tests.helpers.op_cases import bits
-from tests.helpers.traffic import TRITON, needs_interpreter, recorded
+from tests.helpers.traffic import TRITON, needs_interpreter, record_traffic
 
 SIZE = Size("tiny", "tiny", ((70, 60), (33,), (5, 3), (16,)), rows=2)  # a full chunk of Triton's and a remainder
 SUMS = ("sumsq", "products")
@@ -115,7 +115,7 @@ def test_every_element_is_accessed_once(op: Op, layout: str) -> None:
     kernels, case = kernels_of(TRITON, op), operator(op, layout)
     operands = case.sets[0]
     buffers = {name: tensors(operands[name]) for name in op.operands}
-    with recorded(buffers) as traffic:
+    with record_traffic(buffers) as traffic:
         op.call(kernels, operands)
     for name in op.operands:
         for kind, expected_value in (("load", name in op.reads), ("store", name in op.writes)):
@@ -131,7 +131,7 @@ def test_rows_of_a_sum_are_read_once_and_its_limbs_too() -> None:
     rows, n = 6, 1500
     x, base, largest = torch.randn(rows, n), torch.randn(n), torch.empty(rows, dtype=torch.float64)
     high, low = torch.zeros(2, n, dtype=torch.int64).unbind()
-    with recorded({"x": [x], "base": [base], "high": [high], "low": [low]}) as traffic:
+    with record_traffic({"x": [x], "base": [base], "high": [high], "low": [low]}) as traffic:
         TRITON.load().accumulate_(high, low, x, 0.5, base=base, largest_=largest)
     for name in ("x", "base", "high", "low"):
         assert (traffic.of("load", name)[0] == 1).all()
@@ -176,7 +176,7 @@ def test_bytes_of_a_step_of_the_optimizer(dtype: torch.dtype, base: type, bytes_
             half()
 
     step()  # the first step finds no momentum
-    with recorded({}) as traffic:
+    with record_traffic({}) as traffic:
         step()
     parameters = sum(p.numel() for p in params)
     assert bytes_ < traffic.bytes / parameters < 1.02 * bytes_

@@ -21,7 +21,7 @@ from tests.helpers.op_cases import (
     explore,
     nan,
     property_test,
-    resynchronised,
+    resync,
     same_bits,
 )
 
@@ -56,7 +56,7 @@ def test_perturb(backend: Backend, case: Case, save: bool) -> None:
         backup = torch.where(case.values("written").double() > 1, backup + 1, backup)
     elif save:
         backup = nan(case, case.backup_dtype)
-    w = (resynchronised(backup, params) if case.master else params.double()) if save else backup.double()
+    w = (resync(backup, params) if case.master else params.double()) if save else backup.double()
     expected = torch.zeros_like(w)
     reference.perturb_([expected], w.clone(), [grads.double()], case.table, hparams, sumsq, False)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsam_kernels import native
-from tests.helpers.misuses import at, cut, entry, freed, other_dtype, spread
+from tests.helpers.misuses import change_at, entry, free_storage, other_dtype, shorten_storage, spread
 from tests.helpers.native_step import Step, calls, digest_of
 
 pytestmark = pytest.mark.skipif(
@@ -20,14 +20,15 @@ FAR = 2**63 - 1
 MATRIX = 1  # the second operand of `shapes` below is one
 LISTS: list[Misuse] = [
     ("empty", lambda ts: []), ("too few", lambda ts: ts[:2]),
-    ("in another order", at(MATRIX, lambda t: t.t().contiguous().t())), ("with gaps", at(MATRIX, spread)),
-    ("expanded", at(MATRIX, lambda t: t[:, :1].expand(t.shape))), ("too short", at(MATRIX, lambda t: t[1:].clone())),
-    ("of another dtype", at(MATRIX, other_dtype)), ("freed", at(MATRIX, freed)), ("cut", at(MATRIX, cut)),
+    ("in another order", change_at(MATRIX, lambda t: t.t().contiguous().t())), ("with gaps", change_at(MATRIX, spread)),
+    ("expanded", change_at(MATRIX, lambda t: t[:, :1].expand(t.shape))),
+    ("too short", change_at(MATRIX, lambda t: t[1:].clone())), ("of another dtype", change_at(MATRIX, other_dtype)),
+    ("freed", change_at(MATRIX, free_storage)), ("cut", change_at(MATRIX, shorten_storage)),
     ("a short field", lambda ts: [torch.zeros(1, 8)]),
 ]  # fmt: skip
 FIELDS: list[Misuse] = [
     ("too short", lambda t: t[:, :8].clone()), ("without rows", lambda t: t[0]), ("of too few rows", lambda t: t[:0]),
-    ("with gaps", spread), ("of another dtype", other_dtype), ("freed", freed), ("cut", cut),
+    ("with gaps", spread), ("of another dtype", other_dtype), ("freed", free_storage), ("cut", shorten_storage),
 ]  # fmt: skip
 TABLES: list[Misuse] = [
     ("an offset below zero", entry(0, 0, -8)), ("an offset beyond memory", entry(0, 0, FAR)),
@@ -36,13 +37,13 @@ TABLES: list[Misuse] = [
     ("a slot below zero", entry(0, 3, -1)), ("a slot beyond memory", entry(0, 3, FAR)),
     ("segments that overlap", entry(1, 0, 0)), ("of another dtype", lambda t: t.to(torch.int32)),
     ("in another order", lambda t: t.t().contiguous().t()), ("of three columns", lambda t: t[:, :3].clone()),
-    ("freed", freed),
+    ("freed", free_storage),
 ]  # fmt: skip
 HPARAMS: list[Misuse] = [("without groups", lambda t: t[:, :0].clone())]
 VECTORS: list[Misuse] = [
     ("too short", lambda t: t.flatten()[:0]),
     ("of another dtype", lambda t: t.to(torch.float16)),
-    ("freed", freed),
+    ("freed", free_storage),
 ]
 # Without a field no offset is read, and a single list cannot have a wrong order.
 HARMLESS = {

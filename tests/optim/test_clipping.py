@@ -15,7 +15,7 @@ from tests.helpers.nonsense import Hostile
 from tests.helpers.sam_cases import SGD
 from tests.helpers.sam_oracle import same_bits
 from tests.helpers.trainings import VARIANTS
-from tests.helpers.variant_cases import CASES, ONE_PASS, fused, loop, one_pass_loop
+from tests.helpers.variant_cases import CASES, ONE_PASS, loop, make_fused, one_pass_loop
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LIMIT = 0.3  # which most steps of the problem reach
@@ -27,7 +27,7 @@ def test_it_clips_the_combined_gradient(name: str, base: str, backend: backends.
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
     case = CASES[name]
-    weights = fused(case.sam, base, 6, backend.name, max_grad_norm=LIMIT).params
+    weights = make_fused(case.sam, base, 6, backend.name, max_grad_norm=LIMIT).params
     expected, free = (loop(case.paper(), base, 6, limit) for limit in (LIMIT, math.inf))
     for p, q, r in zip(weights, expected, free, strict=True):
         torch.testing.assert_close(p.detach(), q, rtol=1e-9, atol=1e-11)
@@ -38,7 +38,7 @@ def test_it_clips_the_combined_gradient(name: str, base: str, backend: backends.
 @pytest.mark.parametrize("name", ONE_PASS)
 def test_it_clips_the_gradient_of_a_variant_of_one_pass(name: str, base: str) -> None:
     variant, prefetcher = ONE_PASS[name]
-    training = fused(variant, base, 6, max_grad_norm=LIMIT)
+    training = make_fused(variant, base, 6, max_grad_norm=LIMIT)
     training.opt.eval()
     for p, q in zip(training.params, one_pass_loop(prefetcher, base, 6, LIMIT), strict=True):
         torch.testing.assert_close(p.detach(), q, rtol=1e-9, atol=1e-11)
@@ -48,7 +48,9 @@ def test_it_clips_the_gradient_of_a_variant_of_one_pass(name: str, base: str) ->
 @pytest.mark.parametrize("base", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_limit_that_is_not_reached_changes_no_bit(name: str, base: str, dtype: torch.dtype) -> None:
-    loose, free = (fused(VARIANTS[name], base, 4, dtype=dtype, **options) for options in ({"max_grad_norm": 1e9}, {}))
+    loose, free = (
+        make_fused(VARIANTS[name], base, 4, dtype=dtype, **options) for options in ({"max_grad_norm": 1e9}, {})
+    )
     assert same_bits(loose.params, free.params)
 
 

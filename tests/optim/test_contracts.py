@@ -71,7 +71,7 @@ def test_a_training_goes_on_where_it_was_saved(spec: Spec, way: str) -> None:
     """New, between two steps, between the two passes of one, and evaluated; the training itself is not touched."""
     if way == "state dict" and spec.base == "nadam" and spec.dtype != torch.float32:
         pytest.skip("torch's loading casts the float32 mu_product of NAdam to the parameters' dtype")
-    if way == "distributed" and not (spec.fused and spec.options != "stochastic"):
+    if way == "distributed" and not (spec.has_kernels and spec.options != "stochastic"):
         pytest.skip("torch makes the state by a step, which only fused bases leave out; it carries no count of noise")
     full_training = spec.make(6)
     for moment in ("new", "idle", "evaluated" if spec.one_pass else "between"):
@@ -108,7 +108,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 def test_a_converted_training_is_that_of_its_state(spec: Spec, conversion: str) -> None:
     """By assigning `.data` or by swapping tensors, as torch converts; between two steps, and between two passes, where
     the weights that come back are converted too."""
-    if not spec.fused:
+    if not spec.has_kernels:
         pytest.skip("torch's own steps keep the state in the dtype that they found")
     for moment in ("evaluated",) if spec.one_pass else ("idle", "between"):
         training, plain = spec.make(3), spec.make(3)
@@ -201,7 +201,7 @@ def assert_follows(result: Training, expected: Training, start: Training, part: 
 @every_training
 def test_backends_agree(spec: Spec) -> None:
     """With the reference in float64."""
-    part = {8: 1e-9, 4: 1e-4, 2: 0.2 if spec.fused else 0.4}[spec.dtype.itemsize]
+    part = {8: 1e-9, 4: 1e-4, 2: 0.2 if spec.has_kernels else 0.4}[spec.dtype.itemsize]
     expected = spec._replace(dtype=torch.float64, options="reference").make(2)
     for options in (OPTIONS[spec.options], {"backend": "reference"}, {"backend": "foreach"}, {"backend": "auto"}):
         assert_follows(spec._replace(options="plain").make(2, **options), expected, spec.make(), part)

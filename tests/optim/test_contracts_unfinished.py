@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "small_exchanges")
 @pytest.mark.parametrize("style", STYLES)
 def test_a_step_interrupted_at_any_line_is_made_or_not_made(spec: Spec, style: str) -> None:
     """Weights and state, wherever it is; every parameter in its own memory; and the training goes on from there."""
-    if not spec.fused or (spec.one_pass and style in ("in_context", "look")):
+    if not spec.has_kernels or (spec.one_pass and style in ("in_context", "look")):
         pytest.skip("a base interrupted in its own step leaves what it leaves; one pass has no halves")
     warm = 2 if spec.one_pass else list(STYLES).index(style) % 3
     plan = Plan(spec, style, warm)
@@ -116,7 +116,7 @@ def test_a_step_without_an_update_leaves_everything(spec: Spec, end: str) -> Non
     """Weights, state and memory; and the training goes on as if it had never begun."""
     if spec.one_pass and end in ("restored", "looked at"):
         pytest.skip("one pass has no halves")
-    if end.startswith("freed") and not spec.fused:
+    if end.startswith("freed") and not spec.has_kernels:
         pytest.skip("torch's own step reads the gradient")
     start = 2 + list(ENDS).index(end) % 2  # with an interval, one of two steps does not perturb
     training = spec.make(start)
@@ -160,7 +160,9 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_surroundings_change_no_bit(spec: Spec, name: str) -> None:
     """Modes that see torch's calls, and torch's defaults; around the first pass and around the second."""
-    if (name == "meta" and (spec.base == "rmsprop" or not spec.fused)) or (name == "float64" and spec.base == "nadam"):
+    if (name == "meta" and (spec.base == "rmsprop" or not spec.has_kernels)) or (
+        name == "float64" and spec.base == "nadam"
+    ):
         pytest.skip("torch makes its own counters on the default device, in the default dtype")
     training = spec.make()
     for t in range(4):

@@ -13,7 +13,7 @@ from fastsam.optim import storage_swap
 from fastsam_kernels import direct_calls
 from tests.helpers.sam_cases import HALF, SGD, SHAPES, Model, first_half, halves, native, train
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
-from tests.helpers.traffic import needs_interpreter, recorded
+from tests.helpers.traffic import needs_interpreter, record_traffic
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -49,7 +49,7 @@ def test_thirty_bytes_with_a_master_copy() -> None:
     opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, backend="triton", assume_no_alias=True)
 
     def step() -> float:
-        with recorded({}) as traffic:
+        with record_traffic({}) as traffic:
             for half in (opt.first_step, opt.second_step):
                 for p in params:
                     p.grad = torch.randn(p.shape).to(HALF)

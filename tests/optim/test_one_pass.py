@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM, backends
-from tests.helpers.one_pass_cases import DTYPES, clean, every_base, every_variant, trained
+from tests.helpers.one_pass_cases import DTYPES, clean_weights_of, every_base, every_variant, train_one_pass
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
-from tests.helpers.variant_cases import ONE_PASS, RHO, Training, flat, fused, one_pass_loop, problem
+from tests.helpers.variant_cases import ONE_PASS, RHO, Training, flat, make_fused, one_pass_loop, problem
 
 # --- the papers ---
 
@@ -19,8 +19,8 @@ from tests.helpers.variant_cases import ONE_PASS, RHO, Training, flat, fused, on
 def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend) -> None:
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
-    training = trained(name, 6, base, backend=backend.name)
-    weights = clean(training)
+    training = train_one_pass(name, 6, base, backend=backend.name)
+    weights = clean_weights_of(training)
     for p, expected in zip(weights, one_pass_loop(ONE_PASS[name][1], base, 6), strict=True):
         torch.testing.assert_close(p, expected, rtol=1e-9, atol=1e-11)
     assert float((flat(copies(training.params)) - flat(weights)).norm()) == pytest.approx(RHO)
@@ -49,8 +49,8 @@ def test_msam_is_its_equations(options: dict[str, Any]) -> None:
 @every_variant
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_asam_scales_the_vector(name: str, dtype: torch.dtype) -> None:
-    training = fused(type(ONE_PASS[name][0])(RHO, True, 0.1), "sgd", 2, dtype=dtype)
-    w, state = flat(clean(training)).double(), training.opt.state_dict()["state"].values()
+    training = make_fused(type(ONE_PASS[name][0])(RHO, True, 0.1), "sgd", 2, dtype=dtype)
+    w, state = flat(clean_weights_of(training)).double(), training.opt.state_dict()["state"].values()
     key, sign = ("momentum_buffer", -1) if name == "msam" else ("sam_memory", 1)
     d, scale = flat([entry[key].double() for entry in state]), w.abs() + 0.1
     eps = sign * RHO * scale**2 * d / (scale * d).norm()
@@ -105,7 +105,7 @@ CALLS: list[tuple[bool, Callable[[Training], Any], str]] = [
 
 @pytest.mark.parametrize(("evaluates", "call", "words"), CALLS)
 def test_calls_that_are_refused(evaluates: bool, call: Callable[[Training], Any], words: str) -> None:
-    training = trained("msam", 2)
+    training = train_one_pass("msam", 2)
     if evaluates:
         training.opt.eval()
     old_weights = copies(training.params)
@@ -114,11 +114,11 @@ def test_calls_that_are_refused(evaluates: bool, call: Callable[[Training], Any]
     assert same_bits(old_weights, training.params) and training.opt.training is not evaluates
     training.opt.train()
     training.steps(range(2, 3))
-    assert same_bits(training.params, trained("msam", 3).params)
+    assert same_bits(training.params, train_one_pass("msam", 3).params)
 
 
 def test_weights_written_where_a_step_would_lose_it() -> None:
-    training = trained("msam", 2)
+    training = train_one_pass("msam", 2)
     perturbed_weights = copies(training.params)
     with torch.no_grad():
         training.params[1].mul_(0.5)
@@ -136,7 +136,7 @@ def test_weights_written_where_a_step_would_lose_it() -> None:
 
 def test_weights_swapped_and_put_back_are_no_harm() -> None:
     """Averages of weights do so for an evaluation."""
-    training = trained("msam", 2)
+    training = train_one_pass("msam", 2)
     perturbed_weights = copies(training.params)
     with torch.no_grad():
         for p, value in [(p, 0.0) for p in training.params]:
@@ -144,13 +144,13 @@ def test_weights_swapped_and_put_back_are_no_harm() -> None:
         for p, old in zip(training.params, perturbed_weights, strict=True):
             p.copy_(old)
     training.steps(range(2, 3))
-    assert same_bits(training.params, trained("msam", 3).params)
+    assert same_bits(training.params, train_one_pass("msam", 3).params)
 
 
 @every_variant
 def test_a_training_state_beside_an_evaluated_model(name: str) -> None:
     """Evaluated weights are the clean ones, and the optimizer's state belongs to the perturbed ones."""
-    old, new = trained(name, 2), trained(name, 0)
+    old, new = train_one_pass(name, 2), train_one_pass(name, 0)
     state = old.opt.state_dict()
     old.opt.eval()
     with torch.no_grad():
@@ -162,17 +162,17 @@ def test_a_training_state_beside_an_evaluated_model(name: str) -> None:
         new.opt.step()
     new.opt.train()
     new.steps(range(2, 4))
-    assert same_bits(new.params, trained(name, 4).params)
+    assert same_bits(new.params, train_one_pass(name, 4).params)
 
 
 def test_the_state_of_another_variant() -> None:
-    state = trained("msam", 2).opt.state_dict()
+    state = train_one_pass("msam", 2).opt.state_dict()
     with pytest.raises(ValueError, match=r"of MSAM, in training, at its perturbed point.*optimizer's is SAM"):
-        fused(SAM(RHO), "sgd", 0).opt.load_state_dict(state)
+        make_fused(SAM(RHO), "sgd", 0).opt.load_state_dict(state)
     with pytest.raises(ValueError, match="of LastGradient, which keeps a vector.*optimizer's is MSAM"):
-        trained("msam", 0).opt.load_state_dict(trained("last gradient", 2).opt.state_dict())
-    plain = fused(SAM(RHO), "sgd", 2)
-    training = trained("msam", 0)
+        train_one_pass("msam", 0).opt.load_state_dict(train_one_pass("last gradient", 2).opt.state_dict())
+    plain = make_fused(SAM(RHO), "sgd", 2)
+    training = train_one_pass("msam", 0)
     with torch.no_grad():
         for p, q in zip(training.params, plain.params, strict=True):
             p.copy_(q)
@@ -190,7 +190,7 @@ def test_the_state_of_another_variant() -> None:
 @every_variant
 def test_a_compiled_step_is_the_same(name: str) -> None:
     torch._dynamo.reset()
-    training, eager = trained(name, 1), trained(name, 6)
+    training, eager = train_one_pass(name, 1), train_one_pass(name, 6)
     compiled_step = torch.compile(training.opt.step, fullgraph=True, backend="aot_eager")
     for t in range(1, 6):
         training.backward(t)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM
-from tests.helpers.one_pass_cases import DTYPES, every_base, trained
+from tests.helpers.one_pass_cases import DTYPES, every_base, train_one_pass
 from tests.helpers.sam_oracle import copies, same_bits
-from tests.helpers.variant_cases import RHO, fused
+from tests.helpers.variant_cases import RHO, make_fused
 
 # --- evaluation ---
 
@@ -20,8 +20,8 @@ from tests.helpers.variant_cases import RHO, fused
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rounds", [False, True], ids=["nearest", "stochastic"])
 def test_evaluation_changes_no_bit_of_the_training(name: str, base: str, dtype: torch.dtype, rounds: bool) -> None:
-    full_run = trained(name, 4, base, dtype=dtype, stochastic_rounding=rounds)
-    training = trained(name, 0, base, dtype=dtype, stochastic_rounding=rounds)
+    full_run = train_one_pass(name, 4, base, dtype=dtype, stochastic_rounding=rounds)
+    training = train_one_pass(name, 0, base, dtype=dtype, stochastic_rounding=rounds)
     for t in range(4):
         training.opt.train()
         training.steps(range(t, t + 1))
@@ -37,7 +37,7 @@ def test_evaluation_changes_no_bit_of_the_training(name: str, base: str, dtype: 
 
 
 def test_evaluating_leaves_the_mode_that_it_found() -> None:
-    training = trained("msam", 1)
+    training = train_one_pass("msam", 1)
     perturbed_weights = copies(training.params)
     with pytest.raises(ZeroDivisionError), training.opt.evaluating():
         assert not training.opt.training and not same_bits(perturbed_weights, training.params)
@@ -50,7 +50,7 @@ def test_evaluating_leaves_the_mode_that_it_found() -> None:
 
 
 def test_variants_of_two_passes_have_no_modes() -> None:
-    training = fused(SAM(RHO), "sgd", 2)
+    training = make_fused(SAM(RHO), "sgd", 2)
     old_weights = copies(training.params)
     training.opt.eval()
     assert training.opt.training and same_bits(old_weights, training.params)

@@ -67,8 +67,8 @@ def test_every_variant_and_base(size: int) -> None:
 def test_a_training_with_a_scheduler_learns(size: int) -> None:
     from tests.helpers import sharded_ranks as ranks
 
-    works: list[Callable[..., str]] = [ranks.learns, ranks.clipped, ranks.no_stale_copy, ranks.not_finite]
-    keep(size, *((work, ()) for work in [*works, ranks.adapted, ranks.interrupted, ranks.refused]))
+    works: list[Callable[..., str]] = [ranks.learns, ranks.check_clipping, ranks.no_stale_copy, ranks.not_finite]
+    keep(size, *((work, ()) for work in [*works, ranks.check_lora, ranks.check_interrupts, ranks.check_refusals]))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from fastsam.backends import Backend
 from fastsam_kernels.rules import RULES
 from tests.helpers.crosses import one_in
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
-from tests.helpers.tolerances import rounded, trajectory
+from tests.helpers.tolerances import tolerances_of, trajectory
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -57,10 +57,10 @@ def follow(opt: FusedSAM, oracle: Oracle, params: list[nn.Parameter], steps: int
         norm = oracle.perturb(gradients(params))
         opt.first_step()
         # The norm of adaptive groups uses the rounded weights, and not the master copy.
-        rtol = max(rounded(dtype)[0], trajectory(dtype, step + 1)[0])
+        rtol = max(tolerances_of(dtype)[0], trajectory(dtype, step + 1)[0])
         torch.testing.assert_close(opt.grad_norm.cpu(), norm, rtol=rtol, atol=0)
         if step in (0, steps - 1):
-            compare(params, oracle, max(rounded(dtype), trajectory(dtype, step + 1)))
+            compare(params, oracle, max(tolerances_of(dtype), trajectory(dtype, step + 1)))
         backward(params, step)
         oracle.update(gradients(params))
         opt.second_step()

@@ -11,17 +11,17 @@ from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
 from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LInfSAM, LookSAM, VaSSO
 from fastsam.step import GradCoefficients
 from tests.helpers.sam_oracle import copies, same_bits
-from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, fused, like, problem
+from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, like, make_fused, problem
 
 
 def test_no_gap_is_sam_to_the_last_bit() -> None:
-    ends = [fused(sam, "sgd", 3, dtype=torch.float32).params for sam in (GSAM(RHO, alpha=0.0), SAM(RHO))]
+    ends = [make_fused(sam, "sgd", 3, dtype=torch.float32).params for sam in (GSAM(RHO, alpha=0.0), SAM(RHO))]
     assert all(map(torch.equal, *ends))
 
 
 def test_a_half_of_wsam_is_sam_and_nothing_of_it_the_base_optimizer() -> None:
-    half = fused(WSAM(RHO, gamma=0.5, decouple=False), "sgd", 3), fused(SAM(RHO), "sgd", 3)
-    zero = fused(WSAM(RHO, gamma=0.0), "sgd", 3), fused(SAM(0.0), "sgd", 3)
+    half = make_fused(WSAM(RHO, gamma=0.5, decouple=False), "sgd", 3), make_fused(SAM(RHO), "sgd", 3)
+    zero = make_fused(WSAM(RHO, gamma=0.0), "sgd", 3), make_fused(SAM(0.0), "sgd", 3)
     for half_sam, zero_sam in (half, zero):
         assert same_bits(half_sam.params, zero_sam.params)
 
@@ -55,15 +55,15 @@ def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]
 
 
 def test_directions_of_the_gradient_alone_are_sams() -> None:
-    sam = fused(SAM(RHO), "sgd", 3, dtype=torch.float32).params
+    sam = make_fused(SAM(RHO), "sgd", 3, dtype=torch.float32).params
     for variant in (VaSSO(RHO, theta=1.0), FriendlySAM(RHO, sigma=0.0)):
-        assert same_bits(sam, fused(variant, "sgd", 3, dtype=torch.float32).params)
+        assert same_bits(sam, make_fused(variant, "sgd", 3, dtype=torch.float32).params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_asam_scales_another_direction_as_it_scales_the_gradient(dtype: torch.dtype) -> None:
     """The weights at the perturbed point: T^2*d over the norm of T*d."""
-    params, opt = fused(FriendlySAM(RHO, True, 0.1, sigma=0.8, lmbda=0.7), "sgd", 0, dtype=dtype)
+    params, opt = make_fused(FriendlySAM(RHO, True, 0.1, sigma=0.8, lmbda=0.7), "sgd", 0, dtype=dtype)
     m = torch.zeros(())
     for t in range(3):
         w = flat([p.detach().double() for p in params])
@@ -81,7 +81,7 @@ def test_asam_scales_another_direction_as_it_scales_the_gradient(dtype: torch.dt
 
 def test_the_radius_of_a_loss_is_both_of_its_kinds_in_these_steps() -> None:
     """The paper's case has both kinds of radius; `rho` bounds it in every group, as a number and as a tensor."""
-    training, radii = fused(SAM(RHO, rho_fn=LESAM(sigma=8.0)), "sgd", 0), []
+    training, radii = make_fused(SAM(RHO, rho_fn=LESAM(sigma=8.0)), "sgd", 0), []
     for t in range(6):
         training.backward(t)
         old_weights = flat(copies(training.params))
@@ -96,7 +96,7 @@ def test_the_radius_of_a_loss_is_both_of_its_kinds_in_these_steps() -> None:
 
 
 def test_the_radius_of_a_loss_is_of_the_unscaled_gradient() -> None:
-    training, scaler = fused(CASES["lesam"].sam, "sgd", 0), torch.amp.GradScaler("cpu", 2.0**10, growth_interval=1)
+    training, scaler = make_fused(CASES["lesam"].sam, "sgd", 0), torch.amp.GradScaler("cpu", 2.0**10, growth_interval=1)
     _, loss = problem()
     for t in range(3):
         training.backward(t)
@@ -114,7 +114,7 @@ def test_the_radius_of_a_loss_is_of_the_unscaled_gradient() -> None:
 
 def test_a_radius_of_ones_own() -> None:
     """Any function of rho and the norm, on the device; with another variant's direction."""
-    params, opt = fused(VaSSO(RHO, rho_fn=lambda rho, norm: rho * norm / (1 + norm)), "sgd", 0)
+    params, opt = make_fused(VaSSO(RHO, rho_fn=lambda rho, norm: rho * norm / (1 + norm)), "sgd", 0)
     Training(params, opt).backward(0)
     old_weights, d = flat(copies(params)), 0.9 * flat([p.grad for p in params if p.grad is not None])
     opt.first_step()
@@ -126,7 +126,7 @@ def test_a_direction_of_ones_own_needs_no_flag() -> None:
         def direction(self, g: torch.Tensor, state: torch.Tensor, next_state: torch.Tensor) -> torch.Tensor:
             return next_state.copy_(torch.lerp(state, g, 0.9))
 
-    assert same_bits(fused(AveragedSAM(RHO), "sgd", 3).params, fused(VaSSO(RHO), "sgd", 3).params)
+    assert same_bits(make_fused(AveragedSAM(RHO), "sgd", 3).params, make_fused(VaSSO(RHO), "sgd", 3).params)
 
 
 @pytest.mark.parametrize("base", [LookSAM, MSAM])
@@ -138,7 +138,7 @@ def test_a_direction_that_no_step_would_ask_for_is_refused(base: type[SAM]) -> N
 def test_a_norm_is_of_the_second_or_the_largest_degree() -> None:
     with pytest.raises(TypeError, match="norm_degree must be 2 or math.inf, got 1"):
         type("Own", (SAM,), {"norm_degree": 1})
-    params, opt = fused(LInfSAM(), "sgd", 1)
+    params, opt = make_fused(LInfSAM(), "sgd", 1)
     opt.param_groups[0]["adaptive"] = True
     old_weights = copies(params)
     Training(params, opt).backward(0)
@@ -149,7 +149,7 @@ def test_a_norm_is_of_the_second_or_the_largest_degree() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_signs_of_a_gradient_that_is_not_finite_do_not_perturb(value: float) -> None:
-    params, opt = fused(LInfSAM(), "sgd", 1)
+    params, opt = make_fused(LInfSAM(), "sgd", 1)
     old_weights = copies(params)
     for p in params:
         p.grad = torch.full_like(p, value)
@@ -158,7 +158,7 @@ def test_signs_of_a_gradient_that_is_not_finite_do_not_perturb(value: float) -> 
 
 
 def test_signs_keep_no_vector() -> None:
-    params, opt = fused(LInfSAM(), "sgd", 2)
+    params, opt = make_fused(LInfSAM(), "sgd", 2)
     assert all(set(entry) <= {"momentum_buffer"} for entry in opt.state_dict()["state"].values())
     assert len(params) == 3
 
@@ -208,17 +208,17 @@ def test_a_sharpness_follows_the_schedule_of_the_learning_rate() -> None:
     """The correction after the update has the learning rate of its step, which may be a number or a tensor."""
     ends = []
     for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
-        training = fused(WSAM(RHO, gamma=0.8), "adamw", 2)
+        training = make_fused(WSAM(RHO, gamma=0.8), "adamw", 2)
         training.opt.param_groups[0]["lr"] = lr
         ends.append(training.steps(range(2, 4)).params)
-    start = fused(WSAM(RHO, gamma=0.8), "adamw", 2).steps(range(2, 4)).params
+    start = make_fused(WSAM(RHO, gamma=0.8), "adamw", 2).steps(range(2, 4)).params
     assert same_bits(*ends) and not same_bits(ends[0], start)
 
 
 def test_looksam_reuses_nothing_where_there_is_nothing() -> None:
     """Without a perturbation both gradients are the same, so that no part of the second one is orthogonal: steps as of
     the base optimizer."""
-    steps = [fused(sam, "sgd", 3).params for sam in (LookSAM(0.0, k=3, alpha=ALPHA), SAM(0.0, interval=3))]
+    steps = [make_fused(sam, "sgd", 3).params for sam in (LookSAM(0.0, k=3, alpha=ALPHA), SAM(0.0, interval=3))]
     assert same_bits(*steps)
 
 
@@ -226,7 +226,7 @@ def test_a_perturbation_for_each_part_of_a_batch() -> None:
     """m-SAM as the page on variants writes it: the mean of the parts' gradients, each at the point that the part's own
     gradient perturbs to."""
     start, loss = problem()
-    training = fused(SAM(RHO), "sgd", 0)
+    training = make_fused(SAM(RHO), "sgd", 0)
     params, opt = training
     clean = [p.clone().requires_grad_() for p in start]
     cls, options = BASES["sgd"]

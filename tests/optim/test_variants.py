@@ -9,7 +9,19 @@ from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
 from fastsam.optim.variants import LastGradient, VaSSO
 from tests.helpers.crosses import one_in
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
-from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, PaperGSAM, Training, flat, fused, like, loop, problem
+from tests.helpers.variant_cases import (
+    ALPHA,
+    BASES,
+    CASES,
+    RHO,
+    PaperGSAM,
+    Training,
+    flat,
+    like,
+    loop,
+    make_fused,
+    problem,
+)
 
 
 @pytest.mark.parametrize(("name", "base"), one_in(2, CASES, BASES))
@@ -17,7 +29,9 @@ def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
     case = CASES[name]
-    for param, expected in zip(fused(case.sam, base, 6, backend.name).params, loop(case.paper(), base, 6), strict=True):
+    for param, expected in zip(
+        make_fused(case.sam, base, 6, backend.name).params, loop(case.paper(), base, 6), strict=True
+    ):
         torch.testing.assert_close(param.detach(), expected, rtol=1e-9, atol=1e-11)
 
 
@@ -32,7 +46,7 @@ def test_steps_between_are_the_bases(base: str, dtype: torch.dtype, exclusive: b
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
     interval_training, plain_training = (
-        fused(SAM(RHO, interval=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1)
+        make_fused(SAM(RHO, interval=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1)
     )
     plain_training.opt.param_groups[0]["rho"] = 0.0
     for training in (interval_training, plain_training):
@@ -65,7 +79,7 @@ def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Back
 
 @pytest.mark.parametrize("base", ["sgd", "nadam"])
 def test_a_first_gradient_that_is_not_finite_changes_nothing(base: str) -> None:
-    params, opt = fused(GSAM(RHO, alpha=ALPHA), base, 2)
+    params, opt = make_fused(GSAM(RHO, alpha=ALPHA), base, 2)
     old_weights = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.full_like(p, torch.inf)
@@ -97,7 +111,7 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
 
 def test_one_bad_gradient_costs_one_step() -> None:
     """After a first gradient with inf no coefficients remain that would make the next check skip a step."""
-    params, opt = fused(GSAM(RHO, alpha=ALPHA), "sgd", 1, skip_nonfinite=True)
+    params, opt = make_fused(GSAM(RHO, alpha=ALPHA), "sgd", 1, skip_nonfinite=True)
     for p in params:
         p.grad = torch.full_like(p, torch.inf)
     opt.first_step()
@@ -116,7 +130,7 @@ def test_one_bad_gradient_costs_one_step() -> None:
 def test_a_compiled_step_is_the_same(name: str) -> None:
     torch._dynamo.reset()  # drop what other tests have compiled
     sam = CASES[name].sam
-    (params, opt), eager = fused(sam, "sgd", 1), fused(sam, "sgd", 13)  # state is made in an ordinary step
+    (params, opt), eager = make_fused(sam, "sgd", 1), make_fused(sam, "sgd", 13)  # state is made in an ordinary step
     _, loss = problem()
     first = torch.compile(opt.first_step, fullgraph=True, backend="aot_eager")
     second = torch.compile(opt.second_step, fullgraph=True, backend="aot_eager")
@@ -148,7 +162,7 @@ def test_a_parameter_without_a_gradient_keeps_what_it_remembers() -> None:
 
 
 def test_first_gradients_with_inf_are_not_remembered() -> None:
-    training = fused(CASES["friendly"].sam, "sgd", 2)
+    training = make_fused(CASES["friendly"].sam, "sgd", 2)
     old_memories = copies([e["sam_memory"] for e in training.opt.state_dict()["state"].values()])
     for p in training.params:
         p.grad = torch.full_like(p, torch.inf)
@@ -162,11 +176,11 @@ def test_what_is_remembered_has_the_scale_of_no_step() -> None:
     """Resumed with another scale of the GradScaler, which the second process does not know before its first step."""
     ends = []
     for resumes in (False, True):
-        training = fused(CASES["friendly"].sam, "sgd", 0)
+        training = make_fused(CASES["friendly"].sam, "sgd", 0)
         scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3)
         for t in range(6):
             if resumes and t == 4:
-                new_training = fused(CASES["friendly"].sam, "sgd", 0)
+                new_training = make_fused(CASES["friendly"].sam, "sgd", 0)
                 with torch.no_grad():
                     for p, q in zip(new_training.params, training.params, strict=True):
                         p.copy_(q)
@@ -194,8 +208,8 @@ def test_what_is_remembered_has_the_scale_of_no_step() -> None:
     ],
 )
 def test_the_state_of_another_variant(source: str, loads: str, is_refused: bool) -> None:
-    state = fused(CASES[source].sam, "sgd", 2).opt.state_dict()
-    training = fused(CASES[loads].sam, "sgd", 1)
+    state = make_fused(CASES[source].sam, "sgd", 2).opt.state_dict()
+    training = make_fused(CASES[loads].sam, "sgd", 1)
     old_weights = copies(training.params)
     if is_refused:
         with pytest.raises(ValueError, match="of LookSAM, which keeps a vector, .* optimizer's is GSAM"):
@@ -207,7 +221,7 @@ def test_the_state_of_another_variant(source: str, loads: str, is_refused: bool)
 
 
 def test_the_state_of_another_variant_between_its_passes() -> None:
-    training, other_training = fused(CASES["gsam"].sam, "sgd", 1), fused(CASES["wsam"].sam, "sgd", 0)
+    training, other_training = make_fused(CASES["gsam"].sam, "sgd", 1), make_fused(CASES["wsam"].sam, "sgd", 0)
     training.backward(1)
     training.opt.first_step()
     with pytest.raises(ValueError, match="of GSAM, between its two passes"):

@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.rank_group import on_ranks
-from tests.helpers.zero_ranks import beside_zero
+from tests.helpers.zero_ranks import train_both
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
@@ -15,7 +15,7 @@ def test_zero_is_the_base_and_never_around() -> None:
 
     One test has both cases, because two processes take seconds to import torch.distributed.optim.
     """
-    (weights, zero_weights, count, message), (_, other_weights, other_count, _) = on_ranks(2, beside_zero)
+    (weights, zero_weights, count, message), (_, other_weights, other_count, _) = on_ranks(2, train_both)
     for p, q, r in zip(weights, zero_weights, other_weights):
         np.testing.assert_array_equal(q, r, "the ranks stay together")
         np.testing.assert_allclose(p, q, rtol=1e-5, atol=1e-6)

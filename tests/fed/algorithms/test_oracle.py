@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from fastsam import fed
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, METHODS, OPTIONS, TOLERANCE, options_of, ours, replayed, theirs, unfused
-from tests.helpers.mutants.apply import Stale, replaced
+from tests.helpers.fed_cases import (
+    ACTIVE,
+    METHODS,
+    OPTIONS,
+    TOLERANCE,
+    make_algorithm,
+    make_oracle,
+    options_of,
+    run_oracle,
+    run_replayed,
+)
+from tests.helpers.mutants.apply import Stale, replace_source
 from tests.helpers.mutants.privacy import MUTANTS as PRIVACY
 from tests.helpers.mutants.table import MUTANTS, PERSONAL
 
@@ -47,19 +57,19 @@ CASES += [case(m, o, torch.float32) for m in METHODS for o in ("momentum", "clip
 def test_against_an_unfused_loop(method, options, dtype):
     model, clients = oracle.smooth_model(dtype), oracle.ragged_clients(dtype)
     backend = "reference" if options in REFERENCE else "auto"
-    final = replayed(model, clients, ours(method), options_of(method, options), backend=backend).model
+    final = run_replayed(model, clients, make_algorithm(method), options_of(method, options), backend=backend).model
     assert next(final.parameters()).dtype == dtype
-    assert oracle.difference(final, unfused(method, options, dtype)) < TOLERANCE[dtype]
+    assert oracle.difference(final, run_oracle(method, options, dtype)) < TOLERANCE[dtype]
     assert oracle.difference(final, model) > 1e-2  # it moved: agreement means something
 
 
 def test_the_unfused_loop_tells_the_methods_and_options_apart():
-    runs = {m: unfused(m, "momentum", torch.float64) for m in METHODS}
+    runs = {m: run_oracle(m, "momentum", torch.float64) for m in METHODS}
     for (a, run_a), (b, run_b) in itertools.combinations(runs.items(), 2):
         # In one epoch of a first round a step is a step: only two pairs of options of one method are nearly the same.
         assert oracle.difference(run_a, run_b) > 1e-9, (a, b)
     for method in ("fedsam", "fedlesam-d", "fedsmoo"):
-        runs = {o: unfused(method, o, torch.float64) for o in ("momentum", "clip-active", "clip-linear", "long")}
+        runs = {o: run_oracle(method, o, torch.float64) for o in ("momentum", "clip-active", "clip-linear", "long")}
         for (a, run_a), (b, run_b) in itertools.combinations(runs.items(), 2):
             assert oracle.difference(run_a, run_b) > 1e-3, (method, a, b)
 
@@ -78,8 +88,8 @@ def test_any_options_with_shuffled_batches_and_sampled_clients(method, seed, **o
     selection = oracle.Options(rounds=4, shuffle=True, seed=seed, **options)
     model, clients = oracle.smooth_model(seed=seed), oracle.ragged_clients(seed=seed)
     active = oracle.attendance(4, len(clients), 0.5, seed)
-    final = fed.run(model, clients, ours(method), participation=0.5, **selection.keywords()).model
-    assert oracle.difference(final, oracle.run(model, clients, theirs(method), selection, active)) < 1e-11
+    final = fed.run(model, clients, make_algorithm(method), participation=0.5, **selection.keywords()).model
+    assert oracle.difference(final, oracle.run(model, clients, make_oracle(method), selection, active)) < 1e-11
 
 
 @pytest.mark.parametrize("method", ["fedsam", "fedgamma", "fedlesam-d", "fedsmoo", "fedspeed"])
@@ -87,8 +97,8 @@ def test_a_model_with_dropout(method):
     """The same mask in both passes of a step, another in each step."""
     model, clients = oracle.dropout_model(), oracle.ragged_clients()
     options = options_of(method, "decay")
-    expected = oracle.run(model, clients, theirs(method), options, ACTIVE)
-    assert oracle.difference(replayed(model, clients, ours(method), options).model, expected) < 1e-12
+    expected = oracle.run(model, clients, make_oracle(method), options, ACTIVE)
+    assert oracle.difference(run_replayed(model, clients, make_algorithm(method), options).model, expected) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -101,15 +111,18 @@ def test_a_model_with_dropout(method):
 def test_a_model_with_convolutions_and_average_pooling(method, dtype):
     model, clients = oracle.pooling_model(dtype), oracle.ragged_images(dtype)
     options = options_of(method, "momentum")
-    expected = oracle.run(model, clients, theirs(method), options, ACTIVE)
-    assert oracle.difference(replayed(model, clients, ours(method), options).model, expected) < TOLERANCE[dtype]
+    expected = oracle.run(model, clients, make_oracle(method), options, ACTIVE)
+    assert (
+        oracle.difference(run_replayed(model, clients, make_algorithm(method), options).model, expected)
+        < TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("form", ["channel", "full", "diag", None])
 def test_the_input_maps_of_fedrobust_on_images(form):
     model, clients, options = oracle.pooling_model(), oracle.ragged_images(), OPTIONS["decay"]
     twin = oracle.FedRobust(lam=0.2, ascent_steps=2, form=form or "full")
-    final = replayed(model, clients, fed.FedRobust(lam=0.2, ascent_steps=2, form=form), options).model
+    final = run_replayed(model, clients, fed.FedRobust(lam=0.2, ascent_steps=2, form=form), options).model
     assert oracle.difference(final, oracle.run(model, clients, twin, options, ACTIVE)) < 1e-12
 
 
@@ -122,8 +135,8 @@ NOTICED = 1e-11  # ten times what the comparison in float64 allows
 def distance(case, options, backend="reference"):
     """Return the distance of the implementation, as it is in memory, from the oracle."""
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
-    final = replayed(model, clients, ours(case), options_of(case, options), backend=backend)
-    return oracle.difference(final.model, unfused(case, options, torch.float64))
+    final = run_replayed(model, clients, make_algorithm(case), options_of(case, options), backend=backend)
+    return oracle.difference(final.model, run_oracle(case, options, torch.float64))
 
 
 LAST = {METHODS[m.case][0]: m for m in MUTANTS}.values()  # in `make test` the last one of each algorithm
@@ -135,7 +148,7 @@ LAST = {METHODS[m.case][0]: m for m in MUTANTS}.values()  # in `make test` the l
     ids=lambda m: f"{m.case}: {m.function}: {m.new}",
 )
 def test_a_wrong_constant_is_noticed(mutant):
-    with replaced(*mutant[:4]):
+    with replace_source(*mutant[:4]):
         # Fused kernels take half the reference's time; only mutants of kernels need the reference.
         backend = "reference" if mutant.module.startswith("fastsam_kernels") else "auto"
         far = distance(mutant.case, mutant.options, backend)
@@ -150,7 +163,7 @@ def test_what_was_replaced_is_back():
 def test_every_mutant_quotes_the_present_code():
     """The slow tests run most mutants, so that a stale one would go unnoticed."""
     for mutant in (*MUTANTS, *PERSONAL, *PRIVACY):
-        with replaced(*mutant[:4]):
+        with replace_source(*mutant[:4]):
             pass
 
 
@@ -168,5 +181,5 @@ def test_every_algorithm_has_mutants():
     ],
 )
 def test_a_mutant_that_does_not_fit_is_an_error(function, old, words):
-    with pytest.raises(Stale, match=words), replaced("algorithms.fedprox", function, old, "0.0"):
+    with pytest.raises(Stale, match=words), replace_source("algorithms.fedprox", function, old, "0.0"):
         raise AssertionError("replaced something")

@@ -11,9 +11,9 @@ from fastsam import fed
 from fastsam.fed.executors import stacked
 from fastsam.fed.executors.graph import Graph
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, replayed
-from tests.helpers.fed_runs import same_bits, untimed
-from tests.helpers.mutants.apply import replaced
+from tests.helpers.fed_cases import ACTIVE, run_replayed
+from tests.helpers.fed_runs import same_bits, untimed_records
+from tests.helpers.mutants.apply import replace_source
 from tests.helpers.mutants.table import PERSONAL
 from tests.helpers.oracle import personal as unfused
 from tests.helpers.setups import setup_of
@@ -48,7 +48,7 @@ def largest_distance(result: fed.Result, expected: unfused.Ended) -> float:
 
 
 def train(model: nn.Module, algorithm: Any, options: oracle.Options = OPTIONS, **options_of_run: Any) -> fed.Result:
-    return replayed(model, oracle.ragged_clients(sizes=SIZES), algorithm, options, ACTIVE, **options_of_run)
+    return run_replayed(model, oracle.ragged_clients(sizes=SIZES), algorithm, options, ACTIVE, **options_of_run)
 
 
 def mark_slow(cases: Any, usual: Any) -> list[Any]:
@@ -113,7 +113,7 @@ def test_fedbn_is_two_options_of_a_run():
     bn_run = train(model, fed.FedBN(), options)
     avg_run = train(model, fed.FedAvg(), options, local_parameters="1", buffers="local")
     assert all(distance(bn_run.client_model(i), avg_run.client_model(i)) == 0 for i in range(5))
-    assert untimed(bn_run) == untimed(avg_run)
+    assert untimed_records(bn_run) == untimed_records(avg_run)
 
 
 def test_buffers_alone_may_stay():
@@ -189,7 +189,7 @@ def test_the_shared_model_is_fedavgs(algorithm, options):
 
 
 def test_who_has_not_taken_part_has_the_global_model():
-    result = replayed(oracle.smooth_model(), oracle.ragged_clients(), fed.Ditto(), OPTIONS, [[0, 1]] * 4)
+    result = run_replayed(oracle.smooth_model(), oracle.ragged_clients(), fed.Ditto(), OPTIONS, [[0, 1]] * 4)
     assert same_bits(result.client_model(3), result.model) and not same_bits(result.client_model(0), result.model)
 
 
@@ -256,7 +256,7 @@ USUAL = [*{m.case: m for m in PERSONAL}.values()]  # in `make test` the last one
 def test_a_wrong_line_is_noticed(mutant):
     _, algorithm, options, _ = CASES[mutant.case]
     model, expected = plain_loop(mutant.case)
-    with replaced(*mutant[:4]):
+    with replace_source(*mutant[:4]):
         assert largest_distance(train(model, algorithm, options), expected) > 1e-6
 
 
@@ -280,5 +280,5 @@ def test_samples_that_come_in_batches_have_phases_too(name):
     model, clients = make_algorithm(), oracle.ragged_clients(sizes=SIZES)
     options = oracle.Options(**{**vars(OPTIONS), "rounds": 2})
     dicts = [({"input": x}, y) for x, y in clients]
-    run_1, run_2 = (replayed(model, data, algorithm, options, ACTIVE) for data in (clients, dicts))
+    run_1, run_2 = (run_replayed(model, data, algorithm, options, ACTIVE) for data in (clients, dicts))
     assert all(distance(run_1.client_model(i), run_2.client_model(i)) == 0 for i in range(5))

@@ -11,9 +11,9 @@ import torch
 from fastsam import fed
 from fastsam.fed import executors
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, OPTIONS, replayed
+from tests.helpers.fed_cases import ACTIVE, OPTIONS, run_replayed
 from tests.helpers.fed_refusals import refusals
-from tests.helpers.fed_runs import same_bits, untimed
+from tests.helpers.fed_runs import same_bits, untimed_records
 from tests.helpers.fed_seam import Reordered, Scaffold
 
 
@@ -151,7 +151,7 @@ def test_the_clip_scopes_differ_only_with_a_proximal_term():
 @pytest.mark.parametrize("options", ["plain", "decay", "momentum", "clip-active"])
 def test_control_variates(options, rho):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
-    result = replayed(model, clients, Scaffold(rho=rho), OPTIONS[options])
+    result = run_replayed(model, clients, Scaffold(rho=rho), OPTIONS[options])
     twin = oracle.SCAFFOLD() if rho is None else oracle.FedGAMMA(rho)
     twin_weights = oracle.run(model, clients, twin, OPTIONS[options], ACTIVE)
     assert oracle.difference(result.model, twin_weights) < 1e-12
@@ -187,7 +187,7 @@ def test_the_order_in_which_clients_run_changes_no_bit(monkeypatch, algorithm):
     monkeypatch.setitem(executors.registry, "sequential", Reordered)
     other_result = fed.run(model, clients, algorithm, executor="sequential", **options)
     assert same_bits(plain.model, other_result.model)
-    assert untimed(plain) == untimed(other_result)
+    assert untimed_records(plain) == untimed_records(other_result)
 
 
 class Bare:

@@ -14,10 +14,10 @@ from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.executors import cuda
 from fastsam.fed.executors.task import ClientLoop, Task
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, options_of, replayed
+from tests.helpers.fed_cases import ACTIVE, options_of, run_replayed
 from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_runs import same_bits
-from tests.helpers.oracle.loop import add, scaled, unit
+from tests.helpers.oracle.loop import add, scale_vector, unit
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class UnfusedSharpNTD(oracle.FedNTD):
     rho: float = 0.2
 
     def gradient(self, visit, w, x, y):
-        eps = scaled(self.rho, unit(super().gradient(visit, w, x, y)))
+        eps = scale_vector(self.rho, unit(super().gradient(visit, w, x, y)))
         return super().gradient(visit, add(w, eps), x, y)
 
 
@@ -64,7 +64,7 @@ def run(algorithm, **options):
 
 def test_a_penalty_is_part_of_both_gradients_of_a_sam_step():
     model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of("fedntd", "decay")
-    final = replayed(model, clients, SharpNTD(beta=0.8), options).model
+    final = run_replayed(model, clients, SharpNTD(beta=0.8), options).model
     assert oracle.difference(final, oracle.run(model, clients, UnfusedSharpNTD(beta=0.8), options, ACTIVE)) < 1e-12
 
 

@@ -23,7 +23,7 @@ from tests.helpers.small_archives import (
     expect_cifar,
     expect_emnist,
     idx,
-    served,
+    serve,
     small_cifar,
     small_emnist,
     torchvision,
@@ -216,7 +216,7 @@ def server_folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
 
 def test_a_download_is_unpacked_and_used_the_next_time(tmp_path: Path, server_folder: Path) -> None:
     folder = tmp_path / "data"
-    with served(server_folder) as address:
+    with serve(server_folder) as address:
         assert len(cifar10(folder, clients=3, download=True, url=f"{address}/{CIFAR}")) == 3
         assert len(emnist(folder, clients=2, download=True, url=f"{address}/EMNIST/raw/gzip.zip")) == 2
     assert sorted(p.name for p in folder.iterdir()) == ["EMNIST", "cifar-10-batches-py", CIFAR]
@@ -226,7 +226,7 @@ def test_a_download_is_unpacked_and_used_the_next_time(tmp_path: Path, server_fo
 
 
 def test_the_published_address_is_the_usual_one(tmp_path: Path, server_folder: Path, monkeypatch: MonkeyPatch) -> None:
-    with served(server_folder) as address:
+    with serve(server_folder) as address:
         monkeypatch.setattr(torchvision().CIFAR10, "url", f"{address}/{CIFAR}")
         assert len(cifar10(tmp_path / "data", clients=3, download=True)) == 3
 
@@ -234,7 +234,7 @@ def test_the_published_address_is_the_usual_one(tmp_path: Path, server_folder: P
 def test_a_failed_download_does_not_hinder_the_next(tmp_path: Path, server_folder: Path) -> None:
     folder = tmp_path / "data"
     whole = (server_folder / CIFAR).read_bytes()
-    with served(server_folder) as address:
+    with serve(server_folder) as address:
         url = f"{address}/{CIFAR}"
         for content in (whole[:-40], b"<html>Please sign in</html>", b""):
             (server_folder / CIFAR).write_bytes(content)
@@ -257,7 +257,7 @@ def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: Monk
     """From nothing to a finished run; then without the server; then with an archive that is cut."""
     monkeypatch.chdir(tmp_path)
     run = ["run", "exp.toml", "--run-dir"]
-    with served(server_folder) as address:
+    with serve(server_folder) as address:
         Path("exp.toml").write_text(
             f"data = 'cifar10'\nclients = 2\nparticipation = 1.0\nmodel = 'mlp'\nrounds = 1\n"
             "client_test_split = 'shared'\n"

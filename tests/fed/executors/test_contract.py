@@ -10,27 +10,30 @@ import pytest
 from fastsam import fed
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
-from tests.helpers.fed_runs import FIRST, FLOAT, SIZES, digest, normed, run
+from tests.helpers.fed_runs import FIRST, FLOAT, SIZES, digest, norm_model, run
 
-NORMED = {"model": normed, "sizes": (8, 16, 8, 12), "batch_size": 4}
+NORMED = {"model": norm_model, "sizes": (8, 16, 8, 12), "batch_size": 4}
 NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "accountant": None}, "momentum": 0.0}
 # Every algorithm, and every option that reaches into the training of a client or into the server's step.
 ALGORITHMS = {
-    name: (cases.ours(FIRST[cls.__name__]) if cls.__name__ in FIRST else cls(), NORMED if name == "fedbn" else {})
+    name: (
+        cases.make_algorithm(FIRST[cls.__name__]) if cls.__name__ in FIRST else cls(),
+        NORMED if name == "fedbn" else {},
+    )
     for name, cls in fed.algorithms.registry.items()
 }
 OPTIONS = {
-    "clip": (cases.ours("fedlesam"), {"clip_norm": 0.05}),
+    "clip": (cases.make_algorithm("fedlesam"), {"clip_norm": 0.05}),
     "clip of the linear part": (
-        cases.ours("fedprox"),
+        cases.make_algorithm("fedprox"),
         {"clip_norm": 0.05, "clip_scope": "linear", "weighting": "samples"},
     ),
     "averaged buffers": (fed.FedSAM(), {**NORMED, "buffers": "average"}),
     "local buffers": (fed.FedSAM(), {**NORMED, "buffers": "local"}),
-    "local steps": (cases.ours("fedsmoo"), {"local_steps": 7, "local_epochs": 1, "drop_last": True}),
+    "local steps": (cases.make_algorithm("fedsmoo"), {"local_steps": 7, "local_epochs": 1, "drop_last": True}),
     "whole batches": (fed.FedAvg(), {"drop_last": True}),
     "personal head": (fed.FedSAM(), {"local_parameters": "2.*"}),
-    "personal head with duals": (cases.ours("fedsmoo"), {"local_parameters": "2.*"}),
+    "personal head with duals": (cases.make_algorithm("fedsmoo"), {"local_parameters": "2.*"}),
     "median": (fed.FedCM(), {"aggregation": "median", "participation": 1.0}),
     "krum": (fed.FedCM(), {"aggregation": "krum", "participation": 1.0}),
     "compression": (fed.FedAvg(), {"compression": fed.TopK(0.3)}),
@@ -42,7 +45,7 @@ OPTIONS = {
     "schedules": (fed.FedSAM(rho="0.3/round"), {"lr": "0.2/round", "server_lr": "1/round"}),
     "last round's model": (fed.FedLESAM_S(reference="last_round"), {}),
     "dual of all clients": (fed.FedSMOO(s_rule="mu_all"), {}),
-    "active teacher": (cases.ours("fedntd"), {"clip_norm": 0.05, "momentum": 0.5}),
+    "active teacher": (cases.make_algorithm("fedntd"), {"clip_norm": 0.05, "momentum": 0.5}),
 }
 CASES = ALGORITHMS | OPTIONS
 NOT_STACKED = ("averaged buffers", "local buffers", "active teacher")

@@ -101,7 +101,7 @@ STEEP = {"lr": 1e8, "batch_size": 10, "local_epochs": 1, "loss": lambda out, y: 
 LARGE = {"lr": 1e-20, "loss": lambda out, y: out.mean()}
 # name: the algorithm, options, and the beginning of the reason
 CASES: dict[str, tuple[fed.Algorithm, dict[str, Any], str]] = {
-    **{f"loss of {name}": (cases.ours(method), {}, START if name in ("MimeLite", "FedSCAM") else TWO)
+    **{f"loss of {name}": (cases.make_algorithm(method), {}, START if name in ("MimeLite", "FedSCAM") else TWO)
        for name, method in FIRST.items() if not method.startswith(cases.NOT_STACKED)},
     "a loop": (fed.FedNTD(), {}, "it raised ValueError: a batch of two"),
     "augmentation": (fed.FedSAM(rho=0.05), augmentation(), GONE),

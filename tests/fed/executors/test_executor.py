@@ -12,7 +12,7 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed import executors
 from tests.helpers import oracle
-from tests.helpers.fed_runs import Drops, normed, same_bits
+from tests.helpers.fed_runs import Drops, norm_model, same_bits
 from tests.helpers.fed_seam import Reordered
 
 FLOAT = torch.float32
@@ -253,7 +253,7 @@ def test_unusual_parameters(backend):
 
 
 def test_batch_norm_keep_leaves_the_buffers_of_the_start():
-    model = normed().double()
+    model = norm_model().double()
     model[1].running_mean += 1
     data = clients(8, 8, dtype=torch.float64)
     final = run(model, data, fed.FedSAM(), rounds=3, buffers="keep", participation=1.0).model
@@ -263,7 +263,7 @@ def test_batch_norm_keep_leaves_the_buffers_of_the_start():
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_batch_norm_average_is_the_mean_over_the_clients(weighting):
-    model, data = normed().double(), clients(4, 12, dtype=torch.float64)
+    model, data = norm_model().double(), clients(4, 12, dtype=torch.float64)
     options = {"rounds": 1, "batch_size": 4, "buffers": "average", "participation": 1.0, "shuffle": False}
     result = run(model, data, fed.FedAvg(), weighting=weighting, **options)
     single_run = [run(model, [c], fed.FedAvg(), **options).model for c in data]
@@ -279,7 +279,7 @@ def test_batch_norm_average_is_the_mean_over_the_clients(weighting):
 
 def test_counters_move_to_the_nearest_whole_number():
     options = {"rounds": 1, "batch_size": 4, "buffers": "average", "participation": 1.0}
-    final = run(normed().double(), clients(4, 8, 8, dtype=torch.float64), fed.FedAvg(), **options).model
+    final = run(norm_model().double(), clients(4, 8, 8, dtype=torch.float64), fed.FedAvg(), **options).model
     assert final[1].num_batches_tracked.item() == 2  # of 5/3
     assert final[1].num_batches_tracked.dtype == torch.int64
 
@@ -288,7 +288,7 @@ def test_statistics_come_from_the_unperturbed_weights():
     """After one step the running statistics of FedSAM equal FedAvg's for every radius."""
     options = {"rounds": 1, "batch_size": 8, "buffers": "average", "participation": 1.0}
     data, algorithms = clients(8, dtype=torch.float64), (fed.FedSAM(rho=5.0), fed.FedAvg())
-    sam, avg = (run(normed().double(), data, a, **options).model for a in algorithms)
+    sam, avg = (run(norm_model().double(), data, a, **options).model for a in algorithms)
     assert all(torch.equal(a, b) for a, b in zip(sam.buffers(), avg.buffers(), strict=True))
     assert not same_bits(sam, avg)
 

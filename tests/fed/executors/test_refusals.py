@@ -4,7 +4,7 @@ from typing import Any
 
 from fastsam import fed
 from tests.helpers.fed_refusals import refusals
-from tests.helpers.fed_runs import normed, run
+from tests.helpers.fed_runs import norm_model, run
 
 
 class Later(fed.Algorithm):
@@ -30,7 +30,7 @@ test_refused = refusals(
     (lambda: run(fed.FedAvg(), "graph", device="cpu"),
      "executor 'graph' cannot serve here: it runs on CUDA devices.*CPU"),
     # buffers without a word on them
-    (lambda: run(fed.FedAvg(), "sequential", model=normed()),
+    (lambda: run(fed.FedAvg(), "sequential", model=norm_model()),
      r"1\.running_mean.*buffers='average'.*'keep'.*'local'.*GroupNorm"),
     # optimizers of torch
     (lambda: run_optimizer(optimizer="Adamw"), r"optimizer must be a class of torch.optim .*did you mean 'AdamW'"),

@@ -16,7 +16,7 @@ from fastsam import fed
 from fastsam.fed.executors.graph_passes import aten, simplify
 from fastsam.fed.executors.recording import Recording
 from fastsam.fed.executors.replay import Replays
-from tests.helpers.stacked_passes import same, stacked
+from tests.helpers.stacked_passes import make_passes, same
 
 ACTIVATIONS = [nn.Tanh, nn.ReLU, lambda: nn.ReLU(inplace=True), nn.GELU, nn.SiLU, nn.Identity]
 
@@ -48,7 +48,7 @@ LOSSES = [
 @given(mlps(), st.sampled_from(LOSSES), st.sampled_from([torch.float32, torch.float64]), st.integers(1, 6), st.data())
 def test_a_replay_is_the_plain_pass(make_model, loss, dtype, rows, data):
     width, model, classes = make_model
-    passes, form = stacked(model.to(dtype), loss, rows)
+    passes, form = make_passes(model.to(dtype), loss, rows)
     batch = data.draw(st.sampled_from([1, 3, 16, 40]))
     for _ in range(3):
         x, y = torch.randn(rows, batch, width, dtype=dtype), torch.randint(0, classes, (rows, batch))
@@ -79,7 +79,7 @@ class Everything(nn.Module):
 
 
 def test_unusual_parameters_and_buffers_that_change():
-    passes, form = stacked(Everything().double())
+    passes, form = make_passes(Everything().double())
     for _ in range(3):
         x, y = torch.randint(0, 11, (5, 7, 4)), torch.randint(0, 3, (5, 7))
         *_, slots = same(passes, form, x, y)
@@ -90,7 +90,7 @@ def test_unusual_parameters_and_buffers_that_change():
 def test_gradients_are_not_memory_of_the_weights():
     """The gradient of half a square is the weight itself; the update writes it."""
     model = nn.Linear(4, 1, bias=False)
-    passes, form = stacked(model, lambda out, y: out.sum() * 0)
+    passes, form = make_passes(model, lambda out, y: out.sum() * 0)
 
     def plain(weights, x, y):
         loss = weights[0].square().flatten(1).sum(1) / 2
@@ -118,7 +118,7 @@ def graph_of(passes, form, x, y):
 def test_what_is_left_of_a_pass():
     """The five products of a two-layer network with its biases, its weights' gradients where they belong, and no call
     that does nothing."""
-    passes, form = stacked(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), rows=20)
+    passes, form = make_passes(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), rows=20)
     x, y = torch.randn(20, 16, 64), torch.randint(0, 10, (20, 16))
     _, recorded_outputs, graph = graph_of(passes, form, x, y)
     ops = [node.target for node in graph.nodes if node.op == "call_function"]
@@ -130,7 +130,7 @@ def test_what_is_left_of_a_pass():
 
 
 def test_weights_that_are_read_behind_the_inputs_are_not_recorded():
-    passes, form = stacked(nn.Linear(4, 1, bias=False))
+    passes, form = make_passes(nn.Linear(4, 1, bias=False))
     hidden_views = passes.layout.views(form.z)
 
     def plain(weights, x, y):
@@ -151,14 +151,14 @@ def test_writes_in_place_are_recorded_without_them():
             out[:, :1].mul_(2)
             return out
 
-    passes, form = stacked(Writes(3, 2))
+    passes, form = make_passes(Writes(3, 2))
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
     for _ in range(3):
         same(passes, form, x, y)
 
 
 def test_the_least_recently_used_shape_goes_first():
-    passes, form = stacked(nn.Linear(3, 2))
+    passes, form = make_passes(nn.Linear(3, 2))
     replays = Replays(passes.gradients, passes.module, passes.layout, max_shapes=2)
 
     def run(batch):
@@ -173,7 +173,7 @@ def test_training_and_evaluation_are_two_passes():
         def forward(self, x):
             return super().forward(x) * (1.0 if self.training else 0.5)
 
-    passes, form = stacked(Halves(3, 2))
+    passes, form = make_passes(Halves(3, 2))
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
     for mode in (True, False, True):
         passes.module.train(mode)
@@ -188,7 +188,7 @@ def test_the_models_code_runs_once_for_a_replay_after_it_was_compared():
             Seen.calls += 1
             return super().forward(x)
 
-    passes, form = stacked(Seen(3, 2))
+    passes, form = make_passes(Seen(3, 2))
     for expected in (2, 3, 3, 3):  # the recording on two rows, and two comparisons
         passes.run(form, torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64))
         assert Seen.calls == expected
@@ -219,7 +219,7 @@ def products(graph):
 def test_a_product_that_is_read_transposed_alone_is_made_so():
     torch.manual_seed(0)
     x, y = torch.randn(5, 8, 6), torch.randint(3, (5, 8))
-    passes, form = stacked(nn.Linear(6, 3))
+    passes, form = make_passes(nn.Linear(6, 3))
     assert products(graph_of(passes, form, x, y)[-1])[0] == (5, 3, 8)  # cross-entropy reads the classes first
     same(passes, form, x, y)
 
@@ -237,7 +237,7 @@ class BothWays(nn.Module):
 def test_a_product_that_is_read_both_ways_is_made_once():
     torch.manual_seed(0)
     x, y = torch.randn(5, 6, 6), torch.randint(6, (5, 6))
-    passes, form = stacked(BothWays())
+    passes, form = make_passes(BothWays())
     recorded_outputs, _, graph = graph_of(passes, form, x, y)
     assert len(products(graph)) <= recorded_outputs
     same(passes, form, x, y)
@@ -267,7 +267,7 @@ class Changing(nn.Linear):
     [("counter", "calls"), ("list", "seen"), ("inner", "inner.rate"), ("python", "Python's"), ("numpy", "numpy's")],
 )
 def test_a_forward_that_changes_pythons_state_is_not_replayed(how, words, caplog):
-    passes, form = stacked(Changing(how))
+    passes, form = make_passes(Changing(how))
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
     with caplog.at_level(logging.INFO, "fastsam.fed"):
         for _ in range(3):
@@ -283,7 +283,7 @@ def test_what_was_no_constant_is_found_at_the_second_pass(caplog):
         def forward(self, x):
             return super().forward(x) * outside[0]
 
-    passes, form = stacked(Schedule(3, 2))
+    passes, form = make_passes(Schedule(3, 2))
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
     assert passes.replays.run(form.leaves, x, y) is not None
     outside[0] = 2.0
@@ -310,7 +310,7 @@ class Looks(nn.Linear):
 def test_passes_that_cannot_be_recorded_run_plainly(kind, words, caplog):
     model = kind(3, 2)
     model.register_buffer("fixed", torch.ones(2))
-    passes, form = stacked(model)
+    passes, form = make_passes(model)
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
     with caplog.at_level(logging.INFO, "fastsam.fed"):
         for _ in range(3):
@@ -322,7 +322,7 @@ def test_passes_that_cannot_be_recorded_run_plainly(kind, words, caplog):
 
 def test_results_of_elsewhere_are_not_taken_for_constants(caplog):
     """A pass that ignores its weights, like a backward pass that is not recorded, is not replayed."""
-    passes, form = stacked(nn.Linear(4, 1, bias=False))
+    passes, form = make_passes(nn.Linear(4, 1, bias=False))
     fixed_results = torch.ones(5), [torch.ones(5, 1, 4)]
     replays = Replays(lambda weights, x, y: fixed_results, passes.module, passes.layout)
     with caplog.at_level(logging.INFO, "fastsam.fed"):

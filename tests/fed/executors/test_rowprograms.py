@@ -26,7 +26,7 @@ from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fed_runs import digest, vector
 from tests.helpers.places import ROOT
-from tests.helpers.stacked_passes import StackedPasses, same, stacked
+from tests.helpers.stacked_passes import StackedPasses, make_passes, same
 
 pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
 
@@ -39,7 +39,7 @@ def model_of(activation: Callable[[], nn.Module] = nn.ReLU, *widths: int) -> nn.
 
 def prepare_passes() -> tuple[StackedPasses, Any, Tensor, Tensor]:
     """Return passes of two rows that have run twice, so that they have a row program, with their inputs."""
-    passes, form = stacked(model_of(), F.cross_entropy, 2)
+    passes, form = make_passes(model_of(), F.cross_entropy, 2)
     x, y = torch.randn(2, 5, 12), torch.randint(4, (2, 5))
     for _ in range(2):
         passes.run(form, x, y)
@@ -53,7 +53,7 @@ def prepare_passes() -> tuple[StackedPasses, Any, Tensor, Tensor]:
 )
 def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[..., Tensor]) -> None:
     for rows, n, widths in ((5, 7, (12, 9, 4)), (1, 16, (12, 40, 33, 10)), (2, 1, (3, 4)), (3, 50, (64, 32, 100))):
-        passes, form = stacked(model_of(activation, *widths), loss, rows)
+        passes, form = make_passes(model_of(activation, *widths), loss, rows)
         x, y = torch.randn(rows, n, widths[0]), torch.randint(widths[-1], (rows, n))
         y[0, 0] = -100 if n > 1 else 0  # a label that does not count
         for _ in range(2):
@@ -67,11 +67,11 @@ def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[.
 
 @pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU])
 def test_what_has_no_form_is_replayed_operation_by_operation(activation: type) -> None:
-    passes, form = stacked(model_of(activation), F.cross_entropy, 3)
+    passes, form = make_passes(model_of(activation), F.cross_entropy, 3)
     x, y = torch.randn(3, 5, 12), torch.randint(4, (3, 5))
     same(passes, form, x, y)
     assert not passes.replays.has_row_pass(x, y)
-    passes, form = stacked(model_of().double(), F.cross_entropy, 3)
+    passes, form = make_passes(model_of().double(), F.cross_entropy, 3)
     same(passes, form, x.double(), y)
     assert not passes.replays.has_row_pass(x.double(), y), "row programs are float32"
 
@@ -102,7 +102,7 @@ def test_inputs_that_do_not_fit() -> None:
 
 
 def test_samples_and_labels_that_are_not_there() -> None:
-    passes, form = stacked(model_of(), F.cross_entropy, 2)
+    passes, form = make_passes(model_of(), F.cross_entropy, 2)
     x, y, indices = torch.randn(9, 12), torch.randint(4, (9,)), torch.arange(10).view(2, 5) % 9
     passes.run(form, x[indices], y[indices])
     assert passes.replays.row_pass(5, x, y) is None, "compared with the plain pass once"
@@ -141,7 +141,7 @@ def train(method: str, sizes: tuple[int, ...] = (23, 23, 23, 8, 8, 1, 30), **opt
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.copy_(torch.linspace(-0.5, 0.5, p.numel()).view_as(p).roll(i))
-    return fed.run(model, data, cases.ours(method), executor="vmap", **base)
+    return fed.run(model, data, cases.make_algorithm(method), executor="vmap", **base)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_passes_work_without_row_programs(method: str, monkeypatch: MonkeyPatch)
 
 
 def test_two_threads_change_no_bit() -> None:
-    passes, form = stacked(model_of(nn.ReLU, 200, 300, 10), F.cross_entropy, 4)
+    passes, form = make_passes(model_of(nn.ReLU, 200, 300, 10), F.cross_entropy, 4)
     x, y = torch.randn(4, 32, 200), torch.randint(10, (4, 32))
     threads = torch.get_num_threads()
     try:
@@ -221,8 +221,9 @@ class Mixed(fed.FedAvg):
 
 @pytest.mark.parametrize(
     ("algorithm", "loss", "options"),
-    [(cases.ours("fedsam"), soft, {"local_epochs": 2}), (Mixed(), F.cross_entropy, {})], ids=["labels", "gap"],
-)  # fmt: skip
+    [(cases.make_algorithm("fedsam"), soft, {"local_epochs": 2}), (Mixed(), F.cross_entropy, {})],
+    ids=["labels", "gap"],
+)
 def test_numbers_as_labels_and_a_surrogate_gap_train_as_by_turns(algorithm: Any, loss: Any, options: Any) -> None:
     torch.manual_seed(0)
     sizes = (13, 13, 8, 1) if loss is soft else (12,) * 4
@@ -238,7 +239,7 @@ def test_numbers_as_labels_and_a_surrogate_gap_train_as_by_turns(algorithm: Any,
 
 def test_steps_check_the_memory_beside_the_weights() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    passes, form = stacked(model, F.cross_entropy, 2)
+    passes, form = make_passes(model, F.cross_entropy, 2)
     x, y, indices = torch.randn(9, 6), torch.randint(3, (9,)), torch.arange(8).view(2, 4)
     for _ in range(2):
         passes.run(form, x[indices], y[indices])

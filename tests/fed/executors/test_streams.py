@@ -22,7 +22,7 @@ from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fake_cuda import FakeCuda, Watch
 from tests.helpers.fed_ranks import ALGORITHMS, SIZES
-from tests.helpers.fed_runs import digest, normed
+from tests.helpers.fed_runs import digest, norm_model
 from tests.helpers.setups import setup_of
 
 EXECUTORS = ("streams", "graph")
@@ -110,7 +110,7 @@ def test_streams_are_ordered_and_replays_repeat_what_was_captured(name: str, exe
     did, and no number of the code has changed."""
     options = {"backend": "reference", "clip_norm": 0.5, "momentum": 0.5, "rounds": 2, "sizes": (7, 10, 1, 12, 11)}
     if name == "fedbn":  # buffers that stay with the clients
-        options = {"backend": "reference", "rounds": 2, "sizes": (7, 10, 12, 13), "model": normed}
+        options = {"backend": "reference", "rounds": 2, "sizes": (7, 10, 12, 13), "model": norm_model}
     algorithm = (CASES | UNCAPTURED)[name]
     plain = train(algorithm, executor="sequential", **options)
     with Watch():
@@ -161,8 +161,8 @@ class Partly(torch.nn.Module):
 
 MODELS = {
     "augmented": {"augment": jitter},
-    "batch norm, averaged": {"model": normed, "buffers": "average", "sizes": (8, 16, 24, 8), "batch_size": 8},
-    "batch norm, kept": {"model": normed, "buffers": "keep", "sizes": (8, 16, 24, 8), "batch_size": 8},
+    "batch norm, averaged": {"model": norm_model, "buffers": "average", "sizes": (8, 16, 24, 8), "batch_size": 8},
+    "batch norm, kept": {"model": norm_model, "buffers": "keep", "sizes": (8, 16, 24, 8), "batch_size": 8},
     "measured along the path": {"measures": ["drifts", "consistency"]},
     "in stored order": {"shuffle": False},
     "a parameter without a gradient now and then": {"model": Partly},
@@ -302,7 +302,7 @@ def hooked_model() -> torch.nn.Module:
     ("model", "name", "because"),
     [
         (lambda: torch.nn.Linear(6, 3), "graph", "one captured graph"),
-        (normed, "graph", "one captured graph"),  # its buffers are tensors: a replay writes them
+        (norm_model, "graph", "one captured graph"),  # its buffers are tensors: a replay writes them
         (lambda: Looks(6, 3), "streams", "looks at values on the host"),
         (lambda: Counts(6, 3), "streams", r"changes Python's state \(calls\)"),
         (hooked_model, "streams", "hooks"),

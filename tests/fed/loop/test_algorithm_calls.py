@@ -8,7 +8,7 @@ from fastsam.fed.loop.checked_contract import CheckedContract, contract_of
 from fastsam.fed.loop.contract import Contract
 from fastsam.fed.loop.personal import PersonalizedAlgorithm
 from tests.helpers import fed_cases as cases
-from tests.helpers.fed_runs import FIRST, digest, normed, run
+from tests.helpers.fed_runs import FIRST, digest, norm_model, run
 
 
 def as_a_users(algorithm: fed.Algorithm) -> fed.Algorithm:
@@ -23,10 +23,10 @@ def as_a_users(algorithm: fed.Algorithm) -> fed.Algorithm:
 @pytest.mark.parametrize("name", fed.algorithms.registry)
 def test_checked_calls_give_the_same_bits(name: str) -> None:
     cls = fed.algorithms.registry[name]
-    algorithm = cases.ours(FIRST[cls.__name__]) if cls.__name__ in FIRST else cls()
+    algorithm = cases.make_algorithm(FIRST[cls.__name__]) if cls.__name__ in FIRST else cls()
     checked_algorithm = as_a_users(algorithm)
     assert type(contract_of(algorithm)) is Contract and type(contract_of(checked_algorithm)) is CheckedContract
-    options = {"model": normed(), "sizes": (8, 16, 8, 12), "batch_size": 4} if name == "fedbn" else {}
+    options = {"model": norm_model(), "sizes": (8, 16, 8, 12), "batch_size": 4} if name == "fedbn" else {}
     for executor in ["sequential"] if has_loop(algorithm) or cls.own_buffers else ["sequential", "vmap"]:
         assert digest(run(algorithm, executor, 3, **options)) == digest(run(checked_algorithm, executor, 3, **options))
 

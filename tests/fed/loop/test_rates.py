@@ -109,8 +109,8 @@ def test_the_batches_of_a_client(samples, options, expected_value):
 def test_as_many_steps_as_the_epochs_have_are_these_epochs():
     """In every client, so the clients are alike."""
     sizes = (7, 8, 8, 6)
-    plain = run(cases.ours("fedsam"), "sequential", sizes=sizes, local_epochs=3, batch_size=4)
-    steps = run(cases.ours("fedsam"), "sequential", sizes=sizes, local_epochs=1, local_steps=6, batch_size=4)
+    plain = run(cases.make_algorithm("fedsam"), "sequential", sizes=sizes, local_epochs=3, batch_size=4)
+    steps = run(cases.make_algorithm("fedsam"), "sequential", sizes=sizes, local_epochs=1, local_steps=6, batch_size=4)
     assert digest(plain) == digest(steps)
 
 

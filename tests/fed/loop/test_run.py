@@ -18,7 +18,7 @@ from fastsam import fed
 from fastsam.fed.algorithms.base import Upload
 from tests.helpers import oracle
 from tests.helpers.fed_input import start
-from tests.helpers.fed_runs import same_bits, untimed
+from tests.helpers.fed_runs import same_bits, untimed_records
 from tests.helpers.places import ROOT
 
 KEYS = [
@@ -85,7 +85,7 @@ def test_the_same_bits_twice(algorithm):
             torch.rand(7)
     finally:
         torch.set_num_threads(threads)
-    assert same_bits(runs[0].model, runs[1].model) and untimed(runs[0]) == untimed(runs[1])
+    assert same_bits(runs[0].model, runs[1].model) and untimed_records(runs[0]) == untimed_records(runs[1])
     other_result = fed.run(cnn(), data, algorithm, seed=1, **options)
     assert not same_bits(runs[0].model, other_result.model)
 
@@ -136,7 +136,7 @@ def test_a_long_run_begins_like_a_short_one():
     """lr_decay, sampling and shuffling go by the round, so a run of 5 rounds begins like one of 3."""
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     long, short = (fed.run(model, clients, fed.FedSAM(), rounds=n, lr_decay=0.9) for n in (5, 3))
-    assert untimed(long)[:3] == untimed(short)
+    assert untimed_records(long)[:3] == untimed_records(short)
 
 
 def test_numbers_of_other_types_give_the_same_bits():
@@ -146,7 +146,7 @@ def test_numbers_of_other_types_give_the_same_bits():
         model, clients, fed.FedSAM(rho=np.float32(0.5)), rounds=np.int64(2), seed=np.int32(3), lr=torch.tensor(0.25),
         lr_decay=np.float32(0.5),
     )  # fmt: skip
-    assert same_bits(plain.model, other_result.model) and untimed(plain) == untimed(other_result)
+    assert same_bits(plain.model, other_result.model) and untimed_records(plain) == untimed_records(other_result)
     assert json.dumps(other_result.summary()["hyperparameters"]) == json.dumps(plain.summary()["hyperparameters"])
 
 

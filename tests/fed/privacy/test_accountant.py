@@ -64,7 +64,7 @@ def test_without_noise_nothing_is_said() -> None:
 def test_without_an_accountant_there_is_noise_and_no_epsilon() -> None:
     result = checks.run(sampler=lambda t, generator: [0, 1, 2])
     assert "epsilon" not in result.history[0] and result.summary()["privacy"] is None
-    assert float(checks.moved(result, 6).std()) > 0.1
+    assert float(checks.movement(result, 6).std()) > 0.1
 
 
 # --- The figures of docs/privacy.md, by dp-accounting and by ours.

@@ -15,7 +15,7 @@ from fastsam.fed.loop.requirements import only_deltas
 from fastsam.fed.stages.noise import normals
 from tests.helpers import privacy_checks
 from tests.helpers import privacy_checks as checks
-from tests.helpers.mutants.apply import replaced
+from tests.helpers.mutants.apply import replace_source
 from tests.helpers.mutants.privacy import MUTANTS
 
 BITS = ("scales", "local_scale", "denominator", "clipped")
@@ -110,7 +110,7 @@ def test_measures_read_what_has_no_noise_and_a_round_without_clients_has_no_meas
     assert all(("measured_clients" in record) == (record["clients"] > 0) for record in result.history)
     for measures in ((), ["sharpness", "consistency"]):  # other measures, or none: the same run
         same = checks.run(measures=measures, **options)
-        assert torch.equal(checks.moved(same, 6), checks.moved(result, 6))
+        assert torch.equal(checks.movement(same, 6), checks.movement(result, 6))
         assert all(("consistency" in r) == (bool(measures) and r["clients"] > 0) for r in same.history)
 
 
@@ -167,7 +167,7 @@ ACCOUNTS = {"poisson", "without_replacement", "unsampled", "every_round"}
 def test_a_wrong_formula_is_noticed(mutant):
     if mutant.case in ACCOUNTS:
         pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting")
-    with replaced(*mutant[:4]), pytest.raises(AssertionError):
+    with replace_source(*mutant[:4]), pytest.raises(AssertionError):
         getattr(privacy_checks, mutant.case)()
 
 

@@ -257,12 +257,12 @@ def test_numbers_that_cannot_be_summed_leave_their_client_out(bad_value: float, 
 
 @pytest.fixture(scope="module")
 def rounds() -> list[Any]:
-    return on_ranks(2, rank_cases.exchanged)
+    return on_ranks(2, rank_cases.exchange_states)
 
 
 def test_all_ranks_have_the_sums_of_one_in_every_round(rounds: list[Any]) -> None:
     """Names that only one rank has, that come later, and that stay away."""
-    expected = rank_cases.exchanged(0)
+    expected = rank_cases.exchange_states(0)
     assert [[r["sums"] for r in run_1] for run_1 in rounds] == [[r["sums"] for r in expected]] * 2
     assert {name for r in expected for name in r["sums"]} >= {"mean a", "total late", "number late"}
 

@@ -216,11 +216,11 @@ def test_the_directory_is_that_of_rank_0(tmp_path: Path) -> None:
 
 def test_files_of_three_ranks_are_resumed_by_two_and_those_by_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    on_ranks(3, rank_cases.resumed, folder, 2)
+    on_ranks(3, rank_cases.resume_run, folder, 2)
     files = {p.name for p in (folder / "checkpoint").glob("clients-*")}
     assert {name.split("-")[2][0] for name in files} == {"0", "1", "2"}
-    on_ranks(2, rank_cases.resumed, folder, 4)
-    assert rank_cases.resumed(0, folder, 6) == rank_cases.resumed(0, tmp_path / "one_rank", 6)
+    on_ranks(2, rank_cases.resume_run, folder, 4)
+    assert rank_cases.resume_run(0, folder, 6) == rank_cases.resume_run(0, tmp_path / "one_rank", 6)
 
 
 @pytest.mark.alone
@@ -230,13 +230,13 @@ def test_an_error_on_one_rank_ends_the_others_in_seconds(tmp_path: Path) -> None
     assert time.monotonic() - began < 30
     assert first.startswith("RankError: a rank of this run has died or was stopped")
     assert second.startswith("ClientError: client") and "ValueError: bad labels" in second
-    assert rank_cases.resumed(0, tmp_path / "run", 4) == rank_cases.resumed(0, tmp_path / "one_rank", 4)
+    assert rank_cases.resume_run(0, tmp_path / "run", 4) == rank_cases.resume_run(0, tmp_path / "one_rank", 4)
 
 
 def test_ctrl_c_is_told_as_such_and_the_run_continues(tmp_path: Path) -> None:
-    first, second = on_ranks(2, rank_cases.interrupted, tmp_path / "run")
+    first, second = on_ranks(2, rank_cases.interrupt_run, tmp_path / "run")
     assert first == "KeyboardInterrupt: by the user" and second.startswith("RankError")
-    assert rank_cases.resumed(0, tmp_path / "run", 4) == rank_cases.resumed(0, tmp_path / "one_rank", 4)
+    assert rank_cases.resume_run(0, tmp_path / "run", 4) == rank_cases.resume_run(0, tmp_path / "one_rank", 4)
 
 
 def test_ranks_that_are_not_alike_are_refused() -> None:

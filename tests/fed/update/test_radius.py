@@ -12,11 +12,11 @@ from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
-from tests.helpers.fed_cases import ACTIVE, replayed
+from tests.helpers.fed_cases import ACTIVE, run_replayed
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.fed_seam import Constants
-from tests.helpers.mutants.apply import replaced
-from tests.helpers.oracle.loop import Vector, add, minus, norm, scaled
+from tests.helpers.mutants.apply import replace_source
+from tests.helpers.oracle.loop import Vector, add, minus, norm, scale_vector
 
 pytestmark = pytest.mark.usefixtures("no_cuda")
 D = fed.Direction
@@ -48,7 +48,7 @@ class Unfused(oracle.FedAvg):
         if self.direction is D.CONSTANT:
             return anchor, anchor
         if self.direction is D.PATH:
-            d = add(scaled(k, anchor), scaled(-1.0, minus(w, anchor)))
+            d = add(scale_vector(k, anchor), scale_vector(-1.0, minus(w, anchor)))
             return d, d
         g = visit.gradient(w, x, y)
         if self.direction is D.ADAPTIVE_GRADIENT:
@@ -68,7 +68,7 @@ class Unfused(oracle.FedAvg):
         d = [number * v for v, number in zip(d, scale, strict=True)]
         share = visit.steps / self.steps(visit)
         rho = (1 - share) * self.rho + share * self.rho_end_factor * self.rho
-        return visit.gradient(add(w, scaled(rho / (norm(measured_parts) + 1e-7), d)), x, y)
+        return visit.gradient(add(w, scale_vector(rho / (norm(measured_parts) + 1e-7), d)), x, y)
 
 
 FALLING = {
@@ -81,7 +81,7 @@ FALLING = {
 
 def distance(algorithm: fed.Algorithm, twin: Unfused, executor: str, **options: Any) -> float:
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
-    final = replayed(model, clients, algorithm, OPTIONS, executor=executor, **options).model
+    final = run_replayed(model, clients, algorithm, OPTIONS, executor=executor, **options).model
     return oracle.difference(final, oracle.run(model, clients, twin, OPTIONS, ACTIVE))
 
 
@@ -105,7 +105,7 @@ def test_row_programs_take_it(monkeypatch):
     monkeypatch.setattr(RowPass, "train", count_rows)
     model, clients = oracle.smooth_model(torch.float32), oracle.ragged_clients(torch.float32)
     run_1, run_2 = (
-        replayed(model, clients, steps(FALLING["falling"]), OPTIONS, executor=executor).model
+        run_replayed(model, clients, steps(FALLING["falling"]), OPTIONS, executor=executor).model
         for executor in ("sequential", "vmap")
     )
     assert oracle.difference(run_1, run_2) < 1e-5
@@ -204,7 +204,7 @@ def test_a_wrong_step_is_noticed(module, function, old, new, direction, constant
     constants = {"direction": direction, "rho": 0.4} | constants
     scale = BY_PARAMETER if "rho_scale" in constants else (1.0,) * 4
     twin = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), scale)
-    with replaced(module, function, old, new):
+    with replace_source(module, function, old, new):
         assert distance(steps(constants), twin, executor) > 1e-6
 
 

@@ -77,11 +77,11 @@ def _function(module: object, path: list[str]) -> FunctionType:
 
 
 @contextmanager
-def replaced(module: str, function: str, old: str, new: str) -> Iterator[None]:
+def replace_source(module: str, function: str, old: str, new: str) -> Iterator[None]:
     """Run `function` with `new` for `old`. Raises Stale unless `old` is one expression of it."""
     name = module if module.startswith("fastsam") else f"fastsam.fed.{module}"
-    loaded, path = importlib.import_module(name), function.split(".")
-    tree = ast.parse(inspect.getsource(loaded))
+    loaded_module, path = importlib.import_module(name), function.split(".")
+    tree = ast.parse(inspect.getsource(loaded_module))
     node: Any = tree
     for part in path:
         node = next((n for n in node.body if getattr(n, "name", None) == part), None)
@@ -94,10 +94,10 @@ def replaced(module: str, function: str, old: str, new: str) -> Iterator[None]:
     if len(places) != 1:
         raise Stale(f"{name}: {function} has {old!r} {len(places)} times, expected once: bring the table up to date")
     new_tree = ast.fix_missing_locations(_Swap(places[0], new).visit(tree))
-    code = compile(new_tree, loaded.__file__ or name, "exec", dont_inherit=True)
+    code = compile(new_tree, loaded_module.__file__ or name, "exec", dont_inherit=True)
     for part in path:
         code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == part)
-    target = _function(loaded, path)
+    target = _function(loaded_module, path)
     original = target.__code__
     try:
         target.__code__ = code

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .loop import End, Kept, Vector, Visit, add, at, minus, scaled, unit, zeros
+from .loop import End, Kept, Vector, Visit, add, minus, scale_vector, unit, value_at, zeros
 from .plain import FedAvg
 
 
@@ -20,7 +20,7 @@ class FedSWA(FedAvg):
         return (1 - k / steps) + k / steps * self.rho
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        return add(w, scaled(self.alpha * end.server_lr, end.mean_move()))
+        return add(w, scale_vector(self.alpha * end.server_lr, end.mean_move()))
 
 
 @dataclass
@@ -39,13 +39,13 @@ class FedMoSWA(FedSWA):
         return add(visit.gradient(w, x, y), minus(visit.server["c"], visit.mine["c_i"]))
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
-        seen = scaled(-1 / visit.rates, delta)  # the mean of g + c - c_i
-        visit.mine["c_i"] = minus(add(seen, visit.mine["c_i"]), visit.server["c"])
+        mean_gradient = scale_vector(-1 / visit.rates, delta)  # the mean of g + c - c_i
+        visit.mine["c_i"] = minus(add(mean_gradient, visit.mine["c_i"]), visit.server["c"])
         return {"c_i": [c.clone() for c in visit.mine["c_i"]]}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        mean = scaled(1 / len(end.sent), add(*[sent["c_i"] for sent in end.sent.values()]))
-        server["c"] = add(scaled(1 - self.gamma, server["c"]), scaled(self.gamma, mean))
+        mean = scale_vector(1 / len(end.sent), add(*[sent["c_i"] for sent in end.sent.values()]))
+        server["c"] = add(scale_vector(1 - self.gamma, server["c"]), scale_vector(self.gamma, mean))
         return super().serve(server, w, end)
 
 
@@ -61,13 +61,13 @@ class FedNSAM(FedAvg):
         return {"m": zeros(w)}
 
     def origin(self, visit: Visit) -> Vector:
-        return add(visit.anchor, scaled(self.gamma, visit.server["m"]))
+        return add(visit.anchor, scale_vector(self.gamma, visit.server["m"]))
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        uphill = visit.gradient(w, x, y) if self.perturb == "gradient" else scaled(-1.0, visit.server["m"])
-        climb = scaled(at(visit.t, self.rho), unit(uphill))
+        uphill = visit.gradient(w, x, y) if self.perturb == "gradient" else scale_vector(-1.0, visit.server["m"])
+        climb = scale_vector(value_at(visit.t, self.rho), unit(uphill))
         return visit.gradient(add(w, climb), x, y)
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        server["m"] = add(scaled(self.gamma, server["m"]), end.mean_move())
-        return add(w, scaled(end.server_lr, server["m"]))
+        server["m"] = add(scale_vector(self.gamma, server["m"]), end.mean_move())
+        return add(w, scale_vector(end.server_lr, server["m"]))

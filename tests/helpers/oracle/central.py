@@ -18,5 +18,5 @@ def central(
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
 ) -> nn.Module:
     """Train by `method` on all samples together, in the order of the clients."""
-    pooled = torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients])
-    return run(model, [pooled], method, options, [[0]] * options.rounds, loss)
+    pooled_data = torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients])
+    return run(model, [pooled_data], method, options, [[0]] * options.rounds, loss)

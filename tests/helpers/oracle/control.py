@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .loop import End, Kept, Vector, Visit, add, minus, scaled, zeros
+from .loop import End, Kept, Vector, Visit, add, minus, scale_vector, zeros
 from .plain import FedAvg, FedLESAM, FedSAM
 
 
@@ -21,17 +21,17 @@ class Control(FedAvg):
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g = self.gradient(visit, w, x, y)
-        return add(g, scaled(self.control_scale, minus(visit.server["c"], visit.mine["c_i"])))
+        return add(g, scale_vector(self.control_scale, minus(visit.server["c"], visit.mine["c_i"])))
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
-        sent = super().finish(visit, delta)
+        upload = super().finish(visit, delta)
         old, c = visit.mine["c_i"], visit.server["c"]
         visit.mine["c_i"] = [a - b - d / (visit.lr * visit.steps) for a, b, d in zip(old, c, delta)]
-        return {**sent, "dc": minus(visit.mine["c_i"], old)}
+        return {**upload, "dc": minus(visit.mine["c_i"], old)}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        for sent in end.sent.values():
-            server["c"] = add(server["c"], scaled(1 / end.clients, sent["dc"]))
+        for upload in end.sent.values():
+            server["c"] = add(server["c"], scale_vector(1 / end.clients, upload["dc"]))
         return super().serve(server, w, end)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .loop import End, Kept, Vector, Visit, add, at, minus, norm, scaled, unit, zeros
+from .loop import End, Kept, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
 from .plain import FedAvg, FedLESAM
 
 
@@ -26,18 +26,18 @@ class Dynamic(FedAvg):
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g = self.gradient(visit, w, x, y)
-        dual = scaled(-self.proximal(visit.t), visit.mine["h"])
+        dual = scale_vector(-self.proximal(visit.t), visit.mine["h"])
         return minus(g, dual)
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
-        sent = super().finish(visit, delta)
+        upload = super().finish(visit, delta)
         visit.mine["h"] = add(visit.mine["h"], delta)
-        return sent
+        return upload
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
         super().serve(server, w, end)  # the state of the other half; the model follows below
         for delta in end.delta.values():
-            server["H"] = add(server["H"], scaled(1 / end.clients, delta))
+            server["H"] = add(server["H"], scale_vector(1 / end.clients, delta))
         return add(w, end.mean_move(), server["H"])
 
 
@@ -71,23 +71,23 @@ class Smooth(FedAvg):
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         mu, s = visit.mine["mu"], visit.server["s"]
         g1 = visit.gradient(w, x, y)
-        towards = [self.alpha * (g - m) - p for g, m, p in zip(g1, mu, s)]
-        eps = scaled(at(visit.t, self.rho), unit(towards))
+        direction = [self.alpha * (g - m) - p for g, m, p in zip(g1, mu, s)]
+        eps = scale_vector(value_at(visit.t, self.rho), unit(direction))
         visit.mine["mu"] = [m + (e - p) / self.alpha for m, e, p in zip(mu, eps, s)]
         visit.notes["eps"] = eps
         return visit.gradient(add(w, eps), x, y)
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
-        return {"mu": visit.mine["mu"], "r": minus(scaled(self.alpha, visit.mine["mu"]), visit.notes["eps"])}
+        return {"mu": visit.mine["mu"], "r": minus(scale_vector(self.alpha, visit.mine["mu"]), visit.notes["eps"])}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
         if self.s_rule == "paper":
-            towards = end.mean_sent("r")
+            direction = end.mean_sent("r")
         elif self.s_rule == "mu_active":
-            towards = end.mean_sent("mu")
+            direction = end.mean_sent("mu")
         else:
-            towards = scaled(-1 / end.clients, add(*[kept["mu"] for kept in end.kept.values()]))
-        server["s"] = scaled(at(end.t, self.rho), unit(towards)) if norm(towards) > 0 else zeros(w)
+            direction = scale_vector(-1 / end.clients, add(*[kept["mu"] for kept in end.kept.values()]))
+        server["s"] = scale_vector(value_at(end.t, self.rho), unit(direction)) if norm(direction) > 0 else zeros(w)
         return super().serve(server, w, end)
 
 
@@ -134,16 +134,16 @@ class FedSpeed(FedAvg):
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g1 = visit.gradient(w, x, y)
-        g2 = visit.gradient(add(w, scaled(at(visit.t, self.rho), unit(g1))), x, y)
-        mixed = [(1 - self.alpha) * a + self.alpha * b for a, b in zip(g1, g2)]
-        return minus(mixed, visit.mine["ghat"])
+        g2 = visit.gradient(add(w, scale_vector(value_at(visit.t, self.rho), unit(g1))), x, y)
+        mixture = [(1 - self.alpha) * a + self.alpha * b for a, b in zip(g1, g2)]
+        return minus(mixture, visit.mine["ghat"])
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
-        visit.mine["ghat"] = minus(visit.mine["ghat"], scaled(self.phi, delta))
-        return {"amended": minus(delta, scaled(1 / self.phi, visit.mine["ghat"]))}
+        visit.mine["ghat"] = minus(visit.mine["ghat"], scale_vector(self.phi, delta))
+        return {"amended": minus(delta, scale_vector(1 / self.phi, visit.mine["ghat"]))}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        return add(w, scaled(end.server_lr, end.mean_sent("amended")))
+        return add(w, scale_vector(end.server_lr, end.mean_sent("amended")))
 
 
 @dataclass
@@ -165,20 +165,20 @@ class FedGloSS(Dynamic, FedAvg):
         pseudo = visit.server["pseudo"]
         if pseudo is None:
             return visit.anchor
-        return add(visit.anchor, scaled(at(visit.t, self.rho), unit(pseudo)))
+        return add(visit.anchor, scale_vector(value_at(visit.t, self.rho), unit(pseudo)))
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g = visit.gradient(w, x, y)
         if self.rho_local != 0:
-            g = visit.gradient(add(w, scaled(at(visit.t, self.rho_local), unit(g))), x, y)
+            g = visit.gradient(add(w, scale_vector(value_at(visit.t, self.rho_local), unit(g))), x, y)
         return minus(g, visit.mine["sigma"])
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
-        visit.mine["sigma"] = minus(visit.mine["sigma"], scaled(self.phi, delta))
+        visit.mine["sigma"] = minus(visit.mine["sigma"], scale_vector(self.phi, delta))
         return {}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
         total = add(*end.delta.values())
-        server["sigma"] = minus(server["sigma"], scaled(self.phi / end.clients, total))
-        server["pseudo"] = scaled(-1, end.mean_move())
-        return minus(minus(w, server["pseudo"]), scaled(1 / self.phi, server["sigma"]))
+        server["sigma"] = minus(server["sigma"], scale_vector(self.phi / end.clients, total))
+        server["pseudo"] = scale_vector(-1, end.mean_move())
+        return minus(minus(w, server["pseudo"]), scale_vector(1 / self.phi, server["sigma"]))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .control import Control
 from .dynamic import Dynamic
-from .loop import End, Kept, Vector, Visit, add, at, minus, norm, scaled, unit, zeros
+from .loop import End, Kept, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
 from .plain import FedAvg, FedSAM
 
 
@@ -31,17 +31,17 @@ class FedWMSAM(Control, FedAvg):
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         alpha, difference = visit.server["alpha"], minus(visit.server["c"], visit.mine["c_i"])
-        Delta = add(visit.server["Delta"], scaled(alpha / (1 - alpha), difference))
-        predicted = add(visit.anchor, scaled(visit.steps, Delta))
-        g = visit.gradient(add(w, scaled(at(visit.t, self.rho), unit(minus(predicted, w)))), x, y)
-        return add(scaled(alpha, g), scaled(1 - alpha, Delta))
+        Delta = add(visit.server["Delta"], scale_vector(alpha / (1 - alpha), difference))
+        prediction = add(visit.anchor, scale_vector(visit.steps, Delta))
+        g = visit.gradient(add(w, scale_vector(value_at(visit.t, self.rho), unit(minus(prediction, w)))), x, y)
+        return add(scale_vector(alpha, g), scale_vector(1 - alpha, Delta))
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
-        Delta, sent = visit.server["Delta"], super().finish(visit, delta)
-        return {**sent, "Delta": scaled(-1 / (visit.lr * visit.steps), delta), "cos": cosine(delta, Delta)}
+        Delta, upload = visit.server["Delta"], super().finish(visit, delta)
+        return {**upload, "Delta": scale_vector(-1 / (visit.lr * visit.steps), delta), "cos": cosine(delta, Delta)}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        agreement = 1 + sum(end.share[i] * sent["cos"] for i, sent in end.sent.items())
+        agreement = 1 + sum(end.share[i] * upload["cos"] for i, upload in end.sent.items())
         server["alpha"] += self.alpha_rate * (min(max(agreement, 0.1), 0.9) - server["alpha"])
         server["Delta"] = end.mean_sent("Delta")
         return super().serve(server, w, end)
@@ -64,15 +64,15 @@ class FedTOGA(Dynamic, FedAvg):
         visit.notes["last"] = zeros(visit.anchor)
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        d = add(visit.gradient(w, x, y), scaled(self.kappa, visit.server["Delta"]), visit.notes["last"])
-        visit.notes["last"] = g2 = visit.gradient(add(w, scaled(at(visit.t, self.rho), unit(d))), x, y)
+        d = add(visit.gradient(w, x, y), scale_vector(self.kappa, visit.server["Delta"]), visit.notes["last"])
+        visit.notes["last"] = g2 = visit.gradient(add(w, scale_vector(value_at(visit.t, self.rho), unit(d))), x, y)
         return g2
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        return add(super().follow(visit, w, x, y), scaled(self.beta, visit.server["Delta"]))
+        return add(super().follow(visit, w, x, y), scale_vector(self.beta, visit.server["Delta"]))
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        server["Delta"] = scaled(-1, end.mean_move())
+        server["Delta"] = scale_vector(-1, end.mean_move())
         return super().serve(server, w, end)
 
 
@@ -90,17 +90,17 @@ class FedGF(FedSAM):
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         recent = visit.server["indicators"][-self.window :]
         c = sum(recent) / max(len(recent), 1)
-        perturbed = add(w, self.perturbation(visit.t, w, visit.gradient(w, x, y)))
+        perturbed_weights = add(w, self.perturbation(visit.t, w, visit.gradient(w, x, y)))
         if c == 0:
-            return visit.gradient(perturbed, x, y)
-        p = add(visit.anchor, scaled(at(visit.t, self.rho_g), unit(visit.server["D"])))
-        return visit.gradient(add(scaled(1 - c, perturbed), scaled(c, p)), x, y)
+            return visit.gradient(perturbed_weights, x, y)
+        p = add(visit.anchor, scale_vector(value_at(visit.t, self.rho_g), unit(visit.server["D"])))
+        return visit.gradient(add(scale_vector(1 - c, perturbed_weights), scale_vector(c, p)), x, y)
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        after = super().serve(server, w, end)
-        server["D"] = minus(w, after)
+        new_weights = super().serve(server, w, end)
+        server["D"] = minus(w, new_weights)
         server["indicators"].append(sum(end.share[i] * norm(d) for i, d in end.delta.items()) > self.threshold)
-        return after
+        return new_weights
 
 
 @dataclass
@@ -120,20 +120,20 @@ class FedSCAM(FedSAM):
     def begin(self, visit: Visit) -> None:
         batches = visit.batches[: self.pilots]
         gradients = [visit.gradient(visit.anchor, visit.x[indices], visit.y[indices]) for indices in batches]
-        s = scaled(-1 / len(gradients), add(*gradients))
+        s = scale_vector(-1 / len(gradients), add(*gradients))
         visit.notes["c"] = c = cosine(s, visit.server["u"])
         visit.notes["h"] = sum(map(norm, gradients)) / len(gradients) * max(0.0, 1 - self.kappa * c)
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        rho = at(visit.t, self.rho) / (1 + self.alpha * visit.notes["h"])
-        return visit.gradient(add(w, scaled(rho, unit(visit.gradient(w, x, y)))), x, y)
+        rho = value_at(visit.t, self.rho) / (1 + self.alpha * visit.notes["h"])
+        return visit.gradient(add(w, scale_vector(rho, unit(visit.gradient(w, x, y)))), x, y)
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
         return {"credit": max(0.0, 1 + self.beta * visit.notes["c"]) / (1 + self.gamma * visit.notes["h"])}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
         S = {i: share * end.sent[i]["credit"] for i, share in end.share.items()}
-        moves = [scaled(S[i] / sum(S.values()), delta) for i, delta in end.delta.items()]
-        after = add(w, scaled(end.server_lr, add(*moves)))
-        server["u"] = minus(after, w)
-        return after
+        moves = [scale_vector(S[i] / sum(S.values()), delta) for i, delta in end.delta.items()]
+        new_weights = add(w, scale_vector(end.server_lr, add(*moves)))
+        server["u"] = minus(new_weights, w)
+        return new_weights

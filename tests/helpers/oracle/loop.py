@@ -103,7 +103,7 @@ class End:
     kept: dict[int, dict[str, Any]]  # states of all clients that have taken part
 
     def mean(self, vectors: dict[int, Vector]) -> Vector:
-        return add(*[scaled(self.share[i], v) for i, v in vectors.items()])
+        return add(*[scale_vector(self.share[i], v) for i, v in vectors.items()])
 
     def mean_move(self) -> Vector:
         return self.mean(self.delta)
@@ -112,7 +112,7 @@ class End:
         return self.mean({i: s[name] for i, s in self.sent.items()})
 
 
-def scaled(factor: float, vector: Vector) -> Vector:
+def scale_vector(factor: float, vector: Vector) -> Vector:
     return [factor * v for v in vector]
 
 
@@ -124,7 +124,7 @@ def minus(a: Vector, b: Vector) -> Vector:
     return [p - q for p, q in zip(a, b, strict=True)]
 
 
-def at(t: int, number: Any) -> float:
+def value_at(t: int, number: Any) -> float:
     """Return a hyper-parameter in round t, which is a number or a function of t."""
     return number(t) if callable(number) else number
 
@@ -138,7 +138,7 @@ def norm(vector: Vector) -> float:
 
 
 def unit(vector: Vector) -> Vector:
-    return scaled(1 / (norm(vector) + NU), vector)
+    return scale_vector(1 / (norm(vector) + NU), vector)
 
 
 def values(model: nn.Module) -> Vector:
@@ -156,26 +156,26 @@ def attendance(rounds: int, clients: int, share: float, seed: int, sampler: str 
     return [sampling.draw(draw, t, seed) for t in range(rounds)]
 
 
-def clipped(inside: Vector, limit: float | None) -> Vector:
-    return inside if limit is None else scaled(min(1.0, limit / (norm(inside) + 1e-6)), inside)
+def clip_vector(inside: Vector, limit: float | None) -> Vector:
+    return inside if limit is None else scale_vector(min(1.0, limit / (norm(inside) + 1e-6)), inside)
 
 
 def local_training(visit: Visit, method: Any, options: Options) -> Vector:
     """Return the displacement of a client."""
     origin = method.origin(visit)
     w, velocity = [p.clone() for p in origin], zeros(visit.anchor)
-    for chosen in visit.batches:
-        v = method.follow(visit, w, visit.x[chosen], visit.y[chosen])
+    for indices in visit.batches:
+        v = method.follow(visit, w, visit.x[indices], visit.y[indices])
         phi = method.proximal(visit.t)
         if options.scope == "full":
-            v = clipped(add(v, scaled(phi, minus(w, origin))), options.clip)
+            v = clip_vector(add(v, scale_vector(phi, minus(w, origin))), options.clip)
         # the released code: the constant half of the proximal term is clipped with the gradient, phi*w is weight decay
         else:
-            v = add(clipped(minus(v, scaled(phi, origin)), options.clip), scaled(phi, w))
-        v = add(v, scaled(options.weight_decay, w))
-        velocity = add(scaled(options.momentum, velocity), v)
+            v = add(clip_vector(minus(v, scale_vector(phi, origin)), options.clip), scale_vector(phi, w))
+        v = add(v, scale_vector(options.weight_decay, w))
+        velocity = add(scale_vector(options.momentum, velocity), v)
         rate = visit.lr * method.pace(visit.steps, len(visit.batches))
-        w = minus(w, scaled(rate, velocity))
+        w = minus(w, scale_vector(rate, velocity))
         visit.rates += rate
         visit.steps += 1
     return minus(w, origin)
@@ -197,19 +197,19 @@ def run(
         trace: a list that receives `(server, kept, w)` after every round.
     """
     model = copy.deepcopy(model)
-    w, kept = values(model), dict[int, Kept]()
+    w, states = values(model), dict[int, Kept]()
     server = method.start_server(w)
     with torch.random.fork_rng():
         for t in range(options.rounds):
             lr = options.lr * options.lr_decay**t
             weights = {i: len(clients[i][1]) if options.weighting == "samples" else 1 for i in active[t]}
             share = {i: n / sum(weights.values()) for i, n in weights.items()}
-            end = End(t, lr, options.server_lr, len(clients), share, {}, {}, kept)
+            end = End(t, lr, options.server_lr, len(clients), share, {}, {}, states)
             for i in active[t]:
-                mine = kept[i] if i in kept else method.start_client(w)
+                state = states[i] if i in states else method.start_client(w)
                 visit = Visit(model, loss, *clients[i], t, lr, options.epochs,
                     seeds.derive(options.seed, "client", t, i), w,
-                              server, mine, options.lr, i, options.momentum)  # fmt: skip
+                              server, state, options.lr, i, options.momentum)  # fmt: skip
                 for epoch in range(options.epochs):
                     visit.batches += order(len(visit.y), options.seed, t, i, epoch, options.shuffle).split(
                         options.batch
@@ -217,10 +217,10 @@ def run(
                 method.begin(visit)
                 end.delta[i] = local_training(visit, method, options)
                 end.sent[i] = method.finish(visit, end.delta[i])
-                kept[i] = mine
+                states[i] = state
             w = method.serve(server, w, end)
             if trace is not None:
-                trace.append((copy.deepcopy(server), copy.deepcopy(kept), [p.clone() for p in w]))
+                trace.append((copy.deepcopy(server), copy.deepcopy(states), [p.clone() for p in w]))
     with torch.no_grad():
         for p, value in zip(model.parameters(), w, strict=True):
             p.copy_(value)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .loop import End, Kept, Vector, Visit, add, scaled, zeros
+from .loop import End, Kept, Vector, Visit, add, scale_vector, zeros
 from .plain import FedAvg, FedSAM
 
 
@@ -18,7 +18,7 @@ class ServerDirection(FedAvg):
 
     def finish(self, visit: Visit, delta: Vector) -> Kept:
         K = visit.steps if self.momentum_K == "steps" else visit.epochs
-        return {"D": scaled(-1 / (visit.lr * K), delta)}
+        return {"D": scale_vector(-1 / (visit.lr * K), delta)}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
         server["D"] = end.mean_sent("D")
@@ -34,7 +34,7 @@ class FedCM(ServerDirection, FedAvg):
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g = self.gradient(visit, w, x, y)
-        return add(scaled(self.alpha, g), scaled(1 - self.alpha, visit.server["D"]))
+        return add(scale_vector(self.alpha, g), scale_vector(1 - self.alpha, visit.server["D"]))
 
 
 @dataclass

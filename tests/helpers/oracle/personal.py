@@ -16,13 +16,13 @@ Ended = tuple[nn.Module, list[nn.Module]]  # the shared model, and each client's
 
 def descent(parameters: Iterable[nn.Parameter], options: Options, t: int) -> Callable[[Tensor], None]:
     """Return a function that takes a step of gradient descent in round t, with momentum and weight decay, in place."""
-    trained, lr = list(parameters), options.lr * options.lr_decay**t
-    velocity = [torch.zeros_like(p) for p in trained]
+    trained_parameters, lr = list(parameters), options.lr * options.lr_decay**t
+    velocity = [torch.zeros_like(p) for p in trained_parameters]
 
     def step(loss: Tensor) -> None:
-        gradients = torch.autograd.grad(loss, trained)
+        gradients = torch.autograd.grad(loss, trained_parameters)
         with torch.no_grad():
-            for p, v, g in zip(trained, velocity, gradients, strict=True):
+            for p, v, g in zip(trained_parameters, velocity, gradients, strict=True):
                 v.mul_(options.momentum).add_(g + options.weight_decay * p)
                 p.sub_(lr * v)
 
@@ -31,7 +31,7 @@ def descent(parameters: Iterable[nn.Parameter], options: Options, t: int) -> Cal
 
 def train(
     model: nn.Module,
-    trained: Iterable[nn.Parameter],
+    trained_parameters: Iterable[nn.Parameter],
     data: tuple[Tensor, Tensor],
     options: Options,
     t: int,
@@ -45,28 +45,28 @@ def train(
         epochs: numbers of the epochs, on which the order of samples depends.
     """
     x, y = data
-    descend = descent(trained, options, t)
+    descend = descent(trained_parameters, options, t)
     model.train()
     for epoch in epochs:
-        for chosen in order(len(y), options.seed, t, client, epoch, options.shuffle).split(options.batch):
-            descend(F.cross_entropy(model(x[chosen]), y[chosen]) + pull(model))
+        for indices in order(len(y), options.seed, t, client, epoch, options.shuffle).split(options.batch):
+            descend(F.cross_entropy(model(x[indices]), y[indices]) + pull(model))
 
 
-def average(shared: nn.Module, models: Sequence[nn.Module], names: Iterable[str], server_lr: float) -> None:
+def average(shared_model: nn.Module, models: Sequence[nn.Module], names: Iterable[str], server_lr: float) -> None:
     """The shared model's parameters of those names, moved by the mean displacement of some clients' models, in
     place."""
     with torch.no_grad():
         for name in names:
-            p = shared.get_parameter(name)
+            p = shared_model.get_parameter(name)
             p.add_(server_lr * torch.stack([m.get_parameter(name) - p for m in models]).mean(0))
 
 
-def received(shared: nn.Module, client_model: nn.Module, stays: Sequence[str]) -> nn.Module:
+def receive(shared_model: nn.Module, client_model: nn.Module, stays: Sequence[str]) -> nn.Module:
     """Return a client's model at the start of its round: the shared one, except the local entries `stays` of a
     state_dict."""
-    model = copy.deepcopy(shared)
+    model = copy.deepcopy(shared_model)
     local_state = client_model.state_dict()
-    model.load_state_dict({n: local_state[n] if n in stays else v for n, v in shared.state_dict().items()})
+    model.load_state_dict({n: local_state[n] if n in stays else v for n, v in shared_model.state_dict().items()})
     return model
 
 
@@ -76,35 +76,35 @@ def fedbn(model: nn.Module, clients: Clients, options: Options, active: Active, 
     Args:
         layers: modules that stay, with all that their state_dict has.
     """
-    shared = copy.deepcopy(model)
+    shared_model = copy.deepcopy(model)
     models = [copy.deepcopy(model) for _ in clients]
-    stays = [n for n in shared.state_dict() if n.rpartition(".")[0] in layers]
-    sent = [n for n, _ in shared.named_parameters() if n not in stays]
+    stays = [n for n in shared_model.state_dict() if n.rpartition(".")[0] in layers]
+    sent_names = [n for n, _ in shared_model.named_parameters() if n not in stays]
     for t in range(options.rounds):
         for i in active[t]:
-            models[i] = received(shared, models[i], stays)
+            models[i] = receive(shared_model, models[i], stays)
             train(models[i], models[i].parameters(), clients[i], options, t, i, range(options.epochs))
-        average(shared, [models[i] for i in active[t]], sent, options.server_lr)
-    return shared, [received(shared, model_of_client, stays) for model_of_client in models]
+        average(shared_model, [models[i] for i in active[t]], sent_names, options.server_lr)
+    return shared_model, [receive(shared_model, model_of_client, stays) for model_of_client in models]
 
 
 def fedrep(
     model: nn.Module, clients: Clients, options: Options, active: Active, head: Sequence[str], head_epochs: int
 ) -> Ended:
     """Collins et al. 2021, Algorithm 1: epochs of the head, then of the representation. `head` has parameter names."""
-    shared = copy.deepcopy(model)
+    shared_model = copy.deepcopy(model)
     models = [copy.deepcopy(model) for _ in clients]
-    sent = [n for n, _ in shared.named_parameters() if n not in head]
+    sent_names = [n for n, _ in shared_model.named_parameters() if n not in head]
     for t in range(options.rounds):
         for i in active[t]:
-            models[i] = received(shared, models[i], head)
-            phases = [(head, range(head_epochs)), (sent, range(head_epochs, head_epochs + options.epochs))]
+            models[i] = receive(shared_model, models[i], head)
+            phases = [(head, range(head_epochs)), (sent_names, range(head_epochs, head_epochs + options.epochs))]
             for names, epochs in phases:
                 for n, p in models[i].named_parameters():
                     p.requires_grad_(n in names)
                 train(models[i], [models[i].get_parameter(n) for n in names], clients[i], options, t, i, epochs)
-        average(shared, [models[i] for i in active[t]], sent, options.server_lr)
-    return shared, [received(shared, model_of_client, head) for model_of_client in models]
+        average(shared_model, [models[i] for i in active[t]], sent_names, options.server_lr)
+    return shared_model, [receive(shared_model, model_of_client, head) for model_of_client in models]
 
 
 def distance(model: nn.Module, anchor: nn.Module) -> Tensor:
@@ -120,13 +120,13 @@ def ditto(
 
     Its model begins as the first global model that it receives.
     """
-    shared = copy.deepcopy(model)
+    shared_model = copy.deepcopy(model)
     models: dict[int, nn.Module] = {}
-    names = [n for n, _ in shared.named_parameters()]
+    names = [n for n, _ in shared_model.named_parameters()]
     for t in range(options.rounds):
         results = []
         for i in active[t]:
-            client_model = models.setdefault(i, copy.deepcopy(shared))
+            client_model = models.setdefault(i, copy.deepcopy(shared_model))
             passes = range(options.epochs if epochs is None else epochs)
             train(
                 client_model,
@@ -136,41 +136,41 @@ def ditto(
                 t,
                 i,
                 passes,
-                lambda m: lam * distance(m, shared),
+                lambda m: lam * distance(m, shared_model),
             )
-            results.append(copy.deepcopy(shared))
+            results.append(copy.deepcopy(shared_model))
             train(results[-1], results[-1].parameters(), clients[i], options, t, i, range(options.epochs))
-        average(shared, results, names, options.server_lr)
-    return shared, [models.get(i, shared) for i in range(len(clients))]
+        average(shared_model, results, names, options.server_lr)
+    return shared_model, [models.get(i, shared_model) for i in range(len(clients))]
 
 
 def pfedme(
     model: nn.Module, clients: Clients, options: Options, active: Active, lam: float, K: int, eta: float
 ) -> Ended:
     """Dinh et al. 2020, Algorithm 1, with K steps of SGD for theta on each batch, begun where it was."""
-    shared = copy.deepcopy(model)
+    shared_model = copy.deepcopy(model)
     models: dict[int, nn.Module] = {}
-    names = [n for n, _ in shared.named_parameters()]
+    names = [n for n, _ in shared_model.named_parameters()]
     for t in range(options.rounds):
         results = []
         for i in active[t]:
-            theta, local = copy.deepcopy(shared), copy.deepcopy(shared)
+            theta, local = copy.deepcopy(shared_model), copy.deepcopy(shared_model)
             descend = descent(theta.parameters(), options, t)
             x, y = clients[i]
             for epoch in range(options.epochs):
-                for chosen in order(len(y), options.seed, t, i, epoch, options.shuffle).split(options.batch):
+                for indices in order(len(y), options.seed, t, i, epoch, options.shuffle).split(options.batch):
                     for _ in range(K):
-                        descend(F.cross_entropy(theta(x[chosen]), y[chosen]) + lam * distance(theta, local))
+                        descend(F.cross_entropy(theta(x[indices]), y[indices]) + lam * distance(theta, local))
                     with torch.no_grad():
                         for w, p in zip(local.parameters(), theta.parameters(), strict=True):
                             w.sub_(eta * lam * (w - p))
             models[i] = theta
             results.append(local)
-        average(shared, results, names, options.server_lr)
-    return shared, [models.get(i, shared) for i in range(len(clients))]
+        average(shared_model, results, names, options.server_lr)
+    return shared_model, [models.get(i, shared_model) for i in range(len(clients))]
 
 
-def mixed(alpha: Tensor, v: nn.Module, w: nn.Module) -> dict[str, Tensor]:
+def mix(alpha: Tensor, v: nn.Module, w: nn.Module) -> dict[str, Tensor]:
     """Return alpha*v + (1 - alpha)*w by name, with gradients to alpha and v."""
     return {n: alpha * p + (1 - alpha) * w.get_parameter(n).detach() for n, p in v.named_parameters()}
 
@@ -179,29 +179,29 @@ def apfl(
     model: nn.Module, clients: Clients, options: Options, active: Active, alpha: float, eta_alpha: float | None = None
 ) -> Ended:
     """Deng et al. 2020, Algorithm 1, all derivatives by autograd; alpha moves in the first step of a round."""
-    shared = copy.deepcopy(model)
+    shared_model = copy.deepcopy(model)
     models: dict[int, tuple[nn.Module, Tensor]] = {}
-    names = [n for n, _ in shared.named_parameters()]
+    names = [n for n, _ in shared_model.named_parameters()]
     for t in range(options.rounds):
         results = []
         rate = options.lr * options.lr_decay**t if eta_alpha is None else eta_alpha
         for i in active[t]:
-            v, a = models.get(i, (copy.deepcopy(shared), torch.tensor(alpha, dtype=torch.float64)))
-            w = copy.deepcopy(shared)
+            v, a = models.get(i, (copy.deepcopy(shared_model), torch.tensor(alpha, dtype=torch.float64)))
+            w = copy.deepcopy(shared_model)
             down_v, down_w = descent(v.parameters(), options, t), descent(w.parameters(), options, t)
             x, y = clients[i]
             places = [order(len(y), options.seed, t, i, e, options.shuffle) for e in range(options.epochs)]
-            for k, chosen in enumerate(part for epoch in places for part in epoch.split(options.batch)):
+            for k, indices in enumerate(part for epoch in places for part in epoch.split(options.batch)):
                 a.requires_grad_()
-                loss = F.cross_entropy(functional_call(v, mixed(a, v, w), x[chosen]), y[chosen])
+                loss = F.cross_entropy(functional_call(v, mix(a, v, w), x[indices]), y[indices])
                 (slope,) = torch.autograd.grad(loss, a, retain_graph=True)
                 down_v(loss)
-                down_w(F.cross_entropy(w(x[chosen]), y[chosen]))
+                down_w(F.cross_entropy(w(x[indices]), y[indices]))
                 a = (a - rate * slope).clamp(0, 1).detach() if k == 0 else a.detach()
             models[i] = v, a
             results.append(w)
-        average(shared, results, names, options.server_lr)
-    client_models = [copy.deepcopy(shared) for _ in clients]
+        average(shared_model, results, names, options.server_lr)
+    client_models = [copy.deepcopy(shared_model) for _ in clients]
     for i, (v, a) in models.items():
-        client_models[i].load_state_dict({n: p.detach() for n, p in mixed(a, v, shared).items()})
-    return shared, client_models
+        client_models[i].load_state_dict({n: p.detach() for n, p in mix(a, v, shared_model).items()})
+    return shared_model, client_models

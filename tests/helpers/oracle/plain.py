@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .loop import NU, End, Kept, Vector, Visit, add, at, minus, norm, scaled, unit, zeros
+from .loop import NU, End, Kept, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
 
 
 @dataclass
@@ -46,7 +46,7 @@ class FedAvg:
 
     def serve(self, server: dict, w: Vector, end: End) -> Vector:
         """Return the next global model."""
-        return add(w, scaled(end.server_lr, end.mean_move()))
+        return add(w, scale_vector(end.server_lr, end.mean_move()))
 
 
 @dataclass
@@ -93,10 +93,10 @@ class FedSAM(FedAvg):
 
     def perturbation(self, t: int, w: Vector, g: Vector) -> Vector:
         if not self.adaptive:
-            return scaled(at(t, self.rho), unit(g))
+            return scale_vector(value_at(t, self.rho), unit(g))
         size = [p.abs() + self.eta for p in w]
         length = norm([s * d for s, d in zip(size, g)])
-        return [at(t, self.rho) * s * s * d / (length + NU) for s, d in zip(size, g)]
+        return [value_at(t, self.rho) * s * s * d / (length + NU) for s, d in zip(size, g)]
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         return visit.gradient(add(w, self.perturbation(visit.t, w, visit.gradient(w, x, y))), x, y)
@@ -116,10 +116,10 @@ class FedGSAM(FedSAM):
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g1 = visit.gradient(w, x, y)
-        g2 = visit.gradient(add(w, scaled(self.radius(visit), unit(g1))), x, y)
+        g2 = visit.gradient(add(w, scale_vector(self.radius(visit), unit(g1))), x, y)
         inner = sum((a.double() * b.double()).sum().item() for a, b in zip(g1, g2))
-        along = scaled(inner / norm(g2) ** 2, g2) if norm(g2) > 0 else zeros(g2)
-        return minus(g2, scaled(self.alpha, minus(g1, along)))
+        parallel_part = scale_vector(inner / norm(g2) ** 2, g2) if norm(g2) > 0 else zeros(g2)
+        return minus(g2, scale_vector(self.alpha, minus(g1, parallel_part)))
 
 
 @dataclass
@@ -140,7 +140,7 @@ class FedLESAM(FedAvg):
             visit.notes["eps"] = zeros(visit.anchor)
         else:
             old = zeros(visit.anchor) if old is None else old
-            visit.notes["eps"] = scaled(at(visit.t, self.rho), unit(minus(old, visit.anchor)))
+            visit.notes["eps"] = scale_vector(value_at(visit.t, self.rho), unit(minus(old, visit.anchor)))
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         return visit.gradient(add(w, visit.notes["eps"]), x, y)

@@ -44,8 +44,8 @@ class FedRobust(FedAvg):
             fit = visit.loss(w, self.moved(x, matrix, shift), y)
             lam = self.lam if self.radius is None else 0.0
             penalty = lam * ((matrix - visit.mine["identity"]).square().sum() + shift.square().sum())
-            wanted = [*visit.model.parameters(), matrix, shift]
-            *g, up_matrix, up_shift = torch.autograd.grad(fit - penalty, wanted)
+            variables = [*visit.model.parameters(), matrix, shift]
+            *g, up_matrix, up_shift = torch.autograd.grad(fit - penalty, variables)
             step = (matrix + eta_2 * up_matrix).detach() - visit.mine["identity"]
             shift = (shift + eta_2 * up_shift).detach()
             if self.radius is not None:

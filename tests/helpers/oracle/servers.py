@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .loop import End, Kept, Vector, Visit, add, norm, scaled, zeros
+from .loop import End, Kept, Vector, Visit, add, norm, scale_vector, zeros
 from .plain import FedAvg
 
 
@@ -38,12 +38,12 @@ class _Adaptive(FedAvg):
         return {"m": zeros(w), "V": [torch.full_like(p, self.V0) for p in w]}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        move, after = end.mean_move(), []
+        move, new_weights = end.mean_move(), []
         for i, d in enumerate(move):
             server["m"][i] = self.beta1 * server["m"][i] + (1 - self.beta1) * d
             server["V"][i] = self.grown(server["V"][i], d)
-            after.append(w[i] + end.server_lr * server["m"][i] / (server["V"][i] ** 0.5 + self.tau))
-        return after
+            new_weights.append(w[i] + end.server_lr * server["m"][i] / (server["V"][i] ** 0.5 + self.tau))
+        return new_weights
 
 
 @dataclass
@@ -70,11 +70,11 @@ class FedNova(FedAvg):
     def finish(self, visit: Visit, delta: Vector) -> Kept:
         b, K = visit.momentum, visit.steps
         weight = sum((1 - b**k) / (1 - b) for k in range(1, K + 1))
-        return {"weight": weight, "direction": scaled(1 / weight, delta)}
+        return {"weight": weight, "direction": scale_vector(1 / weight, delta)}
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
         effective = sum(end.share[i] * kept["weight"] for i, kept in end.sent.items())
-        return add(w, scaled(end.server_lr * effective, end.mean_sent("direction")))
+        return add(w, scale_vector(end.server_lr * effective, end.mean_sent("direction")))
 
 
 @dataclass
@@ -94,5 +94,5 @@ class FedExP(FedAvg):
         mean = end.mean_move()
         squares = sum(end.share[i] * norm(delta) ** 2 for i, delta in end.delta.items())
         eta = max(1.0, squares / (2 * (norm(mean) ** 2 + self.eps)))
-        old, server["x"] = server["x"], add(server["x"], scaled(eta, mean))
-        return scaled(0.5, add(old, server["x"])) if self.average else server["x"]
+        old, server["x"] = server["x"], add(server["x"], scale_vector(eta, mean))
+        return scale_vector(0.5, add(old, server["x"])) if self.average else server["x"]

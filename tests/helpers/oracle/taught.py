@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dynamic import Dynamic
-from .loop import End, Kept, Vector, Visit, add, minus, scaled, unit
+from .loop import End, Kept, Vector, Visit, add, minus, scale_vector, unit
 from .plain import FedAvg
 
 
@@ -62,12 +62,12 @@ class FedGMT(Dynamic, Taught):
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         beta = 1 / (self.phi * self.phi_decay**visit.t)
-        return add(self.gradient(visit, w, x, y), scaled(1 / beta, visit.mine["h"]))
+        return add(self.gradient(visit, w, x, y), scale_vector(1 / beta, visit.mine["h"]))
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        after = super().serve(server, w, end)
-        server["EMA"] = add(scaled(self.alpha, server["EMA"]), scaled(1 - self.alpha, after))
-        return after
+        new_weights = super().serve(server, w, end)
+        server["EMA"] = add(scale_vector(self.alpha, server["EMA"]), scale_vector(1 - self.alpha, new_weights))
+        return new_weights
 
 
 @dataclass
@@ -103,8 +103,8 @@ class FedSOL(FedAvg):
         for weights in (visit.anchor, w):
             visit.loss(weights, x, y)  # sets them
             outputs.append(visit.model(x) / self.tau)
-        received, current = outputs[0].detach().softmax(1), outputs[1].softmax(1)
-        term = self.tau**2 * (received * (received / current).log()).sum() / len(x)
+        received_probabilities, current = outputs[0].detach().softmax(1), outputs[1].softmax(1)
+        term = self.tau**2 * (received_probabilities * (received_probabilities / current).log()).sum() / len(x)
         g_p = unit(list(torch.autograd.grad(term, parameters)))
         far = [p.abs() for p in minus(w, visit.anchor)]
         return [self.rho * f / f.square().sum(0).sqrt().clamp(min=1e-12) * g for f, g in zip(far, g_p, strict=True)]
@@ -135,8 +135,8 @@ class MOON(FedAvg):
         parameters = list(visit.model.parameters())
         features_of_models = []
         with torch.no_grad():
-            for other in (visit.anchor, visit.mine["last"]):
-                for p, value in zip(parameters, other, strict=True):
+            for other_model in (visit.anchor, visit.mine["last"]):
+                for p, value in zip(parameters, other_model, strict=True):
                     p.copy_(value)
                 features_of_models.append(self.representation(visit, x))
         loss = visit.loss(w, x, y)

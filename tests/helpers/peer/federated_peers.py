@@ -18,7 +18,7 @@ import numpy as np
 Vectors = list[Any]  # arrays, one per parameter
 
 
-def listed(problem: Any, name: str) -> list[Any]:
+def parameter_list(problem: Any, name: str) -> list[Any]:
     """Return `problem["name0"]`, `problem["name1"]`, ..."""
     keys = (f"{name}{i}" for i in range(len(problem.files)))
     return [problem[key] for key in keys if key in problem.files]
@@ -47,13 +47,13 @@ def fedlab(problem: Any, handler: Any, trainer: Any) -> Vectors:
     """Train with FedLab's server and client objects, driven by a loop as in its examples."""
     import torch
 
-    weights, xs, ys = (listed(problem, name) for name in ("w", "x", "y"))
+    weights, xs, ys = (parameter_list(problem, name) for name in ("w", "x", "y"))
     data = [list(map(torch.as_tensor, pair)) for pair in zip(xs, ys)]
 
     def batches(i: int, size: int) -> list[Any]:
         return list(zip(data[i][0].split(size), data[i][1].split(size)))
 
-    rounds = listed(problem, "active")
+    rounds = parameter_list(problem, "active")
     server = handler(network(weights), len(rounds), 1.0)
     client = trainer(network(weights), len(data))
     client.setup_dataset(SimpleNamespace(get_dataloader=batches))
@@ -113,7 +113,7 @@ def pfl_fedavg(problem: Any) -> Vectors:
     from pfl.hyperparam import NNTrainHyperParams
     from pfl.model.pytorch import PyTorchModel
 
-    weights, xs, ys, rounds = (listed(problem, name) for name in ("w", "x", "y", "active"))
+    weights, xs, ys, rounds = (parameter_list(problem, name) for name in ("w", "x", "y", "active"))
     order = iter([int(i) for active in rounds for i in active])
     users = FederatedDataset(lambda i: Dataset((xs[i], ys[i])), lambda: next(order))
     net = network(weights)
@@ -144,7 +144,7 @@ def optax_sam(problem: Any) -> Vectors:
     from optax.contrib import normalize, sam
 
     jax.config.update("jax_enable_x64", True)
-    weights = tuple(jnp.asarray(w) for w in listed(problem, "w"))
+    weights = tuple(jnp.asarray(w) for w in parameter_list(problem, "w"))
     x, y, size = problem["x0"], problem["y0"], int(problem["batch"])
 
     def loss(p: Any, x: Any, y: Any) -> Any:
@@ -155,11 +155,11 @@ def optax_sam(problem: Any) -> Vectors:
         optax.sgd(float(problem["lr"])), optax.chain(normalize(), optax.sgd(float(problem["rho"]))), sync_period=2
     )
     state, gradient = optimizer.init(weights), jax.jit(jax.grad(loss))
-    for _ in range(int(problem["epochs"]) * len(listed(problem, "active"))):
-        for at in range(0, len(y), size):
+    for _ in range(int(problem["epochs"]) * len(parameter_list(problem, "active"))):
+        for begin in range(0, len(y), size):
             for _ in range(2):
                 updates, state = optimizer.update(
-                    gradient(weights, x[at : at + size], y[at : at + size]), state, weights
+                    gradient(weights, x[begin : begin + size], y[begin : begin + size]), state, weights
                 )
                 weights = optax.apply_updates(weights, updates)
     return [np.asarray(w) for w in weights]

@@ -45,9 +45,9 @@ class Substitution:
         self.passed = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item], config: pytest.Config) -> None:
-        kept = [item for item in items if self._ours(item)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        own_items = [item for item in items if self._ours(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in own_items])
+        items[:] = own_items
 
     def _ours(self, item: pytest.Item) -> bool:
         call = getattr(item, "callspec", None)
@@ -58,7 +58,7 @@ class Substitution:
         self.passed += report.when == "call" and report.passed
 
 
-def fetched() -> Path:
+def fetch() -> Path:
     """Return the unpacked source distribution, which is downloaded at the first call."""
     folder = CACHE / f"pytorch_optimizer-{VERSION}"
     if not folder.exists():
@@ -71,7 +71,7 @@ def fetched() -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    folder = Path(arguments.pop(0)).resolve() if arguments and not arguments[0].startswith("-") else fetched()
+    folder = Path(arguments.pop(0)).resolve() if arguments and not arguments[0].startswith("-") else fetch()
     if not (folder / TESTS).exists():
         print(
             f"{folder} has no {TESTS}; it should be an unpacked source distribution of pytorch-optimizer",
