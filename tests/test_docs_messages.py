@@ -29,5 +29,5 @@ def test_its_quotes_are_messages() -> None:
     messages = list(texts())
     for quote in quotes:
         pieces = [piece.strip(" .:") for piece in re.split(rf"{HOLE}|; ", quote)]
-        missing = [piece for piece in pieces if not any(piece in text for text in messages)]
-        assert not missing, f"no message says {missing}"
+        missing_pieces = [piece for piece in pieces if not any(piece in text for text in messages)]
+        assert not missing_pieces, f"no message says {missing_pieces}"

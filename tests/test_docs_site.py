@@ -52,8 +52,8 @@ def test_the_files_that_it_names_exist(page: str) -> None:
     code = re.findall(r"`([\w./-]+\.(?:py|h|cu|cuh|cpp|json|toml|js))`", text_of(page))
     names = {name for name in code if "NAME" not in name and not name.startswith(("runs/", "DIR"))} - READER_FILES
     result = ["/" + path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
-    missing = [name for name in sorted(names) if not any(path.endswith(f"/{name}") for path in result)]
-    assert not missing, f"{page} names {missing}"
+    missing_names = [name for name in sorted(names) if not any(path.endswith(f"/{name}") for path in result)]
+    assert not missing_names, f"{page} names {missing_names}"
 
 
 def test_the_choices_of_a_variant_are_attributes_of_sam() -> None:
@@ -67,8 +67,10 @@ def test_every_page_has_one_place(conf: ModuleType) -> None:
     files = [file for _, pages in conf.sections(text_of(INDEX)) for _, file in pages]
     places = [posixpath.normpath(posixpath.join("docs", f"{file}.md")) for file in files]
     expected = [page for page in PAGES if page not in (INDEX, "README.md")]  # the index stands for these
-    missing = sorted(set(expected) - set(places))
-    assert not missing, f"{INDEX} needs an item `- [Title](page.md): what it is for` in one of its lists for {missing}"
+    missing_pages = sorted(set(expected) - set(places))
+    assert not missing_pages, (
+        f"{INDEX} needs an item `- [Title](page.md): what it is for` in one of its lists for {missing_pages}"
+    )
     assert sorted(places) == sorted(expected)
 
 

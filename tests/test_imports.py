@@ -123,7 +123,7 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
             errors.append(f"{module}:{line} imports {name}: nothing imports these folders")
         if name.split(".")[0] not in ("fastsam", "fastsam_kernels"):
             continue
-        if rule and not any(is_in(name, allowed) for allowed in (rule[0], *rule[1], *SHARED)):
+        if rule and not any(is_in(name, prefix) for prefix in (rule[0], *rule[1], *SHARED)):
             errors.append(f"{module}:{line} imports {name}")
     return errors
 
@@ -183,8 +183,9 @@ def test_every_module_is_on_the_design_page() -> None:
     rooms = [
         p.name if p.is_file() else f"{p.name}/" for p in paths if p.suffix == ".py" or (p / "__init__.py").is_file()
     ]
-    missing = [room for room in rooms if not room.startswith("__") and not re.search(rf"[`/]{re.escape(room)}`", page)]
-    assert rooms and not missing, f"docs/design.md does not say what {missing} are for"
+    named_rooms = [room for room in rooms if not room.startswith("__")]
+    missing_rooms = [room for room in named_rooms if not re.search(rf"[`/]{re.escape(room)}`", page)]
+    assert rooms and not missing_rooms, f"docs/design.md does not say what {missing_rooms} are for"
 
 
 def test_imports_point_down() -> None:
@@ -246,9 +247,9 @@ def test_algorithms_and_executors_name_neither_backend_nor_each_other() -> None:
     for name, path in modules().items():
         if is_in(name, "fastsam.fed.algorithms"):
             names = (BACKEND_NAMES - {"reference"}) | EXECUTOR_NAMES  # FedLESAM has an option of that name
-            errors += [f"{name} {hit}" for hit in named_strings(path.read_text(), names)]
+            errors += [f"{name} {problem}" for problem in named_strings(path.read_text(), names)]
         if is_in(name, "fastsam.fed.executors"):
-            errors += [f"{name} {hit}" for hit in named_strings(path.read_text(), BACKEND_NAMES)]
+            errors += [f"{name} {problem}" for problem in named_strings(path.read_text(), BACKEND_NAMES)]
     assert not errors, "\n".join(errors)
     assert named_strings('x = f(backend="native")', BACKEND_NAMES), "the check itself must see a name"
     assert not named_strings('x = util.find_spec("triton")', BACKEND_NAMES)

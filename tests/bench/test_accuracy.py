@@ -43,7 +43,7 @@ def test_wrong_labels_are_wrong_and_as_many_as_said() -> None:
 def test_tuning_sees_neither_the_test_set_nor_wrong_labels(name: str) -> None:
     task = TASKS[name]
     x, y, test = task.load()
-    (tuning_inputs, labels), (validation, clean) = task.split(1000, is_tuning=True)
+    (tuning_inputs, labels), (validation, clean_labels) = task.split(1000, is_tuning=True)
     (train_inputs, _), (held_out, _) = task.split(1000, is_tuning=False)
     assert len(tuning_inputs) == len(labels) == task.train
     assert torch.equal(tuning_inputs, train_inputs)
@@ -51,7 +51,7 @@ def test_tuning_sees_neither_the_test_set_nor_wrong_labels(name: str) -> None:
     place = {tuple(row.flatten().tolist()): i for i, row in enumerate(x)}
     indices = [place[tuple(row.flatten().tolist())] for row in validation]
     assert max(indices) < len(x) - test or name == "text"  # pieces of text may repeat
-    assert torch.equal(clean, y[indices]) or name == "text"
+    assert torch.equal(clean_labels, y[indices]) or name == "text"
 
 
 def test_the_grid_is_tried_whole_and_its_best_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

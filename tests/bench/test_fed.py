@@ -253,18 +253,18 @@ def test_a_steps_cost_is_what_it_adds_to_a_round(pretender: str, monkeypatch: py
     monkeypatch.setattr(overhead, "Entry", make_entry)
     for model in ("mlp", "cnn"):
         for name, step, round_time in (("scaffold", 1.0, 21.5 / 20.5), ("fedcm", 1.5, 30.5 / 20.5)):
-            cost = overhead.compare(name, Workload(model, name), "sequential", 1)
-            assert cost["step"]["median"] == step and cost["seconds"]["median"] == 0.25 * step
-            assert cost["round"]["median"] == pytest.approx(round_time)
-    hidden = overhead.compare("hidden", Workload("cnn", options=(("name", "hidden"),)), "sequential", 1)
-    assert hidden["round"]["median"] == 2 and "step" not in hidden
+            comparison = overhead.compare(name, Workload(model, name), "sequential", 1)
+            assert comparison["step"]["median"] == step and comparison["seconds"]["median"] == 0.25 * step
+            assert comparison["round"]["median"] == pytest.approx(round_time)
+    hidden_comparison = overhead.compare("hidden", Workload("cnn", options=(("name", "hidden"),)), "sequential", 1)
+    assert hidden_comparison["round"]["median"] == 2 and "step" not in hidden_comparison
     assert all(name in fed.algorithms.registry for name in overhead.ALGORITHMS)
 
 
 @pytest.mark.slow
 def test_one_real_cost() -> None:
-    cost = overhead.compare("scaffold", Workload("mlp", "scaffold", lr=overhead.LR), "sequential", 1)
-    assert "problem" not in cost and cost["round"]["median"] > 0
+    comparison = overhead.compare("scaffold", Workload("mlp", "scaffold", lr=overhead.LR), "sequential", 1)
+    assert "problem" not in comparison and comparison["round"]["median"] > 0
 
 
 # ---- the command

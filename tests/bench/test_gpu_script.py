@@ -98,13 +98,13 @@ assert sys.argv[sys.argv.index("--clock-control") + 1] == "none"
 for i in range(10):
     rows += [f'"{{i}}","void fastsam::kernel{{i}}(int, float)","{{m}}","usecond","{{i}}.5"' for m in metrics]
 print("\\n".join(rows))
-{more}
+{exporter}
 """
 
 
 @pytest.mark.of_each_kind
 @pytest.mark.parametrize(
-    ("more", "code", "message"),
+    ("exporter", "code", "message"),
     [
         ("", 0, "perturb resnet18 `void fastsam::kernel4(int, float)`"),
         ("print('==ERROR== ERR_NVGPUCTRPERM'); raise SystemExit(1)", command.ABSENT, "does not permit"),
@@ -112,12 +112,12 @@ print("\\n".join(rows))
     ],
 )
 def test_nsight_compute_is_read_or_left_out(
-    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], more: Any, code: int, message: str
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], exporter: Any, code: int, message: str
 ) -> None:
     program = tmp_path / "ncu"
-    program.write_text(FAKE.format(python=sys.executable, more=more))
+    program.write_text(FAKE.format(python=sys.executable, exporter=exporter))
     program.chmod(0o755)
-    monkeypatch.setattr(ncu.shutil, "which", lambda name: str(program) if more is not None else None)
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: str(program) if exporter is not None else None)
     assert command.main(["ncu", "--out", str(tmp_path)]) == code and message in capsys.readouterr().out
     if code == 0:
         row = list(records.rows(records.read(tmp_path / "ncu.json")))[4]

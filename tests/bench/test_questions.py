@@ -126,15 +126,15 @@ def test_a_peer_that_is_not_installed_is_absent(monkeypatch: pytest.MonkeyPatch)
 def test_contenders_and_variants_agree_with_the_reference(size: Size) -> None:
     entrants = [c for c in (*contenders().values(), *variant_contenders(peers=False).values()) if not c.absent]
     eager_entrants = [c for c in entrants if not c.compiles and not c.name.startswith("pytorch")]
-    green, red = correctness.check(eager_entrants, initial_weights(size.shapes), Gradients(size.shapes))
-    assert red == {} and list(green) == [c.name for c in eager_entrants]
+    accepted, errors = correctness.check(eager_entrants, initial_weights(size.shapes), Gradients(size.shapes))
+    assert errors == {} and list(accepted) == [c.name for c in eager_entrants]
 
 
 def test_the_functions_of_the_compiled_contender_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     size, contender = TINY, contenders()["compiled"]
-    green, red = correctness.check([contender], initial_weights(size.shapes), Gradients(size.shapes))
-    assert red == {} and list(green) == ["compiled"]
+    accepted, errors = correctness.check([contender], initial_weights(size.shapes), Gradients(size.shapes))
+    assert errors == {} and list(accepted) == ["compiled"]
 
 
 class NoRestoreStepper(ForeachStepper):
@@ -338,11 +338,11 @@ def test_the_launch_of_a_replay_is_off_the_clock(monkeypatch: pytest.MonkeyPatch
         def elapsed_time(self, last: Any) -> float:
             return (last.at - self.at) / 1e3  # type: ignore[attr-defined,no-any-return]
 
-    def read(name: str) -> Any:
+    def read_event(name: str) -> Any:
         return types.SimpleNamespace(max=lambda: queue(name, 250.0))
 
     machine: Any = object.__new__(Machine)
-    machine.cuda, machine._source, machine._sweep = True, read("read"), read("sweep")
+    machine.cuda, machine._source, machine._sweep = True, read_event("read"), read_event("sweep")
     machine.wait = lambda: clocks.update(host=max(clocks.values()))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     replay = lambda: queue("body", 5.0, call=100.0)  # noqa: E731 - its launch takes the host far longer than the device

@@ -27,12 +27,12 @@ def case(part: str, *rows: dict[str, Any], title: str = "a case", **facts: Any) 
 def federated_record(device: str = "cpu") -> dict[str, Any]:
     """Return a record with every part and every way to fail."""
     fast = {"name": "fastsam, vmap", "speed": summary(3.21), "seconds": summary(0.1), "peak_mib": 231.4, "at": 10.0}
-    cost = {"name": "fedcm", "step": summary(1.0312), "round": summary(1.0312)}
+    cost_row = {"name": "fedcm", "step": summary(1.0312), "round": summary(1.0312)}
     gpu = {"name": "graph, 4", "executor": "graph", "at": 4, "seconds": 0.0123}
     parts = [
         case("speed", fast, {"name": "flower", "ours": False, "problem": "no | actors\nat all"}, title="MLP, fedavg"),
         case("growth", fast, title="by clients", axis="clients"),
-        case("overhead", cost, {"name": "hidden", "round": summary(1.03)}),
+        case("overhead", cost_row, {"name": "hidden", "round": summary(1.03)}),
         case("share", {"name": "loop", "own_share": 0.034, "seconds": 0.5}),
         case("gpu", gpu, {"name": "vmap, 8", "absent": "no time left"}),
         case("busy", {"name": "graph", "busy": 0.931, "at_once": 3.26, "streams": 5}),

@@ -40,16 +40,16 @@ def names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def read(wheel: Path, ending: str) -> str:
-    (name,) = (name for name in names(wheel) if name.endswith(ending))
+def read_file(wheel: Path, suffix: str) -> str:
+    (name,) = (name for name in names(wheel) if name.endswith(suffix))
     return zipfile.ZipFile(wheel).read(name).decode()
 
 
 def assert_pure(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert "Root-Is-Purelib: true" in read(wheel, ".dist-info/WHEEL")
+    assert "Root-Is-Purelib: true" in read_file(wheel, ".dist-info/WHEEL")
     assert not [name for name in names(wheel) if name.endswith(".so")]
-    assert json.loads(read(wheel, "native.json"))["libraries"] == []
+    assert json.loads(read_file(wheel, "native.json"))["libraries"] == []
 
 
 def test_the_distribution_has_one_name_and_needs_what_importing_it_needs() -> None:
@@ -107,8 +107,8 @@ def test_pure_wheel_holds_every_module_and_every_source(checkout: Path, tmp_path
     assert {"fastsam/py.typed", "fastsam_kernels/py.typed"} <= names(wheel)
     packages = {name.split("/")[0] for name in names(wheel)}
     assert {p for p in packages if not p.endswith(".dist-info")} == {"fastsam", "fastsam_kernels"}
-    assert "fastsam = fastsam.lab.cli:main" in read(wheel, "entry_points.txt")
-    assert "FASTSAM_NATIVE=0" in read(wheel, "native.json")
+    assert "fastsam = fastsam.lab.cli:main" in read_file(wheel, "entry_points.txt")
+    assert "FASTSAM_NATIVE=0" in read_file(wheel, "native.json")
 
 
 def test_the_package_called_kernels_may_be_installed(checkout: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_missing_or_failing_compiler_gives_the_pure_wheel_and_says_so(
 ) -> None:
     wheel, output = build_wheel(checkout, tmp_path / "out", CXX=compiler)
     assert_pure(wheel)
-    assert reason in output and reason in read(wheel, "native.json")
+    assert reason in output and reason in read_file(wheel, "native.json")
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_a_compiler_error_is_shown(checkout: Path, tmp_path: Path) -> None:
     (checkout / "csrc" / "ops.cpp").write_text("int one() { return undeclared_name; }\n")
     wheel, output = build_wheel(checkout, tmp_path / "out")
     assert_pure(wheel)
-    assert "undeclared_name" in read(wheel, "native.json") and "ops.cpp" in output
+    assert "undeclared_name" in read_file(wheel, "native.json") and "ops.cpp" in output
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_compiled_wheels_have_platform_tags_and_pure_wheels_none(checkout: Path,
     wheel, output = build_wheel(checkout, tmp_path / "out", FASTSAM_NATIVE="1", FASTSAM_CUDA="0")
     tag = wheel.stem.split("-", 2)[2]
     assert tag.startswith("cp310-abi3-linux_"), tag
-    assert "Root-Is-Purelib: false" in read(wheel, ".dist-info/WHEEL")
+    assert "Root-Is-Purelib: false" in read_file(wheel, ".dist-info/WHEEL")
     assert "built libfastsam_cpu.so" in output
     (library,) = (name for name in names(wheel) if name.endswith(".so"))
     assert library == "fastsam_kernels/libfastsam_cpu.so"

@@ -52,8 +52,8 @@ BYTES = {
 
 def cuobjdump() -> str | None:
     spec = importlib.util.find_spec("triton")
-    packaged = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
-    return str(packaged) if packaged and packaged.is_file() else shutil.which("cuobjdump")
+    packaged_tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
+    return str(packaged_tool) if packaged_tool and packaged_tool.is_file() else shutil.which("cuobjdump")
 
 
 needs_cuobjdump = pytest.mark.skipif(cuobjdump() is None, reason="cuobjdump is not installed (Triton's package has it)")
@@ -213,19 +213,19 @@ INSTRUCTIONS = {
 @needs_cuobjdump
 def test_code_does_not_grow(kernels: list[Kernel]) -> None:
     """The length of the code stays within 15 per cent of the recorded length."""
-    for (op, types), recorded in INSTRUCTIONS.items():
+    for (op, types), recorded_counts in INSTRUCTIONS.items():
         for kernel in select(kernels, op, types):
-            ratio = len(kernel.instructions) / recorded[ARCHS.index(kernel.arch)]
+            ratio = len(kernel.instructions) / recorded_counts[ARCHS.index(kernel.arch)]
             assert 1 / 1.15 <= ratio <= 1.15, (kernel, len(kernel.instructions))
 
 
 @needs_cuobjdump
 def test_the_backup_passes_the_cache(kernels: list[Kernel]) -> None:
     """Only the accesses to the backup bypass the cache, so that operands that are needed soon stay in it."""
-    unrolling = {"perturb": 2, "restore": 4}
+    unroll_factors = {"perturb": 2, "restore": 4}
     for op, types in INSTRUCTIONS:
         for kernel in select(kernels, op, types):
-            assert kernel.count("LDG.E.EF.128", "STG.E.EF.128") == unrolling.get(op, 0), kernel
+            assert kernel.count("LDG.E.EF.128", "STG.E.EF.128") == unroll_factors.get(op, 0), kernel
 
 
 @needs_cuobjdump

@@ -124,6 +124,6 @@ def test_no_atomics_but_the_ticket_of_a_row(ptx_counts: dict) -> None:
 
 def test_code_does_not_grow(ptx_counts: dict, arch: str) -> None:
     """The length of the machine code stays within 15 per cent of the recorded length."""
-    for kernel, recorded in INSTRUCTIONS.items():
-        ratio = ptx_counts[kernel]["instructions"] / recorded[toolchain.CUDA_ARCHS.index(arch)]
+    for kernel, recorded_counts in INSTRUCTIONS.items():
+        ratio = ptx_counts[kernel]["instructions"] / recorded_counts[toolchain.CUDA_ARCHS.index(arch)]
         assert 1 / 1.15 <= ratio <= 1.15, f"{kernel} has {ptx_counts[kernel]['instructions']} instructions"

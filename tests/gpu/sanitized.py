@@ -78,8 +78,8 @@ def row_programs() -> None:
     labels."""
     clients = [(torch.randn(n, 64), torch.randint(10, (n,))) for n in (20, 20, 7)]
     clients[0][1][3] = -100
-    for hidden in (32, 700):
-        model = torch.nn.Sequential(torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10))
+    for hidden_size in (32, 700):
+        model = torch.nn.Sequential(torch.nn.Linear(64, hidden_size), torch.nn.ReLU(), torch.nn.Linear(hidden_size, 10))
         options: dict[str, Any] = {"rounds": 3, "batch_size": 16, "participation": 1.0, "clip_norm": 1.0}
         fed.run(model, clients, fed.FedSAM(), executor="vmap", device=DEVICE, momentum=0.5, **options)
 

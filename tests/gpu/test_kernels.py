@@ -16,20 +16,20 @@ RESNET_LIKE = [64 * 9 * (1 + i) for i in range(60)] + [1000, 512 * 1000]
 
 
 @pytest.fixture
-def compiled() -> ModuleType:
+def native_kernels() -> ModuleType:
     reason = native.why_not("cuda")
     if reason is not None:
         pytest.skip(f"native on CUDA: {reason}")
     return native
 
 
-def test_three_launches_and_nothing_else(compiled: ModuleType) -> None:
+def test_three_launches_and_nothing_else(native_kernels: ModuleType) -> None:
     """norm, perturb and update of 62 tensors: three kernels, no copy, no memset."""
     step = Step(RESNET_LIKE)
-    step.run(compiled)
+    step.run(native_kernels)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step.run(compiled)
+        step.run(native_kernels)
         torch.cuda.synchronize()
     on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert len(on_device) == 3 and all("fastsam" in name for name in on_device), on_device
@@ -76,7 +76,7 @@ def test_the_same_bits_every_time(kernels: ModuleType, rows: int) -> None:
         expected = result
 
 
-def test_the_same_bits_as_the_cpu_kernels(compiled: ModuleType) -> None:
+def test_the_same_bits_as_the_cpu_kernels(native_kernels: ModuleType) -> None:
     """Given the same norm, CUDA has the CPU's bits: both compile csrc/kernel_math.h without contraction."""
     if native.why_not("cpu") is not None:
         pytest.skip(f"native on the CPU: {native.why_not('cpu')}")
@@ -85,9 +85,9 @@ def test_the_same_bits_as_the_cpu_kernels(compiled: ModuleType) -> None:
         for step in steps:
             device = step.sumsq.device.type
             step.sumsq.copy_(torch.tensor([3.0, 7.0]))
-            compiled.perturb_(step.params, step.backup, step.g1, step.table, step.hparams, step.sumsq, True)
+            native_kernels.perturb_(step.params, step.backup, step.g1, step.table, step.hparams, step.sumsq, True)
             operands = step.params, step.backup, step.g2, step.table, hparams_of(2, device)
-            compiled.update_(*operands, "sgd", [step.momentum], init_state=True, write_master=True)
+            native_kernels.update_(*operands, "sgd", [step.momentum], init_state=True, write_master=True)
         assert same(steps[0].read(), steps[1].read()), dtype
 
 
@@ -119,27 +119,27 @@ def test_more_elements_than_an_int_counts(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["norm_", "perturb_", "restore_", "update_norm_", "update_"])
-def test_opcheck(compiled: ModuleType, name: str) -> None:
+def test_opcheck(native_kernels: ModuleType, name: str) -> None:
     operands = native_step.Step(shapes=[(33,), (5, 7), ()])
     op, args = native_step.calls(operands)[name]
     cuda_args = tree_map_only(torch.Tensor, lambda t: t if t is operands.table else t.to(DEVICE), args)
     torch.library.opcheck(op, cuda_args)
 
 
-def test_tickets_of_many_outputs(compiled: ModuleType) -> None:
+def test_tickets_of_many_outputs(native_kernels: ModuleType) -> None:
     """More outputs than there are tickets: a call then brings its own."""
     g, table, hparams = torch.ones(1000, device=DEVICE), torch.tensor([[0, 1000, 0, 0]]), hparams_of()
     sums = torch.zeros(70_000, dtype=torch.float64, device=DEVICE)
     for i in range(0, len(sums)):
-        compiled.norm_(sums[i : i + 1], [g], [], table, hparams)
+        native_kernels.norm_(sums[i : i + 1], [g], [], table, hparams)
     assert (sums == 1000).all()
 
 
-def test_another_device(compiled: ModuleType) -> None:
+def test_another_device(native_kernels: ModuleType) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     step = Step([5000, 3], device="cuda:1")
     expected = Step([5000, 3], device="cuda:0")
     for s in (step, expected):
-        s.run(compiled)
+        s.run(native_kernels)
     assert same(step.read(), expected.read())

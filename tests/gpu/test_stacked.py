@@ -38,9 +38,9 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatc
 
 
 @pytest.mark.skipif(native.why_not("cuda") is not None, reason=f"{native.why_not('cuda')}")
-@pytest.mark.parametrize("hidden", [32, 700])
+@pytest.mark.parametrize("hidden_size", [32, 700])
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM()], ids=["fedavg", "fedsam"])
-def test_row_programs_agree_with_the_cpus(algorithm: fed.Algorithm, hidden: int, monkeypatch: MonkeyPatch) -> None:
+def test_row_programs_agree_with_the_cpus(algorithm: fed.Algorithm, hidden_size: int, monkeypatch: MonkeyPatch) -> None:
     """Products in shared and in global memory have the CPU's bits; sums over a batch may have a different order."""
     original, calls = RowPass.train, []
     monkeypatch.setattr(RowPass, "train", lambda *operands: (calls.append(1), original(*operands)))
@@ -49,8 +49,8 @@ def test_row_programs_agree_with_the_cpus(algorithm: fed.Algorithm, hidden: int,
     for device in ("cpu", DEVICE):
         old_count = len(calls)
         result = fed.run(
-            classifier((64, hidden, 10)), clients, algorithm, rounds=3, batch_size=16, participation=1.0, device=device,
-            executor="vmap", momentum=0.5, lr=0.05,
+            classifier((64, hidden_size, 10)), clients, algorithm, rounds=3, batch_size=16, participation=1.0,
+            device=device, executor="vmap", momentum=0.5, lr=0.05,
         )  # fmt: skip
         assert len(calls) > old_count
         weights.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]))

@@ -182,16 +182,16 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, manual: b
     model = OnePass(manual)
     checkpoint_callback = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
     fit(model, SAMCallback(), checkpoint_callback, enable_checkpointing=True)
-    clean = OnePass()
-    opt = clean.configure_optimizers()
+    clean_module = OnePass()
+    opt = clean_module.configure_optimizers()
     for batch in BATCHES:
-        clean.loss(batch).backward()
+        clean_module.loss(batch).backward()
         opt.step()
         opt.zero_grad()
-    perturbed_weights = copy.deepcopy(dict(clean.named_parameters()))
+    perturbed_weights = copy.deepcopy(dict(clean_module.named_parameters()))
     opt.eval()
     checkpoint_weights = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
-    for name, value in clean.named_parameters():
+    for name, value in clean_module.named_parameters():
         assert same_bits(checkpoint_weights[name], value) and same_bits(model.get_parameter(name), value)
         assert not torch.equal(perturbed_weights[name], value)
 

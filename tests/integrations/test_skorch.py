@@ -45,5 +45,5 @@ def test_the_steps_of_a_plain_loop() -> None:
 @pytest.mark.shows("skorch", "`optimizer__variant` sets the variant", "works")
 def test_options_go_through_its_names() -> None:
     options = {name: value for name, value in OPTIONS.items() if name != "rho"}
-    small, large = (trained_by_skorch(variant=GSAM(rho=rho, alpha=0.4), **options) for rho in (0.05, 0.5))
-    assert not same_bits(list(small.parameters()), list(large.parameters()))
+    small_rho, large = (trained_by_skorch(variant=GSAM(rho=rho, alpha=0.4), **options) for rho in (0.05, 0.5))
+    assert not same_bits(list(small_rho.parameters()), list(large.parameters()))

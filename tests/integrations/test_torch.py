@@ -50,8 +50,10 @@ class Loop:
             self.step(batch)
         return self
 
-    def assert_as(self, other: Loop) -> None:
-        torch.testing.assert_close(list(self.model.parameters()), list(other.model.parameters()), rtol=1e-5, atol=1e-6)
+    def assert_as(self, other_loop: Loop) -> None:
+        torch.testing.assert_close(
+            list(self.model.parameters()), list(other_loop.model.parameters()), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.fixture

@@ -208,15 +208,15 @@ def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
 @pytest.mark.parametrize("eval_strategy", ["no", "steps"])
 def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, eval_strategy: str) -> None:
     start = tiny_model()
-    clean = copy.deepcopy(start)
+    clean_model = copy.deepcopy(start)
     sam = fastsam.MSAM(rho=0.3)
-    opt = FusedSAM(groups(clean), torch.optim.AdamW, variant=sam, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
+    opt = FusedSAM(groups(clean_model), torch.optim.AdamW, variant=sam, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
     for batches in list(windows(1))[:4]:
         opt.zero_grad()
-        clean(**batches[0]).loss.backward()
-        nn.utils.clip_grad_norm_(clean.parameters(), 1.0)
+        clean_model(**batches[0]).loss.backward()
+        nn.utils.clip_grad_norm_(clean_model.parameters(), 1.0)
         opt.step()
-    perturbed_model = copy.deepcopy(clean)
+    perturbed_model = copy.deepcopy(clean_model)
     opt.eval()
 
     settings = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": eval_strategy, "eval_steps": 4}
@@ -224,11 +224,11 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, eval_stra
     args = arguments(tmp_path, **settings, **best)
     trainer = Trainer(model=start, args=args, train_dataset=SAMPLES, eval_dataset=SAMPLES, variant=sam)
     trainer.train()
-    assert same(trainer.model, clean) and not same(trainer.model, perturbed_model)
+    assert same(trainer.model, clean_model) and not same(trainer.model, perturbed_model)
     trainer.save_model(str(tmp_path / "end"))
     for folder in ("checkpoint-4", "end"):
         saved_model = transformers.BertForSequenceClassification.from_pretrained(tmp_path / folder)
-        assert same(saved_model, clean), folder
+        assert same(saved_model, clean_model), folder
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: a loss over the tokens of all micro-batches", "works")

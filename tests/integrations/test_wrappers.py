@@ -106,13 +106,13 @@ def test_lookahead_around() -> None:
     model, expected = tiny_model(), tiny_model()
     opt = library("pytorch_optimizer").Lookahead(FusedSAM(model.parameters(), SGD, rho=0.3, **OPTIONS), k=2, alpha=0.5)
     inner = FusedSAM(expected.parameters(), SGD, rho=0.3, **OPTIONS)
-    slow = [p.detach().clone() for p in expected.parameters()]
+    slow_weights = [p.detach().clone() for p in expected.parameters()]
     for step in range(4):
         opt.step(lambda: loss_of(model, X).backward())
         inner.step(lambda: loss_of(expected, X).backward())
         if step % 2:
             with torch.no_grad():
-                for p, s in zip(expected.parameters(), slow):
+                for p, s in zip(expected.parameters(), slow_weights):
                     s.add_(0.5 * (p - s))
                     p.copy_(s)
     torch.testing.assert_close(list(model.parameters()), list(expected.parameters()), rtol=1e-6, atol=1e-7)

@@ -95,8 +95,8 @@ def test_compare_refuses_an_existing_directory_without_resume(cwd: Path, capsys:
     assert cli.main(command) == 1
     error = capsys.readouterr().err
     assert "cmp exists" in error and "--resume" in error and "Traceback" not in error
-    more = ["compare", "small.toml", "--algorithms", "fedavg,fedsam,mofedsam", "--run-dir", "cmp", "--resume"]
-    assert cli.main(more) == 0
+    more_algorithms = ["compare", "small.toml", "--algorithms", "fedavg,fedsam,mofedsam", "--run-dir", "cmp"]
+    assert cli.main([*more_algorithms, "--resume"]) == 0
     assert {
         path: path.read_bytes() for path in run_files
     } == run_files  # finished runs are reused, the new algorithm is added

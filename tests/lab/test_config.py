@@ -30,14 +30,14 @@ lr = 0.5
 """
 
 
-def read(tmp_path: Path, text: str = FILE, *flags: str) -> config.ConfigSource:
+def read_config(tmp_path: Path, text: str = FILE, *flags: str) -> config.ConfigSource:
     path = tmp_path / "exp.toml"
     path.write_text(text)
     return config.read(path, flags)
 
 
 def resolve(tmp_path: Path, text: str, *flags: str, algorithm: str | None = None) -> run_config.RunConfig:
-    return config.resolve(read(tmp_path, text, *flags), algorithm)
+    return config.resolve(read_config(tmp_path, text, *flags), algorithm)
 
 
 def test_the_signature_of_run_is_the_table() -> None:
@@ -246,7 +246,7 @@ def test_a_users_algorithm_and_an_option_with_the_name_of_a_key(tmp_path: Path) 
 
 
 def test_a_comparison_is_planned_before_it_runs(tmp_path: Path) -> None:
-    plan = compare.plan(read(tmp_path), ["fedavg", "mofedsam"], ["0", "3"])
+    plan = compare.plan(read_config(tmp_path), ["fedavg", "mofedsam"], ["0", "3"])
     assert [(c.algorithm, c.seed, c.lr) for c in plan.configs] == [
         ("fedavg", 0, 0.2), ("fedavg", 3, 0.2), ("mofedsam", 0, 0.5), ("mofedsam", 3, 0.5),
     ]  # fmt: skip
@@ -255,18 +255,18 @@ def test_a_comparison_is_planned_before_it_runs(tmp_path: Path) -> None:
 
 
 def test_all_algorithms_are_compared_by_one_word(tmp_path: Path) -> None:
-    every = list(fed.algorithms.registry)
-    from_file = compare.plan(read(tmp_path, '[compare]\nalgorithms = ["all"]'))
-    for plan in (compare.plan(read(tmp_path), ["all"]), from_file):
-        assert [c.algorithm for c in plan.configs] == every == list(plan.algorithms)
-        assert plan.record()["compare"]["algorithms"] == every
+    names = list(fed.algorithms.registry)
+    from_file = compare.plan(read_config(tmp_path, '[compare]\nalgorithms = ["all"]'))
+    for plan in (compare.plan(read_config(tmp_path), ["all"]), from_file):
+        assert [c.algorithm for c in plan.configs] == names == list(plan.algorithms)
+        assert plan.record()["compare"]["algorithms"] == names
 
 
 def test_a_flat_option_goes_to_the_compared_algorithms_that_take_it(tmp_path: Path) -> None:
-    plan = compare.plan(read(tmp_path, FILE, "--rho", "0.9"), ["fedavg", "fedsam", "mofedsam"])
+    plan = compare.plan(read_config(tmp_path, FILE, "--rho", "0.9"), ["fedavg", "fedsam", "mofedsam"])
     assert [c.options.get("rho") for c in plan.configs] == [None, 0.9, 0.9]
     with pytest.raises(ConfigError, match="beta is an option of .*mofedsam"):
-        compare.plan(read(tmp_path, FILE, "--beta", "0.9"), ["fedavg", "fedsam"])
+        compare.plan(read_config(tmp_path, FILE, "--beta", "0.9"), ["fedavg", "fedsam"])
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_a_flat_option_goes_to_the_compared_algorithms_that_take_it(tmp_path: Pa
 )
 def test_bad_comparisons(tmp_path: Path, algorithms: list | None, seeds: list | None, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compare.plan(read(tmp_path, text), algorithms, seeds)
+        compare.plan(read_config(tmp_path, text), algorithms, seeds)
 
 
 def test_unknown_data_and_loss(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_the_page_of_keys_is_that_of_the_table() -> None:
 
 def test_the_config_of_the_documentation_is_one(tmp_path: Path) -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", DOCS.read_text(), re.S)
-    plan = compare.plan(read(tmp_path, block), ["fedavg", "fedsam", "mofedsam"])
+    plan = compare.plan(read_config(tmp_path, block), ["fedavg", "fedsam", "mofedsam"])
     assert plan.configs[2].lr != plan.configs[1].lr == plan.configs[0].lr
 
 

@@ -45,7 +45,7 @@ def test_the_command_draws_what_was_recorded(
 ) -> None:
     panel_sets = []
     draw = curves.curves
-    monkeypatch.setattr(curves, "curves", lambda panels, *more: panel_sets.append(panels) or draw(panels, *more))
+    monkeypatch.setattr(curves, "curves", lambda panels, *rest: panel_sets.append(panels) or draw(panels, *rest))
     assert cli.main(["plots", str(runs / "avg")]) == 0
     assert {f"curves.{end}" for end in ("png", "svg", "pdf")} <= {path.name for path in (runs / "avg").iterdir()}
     assert str(runs / "avg" / "curves.png") in capsys.readouterr().out

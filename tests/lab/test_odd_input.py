@@ -178,10 +178,10 @@ def test_too_deep_nesting_is_an_error(cwd: Path, capsys: CaptureFixture, name: s
 
 
 @pytest.mark.parametrize("words", ["info", "run --help"])
-@pytest.mark.parametrize("buffering", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
-def test_a_reader_that_goes_away_is_no_error_of_ours(words: str, buffering: dict[str, str]) -> None:
+@pytest.mark.parametrize("buffer_settings", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+def test_a_reader_that_goes_away_is_no_error_of_ours(words: str, buffer_settings: dict[str, str]) -> None:
     """Without buffering the first print fails, with buffering the flush at the end."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | buffering
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | buffer_settings
     command = f"{sys.executable} -m fastsam {words} | true"
     run = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, env=env)
     assert run.returncode == 0 and run.stderr == ""

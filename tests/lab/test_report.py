@@ -28,7 +28,7 @@ def make_run(
     target_round: int | None = None,
     target: float | None = 0.5,
     point: dict | None = None,
-    **more: object,
+    **options: object,
 ) -> FinishedRun:
     history = [{"round": i + 1, "train_loss": 1.0 / (i + 1), "test_accuracy": a} for i, a in enumerate(accuracy)]
     values = [a for a in accuracy if a is not None]
@@ -37,7 +37,7 @@ def make_run(
         "client_accuracy_mean": 0.6, "client_accuracy_std": 0.1 + 0.1 * seed,
         "validation": "prior", "target": target, "rounds_to_target": target_round, "seconds_per_round": 0.25,
         "megabytes": 12.0, "seed": seed,
-        **more,
+        **options,
     }  # fmt: skip
     run_dir, algorithm = Path("cmp") / f"{label}-seed{seed}", label.split(" ")[0]
     return FinishedRun(label, seed, summary, history, run_dir, algorithm, point or {}, 0.1)
@@ -167,7 +167,7 @@ def test_what_the_target_took_is_relative_to_the_run_with_the_same_swept_values(
 def test_common_sweeps_are_panels_and_others_variants(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     figs: dict = {}
 
-    def keep(panels: dict, path: Path, *more: object) -> Path:
+    def keep(panels: dict, path: Path, *arguments: object) -> Path:
         return figs.setdefault(path.name, panels) and path
 
     monkeypatch.setattr(curves, "curves", keep)

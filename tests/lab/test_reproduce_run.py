@@ -115,10 +115,10 @@ def test_what_the_command_says_of_wrong_words(capsys: Any) -> None:
 def test_a_run_that_fails_leaves_its_cells_empty(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     start = experiment.start
 
-    def failing_start(trial: Any, *more: Any) -> Any:
+    def failing_start(trial: Any, *arguments: Any) -> Any:
         if trial.config.algorithm == "fedsam":
             raise RuntimeError("all clients of round 1 were excluded")
-        return start(trial, *more)
+        return start(trial, *arguments)
 
     monkeypatch.setattr(experiment, "start", failing_start)
     directory = tmp_path / "t"

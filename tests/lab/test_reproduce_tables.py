@@ -147,14 +147,14 @@ def test_settings_of_fedlesam_on_cifar() -> None:
     plans = runner.plans(table, (), table.seeds)
     runs = {(part.title, c.algorithm): c for part, plan in plans.items() for c in plan.configs}
     for (title, name), config in runs.items():
-        hundred = "100 clients" in title
-        assert (config.clients, config.participation) == ((100, 0.1) if hundred else (200, 0.05))
+        has_100_clients = "100 clients" in title
+        assert (config.clients, config.participation) == ((100, 0.1) if has_100_clients else (200, 0.05))
         assert (config.batch_size, config.local_epochs) == ((20, 2) if config.data == "cifar100" else (50, 5))
         assert (config.rounds, config.lr, config.weight_decay, config.model) == (800, 0.1, 1e-3, "resnet18_gn")
         assert config.lr_decay == (0.9995 if name in ("feddyn", "fedsmoo", "fedlesam-d") else 0.998)
         assert config.server_lr == (0.1 if name == "fedadam" else 1.0)
-        small, large = ("fedsam", "fedlesam"), ("mofedsam", "fedgamma", "fedsmoo", "fedlesam-s", "fedlesam-d")
-        assert config.options.get("rho") == (0.01 if name in small else 0.1 if name in large else None)
+        small_names, large = ("fedsam", "fedlesam"), ("mofedsam", "fedgamma", "fedsmoo", "fedlesam-s", "fedlesam-d")
+        assert config.options.get("rho") == (0.01 if name in small_names else 0.1 if name in large else None)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ rho = 0.3
 """
 
 
-def read(tmp_path: Path, text: str = FILE, *flags: str) -> config.ConfigSource:
+def read_config(tmp_path: Path, text: str = FILE, *flags: str) -> config.ConfigSource:
     (tmp_path / "small.toml").write_text(text)
     return config.read(tmp_path / "small.toml", flags)
 
@@ -35,7 +35,7 @@ def labels(plan: compare.Plan) -> list[str]:
 
 
 def test_an_option_is_swept_for_the_algorithms_that_take_it(tmp_path: Path) -> None:
-    plan = compare.plan(read(tmp_path), ["fedavg", "fedsam", "mofedsam"], ["0", "1"], ["rho=0.01,0.1"])
+    plan = compare.plan(read_config(tmp_path), ["fedavg", "fedsam", "mofedsam"], ["0", "1"], ["rho=0.01,0.1"])
     assert labels(plan) == ["fedavg", "fedsam rho=0.01", "fedsam rho=0.1", "mofedsam rho=0.01", "mofedsam rho=0.1"]
     assert [c.seed for c in plan.configs] == [0, 1] * 5
     assert [c.options.get("rho") for c in plan.configs[::2]] == [None, 0.01, 0.1, 0.01, 0.1]  # over the file's 0.3
@@ -44,7 +44,7 @@ def test_an_option_is_swept_for_the_algorithms_that_take_it(tmp_path: Path) -> N
 
 
 def test_sweeps_are_combined_and_a_table_names_one_algorithm(tmp_path: Path) -> None:
-    plan = compare.plan(read(tmp_path), ["fedavg", "fedsmoo"], None, ["lr=0.1,0.2", "fedsmoo.dyn=true,false"])
+    plan = compare.plan(read_config(tmp_path), ["fedavg", "fedsmoo"], None, ["lr=0.1,0.2", "fedsmoo.dyn=true,false"])
     assert labels(plan) == [
         "fedavg lr=0.1", "fedavg lr=0.2", "fedsmoo lr=0.1 dyn=true", "fedsmoo lr=0.1 dyn=false",
             "fedsmoo lr=0.2 dyn=true",
@@ -56,17 +56,17 @@ def test_sweeps_are_combined_and_a_table_names_one_algorithm(tmp_path: Path) -> 
 
 def test_the_name_of_a_key_of_the_run_means_that_key_outside_a_table(tmp_path: Path) -> None:
     """`alpha` outside of a table is the Dirichlet split's, although FedCM has an option of this name."""
-    plan = compare.plan(read(tmp_path), ["fedcm"], None, ["alpha=0.5,1"])
+    plan = compare.plan(read_config(tmp_path), ["fedcm"], None, ["alpha=0.5,1"])
     assert [(c.alpha, c.options["alpha"]) for c in plan.configs] == [(0.5, 0.1), (1.0, 0.1)]
     assert len({compare.data_key(c) for c in plan.configs}) == 2
-    plan = compare.plan(read(tmp_path), ["fedcm"], None, ["fedcm.alpha=0.5,1"])
+    plan = compare.plan(read_config(tmp_path), ["fedcm"], None, ["fedcm.alpha=0.5,1"])
     assert [(c.alpha, c.options["alpha"]) for c in plan.configs] == [(0.3, 0.5), (0.3, 1.0)]
     assert [run.point for run in plan.runs] == [(("alpha", 0.5),), (("alpha", 1.0),)]
 
 
 def test_the_stored_record_gives_the_same_plan(tmp_path: Path) -> None:
     sweep = ["rho=0.01,linear(0.1, 0.01, 50)", "participation=0.5,1"]
-    plan = compare.plan(read(tmp_path), ["fedavg", "fedsam"], ["3", "4"], sweep)
+    plan = compare.plan(read_config(tmp_path), ["fedavg", "fedsam"], ["3", "4"], sweep)
     assert plan.sweep[0].values == ("0.01", "linear(0.1, 0.01, 50)")
     (tmp_path / "config.json").write_text(json.dumps(plan.record()))
     assert compare.plan(config.read(tmp_path / "config.json")) == plan
@@ -107,7 +107,7 @@ def test_the_text_of_an_axis_is_read_again(name: str, values: list[str]) -> None
     ],
 )
 def test_bad_sweeps(tmp_path: Path, sweep: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    read(tmp_path)
+    read_config(tmp_path)
     flags = [part for text in sweep for part in ("--sweep", text)]
     run_dir = tmp_path / "cmp"
     assert cli.main(["compare", str(tmp_path / "small.toml"), "--algorithms", "fedavg,fedsam", *flags, "--run-dir",
@@ -117,7 +117,7 @@ def test_bad_sweeps(tmp_path: Path, sweep: list[str], message: str, capsys: pyte
 
 def test_a_data_key_that_is_not_swept_must_still_agree(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one data set: clients is 6 for fedavg and 8 for fedsam"):
-        compare.plan(read(tmp_path, FILE + "clients = 8\n"), ["fedavg", "fedsam"], None, ["alpha=0.5,1"])
+        compare.plan(read_config(tmp_path, FILE + "clients = 8\n"), ["fedavg", "fedsam"], None, ["alpha=0.5,1"])
 
 
 @pytest.mark.parametrize("figures", ["named", pytest.param("drawn", marks=pytest.mark.slow)])  # conftest.py
@@ -125,7 +125,7 @@ def test_the_command_line_draws_it_all(
     figures: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    read(tmp_path)
+    read_config(tmp_path)
     command = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--sweep", "rho=0.01,0.1", "--sweep",
         "clients=5,6",
                "--measures", "sharpness,consistency", "--surface", "3", "--run-dir", "cmp"]  # fmt: skip
@@ -150,7 +150,7 @@ def test_the_command_line_draws_it_all(
 
 
 def test_surface_needs_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    read(tmp_path)
+    read_config(tmp_path)
     assert cli.main(["compare", str(tmp_path / "small.toml"), "--algorithms", "fedavg", "--surface", "1"]) == 1
     assert "--surface needs 2 points or more, 1001 at most, got 1" in capsys.readouterr().err
 

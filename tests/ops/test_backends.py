@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A plain install: no compiled kernels, and nothing said about it yet."""
     table = tuple(replace(b, why_not=lambda: "not built") if b.name == "native" else b for b in backends.BACKENDS)
     monkeypatch.setattr(backends, "BACKENDS", table)
@@ -25,14 +25,14 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_auto_takes_foreach_where_nothing_is_compiled(uncompiled: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_auto_takes_foreach_where_nothing_is_compiled(without_kernels: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     with pytest.warns(UserWarning, match="without its compiled kernels"):
         assert backends.select("auto", CPU, dtype).name == "foreach"
     assert backends.select("reference", CPU, dtype).name == "reference"
 
 
 @pytest.mark.parametrize("call", ["select", "FusedSAM"])
-def test_the_note_names_the_users_line(uncompiled: pytest.MonkeyPatch, call: str) -> None:
+def test_the_note_names_the_users_line(without_kernels: pytest.MonkeyPatch, call: str) -> None:
     with pytest.warns(UserWarning, match="without its compiled kernels") as output:
         if call == "select":
             backends.select("auto", CPU, torch.float32)
@@ -49,8 +49,8 @@ def test_auto_never_takes_the_reference() -> None:
         assert foreach.available == (device == "cpu" or torch.cuda.is_available())
 
 
-def test_the_note_comes_once_with_the_command(uncompiled: pytest.MonkeyPatch) -> None:
-    uncompiled.setattr(build, "why_not", lambda: None)
+def test_the_note_comes_once_with_the_command(without_kernels: pytest.MonkeyPatch) -> None:
+    without_kernels.setattr(build, "why_not", lambda: None)
     with pytest.warns(UserWarning, match=re.escape("`python -m fastsam_kernels.build` builds them")) as output:
         backends.select("auto", CPU, torch.float32)
     assert len(output) == 1 and "native: not built" in str(output[0].message)
@@ -59,8 +59,8 @@ def test_the_note_comes_once_with_the_command(uncompiled: pytest.MonkeyPatch) ->
         backends.select("auto", CPU, torch.float32)
 
 
-def test_without_a_compiler_the_note_names_what_to_install(uncompiled: pytest.MonkeyPatch) -> None:
-    uncompiled.setenv("CXX", "no-such-compiler")
+def test_without_a_compiler_the_note_names_what_to_install(without_kernels: pytest.MonkeyPatch) -> None:
+    without_kernels.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning) as output:
         backends.select("auto", CPU, torch.float32)
     (note,) = (str(w.message) for w in output)
@@ -68,7 +68,7 @@ def test_without_a_compiler_the_note_names_what_to_install(uncompiled: pytest.Mo
     assert "then run `python -m fastsam_kernels.build`" in note
 
 
-def test_a_backend_that_is_named_says_nothing(uncompiled: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_is_named_says_nothing(without_kernels: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert backends.select("foreach", CPU, torch.float32).name == "foreach"

@@ -24,7 +24,7 @@ def step(backend: Backend, case: Case) -> dict[str, Tensor]:
     g1 = memory.operand("g1", case.values("g1"))
     backup = memory.field("backup", case.values("params").to(case.backup_dtype), written=True)
     q, momentum = (memory.field(n, case.values(n, case.compute).abs()) for n in ("q", "momentum"))
-    sumsq, clipped = (torch.zeros(case.rows, dtype=torch.float64, device=device) for _ in range(2))
+    sumsq, clip_norms = (torch.zeros(case.rows, dtype=torch.float64, device=device) for _ in range(2))
     steps = torch.zeros(case.rows, int(table[:, 3].max()) + 1 if len(table) else 1, device=device)
 
     kernels.norm_(sumsq, grads, params, table, hparams)
@@ -40,18 +40,18 @@ def step(backend: Backend, case: Case) -> dict[str, Tensor]:
     out |= {name: memory.read(field) for name, field in (("dual", params), ("mu", mu), ("eps", eps))}
     out["dual_sums"] = dual_sums.cpu()[:, None]
     out["products"] = products.cpu()
-    kernels.update_norm_(clipped, params, backup, g1, table, hparams, g1=grads, q=q)
-    more = {"g1": grads, "q": q, "write_master": True}
-    kernels.update_(params, backup, g1, table, hparams, "sgd", [momentum], sumsq_v=clipped, shift=shift, **more)
+    kernels.update_norm_(clip_norms, params, backup, g1, table, hparams, g1=grads, q=q)
+    operands = {"g1": grads, "q": q, "write_master": True}
+    kernels.update_(params, backup, g1, table, hparams, "sgd", [momentum], sumsq_v=clip_norms, shift=shift, **operands)
     out["sgd"] = memory.read(params)
     for name, rule in rules.RULES.items():
         state = [memory.field(f"{name} {field}", case.values(field, case.compute).square() + 1) for field in rule.state]
         counts = {"steps": steps} if rule.counter else {}
         h = case.hparams(name).to(device)
-        kernels.update_(params, backup, g1, table, h, name, state, **more, **counts)
+        kernels.update_(params, backup, g1, table, h, name, state, **operands, **counts)
         out |= {f"{name} {i}": memory.read(field) for i, field in enumerate((params, backup, *state))}
     out["momentum"] = memory.read(momentum)
-    return out | {"sumsq": sumsq.cpu()[:, None], "clipped": clipped.cpu()[:, None], "steps": steps.cpu()}
+    return out | {"sumsq": sumsq.cpu()[:, None], "clipped": clip_norms.cpu()[:, None], "steps": steps.cpu()}
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -83,10 +83,10 @@ def test_a_row_alone_and_in_a_batch(backend: Backend, case: Case) -> None:
                 close(values, single_row[name].double(), case.dtype)
 
 
-@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("has_seed", [False, True])
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, seeded: bool) -> None:
+def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, has_seed: bool) -> None:
     """A zero, infinite or NaN norm: `z = w`, bit for bit, minus zero included, and a NaN stays one; the other rows
     move."""
 
@@ -103,7 +103,7 @@ def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, se
         sumsq = torch.tensor(norms, dtype=torch.float64).to(backend.device)
         hparams = case.hparams(RHO=10.0, ADAPTIVE=0.0).to(backend.device)
         memory.snapshot()
-        seeds = torch.arange(4, device=backend.device) if seeded else None
+        seeds = torch.arange(4, device=backend.device) if has_seed else None
         backend.load().perturb_(params, backup, grads, case.table, hparams, sumsq, save, seeds)
         memory.check()
         new_weights, mask = memory.read(params), case.mask()

@@ -47,14 +47,14 @@ def tensors(operand: Any) -> list[Tensor]:
 # ---------------------------------------------------------
 
 
-def outputs(op: Op, kernels: Any, poisoned: str | None) -> dict[str, list[Tensor]]:
+def outputs(op: Op, kernels: Any, poisoned_name: str | None) -> dict[str, list[Tensor]]:
     """Bits of all operands and sums after a call, in which one operand, if any, was NaN."""
     result = operator(op)
     operands = Operands(result.sets[0])
     if "params" not in op.operands:  # it is in the call for its dtype only: reading it would show everywhere
         operands["params"] = [torch.full_like(t, torch.nan) for t in tensors(operands["params"])]
-    if poisoned is not None:
-        for tensor in tensors(operands[poisoned]):
+    if poisoned_name is not None:
+        for tensor in tensors(operands[poisoned_name]):
             tensor.fill_(torch.nan if tensor.is_floating_point() else 12345)
     op.call(kernels, operands)
     return {name: pieces(result, operands[name]) for name in (*op.operands, *SUMS)}
@@ -74,18 +74,18 @@ def differ(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 def test_operands_read_and_written(op: Op, backend: backends.Backend) -> None:
     """The registry, from which all figures get their bytes, says what the op does; no more, no less."""
     kernels = kernels_of(backend, op)
-    found = operator(op)
-    old_pieces = {name: pieces(found, found.sets[0][name]) for name in op.operands}
+    operand_names = operator(op)
+    old_pieces = {name: pieces(operand_names, operand_names.sets[0][name]) for name in op.operands}
     plain = outputs(op, kernels, None)
     written_names = {name for name in op.operands if differ(old_pieces[name], plain[name])}
     results = (*op.writes, *SUMS)
-    read = set()
+    read_names = set()
     for name in op.operands:
-        poisoned = outputs(op, kernels, name)
-        if any(differ(plain[result], poisoned[result]) for result in results):
-            read.add(name)
+        poisoned_outputs = outputs(op, kernels, name)
+        if any(differ(plain[result], poisoned_outputs[result]) for result in results):
+            read_names.add(name)
     assert written_names == set(op.writes)
-    assert read == set(op.reads)
+    assert read_names == set(op.reads)
 
 
 def test_every_list_operand_of_the_schemas_is_in_the_registry() -> None:
@@ -194,11 +194,11 @@ def test_launches_of_triton_do_not_depend_on_the_number_of_tensors(
     launches: list[str] = []
     launch = triton_op.launch
 
-    def counted(kernel: Any, *arguments: Any, **options: Any) -> None:
+    def count_launch(kernel: Any, *arguments: Any, **options: Any) -> None:
         launches.append(kernel.fn.__name__ if hasattr(kernel, "fn") else str(kernel))
         launch(kernel, *arguments, **options)
 
-    monkeypatch.setattr(triton_op, "launch", counted)
+    monkeypatch.setattr(triton_op, "launch", count_launch)
     params = [torch.nn.Parameter(torch.randn(3 + i)) for i in range(count)]
     opt = FusedSAM(params, base, rho=0.05, lr=0.1, backend="triton", **options)
     for half in (opt.first_step, opt.second_step):

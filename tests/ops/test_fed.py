@@ -18,11 +18,11 @@ from tests.helpers.op_cases import BACKENDS, Case, Memory, cases, close, nan, pr
 
 
 @property_test(cases(), st.booleans(), st.booleans())
-def test_dual_norm(backend: Backend, case: Case, shared: bool, accumulate: bool) -> None:
+def test_dual_norm(backend: Backend, case: Case, is_shared: bool, accumulate: bool) -> None:
     hparams, grads, memory = case.hparams(), case.values("grads"), Memory(case, backend.device)
     mu, s = case.values("mu", case.compute), case.values("s", case.compute)
     placed_mu = memory.field("mu", mu)
-    placed_s, s = memory.shared("s", s) if shared else (memory.field("s", s), s)
+    placed_s, s = memory.shared("s", s) if is_shared else (memory.field("s", s), s)
     start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
     expected, sumsq = start.clone(), start.to(backend.device)
     reference.dual_norm_(expected, [grads.double()], mu.double(), s.double(), case.table, hparams, accumulate)
@@ -36,14 +36,14 @@ def test_dual_norm(backend: Backend, case: Case, shared: bool, accumulate: bool)
 
 
 @property_test(cases(), st.booleans(), st.booleans(), st.sampled_from((None, 0.0, torch.inf)), examples=60)
-def test_dual_perturb(backend: Backend, case: Case, shared: bool, with_eps: bool, norm: float | None) -> None:
+def test_dual_perturb(backend: Backend, case: Case, is_shared: bool, with_eps: bool, norm: float | None) -> None:
     hparams, sumsq, grads, memory = case.hparams(), case.sums(), case.values("grads"), Memory(case, backend.device)
     if norm is not None:
         sumsq[0] = norm
     mu, s = case.values("mu", case.compute), case.values("s", case.compute)
     backup = case.values("backup", torch.float64).to(case.backup_dtype)
-    placed_s, s = memory.shared("s", s) if shared else (memory.field("s", s), s)
-    placed_backup, backup = memory.shared("backup", backup) if shared else (memory.field("backup", backup), backup)
+    placed_s, s = memory.shared("s", s) if is_shared else (memory.field("s", s), s)
+    placed_backup, backup = memory.shared("backup", backup) if is_shared else (memory.field("backup", backup), backup)
     params64, eps64 = (torch.zeros(backup.shape, dtype=torch.float64) for _ in range(2))
     mu64 = mu.to(torch.float64, copy=True)
     args64 = [grads.double()], s.double(), case.table, hparams, sumsq
@@ -95,10 +95,10 @@ def test_rows_without_a_usable_norm_take_no_dual_step(backend: Backend, case: Ca
 
 
 @property_test(cases(), st.booleans(), st.booleans())
-def test_inner(backend: Backend, case: Case, shared: bool, accumulate: bool) -> None:
+def test_inner(backend: Backend, case: Case, is_shared: bool, accumulate: bool) -> None:
     memory = Memory(case, backend.device)
     x, y = case.values("grads"), case.values("weights")
-    if shared:
+    if is_shared:
         field, y = memory.shared("weights", y)
         placed_y = [field]
     else:
@@ -187,8 +187,8 @@ def test_accumulate_rows(
     d = (x - base if has_base else x).double().tolist()
     limit = LIMIT * 2**HIGH_BITS
     units = [[v * (factor * 2.0**HIGH_BITS) for v in row] for row in d]
-    added = [[trunc(Fraction(v) * 2**LOW_BITS) if abs(v) <= limit else 0 for v in row] for row in units]
-    expected = [a + sum(row[i] for row in added) for i, a in enumerate(numbers((start[0], start[1])))]
+    fixed_rows = [[trunc(Fraction(v) * 2**LOW_BITS) if abs(v) <= limit else 0 for v in row] for row in units]
+    expected = [a + sum(row[i] for row in fixed_rows) for i, a in enumerate(numbers((start[0], start[1])))]
     wraps = 2 ** (64 + LOW_BITS)
     assert [(a - b) % wraps for a, b in zip(numbers(sums), expected, strict=True)] == [0] * n
     assert all(0 <= v < 2**LOW_BITS for v in sums[1].tolist())
@@ -207,10 +207,10 @@ def test_many_rows_are_the_single_calls(backend: Backend, dtype: torch.dtype) ->
     other."""
     device, rows, n = backend.device, 2100, 5
     ones = torch.full((rows, n), -(1 - 2.0**-24) * 2.0**-29, dtype=dtype, device=device)
-    small = torch.zeros(2, n, dtype=torch.int64, device=device).unbind()
+    sums_of_calls = torch.zeros(2, n, dtype=torch.int64, device=device).unbind()
     if (backend.name, device) != ("triton", "cpu"):
-        close_rows(backend.load(), small, ones, 1.0, None)
-        assert numbers(small) == [rows * trunc(Fraction(ones[0, 0].item()) * 2**80)] * n
+        close_rows(backend.load(), sums_of_calls, ones, 1.0, None)
+        assert numbers(sums_of_calls) == [rows * trunc(Fraction(ones[0, 0].item()) * 2**80)] * n
     rows, n = 6, 20_001
     x, base = torch.randn(rows + 1, n, dtype=dtype, device=device).split([rows, 1])
     x[3, n - 1], x[5, 0] = -77.0, torch.inf

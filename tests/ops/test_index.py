@@ -60,13 +60,13 @@ class Walker:
         )
 
 
-def compiled(folder: Path, changes: dict[str, list[tuple[str, str]]] | None = None) -> Walker:
+def compile_walker(folder: Path, changes: dict[str, list[tuple[str, str]]] | None = None) -> Walker:
     """The walk over a copy of csrc/ in which texts are replaced by others, by file."""
     csrc = folder / "csrc"
     shutil.copytree(build.csrc(), csrc)
-    for name, replaced in (changes or {}).items():
+    for name, replacements in (changes or {}).items():
         text = (csrc / name).read_text()
-        for old, new in replaced:
+        for old, new in replacements:
             assert text.count(old) == 1, f"{name} must hold {old!r} once"
             text = text.replace(old, new)
         (csrc / name).write_text(text)
@@ -80,7 +80,7 @@ def compiled(folder: Path, changes: dict[str, list[tuple[str, str]]] | None = No
 
 @pytest.fixture(scope="module")
 def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
-    return compiled(tmp_path_factory.mktemp("walk"))
+    return compile_walker(tmp_path_factory.mktemp("walk"))
 
 
 def table_of(lengths: list[int], gaps: list[int] | None = None) -> Tensor:
@@ -152,7 +152,7 @@ SHARED = {  # mutations for blocks in which each warp has a small segment
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_seeded_error_in_the_index_is_found(tmp_path: Path, error: str) -> None:
     """The same check on a copy of csrc/chunks.h with an off-by-one: red, whichever it is; without one, green."""
-    walker = compiled(tmp_path, {"chunks.h": ERRORS[error]})
+    walker = compile_walker(tmp_path, {"chunks.h": ERRORS[error]})
     table = table_of([33, 0, 4096, 5, 4097, 70_000, 8192, 1])
     result = [walker.cuda(table, 2, width, turns, 4) for width, turns in ((4, 2), (2, 4))] + [walker.cpu(table, 2, 3)]
     assert any(result) == (error != "no error"), result
@@ -161,5 +161,5 @@ def test_a_seeded_error_in_the_index_is_found(tmp_path: Path, error: str) -> Non
 @pytest.mark.gpu_code
 @pytest.mark.parametrize("error", SHARED)
 def test_a_seeded_error_in_shared_blocks_is_found(tmp_path: Path, error: str) -> None:
-    walker = compiled(tmp_path, {"cuda/common.cuh": SHARED[error]})
+    walker = compile_walker(tmp_path, {"cuda/common.cuh": SHARED[error]})
     assert walker.cuda(table_of([33, 128, 5, 4096, 132, 1] + [17] * 20), 2, 4, 2, 4) is not None

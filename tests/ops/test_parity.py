@@ -122,11 +122,11 @@ def test_stochastic_rounding_is_right_on_average(backend: Backend, dtype: torch.
 
     result, exact = params.cpu().double(), w.double() + step.double()
     floor = torch.where(result < exact, result, -torch.inf).amax(0)
-    ceiling = torch.where(result > exact, result, torch.inf).amin(0)
-    is_between = floor.isfinite() & ceiling.isfinite()
+    next_larger = torch.where(result > exact, result, torch.inf).amin(0)
+    is_between = floor.isfinite() & next_larger.isfinite()
     assert is_between.sum() > n / 2
-    unit = (ceiling - floor)[is_between]
-    assert ((result[:, is_between] == floor[is_between]) | (result[:, is_between] == ceiling[is_between])).all()
+    unit = (next_larger - floor)[is_between]
+    assert ((result[:, is_between] == floor[is_between]) | (result[:, is_between] == next_larger[is_between])).all()
     assert (((result.mean(0) - exact)[is_between]) / unit).abs().max() < 4.5 * 0.5 / rows**0.5
     p = ((exact - floor)[is_between] / unit).clamp(1e-6, 1 - 1e-6)
     noise = ((result[:, is_between] - exact[is_between]) / unit) / (p * (1 - p)).sqrt()
@@ -146,12 +146,12 @@ def test_restore_is_bitwise(backend: Backend, case: Case) -> None:
     backend.load().restore_(params, placed_backup, case.table)
     memory.check()
     mask = case.mask()
-    restored, expected = memory.read(params)[mask], backup.to(case.dtype)[mask]
+    restored_weights, expected = memory.read(params)[mask], backup.to(case.dtype)[mask]
     # Rounding a NaN gives a NaN, of whatever payload; torch's foreach copy on CUDA does so in each half precision.
     if case.master or (backend.name, backend.device) == ("foreach", "cuda"):
-        assert torch.equal(restored.isnan(), expected.isnan())
-        restored, expected = restored.nan_to_num(0.0), expected.nan_to_num(0.0)
-    assert same_bits(restored, expected)
+        assert torch.equal(restored_weights.isnan(), expected.isnan())
+        restored_weights, expected = restored_weights.nan_to_num(0.0), expected.nan_to_num(0.0)
+    assert same_bits(restored_weights, expected)
 
 
 class Update:
@@ -199,8 +199,8 @@ class Update:
         mask = self.case.mask()
         close(self.memory.read(self.params)[mask], self.params64[mask])
         if self.backup is not None:
-            restored = self.memory.read(self.backup)[mask]
-            close(restored, self.params64[mask]) if keep else self.assert_same(restored, self.w[mask])
+            restored_weights = self.memory.read(self.backup)[mask]
+            close(restored_weights, self.params64[mask]) if keep else self.assert_same(restored_weights, self.w[mask])
 
     @staticmethod
     def assert_same(a: Tensor, b: Tensor) -> None:
@@ -318,12 +318,12 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
     ):
         hparams[..., COLUMNS[column]] = value
 
-    expected, perturbed = [], []
+    expected, perturbed_params = [], []
     for row in range(rows):
         weights = [t[row].clone().requires_grad_() for t in params]
         optimizer = torch.optim.SGD(weights, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
         norm = torch.linalg.vector_norm(torch.stack([g[row].norm() for g in g1]))
-        perturbed.append([w.detach() + 0.05 * g[row] / norm for w, g in zip(weights, g1, strict=True)])
+        perturbed_params.append([w.detach() + 0.05 * g[row] / norm for w, g in zip(weights, g1, strict=True)])
         for w, g in zip(weights, g2, strict=True):
             w.grad = g[row].clone()
         optimizer.step()
@@ -335,7 +335,7 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
     kernels.norm_(sumsq, g1, [], layout.table, hparams)
     kernels.perturb_(params, arena.field("backup"), g1, layout.table, hparams, sumsq, True)
     for row in range(rows):
-        for a, b in zip(params, perturbed[row], strict=True):
+        for a, b in zip(params, perturbed_params[row], strict=True):
             torch.testing.assert_close(a[row].cpu(), b)
     momentum = arena.field("momentum")
     kernels.update_(params, arena.field("backup"), g2, layout.table, hparams, "sgd", [momentum], init_state=True)

@@ -68,16 +68,16 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 7, 16, 17, 33]), min_size=1, max_siz
 @given(st.sampled_from(list(ELEMENTWISE)), st.integers(1, 3), SHAPES, st.data())
 def test_elementwise(code: Code, rows: int, shape: tuple[int, ...], data: st.DataObject) -> None:
     count, formula, low, high = ELEMENTWISE[code]
-    read = [data.draw(tensors(rows, shape, low, high)) for _ in range(count)]
+    operands = [data.draw(tensors(rows, shape, low, high)) for _ in range(count)]
     x = data.draw(st.sampled_from([2.0, -0.5, 1.5])) if code is not Code.THRESHOLD_BACKWARD else 0.0
     full = (rows, *shape)
-    reads = [operand(i, t, full) for i, t in enumerate(read)]
+    reads = [operand(i, t, full) for i, t in enumerate(operands)]
     out = torch.empty(full)
     result = Instruction(code, shape, RowOperand(OUT, 0, out.stride()[1:]), *reads, number=x)
-    found = program([result.flatten()], read, out[0].numel()).view(full)
-    exact = formula(*(t.double() for t in read), x).expand(full)
-    size = sum(t.double().abs() for t in read) + exact.abs()
-    assert bool(((found - exact).abs() <= ROUNDING * size.expand(full)).all())
+    results = program([result.flatten()], operands, out[0].numel()).view(full)
+    exact = formula(*(t.double() for t in operands), x).expand(full)
+    size = sum(t.double().abs() for t in operands) + exact.abs()
+    assert bool(((results - exact).abs() <= ROUNDING * size.expand(full)).all())
 
 
 def test_elementwise_where_numbers_end() -> None:
@@ -101,11 +101,11 @@ def test_sums(rows: int, shape: tuple[int, ...], data: st.DataObject) -> None:
     out = torch.empty(rows, *shape_of_sum)
     strides = tuple(0 if d in reduced_dims else s for d, s in enumerate(out.stride()[1:]))
     result = Instruction(Code.SUM, shape, RowOperand(OUT, 0, strides), operand(0, a, (rows, *shape)))
-    found = program([result.flatten()], [a], out[0].numel()).view(out.shape)
+    results = program([result.flatten()], [a], out[0].numel()).view(out.shape)
     exact = a.double().expand(rows, *shape)
     dims = [1 + d for d in reduced_dims]
     bound = exact.abs().sum(dims, keepdim=True) * (exact[0].numel() + 1) * 2**-24
-    assert bool(((found - exact.sum(dims, keepdim=True)).abs() <= bound).all())
+    assert bool(((results - exact.sum(dims, keepdim=True)).abs() <= bound).all())
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,7 +145,7 @@ def words_of(change: Callable[[dict[str, list[int]]], object] = lambda parts: No
     return [*parts["head"], *parts["inputs"], *parts["instruction"]]
 
 
-def put(part: str, index: int, word: int) -> Callable[[dict[str, list[int]]], object]:
+def put_word(part: str, index: int, word: int) -> Callable[[dict[str, list[int]]], object]:
     return lambda parts: parts[part].__setitem__(index, word)
 
 
@@ -159,15 +159,15 @@ EACH = 30  # words of an instruction
 MANY = 2**62
 # Words of the operation, its size, operands' offsets, strides and bases; words of the memory, and of the inputs.
 OUTSIDE = [
-    *[put("instruction", 0, word) for word in (-1, len(Code), MANY)],
-    *[put("instruction", SIZE, word) for word in (N + 1, 0, -1, MANY)],
-    *[put("instruction", at + 1, word) for at in (OUT_AT, A_AT) for word in (1, -1, MANY)],
-    *[put("instruction", at + 5, word) for at in (OUT_AT, A_AT, B_AT) for word in (2, -1, MANY)],
-    *[put("instruction", OUT_AT, word) for word in (-1, 0, 2, MANY)],
-    *[put("instruction", A_AT, word) for word in (-2, 0, 3, 4, MANY)],
-    *[put("head", 1, word) for word in (N - 1, -1)],
-    *[put("head", at, -1) for at in (0, 2)],
-    *[put("inputs", at, word) for at in (3, 4) for word in (0, -1, MANY)],
+    *[put_word("instruction", 0, word) for word in (-1, len(Code), MANY)],
+    *[put_word("instruction", SIZE, word) for word in (N + 1, 0, -1, MANY)],
+    *[put_word("instruction", position + 1, word) for position in (OUT_AT, A_AT) for word in (1, -1, MANY)],
+    *[put_word("instruction", position + 5, word) for position in (OUT_AT, A_AT, B_AT) for word in (2, -1, MANY)],
+    *[put_word("instruction", OUT_AT, word) for word in (-1, 0, 2, MANY)],
+    *[put_word("instruction", A_AT, word) for word in (-2, 0, 3, 4, MANY)],
+    *[put_word("head", 1, word) for word in (N - 1, -1)],
+    *[put_word("head", position, -1) for position in (0, 2)],
+    *[put_word("inputs", position, word) for position in (3, 4) for word in (0, -1, MANY)],
 ]
 
 
@@ -185,12 +185,12 @@ def test_words_that_leave_their_memory_are_refused() -> None:
 
 def test_operations_with_labels_stay_within_their_memory() -> None:
     scores, labels = Input((4, 3), (3, 1)), Input((3,), (1,), labels=True)
-    place, read = RowOperand(FIRST_INPUT, 0, (0, 3, 1)), RowOperand(FIRST_INPUT + 1, 0, (0, 0, 1))
-    fine = Instruction(Code.NLL, (1, 4, 3), RowOperand(OUT, 0, (0, 0, 1)), place, read)
+    place, operand = RowOperand(FIRST_INPUT, 0, (0, 3, 1)), RowOperand(FIRST_INPUT + 1, 0, (0, 0, 1))
+    fine = Instruction(Code.NLL, (1, 4, 3), RowOperand(OUT, 0, (0, 0, 1)), place, operand)
     ops.row_program([fine], [scores, labels], 0, 3)
     for change in (
-        {"a": replace(place, strides=(0, 4, 1))}, {"b": replace(read, strides=(0, 0, 2))}, {"b": RowOperand()},
-        {"b": replace(read, base=FIRST_INPUT)}, {"a": replace(place, base=FIRST_INPUT + 1)},
+        {"a": replace(place, strides=(0, 4, 1))}, {"b": replace(operand, strides=(0, 0, 2))}, {"b": RowOperand()},
+        {"b": replace(operand, base=FIRST_INPUT)}, {"a": replace(place, base=FIRST_INPUT + 1)},
         {"out": replace(fine.out, offset=1)},
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match="outside of its memory"):
@@ -207,5 +207,5 @@ def test_a_softmax_that_is_the_same_along_a_dimension() -> None:
     inputs = [Input((3, 5), (5, 1)), Input((3, 1), (1, 1))]
     reads = RowOperand(FIRST_INPUT, 0, (5, 1)), RowOperand(FIRST_INPUT + 1, 0, (1, 0))
     result = Instruction(Code.LOG_SOFTMAX_BACKWARD, (3, 5), RowOperand(OUT, 0, (5, 1)), *reads).by_classes(0)
-    found = ops.row_program([result], inputs, 0, 15)([g, outputs]).view(2, 3, 5)
-    assert torch.allclose(found, g - outputs.exp() * g.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
+    results = ops.row_program([result], inputs, 0, 15)([g, outputs]).view(2, 3, 5)
+    assert torch.allclose(results, g - outputs.exp() * g.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)

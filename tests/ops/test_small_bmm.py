@@ -18,15 +18,15 @@ pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{nat
 SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 64, 65])
 
 
-def matrix(rows: int, down: int, across: int, mode: str) -> Tensor:
+def matrix(rows: int, down: int, columns: int, mode: str) -> Tensor:
     """`[rows, down, across]`: dense, transposed, with gaps on all sides, or one row for all."""
     if mode == "transposed":
-        return torch.randn(rows, across, down).mT
+        return torch.randn(rows, columns, down).mT
     if mode == "gaps":
-        return torch.randn(2 * rows, 3 * down, across + 5)[::2, ::3, 2 : across + 2]
+        return torch.randn(2 * rows, 3 * down, columns + 5)[::2, ::3, 2 : columns + 2]
     if mode == "one":
-        return torch.randn(down, across).expand(rows, -1, -1)
-    return torch.randn(rows, down, across)
+        return torch.randn(down, columns).expand(rows, -1, -1)
+    return torch.randn(rows, down, columns)
 
 
 LAYOUTS = st.sampled_from(["dense", "transposed", "gaps", "one"])

@@ -150,14 +150,14 @@ def test_a_closure_is_the_two_halves(spec: Spec) -> None:
     for t in range(4):
         perturbs = halves.opt.perturbs
 
-        def each(t: int = t) -> Tensor:
+        def closure_of_step(t: int = t) -> Tensor:
             calls.append(closure.opt.is_perturbed)
             value = loss_of(closure, t)
             value.backward()
             return value
 
         first_loss = loss_of(closure, t).item()
-        assert closure.opt.step(each).item() == first_loss, "the loss at the weights"
+        assert closure.opt.step(closure_of_step).item() == first_loss, "the loss at the weights"
         assert calls[-1 - perturbs :] == [False, True][: 1 + perturbs]
         by_hand(halves, t)
         assert halves.opt.phase == "first" and not halves.opt.is_perturbed
@@ -235,10 +235,10 @@ def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
     absent = [({1}, {2}), ({0, 1, 2}, {1}), ({2}, {0, 1, 2}), (set(), {0})]
     training = spec.make(1)
 
-    def drop(missing: set[int]) -> list[Tensor]:
-        for i in missing:
+    def drop(missing_slots: set[int]) -> list[Tensor]:
+        for i in missing_slots:
             training.params[i].grad = None
-        return copies([training.params[i] for i in missing])
+        return copies([training.params[i] for i in missing_slots])
 
     for t, (first, second) in enumerate(absent, 1):
         with training.opt.evaluating():

@@ -19,11 +19,13 @@ SHAPES = [(3, 4), (1,), (), (2, 1, 3), (0,)]
 class Case:
     """Parameters of a FusedSAM with the gradients that its guard expects, in the first or the second pass of a step."""
 
-    def __init__(self, first: bool, dtypes: tuple[torch.dtype, ...] = (torch.float32,), missing: bool = False) -> None:
+    def __init__(
+        self, first: bool, dtypes: tuple[torch.dtype, ...] = (torch.float32,), lacks_one: bool = False
+    ) -> None:
         self.first = first
         tensors = [torch.randn(shape, dtype=dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)]
         self.all_params = [nn.Parameter(tensor) for tensor in tensors]
-        self.missing = self.all_params[3] if missing else None
+        self.without_gradient = self.all_params[3] if lacks_one else None
         opt = FusedSAM(self.all_params, torch.optim.SGD, lr=0.0, momentum=0.9)
         for _ in range(2):
             for half in (opt.first_step, opt.second_step):
@@ -38,7 +40,7 @@ class Case:
 
     def backward(self) -> None:
         for p in self.all_params:
-            p.grad = None if p is self.missing else torch.randn_like(p)
+            p.grad = None if p is self.without_gradient else torch.randn_like(p)
 
     def read_guard(self) -> list[Tensor] | None:
         calls = self.guard.gradients(self.groups, self.state, self.first)
@@ -87,10 +89,10 @@ def test_it_finds_nothing_when_something_changed(change: str, first: bool) -> No
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
 def test_two_dtypes_and_a_missing_gradient_are_expected_too(first: bool) -> None:
-    case = Case(first, (torch.float32, torch.bfloat16), missing=True)
+    case = Case(first, (torch.float32, torch.bfloat16), lacks_one=True)
     gradients = case.read_guard()
     assert gradients is not None and len(gradients) == len(SHAPES) - 1
-    assert set(map(id, gradients)) == {id(p.grad) for p in case.all_params if p is not case.missing}
+    assert set(map(id, gradients)) == {id(p.grad) for p in case.all_params if p is not case.without_gradient}
     case.all_params[3].grad = torch.ones_like(case.all_params[3])
     assert case.read_guard() is None
     case.all_params[3].grad, case.all_params[2].grad = None, None

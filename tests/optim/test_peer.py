@@ -30,9 +30,9 @@ PEERS: list[tuple[Any, dict[str, Any], SAM, str, dict[str, Any]]] = [
     (torch.optim.Adam, {"lr": 0.05}, SAM(0.5, True), "SAM", {"adaptive": True}),
     (torch.optim.RMSprop, {"lr": 0.02}, SAM(), "SAM", {}),
     *(
-        (base, options, sam, type(sam).__name__, more)
+        (base, options, sam, type(sam).__name__, more_options)
         for base, options in ((SGD, MOMENTUM), (ADAMW, {"lr": 0.01}))
-        for sam, more in (
+        for sam, more_options in (
             (WSAM(0.3, gamma=0.8, decouple=False), {"gamma": 0.8, "decouple": False}),
             (WSAM(0.3, gamma=0.8), {"gamma": 0.8}),
             (WSAM(0.3, True, gamma=0.8), {"gamma": 0.8, "adaptive": True}),
@@ -60,8 +60,8 @@ def test_the_same_trajectory_as_pytorch_optimizer(
         return losses, params
 
     def peer(params: list[nn.Parameter]) -> Any:
-        more = {"foreach": False} if name == "SAM" else {"model": nn.ParameterList(params)} if name == "WSAM" else {}
-        return getattr(library, name)(params=params, base_optimizer=base, rho=sam.rho, **extras, **more, **options)
+        of_class = {"SAM": {"foreach": False}, "WSAM": {"model": nn.ParameterList(params)}}.get(name, {})
+        return getattr(library, name)(params=params, base_optimizer=base, rho=sam.rho, **extras, **of_class, **options)
 
     losses, their_params = train(peer)
     our_losses, our_params = train(lambda p: FusedSAM(p, base, variant=sam, **options))

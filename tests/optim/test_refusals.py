@@ -65,7 +65,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (torch.optim.LBFGS, {}, ValueError, "LBFGS calls a closure several times"),
     (lambda groups, **options: object(), {}, TypeError, "must make a torch.optim.Optimizer"),
     # variants
-    *((SGD, {"variant": GSAM(), **more}, ValueError, "combined with") for more in ({"rho": 1}, {"adaptive": 1})),
+    *((SGD, {"variant": GSAM(), name: 1}, ValueError, "combined with") for name in ("rho", "adaptive")),
     *((SGD, {"variant": wrong_variant}, TypeError, "variant must be an instance") for wrong_variant in (GSAM, "gsam")),
     (SGD, {"variant": GSAM(rho=-1.0)}, ValueError, "rho must be 0 or more"),
     *((base, {"variant": MSAM()}, ValueError, words)

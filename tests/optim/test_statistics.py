@@ -91,8 +91,8 @@ def test_without_a_model_both_passes_count() -> None:
     assert passes_of(model)[0] == 2
 
 
-@pytest.mark.parametrize("ending", ["restore", "closure", "context", "hook"])
-def test_a_step_that_ends_otherwise_leaves_the_layers_as_they_were(ending: str) -> None:
+@pytest.mark.parametrize("how", ["restore", "closure", "context", "hook"])
+def test_a_step_that_ends_otherwise_leaves_the_layers_as_they_were(how: str) -> None:
     model = Net()
     buffers = [id(b) for b in model.buffers()]
     loop = Loop(model, FusedSAM(model.parameters(), SGD, lr=0.1, model=model))
@@ -103,18 +103,18 @@ def test_a_step_that_ends_otherwise_leaves_the_layers_as_they_were(ending: str) 
             raise KeyError
         return loss
 
-    if ending == "closure":
+    if how == "closure":
         with pytest.raises(KeyError):
             loop.opt.step(failing_closure)
     else:
         loop.loss()
-        if ending == "context":
+        if how == "context":
             with pytest.raises(KeyError), loop.opt.perturbed():
                 raise KeyError
         else:
             loop.opt.first_step()
             assert not model[1].track_running_stats
-            if ending == "restore":
+            if how == "restore":
                 loop.opt.restore()
             else:
                 handle = loop.opt.register_step_pre_hook(lambda *a: 1 / 0)

@@ -71,11 +71,11 @@ def test_a_hook_may_replace_the_closure() -> None:
     opt = FusedSAM(params, SGD, lr=0.1)
     calls: list[int] = []
 
-    def other() -> Tensor:
+    def new_closure() -> Tensor:
         calls.append(1)
         return closure_of(params)()
 
-    opt.register_step_pre_hook(lambda o, args, kwargs: ((o, other), {}))
+    opt.register_step_pre_hook(lambda o, args, kwargs: ((o, new_closure), {}))
     opt.step(closure_of(params))
     assert len(calls) == 2
 

@@ -199,8 +199,8 @@ def test_options_changed_between_steps(base: Any, backend: Backend) -> None:
     base_options: dict[str, Any] = {"momentum": 0.9} if base is SGD else {"betas": betas}
     groups = [{"params": params, "lr": 0.1, "rho": 0.2, **base_options}]
     oracle, opt = Oracle(groups, base, {}), FusedSAM(groups, base, backend=backend.name)
-    more = [{"momentum": 0.5, "weight_decay": 0.1}] if base is SGD else [{"weight_decay": 0.1}]
-    changes: list[dict[str, Any]] = [{}, {"rho": 0.4}, {"lr": 0.3}, *more, {"maximize": True}]
+    new_options = [{"momentum": 0.5, "weight_decay": 0.1}] if base is SGD else [{"weight_decay": 0.1}]
+    changes: list[dict[str, Any]] = [{}, {"rho": 0.4}, {"lr": 0.3}, *new_options, {"maximize": True}]
     for number, change in enumerate([*changes, {"adaptive": True, "eta": 0.1}]):
         betas[0] = 0.9 - 0.1 * number
         for name, value in change.items():

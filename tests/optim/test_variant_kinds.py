@@ -228,9 +228,9 @@ def test_a_perturbation_for_each_part_of_a_batch() -> None:
     start, loss = problem()
     training = make_fused(SAM(RHO), "sgd", 0)
     params, opt = training
-    clean = [p.clone().requires_grad_() for p in start]
+    clean_params = [p.clone().requires_grad_() for p in start]
     cls, options = BASES["sgd"]
-    plain = cls(clean, **options)
+    plain = cls(clean_params, **options)
     for t in range(3):
         parts, sums = [3 * t, 3 * t + 1, 3 * t + 2], None
         for number, part in enumerate(parts):
@@ -246,12 +246,12 @@ def test_a_perturbation_for_each_part_of_a_batch() -> None:
         opt.second_step()
         mean = torch.zeros(())
         for part in parts:
-            g = flat(torch.autograd.grad(loss(clean, part), clean))
-            eps = like(RHO * g / (g.norm() + 1e-12), clean)
-            perturbed_params = [(p + e).detach().requires_grad_() for p, e in zip(clean, eps, strict=True)]
+            g = flat(torch.autograd.grad(loss(clean_params, part), clean_params))
+            eps = like(RHO * g / (g.norm() + 1e-12), clean_params)
+            perturbed_params = [(p + e).detach().requires_grad_() for p, e in zip(clean_params, eps, strict=True)]
             mean = mean + flat(torch.autograd.grad(loss(perturbed_params, part), perturbed_params)) / len(parts)
-        for p, v in zip(clean, like(mean, clean), strict=True):
+        for p, v in zip(clean_params, like(mean, clean_params), strict=True):
             p.grad = v
         plain.step()
-        for p, q in zip(params, clean, strict=True):
+        for p, q in zip(params, clean_params, strict=True):
             torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-11)

@@ -58,7 +58,7 @@ def test_lookahead_around_sam_is_lookahead_of_its_steps() -> None:
     """The remedy in the message equals an independent SAM whose weights are interpolated by hand."""
     params: list[nn.Parameter] = make_parameters([(5, 3), (8,)], torch.float64)
     oracle = Oracle([{"params": params}], SGD, {"rho": 0.3, "lr": 0.1})
-    slow = [p.detach().clone() for p in oracle.params]
+    slow_weights = [p.detach().clone() for p in oracle.params]
     opt = Lookahead(FusedSAM(params, SGD, rho=0.3, lr=0.1), k=2, alpha=0.5)
     for step in range(4):
         backward(oracle.params, 0)
@@ -67,7 +67,7 @@ def test_lookahead_around_sam_is_lookahead_of_its_steps() -> None:
         oracle.update(gradients(oracle.params))
         if step % 2:
             with torch.no_grad():
-                for p, s in zip(oracle.params, slow):
+                for p, s in zip(oracle.params, slow_weights):
                     s.add_(0.5 * (p - s))
                     p.copy_(s)
         opt.step(closure_of(params))
