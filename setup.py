@@ -64,8 +64,8 @@ class NativeDistribution(Distribution):
         except native.BuildError as error:
             if setting == "1":
                 raise SystemExit(f"fastsam: FASTSAM_NATIVE=1 and the libraries cannot be built: {error}") from error
-            lost = "CUDA kernels" if error.built else "compiled libraries"
-            return native.BuildResult(error.built, f"installed without {lost}: {error}")
+            missing_part = "CUDA kernels" if error.built else "compiled libraries"
+            return native.BuildResult(error.built, f"installed without {missing_part}: {error}")
 
     def has_ext_modules(self) -> bool:
         """Return True if the wheel is a platform wheel, because libraries were compiled."""

@@ -80,7 +80,7 @@ def tables(cases: Sequence[Record]) -> Iterator[str]:
 
 def _shares_no_row(case: Record, cases: Sequence[Record]) -> bool:
     names = {row["name"] for row in case["rows"]}
-    return names.isdisjoint(row["name"] for other in cases if other is not case for row in other["rows"])
+    return names.isdisjoint(row["name"] for other_case in cases if other_case is not case for row in other_case["rows"])
 
 
 def line(case: Record, figure: Figure) -> str:

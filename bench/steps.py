@@ -83,8 +83,8 @@ class StepperPool:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for _ in range(INTERVAL):
                 self.steps()
-        either = ("fastsam::", "aten::")
-        events = [e for e in profiler.events() if not (e.cpu_parent and e.cpu_parent.name.startswith(either))]
+        prefixes = ("fastsam::", "aten::")
+        events = [e for e in profiler.events() if not (e.cpu_parent and e.cpu_parent.name.startswith(prefixes))]
         num_fastsam = sum(event.name.startswith("fastsam::") for event in events)
         num_aten = sum(e.name.startswith("aten::") and not any(view in e.name for view in VIEWS) for e in events)
         return {"kernels": num_fastsam / INTERVAL, "torch_calls": num_aten / INTERVAL}

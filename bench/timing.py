@@ -65,8 +65,8 @@ class Rounds:
         floors = [bytes_ / bandwidth for bandwidth in self.copies]
         result = {"seconds": summary(seconds), "fraction": ratios(floors, seconds)}
         known_rivals = {title: rival for title, rival in (rivals or {}).items() if rival in self.seconds}
-        to = {title: ratios(seconds, self.seconds[rival]) for title, rival in known_rivals.items()}
-        return result | ({"to": to} if to else {})
+        ratios_to = {title: ratios(seconds, self.seconds[rival]) for title, rival in known_rivals.items()}
+        return result | ({"to": ratios_to} if ratios_to else {})
 
 
 def interleave(

@@ -60,8 +60,8 @@ def measure(contenders: Sequence[Contender], training: Training, machine: Machin
         samples[contender.name] = lambda step=step: machine.sample(lambda: [step() for _ in range(training.steps)])
     timings = interleave(samples, rounds)
     for name, seconds in timings.seconds.items():
-        to = {"copied": ratios(seconds, timings.seconds["copied"])} if "copied" in samples else {}
-        rows[name]["eager"] = {"seconds": summary([s / training.steps for s in seconds]), "to": to}
+        ratios_to = {"copied": ratios(seconds, timings.seconds["copied"])} if "copied" in samples else {}
+        rows[name]["eager"] = {"seconds": summary([s / training.steps for s in seconds]), "to": ratios_to}
     return {"title": training.title, "steps": training.steps, **timings.facts, "rows": list(rows.values())}
 
 

@@ -303,8 +303,8 @@ def installed(folder: str | Path = FOLDER) -> BuildResult:
             {}, f"the compiled libraries are from other sources than the installed ones; `{COMMAND}` rebuilds them"
         )
     paths = {kind: folder / name for kind, name in FILES.items() if name in names}
-    if missing := [str(path) for path in paths.values() if not path.is_file()]:
-        return BuildResult({}, f"{' and '.join(missing)} is gone; `{COMMAND}` rebuilds it")
+    if missing_files := [str(path) for path in paths.values() if not path.is_file()]:
+        return BuildResult({}, f"{' and '.join(missing_files)} is gone; `{COMMAND}` rebuilds it")
     return BuildResult(paths, message)
 
 

@@ -60,11 +60,11 @@ def problems_of_names(text: str, node: Described) -> Iterator[str]:
     names = attributes(node) if isinstance(node, ast.ClassDef) else parameters(node)
     inherits = isinstance(node, ast.ClassDef) and bool(node.bases)
     sections = "\n".join(SECTION.findall(text))
-    described = {name.lstrip("*") for entry in ENTRY.findall(sections) for name in entry.split(", ")}
+    described_names = {name.lstrip("*") for entry in ENTRY.findall(sections) for name in entry.split(", ")}
     if not inherits:
-        yield from (f"describes {name!r}, which does not exist" for name in sorted(described - names))
+        yield from (f"describes {name!r}, which does not exist" for name in sorted(described_names - names))
     prose = " ".join(SECTION.sub("", text).split())
-    for name in sorted(parameters(node) - described):
+    for name in sorted(parameters(node) - described_names):
         if re.search(rf"(?:^|[.;] ){re.escape(name)}: ", prose):
             yield f"describes {name!r} in a sentence; use a section Args, or `{name}` in a whole sentence"
 

@@ -67,8 +67,8 @@ def statements(lines: set[tuple[str, int]]) -> int:
     for file, numbers in by_file.items():
         nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt)]
         for number in numbers:
-            enclosing = [node for node in nodes if node.lineno <= number <= (node.end_lineno or 0)]
-            statement_lines.add((file, max(node.lineno for node in enclosing)))
+            enclosing_statements = [node for node in nodes if node.lineno <= number <= (node.end_lineno or 0)]
+            statement_lines.add((file, max(node.lineno for node in enclosing_statements)))
     return len(statement_lines)
 
 

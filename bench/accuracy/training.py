@@ -88,11 +88,11 @@ def measure(name: str, variant: str, quick: bool) -> dict[str, Any]:
     task, seeds, contender = TASKS[name], SEEDS[:2] if quick else SEEDS, contenders()[variant]
     steps = QUICK_STEPS if quick else task.steps
     times = step_times(task, {"SGD": contenders()["SGD"], variant: contender}, 2 if quick else 15)
-    cost, num_steps = times[variant] / times["SGD"], round(contender.share * steps)
+    relative_time, num_steps = times[variant] / times["SGD"], round(contender.share * steps)
     grid = tune(task, contender, TUNING_SEEDS, num_steps)
     trial = (grid[0]["lr"], grid[0]["value"])
     results: dict[int, dict[str, Any]] = {}
-    for count in dict.fromkeys((num_steps, fewer := min(num_steps, steps_in_equal_time(steps, cost)))):
+    for count in dict.fromkeys((num_steps, fewer_steps := min(num_steps, steps_in_equal_time(steps, relative_time)))):
         runs = [run(task, contender, trial, seed, count, sharp=True) for seed in seeds]
         accuracy, sharpness = ([one[i] for one in runs] for i in (0, 1))
         results[count] = {
@@ -100,8 +100,8 @@ def measure(name: str, variant: str, quick: bool) -> dict[str, Any]:
             "std": statistics.stdev(accuracy), "rise": statistics.fmean(sharpness),
         }  # fmt: skip
     text = f"lr {trial[0]:g}, {contender.second} {trial[1]:g}"
-    row = {"name": variant, "title": f"`{variant}`", "cost": cost, "chosen": text}
-    row |= {"grid": grid, "steps": results[num_steps], "time": results[fewer]}
+    row = {"name": variant, "title": f"`{variant}`", "cost": relative_time, "chosen": text}
+    row |= {"grid": grid, "steps": results[num_steps], "time": results[fewer_steps]}
     facts = {"title": task.title, "noise": task.noise, "train": task.train, "steps": steps, "lrs": list(task.lrs)}
     return {**facts, "rows": [row]}
 
@@ -158,10 +158,10 @@ def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dic
     return {name: statistics.median(times) for name, times in samples.seconds.items()}
 
 
-def steps_in_equal_time(steps: int, cost: float) -> int:
+def steps_in_equal_time(steps: int, relative_time: float) -> int:
     """Return how many steps, each as long as `cost` of SGD's, fit into the time of `steps` of SGD's; one at least, and
     no more than `steps`."""
-    return max(1, min(steps, int(steps / cost)))
+    return max(1, min(steps, int(steps / relative_time)))
 
 
 def _start(task: Task, contender: Contender, trial: Trial, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -72,8 +72,8 @@ def finetune(
     for i, parameters in enumerate(_each(clients, population)):
         start: nn.Module = result.client_model(i) if result.has_client_models else model
         seed = seeds.derive(settings.seed, "finetune", i) % 2**31
-        tuned = run(start, parameters, FedAvg(), seed=seed, collate=collate, **steps)
-        old_accuracy, new_accuracy = (evaluator.accuracy_of_client(one, i) for one in (start, tuned.model))
+        client_run = run(start, parameters, FedAvg(), seed=seed, collate=collate, **steps)
+        old_accuracy, new_accuracy = (evaluator.accuracy_of_client(one, i) for one in (start, client_run.model))
         accuracies.append({"client": i, "before": old_accuracy, "after": new_accuracy})
     return accuracies
 

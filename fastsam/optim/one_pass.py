@@ -83,8 +83,8 @@ class OnePass(Engine):
         self._refresh_options(self.base.param_groups)
         moves = self._next_perturbation(False)
         self._norm(moves)
-        clean = all(bucket.saved_slots() == bucket.backup_selection.slots for bucket in self.buckets)
-        if clean and not self._is_perturbed(moves):
+        is_clean = all(bucket.saved_slots() == bucket.backup_selection.slots for bucket in self.buckets)
+        if is_clean and not self._is_perturbed(moves):
             raise RuntimeError(ARRIVED_CLEAN)
         self._last_perturbation, self._versions = moves, self._versions_now()
 

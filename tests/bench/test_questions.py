@@ -304,8 +304,10 @@ def test_a_machine_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["reference"]["launches"] == 3 and "replayed" not in rows["reference"]
     replay_count = sum("replayed" in row for row in rows.values())
-    assert replay_count and machine.captured == replay_count
-    assert machine.queued == result["rounds"] + replay_count * (1 + result["rounds"]), "replays begin behind other work"
+    assert replay_count and machine.num_captured == replay_count
+    assert machine.num_queued == result["rounds"] + replay_count * (1 + result["rounds"]), (
+        "replays begin behind other work"
+    )
 
 
 def test_the_peer_of_the_device_is_the_one_by_hand() -> None:

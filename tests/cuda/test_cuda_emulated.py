@@ -165,12 +165,12 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
         for kernels in (native, emulation.backend.load()):
             memory = Memory(case, "cpu")
             params, grads = (
-                memory.operand("params", case.values("params"), written=True),
+                memory.operand("params", case.values("params"), is_written=True),
                 memory.operand("grads", case.values("grads")),
             )
             names = ("q", "first", "second", "third")
             *fields, third = (memory.field(n, case.values(n, case.compute).abs() + 1, True) for n in names)
-            backup = memory.field("backup", case.values("params").to(case.backup_dtype), written=True)
+            backup = memory.field("backup", case.values("params").to(case.backup_dtype), is_written=True)
             steps = torch.ones(case.rows, int(case.table[:, 3].max()) + 1 if len(case.table) else 1)
             writes = [params, backup, *fields, third]
             kernels.perturb_(params, backup, grads, case.table, case.hparams(), case.sums(), True)

@@ -128,8 +128,9 @@ def dual_step(kernels: ModuleType, case: Case) -> None:
     """dual_perturb_ with all it writes."""
     hparams, sumsq, memory = case.hparams(), case.sums(), Memory(case, "cpu")
     values = {name: case.values(name) for name in ("params", "backup", "mu", "grads", "s", "eps")}
-    params, grads = memory.operand("params", values["params"], written=True), memory.operand("grads", values["grads"])
-    mu, eps = (memory.field(name, values[name], written=True) for name in ("mu", "eps"))
+    params = memory.operand("params", values["params"], is_written=True)
+    grads = memory.operand("grads", values["grads"])
+    mu, eps = (memory.field(name, values[name], is_written=True) for name in ("mu", "eps"))
     backup, s = (memory.field(name, values[name]) for name in ("backup", "s"))
     memory.snapshot()
     params64, backup64, mu64, grads64, s64, eps64 = (x.double() for x in values.values())

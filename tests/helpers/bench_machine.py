@@ -14,10 +14,10 @@ class Small(Machine):
     def __init__(self, device: torch.device | None = None, cuda: bool = False) -> None:
         self.device, self.cache_bytes, self.cuda = torch.device("cpu"), 4096, cuda
         self._source, self._target, self._sweep = torch.ones(1000), torch.zeros(1000), torch.ones(4096)
-        self.captured = self.queued = 0
+        self.num_captured = self.num_queued = 0
 
     def begin(self, body: Callable[[], object], cold: bool = False, queued: bool = False) -> Callable[[], float]:
-        self.queued += queued
+        self.num_queued += queued
         cuda, self.cuda = self.cuda, False
         try:
             return super().begin(body, cold, queued)
@@ -27,7 +27,7 @@ class Small(Machine):
     def wait(self) -> None: ...
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        self.captured += 1
+        self.num_captured += 1
         body()
         return body
 

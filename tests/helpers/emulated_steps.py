@@ -42,10 +42,13 @@ def sam_step(kernels: ModuleType, case: Case) -> None:
     """norm, perturb, restore, update with momentum, against the reference in float64; guard bands around everything."""
     hparams, memory = case.hparams(CLIP=0.0, RHO=0.5), Memory(case, "cpu")
     values = {name: case.values(name) for name in ("params", "grads", "g2", "momentum")}
-    params, grads = memory.operand("params", values["params"], written=True), memory.operand("grads", values["grads"])
+    params, grads = (
+        memory.operand("params", values["params"], is_written=True),
+        memory.operand("grads", values["grads"]),
+    )
     g2 = memory.operand("grads", values["g2"])
-    backup = memory.field("backup", values["params"].to(case.backup_dtype), written=True)
-    momentum = memory.field("momentum", values["momentum"].to(case.compute), written=True)
+    backup = memory.field("backup", values["params"].to(case.backup_dtype), is_written=True)
+    momentum = memory.field("momentum", values["momentum"].to(case.compute), is_written=True)
     sumsq = torch.full((case.rows,), torch.nan, dtype=torch.float64)
     memory.snapshot()
 

@@ -73,13 +73,13 @@ class FakeGraph:
 class FakeCuda:
     """In the place of `executors.cuda.Cuda`."""
 
-    captured: list[FakeGraph]
+    graphs: list[FakeGraph]
     active = FakeStream()
     watch: Watch | None = None
     waits = True  # False: the host may not wait where the real one forbids it, either
 
     def __init__(self, device: torch.device) -> None:
-        FakeCuda.captured = []
+        FakeCuda.graphs = []
 
     def stream(self) -> FakeStream:
         return FakeStream()
@@ -107,8 +107,8 @@ class FakeCuda:
             yield
 
     def capture(self, work: Callable[[], None], stream: object) -> FakeGraph:
-        FakeCuda.captured.append(FakeGraph(work))
-        return FakeCuda.captured[-1]
+        FakeCuda.graphs.append(FakeGraph(work))
+        return FakeCuda.graphs[-1]
 
 
 class _NoWait(TorchDispatchMode):

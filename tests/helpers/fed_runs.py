@@ -43,14 +43,14 @@ def overflow(x: Tensor) -> Tensor:
 
 
 class Drops(nn.Module):
-    """Dropout that no module shows, in batches with a first feature larger than `above`."""
+    """Dropout that no module shows, in batches with a first feature larger than `threshold`."""
 
-    def __init__(self, above: float = -math.inf) -> None:
+    def __init__(self, threshold: float = -math.inf) -> None:
         super().__init__()
-        self.inner, self.above = oracle.smooth_model(FLOAT), above
+        self.inner, self.threshold = oracle.smooth_model(FLOAT), threshold
 
     def forward(self, x: Tensor) -> Tensor:
-        draws = bool((x[:, 0] > self.above).any())
+        draws = bool((x[:, 0] > self.threshold).any())
         output: Tensor = self.inner(F.dropout(x, 0.4, self.training and draws))
         return output
 

@@ -88,7 +88,7 @@ class Plan:
         self.act(self.make(), warm)  # modules are loaded at first use
         reference_training = self.make()
         self.act(reference_training, warm)
-        self.stepped, self.stepped_state = copies(reference_training.params), state(reference_training)
+        self.stepped_weights, self.stepped_state = copies(reference_training.params), state(reference_training)
         # A variant of one pass perturbs along the momentum, which only `whole` backends promise.
         self.promises_clean_weights = spec.one_pass and not self.whole
         if self.promises_clean_weights:
@@ -132,7 +132,7 @@ class Plan:
             place = f"raised at {interrupt}"
         assert addresses == [p.data_ptr() for p in training.params], f"a parameter is not at home: {place}"
         if self.spec.options == "in backward":
-            for p, *results in zip(training.params, old_weights, self.stepped):
+            for p, *results in zip(training.params, old_weights, self.stepped_weights):
                 assert any(same_bits([p], [result]) for result in results), place
             return True
         if anywhere and self.promises_clean_weights:
@@ -140,7 +140,7 @@ class Plan:
             assert any(same_bits(weights, results) for results in self.clean_weights), f"other clean weights: {place}"
             return True
         is_unchanged = same_bits(old_weights, training.params)
-        assert is_unchanged or same_bits(self.stepped, training.params), (
+        assert is_unchanged or same_bits(self.stepped_weights, training.params), (
             f"neither the original nor the stepped: {place}"
         )
         if anywhere and not self.whole:
@@ -152,7 +152,7 @@ class Plan:
             return True
         if is_unchanged:
             self.act(training, self.warm)
-        assert same_bits(self.stepped, training.params), f"the step after it is another: {place}"
+        assert same_bits(self.stepped_weights, training.params), f"the step after it is another: {place}"
         training.steps(range(self.warm + 1, self.warm + 2))
         assert same_bits(self.second, training.params), f"the second step after it is another: {place}"
         return True

@@ -22,10 +22,10 @@ class Interrupt(BaseException):
 
 
 class Tracer:
-    """Counts the lines of the code in `folders` that are executed, and raises before the one with number `at`."""
+    """Counts the executed lines of the code in `folders`, and raises before the one with number `stop_line`."""
 
-    def __init__(self, at: int | None, folders: tuple[str, ...] = (PACKAGE,)) -> None:
-        self.at, self.folders, self.lines, self.where = at, folders, 0, ""
+    def __init__(self, stop_line: int | None, folders: tuple[str, ...] = (PACKAGE,)) -> None:
+        self.stop_line, self.folders, self.lines, self.where = stop_line, folders, 0, ""
 
     def __enter__(self) -> Tracer:
         sys.settrace(self._call)
@@ -39,7 +39,7 @@ class Tracer:
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line":
-            if self.lines == self.at:
+            if self.lines == self.stop_line:
                 self.lines += 1
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise Interrupt(self.where)
@@ -51,16 +51,16 @@ class Alarm:
     """Raises where the main thread is after some seconds, as Ctrl-C does: by the system's timer, or by a signal that
     another thread sends."""
 
-    def __init__(self, after: float, by_thread: bool) -> None:
-        self.after, self.by_thread = after, by_thread
+    def __init__(self, delay: float, by_thread: bool) -> None:
+        self.delay, self.by_thread = delay, by_thread
 
     def __enter__(self) -> Alarm:
         signal.signal(signal.SIGALRM, _raise)
         if self.by_thread:
-            self._timer = threading.Timer(self.after, os.kill, (os.getpid(), signal.SIGALRM))
+            self._timer = threading.Timer(self.delay, os.kill, (os.getpid(), signal.SIGALRM))
             self._timer.start()
         else:
-            signal.setitimer(signal.ITIMER_REAL, self.after)
+            signal.setitimer(signal.ITIMER_REAL, self.delay)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -217,13 +217,13 @@ class Buffer:
     name: str
     memory: Tensor
     writable: Tensor
-    before: Tensor = field(init=False)
+    old_bits: Tensor = field(init=False)
 
     def snapshot(self) -> None:
-        self.before = bits(self.memory).clone()
+        self.old_bits = bits(self.memory).clone()
 
     def check(self) -> None:
-        changed = (bits(self.memory) != self.before) & ~self.writable.to(self.memory.device)
+        changed = (bits(self.memory) != self.old_bits) & ~self.writable.to(self.memory.device)
         positions = changed.nonzero().flatten().tolist()
         assert not positions, f"{self.name}: wrote outside its segments, at elements {positions[:8]}"
 
@@ -241,7 +241,7 @@ class Memory:
         self.buffers.append(buffer)
         return buffer
 
-    def field(self, name: str, values: Tensor, written: bool = False) -> Tensor:
+    def field(self, name: str, values: Tensor, is_written: bool = False) -> Tensor:
         """Place the segments of `values` in a field."""
         case, stride = self.case, self.case.stride + self.case.gap
         buffer = self._allocate(name, case.rows * stride, values.dtype)
@@ -249,21 +249,21 @@ class Memory:
         field = buffer.memory.as_strided(*view)
         mask = case.mask()
         field.copy_(torch.where(mask, values, torch.nan))
-        if written:
+        if is_written:
             buffer.writable.as_strided(*view).copy_(mask)
         return field
 
-    def shared(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
+    def share(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return a field whose rows are all the first row of `values` (row stride 0), and its canonical form."""
         first = values[:1].expand(self.case.rows, -1)
         field = self.field(name, first)
         return field[:1].expand(self.case.rows, -1), first
 
-    def operand(self, name: str, values: Tensor, written: bool = False) -> list[Tensor]:
+    def operand(self, name: str, values: Tensor, is_written: bool = False) -> list[Tensor]:
         """Place `values` as scattered tensors or as a field, as the case has it."""
         case = self.case
         if not case.scattered[name] or (not len(case.table) and case.seed % 2):
-            return [self.field(name, values, written)]
+            return [self.field(name, values, is_written)]
         tensors = []
         for i, (offset, length, _, _) in enumerate(case.table.tolist()):
             stride = length + case.gap
@@ -271,7 +271,7 @@ class Memory:
             view = (case.rows, length), (stride, 1), GUARD + case.shift
             tensor = buffer.memory.as_strided(*view)
             tensor.copy_(values[:, offset : offset + length])
-            if written:
+            if is_written:
                 buffer.writable.as_strided(*view).fill_(True)
             tensors.append(tensor)
         return tensors

@@ -67,11 +67,11 @@ class Paper:
     def radius(self, norm: Tensor) -> Tensor | float:
         return RHO
 
-    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
+    def mix(self, g1: Tensor, g2: Tensor) -> Tensor:
         """Return the gradient for the base optimizer."""
         return g2
 
-    def resting(self, g: Tensor) -> Tensor:
+    def rest_gradient(self, g: Tensor) -> Tensor:
         """Return the gradient of a step without a perturbation."""
         return g
 
@@ -83,7 +83,7 @@ class Paper:
 class PaperGSAM(Paper):
     """Zhuang et al. 2022, by the projection itself: g1 minus its part along the unit vector of g2."""
 
-    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
+    def mix(self, g1: Tensor, g2: Tensor) -> Tensor:
         unit = g2 / g2.norm()
         return g2 - ALPHA * (g1 - torch.dot(g1, unit) * unit)
 
@@ -94,23 +94,23 @@ class PaperWSAM(Paper):
     gamma: float
     decouple: bool
 
-    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
-        self.weighted = self.gamma / (1 - self.gamma) * (g2 - g1)
-        return g1 if self.decouple else g1 + self.weighted
+    def mix(self, g1: Tensor, g2: Tensor) -> Tensor:
+        self.sharpness = self.gamma / (1 - self.gamma) * (g2 - g1)
+        return g1 if self.decouple else g1 + self.sharpness
 
     def correction(self) -> Tensor | None:
-        return self.weighted if self.decouple else None
+        return self.sharpness if self.decouple else None
 
 
 class PaperLookSAM(Paper):
     """Liu et al. 2022, Algorithm 1: `interval` is its k."""
 
-    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
+    def mix(self, g1: Tensor, g2: Tensor) -> Tensor:
         cosine = torch.dot(g1, g2) / (g1.norm() * g2.norm())
         self.gv = g2 - g2.norm() * cosine * g1 / g1.norm()
         return g2
 
-    def resting(self, g: Tensor) -> Tensor:
+    def rest_gradient(self, g: Tensor) -> Tensor:
         return g + ALPHA * g.norm() / self.gv.norm() * self.gv
 
 
@@ -131,7 +131,7 @@ class PaperGradientPenalty(Paper):
 
     alpha: float
 
-    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
+    def mix(self, g1: Tensor, g2: Tensor) -> Tensor:
         return (1 - self.alpha) * g1 + self.alpha * g2
 
 
@@ -194,14 +194,14 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
     for t in range(steps):
         g1 = flat(torch.autograd.grad(loss(params, t), params))
         if t % paper.interval:
-            v = paper.resting(g1)
+            v = paper.rest_gradient(g1)
         else:
             d = paper.direction(g1)
             eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
             perturbed_params = [
                 (p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)
             ]
-            v = paper.mixed(g1, flat(torch.autograd.grad(loss(perturbed_params, t), perturbed_params)))
+            v = paper.mix(g1, flat(torch.autograd.grad(loss(perturbed_params, t), perturbed_params)))
         correction = None if t % paper.interval else paper.correction()
         factor = clip_factor(v if correction is None else v + correction, limit)
         for p, g in zip(params, like(factor * v, params), strict=True):

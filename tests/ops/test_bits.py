@@ -19,10 +19,10 @@ def step(backend: Backend, case: Case) -> dict[str, Tensor]:
     """Call all ops one after the other. Return what they wrote in canonical form (NaN outside the segments)."""
     kernels, memory, device, table = backend.load(), Memory(case, backend.device), backend.device, case.table
     hparams = case.hparams().to(device)
-    params = memory.operand("params", case.values("params"), written=True)
+    params = memory.operand("params", case.values("params"), is_written=True)
     grads = memory.operand("grads", case.values("grads"))
     g1 = memory.operand("g1", case.values("g1"))
-    backup = memory.field("backup", case.values("params").to(case.backup_dtype), written=True)
+    backup = memory.field("backup", case.values("params").to(case.backup_dtype), is_written=True)
     q, momentum = (memory.field(n, case.values(n, case.compute).abs()) for n in ("q", "momentum"))
     sumsq, clip_norms = (torch.zeros(case.rows, dtype=torch.float64, device=device) for _ in range(2))
     steps = torch.zeros(case.rows, int(table[:, 3].max()) + 1 if len(table) else 1, device=device)
@@ -97,8 +97,8 @@ def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, ha
         values = case.values("params")
         values[:, ::7], values[:, 3::7] = -0.0, torch.nan
         memory = Memory(case, backend.device)
-        params = memory.operand("params", values, written=True)
-        backup = memory.field("backup", values.to(case.backup_dtype), written=save)
+        params = memory.operand("params", values, is_written=True)
+        backup = memory.field("backup", values.to(case.backup_dtype), is_written=save)
         grads = memory.operand("grads", torch.ones_like(values))
         sumsq = torch.tensor(norms, dtype=torch.float64).to(backend.device)
         hparams = case.hparams(RHO=10.0, ADAPTIVE=0.0).to(backend.device)

@@ -22,7 +22,7 @@ def test_dual_norm(backend: Backend, case: Case, is_shared: bool, accumulate: bo
     hparams, grads, memory = case.hparams(), case.values("grads"), Memory(case, backend.device)
     mu, s = case.values("mu", case.compute), case.values("s", case.compute)
     placed_mu = memory.field("mu", mu)
-    placed_s, s = memory.shared("s", s) if is_shared else (memory.field("s", s), s)
+    placed_s, s = memory.share("s", s) if is_shared else (memory.field("s", s), s)
     start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
     expected, sumsq = start.clone(), start.to(backend.device)
     reference.dual_norm_(expected, [grads.double()], mu.double(), s.double(), case.table, hparams, accumulate)
@@ -42,16 +42,16 @@ def test_dual_perturb(backend: Backend, case: Case, is_shared: bool, with_eps: b
         sumsq[0] = norm
     mu, s = case.values("mu", case.compute), case.values("s", case.compute)
     backup = case.values("backup", torch.float64).to(case.backup_dtype)
-    placed_s, s = memory.shared("s", s) if is_shared else (memory.field("s", s), s)
-    placed_backup, backup = memory.shared("backup", backup) if is_shared else (memory.field("backup", backup), backup)
+    placed_s, s = memory.share("s", s) if is_shared else (memory.field("s", s), s)
+    placed_backup, backup = memory.share("backup", backup) if is_shared else (memory.field("backup", backup), backup)
     params64, eps64 = (torch.zeros(backup.shape, dtype=torch.float64) for _ in range(2))
     mu64 = mu.to(torch.float64, copy=True)
     args64 = [grads.double()], s.double(), case.table, hparams, sumsq
     reference.dual_perturb_([params64], backup.double(), mu64, *args64, eps64 if with_eps else None)
 
-    placed_params = memory.operand("params", nan(case, case.dtype), written=True)
-    placed_mu, placed_grads = memory.field("mu", mu, written=True), memory.operand("grads", grads)
-    placed_eps = memory.field("eps", nan(case, case.compute), written=True) if with_eps else None
+    placed_params = memory.operand("params", nan(case, case.dtype), is_written=True)
+    placed_mu, placed_grads = memory.field("mu", mu, is_written=True), memory.operand("grads", grads)
+    placed_eps = memory.field("eps", nan(case, case.compute), is_written=True) if with_eps else None
     memory.snapshot()
     args = placed_grads, placed_s, case.table, hparams.to(backend.device), sumsq.to(backend.device)
     backend.load().dual_perturb_(placed_params, placed_backup, placed_mu, *args, eps=placed_eps)
@@ -70,11 +70,11 @@ def test_rows_without_a_usable_norm_take_no_dual_step(backend: Backend, case: Ca
     case = replace(case, rows=4)
     memory, w, grads = Memory(case, backend.device), case.values("params"), case.values("grads")
     w[:, ::7], grads[:, ::3] = -0.0, inf
-    placed_params = memory.operand("params", nan(case, case.dtype), written=True)
+    placed_params = memory.operand("params", nan(case, case.dtype), is_written=True)
     placed_backup, placed_grads = memory.field("backup", w.to(case.backup_dtype)), memory.operand("grads", grads)
-    placed_mu = memory.field("mu", case.values("mu", case.compute), written=True)
+    placed_mu = memory.field("mu", case.values("mu", case.compute), is_written=True)
     placed_s = memory.field("s", case.values("s", case.compute))
-    placed_eps = memory.field("eps", nan(case, case.compute), written=True)
+    placed_eps = memory.field("eps", nan(case, case.compute), is_written=True)
     memory.snapshot()
     args = (
         case.table,
@@ -99,7 +99,7 @@ def test_inner(backend: Backend, case: Case, is_shared: bool, accumulate: bool) 
     memory = Memory(case, backend.device)
     x, y = case.values("grads"), case.values("weights")
     if is_shared:
-        field, y = memory.shared("weights", y)
+        field, y = memory.share("weights", y)
         placed_y = [field]
     else:
         placed_y = memory.operand("weights", y)

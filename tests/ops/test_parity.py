@@ -61,8 +61,8 @@ def test_perturb(backend: Backend, case: Case, save: bool) -> None:
     reference.perturb_([expected], w.clone(), [grads.double()], case.table, hparams, sumsq, False)
 
     memory = Memory(case, backend.device)
-    placed_params = memory.operand("params", params if save else nan(case, case.dtype), written=True)
-    placed_backup = memory.field("backup", backup, written=save)
+    placed_params = memory.operand("params", params if save else nan(case, case.dtype), is_written=True)
+    placed_backup = memory.field("backup", backup, is_written=save)
     placed_grads = memory.operand("grads", grads)
     memory.snapshot()
     args = case.table, hparams.to(backend.device), sumsq.to(backend.device), save
@@ -90,8 +90,8 @@ def test_perturb_with_stochastic_rounding(backend: Backend, case: Case, save: bo
     kernels.perturb_([params64], backup64, operands[:1], case.table, *operands[1:], save, seeds)
 
     memory = Memory(case, backend.device)
-    placed_params = memory.operand("params", params if save else nan(case, case.dtype), written=True)
-    placed_backup, placed_grads = memory.field("backup", backup, written=save), memory.operand("grads", grads)
+    placed_params = memory.operand("params", params if save else nan(case, case.dtype), is_written=True)
+    placed_backup, placed_grads = memory.field("backup", backup, is_written=save), memory.operand("grads", grads)
     memory.snapshot()
     args = [t.to(backend.device) for t in (hparams, sumsq)]
     backend.load().perturb_(
@@ -140,7 +140,7 @@ def test_restore_is_bitwise(backend: Backend, case: Case) -> None:
     special = torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(backup)
     backup[:, ::5] = special[torch.arange(backup[:, ::5].shape[1]) % 4]
     memory = Memory(case, backend.device)
-    params = memory.operand("params", nan(case, case.dtype), written=True)
+    params = memory.operand("params", nan(case, case.dtype), is_written=True)
     placed_backup = memory.field("backup", backup)
     memory.snapshot()
     backend.load().restore_(params, placed_backup, case.table)
@@ -173,8 +173,8 @@ class Update:
         if options["grad_scale"]:
             self.options["grad_scale"] = torch.tensor([SCALE], device=device)
             self.options64["grad_scale"] = torch.tensor([SCALE])
-        self.backup = self.memory.field("backup", self.w, written=True) if options["backup"] else None
-        self.params = self.memory.operand("params", params, written=True)
+        self.backup = self.memory.field("backup", self.w, is_written=True) if options["backup"] else None
+        self.params = self.memory.operand("params", params, is_written=True)
         self.grads = self.memory.operand("grads", self.values["grads"])
         self.params64 = self.w.to(torch.float64, copy=True)
         self.backup64 = self.w.to(torch.float64, copy=True) if options["backup"] else None
@@ -185,7 +185,7 @@ class Update:
 
     def state(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
         """A field that the op updates, and its float64 twin."""
-        return self.memory.field(name, values, written=True), values.to(torch.float64, copy=True)
+        return self.memory.field(name, values, is_written=True), values.to(torch.float64, copy=True)
 
     def args(self, hparams: Tensor) -> tuple:
         return self.params, self.backup, self.grads, self.case.table, hparams.to(self.device)
@@ -258,7 +258,7 @@ def test_update(backend: Backend, rule: str) -> None:
         update = Update(case, options, backend.device)
         if options["shift"]:
             shift = case.values("shift", case.compute)
-            update.options["shift"], shift = update.memory.shared("shift", shift)
+            update.options["shift"], shift = update.memory.share("shift", shift)
             update.options64["shift"] = shift.double()
         options32, options64 = update.options | {"write_master": keep}, update.options64 | {"write_master": keep}
         if clip:

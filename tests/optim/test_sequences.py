@@ -41,7 +41,7 @@ class Training(RuleBasedStateMachine):
         storage_swap.MIN_MEAN_NUMEL_CPU = 0  # small tensors too
         self.base, self.options = base[0], {**base[1], "rho": 0.3, "adaptive": adaptive}
         self.actual = {"backend": backend, "assume_no_alias": assume_no_alias}
-        self.time, self.perturbed = 0, False
+        self.time, self.is_perturbed = 0, False
         self.params = make_parameters([(5, 3), (8,), (), (2, 3, 2, 2)], torch.float64)
         self.params[3].data = self.params[3].data.to(memory_format=torch.channels_last)
         self.opt = FusedSAM(self.params, self.base, **self.actual, **self.options)
@@ -53,30 +53,30 @@ class Training(RuleBasedStateMachine):
             if i < len(self.params):
                 self.params[i].grad = None
 
-    @precondition(lambda self: not self.perturbed)
+    @precondition(lambda self: not self.is_perturbed)
     @rule(absent=absences)
     def first_step(self, absent: set[int]) -> None:
         self._gradients(absent)
         self.oracle.perturb(gradients(self.params))
         self.opt.first_step()
-        self.perturbed = True
+        self.is_perturbed = True
 
-    @precondition(lambda self: self.perturbed)
+    @precondition(lambda self: self.is_perturbed)
     @rule(absent=absences, through_step=st.booleans())
     def second_step(self, absent: set[int], through_step: bool) -> None:
         self._gradients(absent)
         self.oracle.update(gradients(self.params))
         self.opt.step() if through_step else self.opt.second_step(zero_grad=True)
-        self.perturbed, self.time = False, self.time + 1
+        self.is_perturbed, self.time = False, self.time + 1
 
-    @precondition(lambda self: self.perturbed)
+    @precondition(lambda self: self.is_perturbed)
     @rule()
     def restore(self) -> None:
         self.oracle.restore()
         self.opt.restore()
-        self.perturbed = False
+        self.is_perturbed = False
 
-    @precondition(lambda self: not self.perturbed)
+    @precondition(lambda self: not self.is_perturbed)
     @rule(first=absences, second=absences, fails=st.sampled_from([None, None, 1, 2]))
     def step_with_a_closure(self, first: set[int], second: set[int], fails: int | None) -> None:
         calls, old_weights = [], copies(self.params)

@@ -102,7 +102,7 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     opt.first_step(zero_grad=True)
     params[1].grad, params[2].grad = g[1].clone(), g[2].clone()
     opt.second_step()
-    mixture = PaperGSAM().mixed(flat([g[1], torch.zeros_like(g[2])]), flat(g[1:]))
+    mixture = PaperGSAM().mix(flat([g[1], torch.zeros_like(g[2])]), flat(g[1:]))
     two = like(mixture, g[1:])
     assert torch.equal(params[0], old_weights[0])
     torch.testing.assert_close(params[1].detach(), old_weights[1] - two[0])

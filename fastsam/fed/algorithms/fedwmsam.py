@@ -72,8 +72,8 @@ class FedWMSAM(SCAFFOLD):
         return state, Upload(mean, upload.sum)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        towards = (1 + aggregate.mean("cos")).clamp(LEAST, MOST)
-        alpha = (1 - self.alpha_rate) * server["alpha"] + self.alpha_rate * towards
+        alignment = (1 + aggregate.mean("cos")).clamp(LEAST, MOST)
+        alpha = (1 - self.alpha_rate) * server["alpha"] + self.alpha_rate * alignment
         return {
             **super().step_server(server, aggregate, round),
             "D": aggregate.mean("D").to(server["D"].dtype),

@@ -144,8 +144,8 @@ def _check(node: ast.AST) -> None:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         takes = _FUNCTIONS[node.func.id][1]
         if len(node.args) not in takes or node.keywords:
-            more = " or more" if len(takes) > 1 else ""
-            raise ValueError(f"{node.func.id} takes {takes.start} arguments{more}, got {len(node.args)}")
+            suffix = " or more" if len(takes) > 1 else ""
+            raise ValueError(f"{node.func.id} takes {takes.start} arguments{suffix}, got {len(node.args)}")
         for argument in node.args:
             _check(argument)
         return

@@ -93,8 +93,8 @@ def check_labels(population: Population, classes: int, ignore_index: int = IGNOR
 
     If a sample has one label, the test set must have no ignored labels, because accuracies are of all its samples.
     """
-    every = population.clients.labels_together()
-    good = every is not None and bool(((every[0] >= 0) & (every[0] < classes) & (every[0] != ignore_index)).all())
+    joint = population.clients.labels_together()
+    good = joint is not None and bool(((joint[0] >= 0) & (joint[0] < classes) & (joint[0] != ignore_index)).all())
     for i, y in enumerate(() if good else population.clients.labels or ()):
         _check_range(y, f"client {i}", classes, ignore_index)
         if bool((y == ignore_index).all()):

@@ -50,7 +50,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def move_tree(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the tree on `device`: floats in `dtype`, small integers int64, bytes and bools as they are."""
 
-    def put(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         check_unmasked(leaf, "a part of the samples")
         if isinstance(leaf, np.ndarray) and leaf.dtype != object and leaf.dtype.kind not in "US":
             leaf = torch.from_numpy(np.array(leaf, order="C"))
@@ -59,7 +59,7 @@ def move_tree(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
         is_image = leaf.dtype in (torch.bool, torch.uint8)
         return leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype if is_image else torch.int64)
 
-    return map_tree(put, tree)
+    return map_tree(move_leaf, tree)
 
 
 @contextmanager
@@ -216,5 +216,5 @@ class DatasetSamples(ClientDataset):
 
 def fetch(data: Any, places: Sequence[int]) -> list[Any]:
     """Return the samples at some places, in one call if the data set has a method for that."""
-    many = getattr(data, "__getitems__", None)
-    return list(many(places)) if many else [data[i] for i in places]
+    get_items = getattr(data, "__getitems__", None)
+    return list(get_items(places)) if get_items else [data[i] for i in places]

@@ -160,8 +160,8 @@ def present(available: Available, round: int, clients: int) -> list[int]:
         mask = bool(values) and set(map(type, values)) == {bool}
         if mask and len(values) != clients:
             raise ValueError(f"a mask of {len(values)}")
-        flagged = [i for i, flag in enumerate(values) if flag]
-        ids = flagged if mask else sorted({integer("a client id", i) for i in values})
+        present_ids = [i for i, flag in enumerate(values) if flag]
+        ids = present_ids if mask else sorted({integer("a client id", i) for i in values})
         if ids and not 0 <= ids[0] <= ids[-1] < clients:
             raise ValueError(f"{ids[0] if ids[0] < 0 else ids[-1]} is not a client")
     except Exception as error:

@@ -30,7 +30,7 @@ def by_domain(
     test_fraction: float = 0.2,
     classes: int | None = None,
     name: str = "domains",
-    **more: Any,
+    **options: Any,
 ) -> FederatedData:
     """Return a federated data set with one client per domain, or several clients with equal parts of it (IID; the
     remainder goes to the domain's first client).
@@ -44,7 +44,7 @@ def by_domain(
         test_fraction: share of the test samples, without a held-out domain.
         classes: number of classes; default: one more than the largest label.
         name: name for reports.
-        **more: fields of `FederatedData`.
+        **options: fields of `FederatedData`.
 
     Raises:
         ValueError: a domain does not exist, no domain is left for training, or a domain has fewer samples than
@@ -69,7 +69,7 @@ def by_domain(
         priors.append(split.priors)
         labels += [key] * num_clients
     test = tests[0] if len(tests) == 1 else (torch.cat([x for x, _ in tests]), torch.cat([y for _, y in tests]))
-    return FederatedData(clients, test, classes, name, np.concatenate(priors), labels, held_out, **more)
+    return FederatedData(clients, test, classes, name, np.concatenate(priors), labels, held_out, **options)
 
 
 def _training(domains: Mapping[str, Pair], held_out: str | None, name: str) -> dict[str, Pair]:

@@ -133,11 +133,11 @@ def iid(labels: Any, clients: int, seed: int = 20, balanced: bool = False, class
     order = split_generator(seed).permutation(labels.size)
     counts = np.bincount(labels, minlength=classes)
     if balanced:
-        uneven = np.flatnonzero(counts % clients)
-        if uneven.size:
+        uneven_classes = np.flatnonzero(counts % clients)
+        if uneven_classes.size:
             raise ValueError(
-                f"balanced=True needs class sizes divisible by {clients} clients; class {uneven[0]} has "
-                f"{counts[uneven[0]]} samples"
+                f"balanced=True needs class sizes divisible by {clients} clients; class {uneven_classes[0]} has "
+                f"{counts[uneven_classes[0]]} samples"
             )
         by_class = np.split(order[np.argsort(labels[order], kind="stable")], np.cumsum(counts)[:-1])
         blocks = [np.concatenate(rows) for rows in zip(*(np.split(pool, clients) for pool in by_class), strict=True)]

@@ -129,12 +129,12 @@ def block_of(
         numbers: a number for each shape of a step so far: variant, samples of a batch, shapes of x and y. New ones are
             added.
     """
-    first, sizes, every = tasks[0], tasks[0].epoch_sizes(), tasks[0].batch_sizes()
+    first, sizes, batch_sizes = tasks[0], tasks[0].epoch_sizes(), tasks[0].batch_sizes()
     keys = [(variant, size, first.x.shape[1:], first.y.shape[1:]) for size in (sizes[0], sizes[-1])]
     full, last = (numbers.setdefault(key, len(numbers)) for key in keys)
     gatherer = BatchGatherer(tasks) if first.setup.population.augment is None else None
     return ClientBlock(
-        tasks, slot, slot + len(tasks), variant, sizes, (full, last), len(every), sum(every), gatherer,
+        tasks, slot, slot + len(tasks), variant, sizes, (full, last), len(batch_sizes), sum(batch_sizes), gatherer,
         first.batches(), [{} for _ in tasks],
     )  # fmt: skip
 

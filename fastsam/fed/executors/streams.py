@@ -138,13 +138,13 @@ class Streams(Executor):
             self.cuda.current().wait_stream(lane.stream)
 
     def _outcomes(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Generator[ClientOutcome]:
-        more = True
+        has_tasks = True
         while True:
             for slot in range(self.slots):
-                if more and not (slot < len(self.lanes) and self.lanes[slot].busy):
+                if has_tasks and not (slot < len(self.lanes) and self.lanes[slot].busy):
                     task = next(tasks, None)
                     if task is None:
-                        more = False
+                        has_tasks = False
                     else:
                         self._lane(slot).open(task, start, buffers)
             busy = [lane for lane in self.lanes if lane.busy]

@@ -65,12 +65,12 @@ class Threads(Executor):
                 pool.stop_all()
 
     def _outcomes(self, pool: _ThreadPool, tasks: Iterator[Task]) -> Generator[ClientOutcome]:
-        more, out = True, 0
+        has_tasks, out = True, 0
         while True:
-            while more and out < _QUEUED_PER_SLOT * self.slots:
+            while has_tasks and out < _QUEUED_PER_SLOT * self.slots:
                 task = next(tasks, None)
                 if task is None:
-                    more = False
+                    has_tasks = False
                     break
                 if len(pool.threads) < self.slots:
                     pool.start_thread(self._row(len(pool.threads)))

@@ -88,8 +88,8 @@ def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch
         check_labels(population, classes, getattr(function, "ignore_index", IGNORED))
         return labels.dim() == 1
     client_labels, test = population.clients.labels_together(), population.test_labels
-    every = [labels, *([] if client_labels is None else [client_labels[0]]), *([] if test is None else [test])]
-    has_classes = all(bool(((y >= 0) & (y < classes) | (y == IGNORED)).all()) for y in every)
+    label_sets = [labels, *([] if client_labels is None else [client_labels[0]]), *([] if test is None else [test])]
+    has_classes = all(bool(((y >= 0) & (y < classes) | (y == IGNORED)).all()) for y in label_sets)
     return labels.dim() == 1 and classes > 1 and has_classes
 
 

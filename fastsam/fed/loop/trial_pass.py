@@ -52,7 +52,7 @@ def try_pass(
     device = trainable(trial)[0].device
     buffers = dict(trial.named_buffers())
     old_buffers = {name: b.detach().clone() for name, b in buffers.items()}
-    frozen, versions = _frozen_versions(trial), [t._version for t in batch if not t.is_inference()]
+    frozen_versions, versions = _frozen_versions(trial), [t._version for t in batch if not t.is_inference()]
     copies, state = [t.clone() for t in batch], _python_state(trial)
     with restore_random_state(device):
         watch = RandomOpRecorder(device)
@@ -72,7 +72,7 @@ def try_pass(
             "torch.relu(x) in place of x.relu_(), inplace=False"
         )
     changed_buffers = tuple(name for name, b in trial.named_buffers() if not _are_equal(b, old_buffers.get(name)))
-    _check_written(trial, frozen, buffers, changed_buffers)
+    _check_written(trial, frozen_versions, buffers, changed_buffers)
     with torch.no_grad():
         for name, b in buffers.items():
             b.copy_(old_buffers[name])
@@ -174,11 +174,11 @@ def _frozen_versions(trial: nn.Module) -> dict[str, int]:
 
 
 def _check_written(
-    trial: nn.Module, frozen: Mapping[str, int], buffers: Mapping[str, Tensor], names: Sequence[str]
+    trial: nn.Module, frozen_versions: Mapping[str, int], buffers: Mapping[str, Tensor], names: Sequence[str]
 ) -> None:
     """Raise ValueError if a pass writes a frozen parameter, or replaces a buffer by another tensor."""
     for name, version in _frozen_versions(trial).items():
-        if frozen.get(name) != version:
+        if frozen_versions.get(name) != version:
             raise ValueError(
                 f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one "
                 "for all clients; make it a buffer (register_buffer), for which buffers='average', 'keep' or 'local' "

@@ -80,13 +80,13 @@ def margin_risk(replica: Replica, pairs: Sequence[Pair], w: Tensor, margin: floa
     replica.module.eval()
     risks = []
     for x, y in pairs:
-        small = 0
+        num_small = 0
         for a, b in zip(x.split(batch), y.split(batch), strict=True):
             p = replica.module(a).double().softmax(dim=1)
             correct = p.gather(1, b[:, None])[:, 0]
             runner_up = p.scatter(1, b[:, None], -1.0).amax(dim=1)
-            small += int((correct - runner_up <= margin).sum())
-        risks.append(small / len(y))
+            num_small += int((correct - runner_up <= margin).sum())
+        risks.append(num_small / len(y))
     return sum(risks) / len(risks)
 
 

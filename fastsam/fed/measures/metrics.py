@@ -67,8 +67,8 @@ def _call_metric(name: str, metric: Callable[[Tensor, Tensor], Any], outputs: Te
             f"the metric {name!r} failed on outputs {list(outputs.shape)} and labels {list(labels.shape)}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    many = isinstance(value, Tensor) and value.numel() != 1
-    if many or isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+    is_vector = isinstance(value, Tensor) and value.numel() != 1
+    if is_vector or isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         description = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"the metric {name!r} must return one number, got {description}")
     return float(value)

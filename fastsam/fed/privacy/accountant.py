@@ -64,17 +64,17 @@ def privacy_events(
         assert max_participations is not None
         return PrivacyEvents("REPLACE_ONE", lambda rounds: [(dp.GaussianDpEvent(z / 2), max_participations(rounds))])
     epoch = sampling.epoch(participation, clients)
-    every = dp.GaussianDpEvent(z)
+    gaussian_event = dp.GaussianDpEvent(z)
     if sampler == "shuffled":
-        return PrivacyEvents("REPLACE_SPECIAL", lambda rounds: [(every, -(-rounds // epoch))])
+        return PrivacyEvents("REPLACE_SPECIAL", lambda rounds: [(gaussian_event, -(-rounds // epoch))])
     cohort = sampling.fixed_size(participation, clients)
     if sampler == "fixed" and cohort < clients:
         event = dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2))
         return PrivacyEvents("REPLACE_ONE", lambda rounds: [(event, rounds)])
     if sampler == "bernoulli" and participation < 1:
-        poisson = dp.PoissonSampledDpEvent(participation, every)
+        poisson = dp.PoissonSampledDpEvent(participation, gaussian_event)
         return PrivacyEvents("ADD_OR_REMOVE_ONE", lambda rounds: [(poisson, rounds)])
-    return PrivacyEvents("ADD_OR_REMOVE_ONE", lambda rounds: [(every, rounds)])
+    return PrivacyEvents("ADD_OR_REMOVE_ONE", lambda rounds: [(gaussian_event, rounds)])
 
 
 class Accountant:

@@ -67,9 +67,9 @@ class Replica:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, row: Tensor) -> None:
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        is_on_device = all(p.device == row.device for p in frozen)
-        self.module = copy_model(model, frozen if is_on_device else ()).to(row.device)
+        frozen_parameters = [p for p in model.parameters() if not p.requires_grad]
+        is_on_device = all(p.device == row.device for p in frozen_parameters)
+        self.module = copy_model(model, frozen_parameters if is_on_device else ()).to(row.device)
         self.row, self.layout = row, layout
         self.parameters = trainable(self.module)
         self.buffers = list(self.module.buffers())

@@ -31,7 +31,7 @@ EVEN = (6,) * 3  # a whole batch and a partial one
 
 @pytest.fixture
 def capture_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs capture, in `FakeCuda.captured`."""
+    """Runs capture, in `FakeCuda.graphs`."""
     monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
 
 
@@ -65,7 +65,7 @@ def test_a_captured_epoch_has_the_bits_of_its_steps(name: str, options: dict, re
     request.getfixturevalue("capture_epochs")
     with Watch():
         assert train(CASES[name], **options) == plain
-    graphs = FakeCuda.captured
+    graphs = FakeCuda.graphs
     # With a dual the last epoch also stores its perturbation and has a separate graph; the first two epochs of a
     # shape run without a graph.
     # they are.
@@ -76,7 +76,7 @@ def test_a_captured_epoch_has_the_bits_of_its_steps(name: str, options: dict, re
 def test_an_epoch_is_captured_once_not_per_round() -> None:
     for rounds in (2, 4):
         train(fed.FedSAM(rho=0.05), rounds=rounds)
-        assert len(FakeCuda.captured) == 1 and FakeCuda.captured[0].trace == []  # the trace is empty without a watch
+        assert len(FakeCuda.graphs) == 1 and FakeCuda.graphs[0].trace == []  # the trace is empty without a watch
 
 
 @pytest.mark.slow
@@ -104,13 +104,13 @@ def test_a_model_whose_passes_are_not_replayed_is_not_captured() -> None:
     clients = oracle.ragged_clients(torch.float32, EVEN)
     options = {"rounds": 4, "batch_size": 4, "participation": 1.0, "slots": 3, "backend": "reference"}
     fed.run(Counts(), clients, fed.FedAvg(), executor="vmap", **options)
-    assert FakeCuda.captured == []
+    assert FakeCuda.graphs == []
 
 
 @pytest.mark.usefixtures("capture_epochs")
 def test_steps_that_a_measure_keeps_are_not_captured() -> None:
     train(fed.FedSAM(rho=0.05), measures=["perturbation_drift"])
-    assert FakeCuda.captured == []
+    assert FakeCuda.graphs == []
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers of samples: two sorts of epoch_graphs, of which one has a graph."""
     monkeypatch.setattr(epoch_graphs, "MAX_GRAPHS", 1)
     plain = train(fed.FedAvg(), (6, 6, 3, 3), slots=2)
-    assert len(FakeCuda.captured) == 1
+    assert len(FakeCuda.graphs) == 1
     monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: None)
     assert train(fed.FedAvg(), (6, 6, 3, 3), slots=2) == plain
 
@@ -137,4 +137,4 @@ def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: py
     fed.run(
         model, clients, CASES[name], executor="vmap", slots=3, rounds=3, batch_size=4, local_epochs=2, participation=1.0
     )
-    assert bool(calls) == (graphs == 0) and len(FakeCuda.captured) == graphs
+    assert bool(calls) == (graphs == 0) and len(FakeCuda.graphs) == graphs

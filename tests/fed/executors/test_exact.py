@@ -193,7 +193,7 @@ def test_what_draws_unseen_is_refused_with_the_reason():
     state = torch.get_rng_state()
     data = [*oracle.ragged_clients(FLOAT, (20, 9)), (torch.full((5, 6), 100.0), torch.zeros(5, dtype=torch.long))]
     with pytest.raises(fed.ClientError, match="draws random numbers.*executor='sequential'"):
-        fed.run(Drops(above=99.0), data, fed.FedAvg(), executor="threads", slots=2, rounds=2, participation=1.0)
+        fed.run(Drops(threshold=99.0), data, fed.FedAvg(), executor="threads", slots=2, rounds=2, participation=1.0)
     assert torch.equal(state, torch.get_rng_state()) and not alive()
 
 

@@ -61,7 +61,7 @@ def test_the_order_of_work_gives_the_bits_of_the_plain_executor(options: dict, s
 def test_a_step_is_captured_once_per_shape_and_not_per_round() -> None:
     for rounds in (2, 4):
         train(fed.FedSAM(), sizes=(64,) * 6, rounds=rounds, executor="graph", slots=3, batch_size=32, participation=1.0)
-        assert len(FakeCuda.captured) == 1
+        assert len(FakeCuda.graphs) == 1
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -116,7 +116,7 @@ def test_streams_are_ordered_and_replays_repeat_what_was_captured(name: str, exe
     with Watch():
         assert train(algorithm, executor=executor, slots=slots, **options) == plain
     if executor == "graph" and name != "fedbn":
-        assert sum(graph.replays for graph in FakeCuda.captured) > 5
+        assert sum(graph.replays for graph in FakeCuda.graphs) > 5
 
 
 def test_the_stand_in_notices_what_it_is_for() -> None:
@@ -250,7 +250,7 @@ def test_there_are_no_more_graphs_than_slots_and_sorts() -> None:
     options = {"sizes": tuple(range(8, 104, 8)), "rounds": 6, "batch_size": 8, "participation": 0.6, "slots": 4}
     train(fed.FedSAM(), executor="graph", **options)
     # All batches are full, for each slot by itself and for the first 2, 3 and 4 slots together.
-    assert len(FakeCuda.captured) <= 7
+    assert len(FakeCuda.graphs) <= 7
 
 
 @pytest.mark.gpu

@@ -160,10 +160,10 @@ def test_copies_are_ordered_with_the_work_that_they_are_for(
 class Loose(HostStateStorage):
     """Without one of its waits."""
 
-    without = ""
+    missing_wait = ""
 
     def get(self, client: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.without == "get":
+        if self.missing_wait == "get":
             self.cuda.current = FakeStream  # type: ignore[method-assign]
         try:
             return super().get(client, state)
@@ -171,7 +171,7 @@ class Loose(HostStateStorage):
             self.cuda.__dict__.pop("current", None)
 
     def put(self, client: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.without == "put":
+        if self.missing_wait == "put":
             self.cuda.current = FakeStream  # type: ignore[method-assign]
         try:
             return super().put(client, state)
@@ -179,14 +179,14 @@ class Loose(HostStateStorage):
             self.cuda.__dict__.pop("current", None)
 
     def commit(self) -> None:
-        if self.without != "commit":
+        if self.missing_wait != "commit":
             super().commit()
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("without", ["get", "put", "commit"])
-def test_the_stand_in_notices_a_missing_wait(without: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(Loose, "without", without)
+@pytest.mark.parametrize("missing_wait", ["get", "put", "commit"])
+def test_the_stand_in_notices_a_missing_wait(missing_wait: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(Loose, "missing_wait", missing_wait)
     monkeypatch.setattr(client_state, "HostStateStorage", Loose)
     options = {"backend": "reference", "rounds": 2, "participation": 1.0, "client_state": "host"}
     with (

@@ -26,14 +26,14 @@ def start(executor: str = "sequential", augment: Any = None, **options: Any) -> 
 
 
 class Later:
-    """Calls `bad` in place of `good` from the call `after` on."""
+    """Calls `bad` in place of `good` after `num_good` calls."""
 
-    def __init__(self, good: Any, bad: Any, after: int) -> None:
-        self.good, self.bad, self.left = good, bad, after
+    def __init__(self, good: Any, bad: Any, num_good: int) -> None:
+        self.good, self.bad, self.num_good = good, bad, num_good
 
     def __call__(self, *arguments: Any) -> Any:
-        self.left -= 1
-        return (self.good if self.left >= 0 else self.bad)(*arguments)
+        self.num_good -= 1
+        return (self.good if self.num_good >= 0 else self.bad)(*arguments)
 
 
 # --- losses and augmentation ---
@@ -79,22 +79,22 @@ def test_an_augmentation_of_another_shape_in_a_later_round(executor: str, bad: A
 
 @dataclass(frozen=True)
 class Raises(fed.Algorithm):
-    """Keeps a state, and raises in one of its methods from round `after` on."""
+    """Keeps a state, and raises in one of its methods from round `first_bad_round` on."""
 
     method: str
     error: type[BaseException] = ZeroDivisionError
-    after: int = 1
+    first_bad_round: int = 1
 
     def _look(self, method: str, index: int) -> None:
-        if method == self.method and index >= self.after:
+        if method == self.method and index >= self.first_bad_round:
             raise self.error("oh no")
 
     def init_server(self, w0):
-        self._look("init_server", self.after)
+        self._look("init_server", self.first_bad_round)
         return {"w": w0}
 
     def init_client(self, server):
-        self._look("init_client", self.after)
+        self._look("init_client", self.first_bad_round)
         return {"k": server["w"] * 0}
 
     def local_update(self, server, client, round):

@@ -212,7 +212,7 @@ class Beside(fed.Callback):
     """Starts a second run in another thread, or in this one, in the middle of the first."""
 
     def __init__(self, model: nn.Module, thread: bool) -> None:
-        self.model, self.thread, self.made = model, thread, list[Any]()
+        self.model, self.thread, self.outcomes = model, thread, list[Any]()
 
     def on_round(self, run: Any, record: Any) -> None:
         if not self.thread:
@@ -224,16 +224,16 @@ class Beside(fed.Callback):
 
     def _run(self) -> None:
         try:
-            self.made.append(start(self.model))
+            self.outcomes.append(start(self.model))
         except ValueError as error:
-            self.made.append(error)
+            self.outcomes.append(error)
 
 
 @pytest.mark.parametrize(("first", "second"), [(DROPS, PLAIN), (PLAIN, DROPS), (DROPS, DROPS)])
 def test_runs_in_threads_of_which_one_draws(first: nn.Module, second: nn.Module) -> None:
     second_run, state = Beside(second, thread=True), torch.get_rng_state()
     result = start(first, callbacks=[second_run])
-    assert "another fed.run is active in a thread of this process" in str(second_run.made[0])
+    assert "another fed.run is active in a thread of this process" in str(second_run.outcomes[0])
     assert same_bits(result.model, start(first).model) and torch.equal(state, torch.get_rng_state())
 
 
@@ -241,4 +241,4 @@ def test_runs_in_threads_of_which_one_draws(first: nn.Module, second: nn.Module)
 def test_runs_that_may_be_together(model: nn.Module, thread: bool) -> None:
     second_run = Beside(model, thread)
     start(model, callbacks=[second_run])
-    assert isinstance(second_run.made[0], fed.Result)
+    assert isinstance(second_run.outcomes[0], fed.Result)

@@ -98,18 +98,18 @@ def test_a_server_that_asks_for_more_than_the_mean_is_told() -> None:
 
 def test_the_algorithm_does_not_learn_how_many_came() -> None:
     class Counted(fed.FedAvg):
-        told: ClassVar[set[int]] = set()
+        sizes: ClassVar[set[int]] = set()
 
         def local_update(self, server: Any, client: Any, round: Any) -> Any:
-            self.told.add(round.cohort_size)
+            self.sizes.add(round.cohort_size)
             return super().local_update(server, client, round)
 
         def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
-            self.told.update((round.cohort_size, aggregate.num_clients))
+            self.sizes.update((round.cohort_size, aggregate.num_clients))
             return super().step_server(server, aggregate, round)
 
     came = [r["clients"] for r in checks.run(algorithm=Counted(), participation=0.5, rounds=4).history]
-    assert len(set(came)) > 2 and Counted.told == {1, 4}  # 1: of the trial before the first round
+    assert len(set(came)) > 2 and Counted.sizes == {1, 4}  # 1: of the trial before the first round
 
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,10 +232,10 @@ def test_every_client_has_its_own(executor):
             return {"scale": 1.0}
 
         def scale_of(self, visit):
-            return (visit.mine["scale"],) * 2 + (1.0, 1.0)
+            return (visit.state["scale"],) * 2 + (1.0, 1.0)
 
         def finish(self, visit, delta):
-            visit.mine["scale"] = factor_of(visit.client)
+            visit.state["scale"] = factor_of(visit.client)
             return {}
 
     assert distance(Each(), UnfusedEach(D.GRADIENT, 0.4), executor) < 1e-12

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .loop import End, Kept, Vector, Visit, add, minus, scale_vector, unit, value_at, zeros
+from .loop import RoundResults, State, Vector, Visit, add, minus, scale_vector, unit, value_at, zeros
 from .plain import FedAvg
 
 
@@ -19,8 +19,8 @@ class FedSWA(FedAvg):
     def pace(self, k: int, steps: int) -> float:
         return (1 - k / steps) + k / steps * self.rho
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        return add(w, scale_vector(self.alpha * end.server_lr, end.mean_move()))
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        return add(w, scale_vector(self.alpha * results.server_lr, results.mean_move()))
 
 
 @dataclass
@@ -29,24 +29,24 @@ class FedMoSWA(FedSWA):
 
     gamma: float = 0.4
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"c": zeros(w)}
 
-    def start_client(self, w: Vector) -> Kept:
+    def start_client(self, w: Vector) -> State:
         return {"c_i": zeros(w)}
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        return add(visit.gradient(w, x, y), minus(visit.server["c"], visit.mine["c_i"]))
+        return add(visit.gradient(w, x, y), minus(visit.server["c"], visit.state["c_i"]))
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
+    def finish(self, visit: Visit, delta: Vector) -> State:
         mean_gradient = scale_vector(-1 / visit.rates, delta)  # the mean of g + c - c_i
-        visit.mine["c_i"] = minus(add(mean_gradient, visit.mine["c_i"]), visit.server["c"])
-        return {"c_i": [c.clone() for c in visit.mine["c_i"]]}
+        visit.state["c_i"] = minus(add(mean_gradient, visit.state["c_i"]), visit.server["c"])
+        return {"c_i": [c.clone() for c in visit.state["c_i"]]}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        mean = scale_vector(1 / len(end.sent), add(*[sent["c_i"] for sent in end.sent.values()]))
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        mean = scale_vector(1 / len(results.uploads), add(*[upload["c_i"] for upload in results.uploads.values()]))
         server["c"] = add(scale_vector(1 - self.gamma, server["c"]), scale_vector(self.gamma, mean))
-        return super().serve(server, w, end)
+        return super().serve(server, w, results)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class FedNSAM(FedAvg):
     gamma: float = 0.85
     perturb: str = "gradient"
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"m": zeros(w)}
 
     def origin(self, visit: Visit) -> Vector:
@@ -68,6 +68,6 @@ class FedNSAM(FedAvg):
         climb = scale_vector(value_at(visit.t, self.rho), unit(uphill))
         return visit.gradient(add(w, climb), x, y)
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        server["m"] = add(scale_vector(self.gamma, server["m"]), end.mean_move())
-        return add(w, scale_vector(end.server_lr, server["m"]))
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        server["m"] = add(scale_vector(self.gamma, server["m"]), results.mean_move())
+        return add(w, scale_vector(results.server_lr, server["m"]))

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .loop import End, Kept, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
+from .loop import RoundResults, State, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
 from .plain import FedAvg, FedLESAM
 
 
@@ -18,27 +18,27 @@ class Dynamic(FedAvg):
     def proximal(self, t: int) -> float:
         return self.phi * self.phi_decay**t
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {**super().start_server(w), "H": zeros(w)}
 
-    def start_client(self, w: Vector) -> Kept:
+    def start_client(self, w: Vector) -> State:
         return {**super().start_client(w), "h": zeros(w)}
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g = self.gradient(visit, w, x, y)
-        dual = scale_vector(-self.proximal(visit.t), visit.mine["h"])
+        dual = scale_vector(-self.proximal(visit.t), visit.state["h"])
         return minus(g, dual)
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
+    def finish(self, visit: Visit, delta: Vector) -> State:
         upload = super().finish(visit, delta)
-        visit.mine["h"] = add(visit.mine["h"], delta)
+        visit.state["h"] = add(visit.state["h"], delta)
         return upload
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        super().serve(server, w, end)  # the state of the other half; the model follows below
-        for delta in end.delta.values():
-            server["H"] = add(server["H"], scale_vector(1 / end.clients, delta))
-        return add(w, end.mean_move(), server["H"])
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        super().serve(server, w, results)  # the state of the other half; the model follows below
+        for delta in results.delta.values():
+            server["H"] = add(server["H"], scale_vector(1 / results.clients, delta))
+        return add(w, results.mean_move(), server["H"])
 
 
 @dataclass
@@ -62,33 +62,33 @@ class Smooth(FedAvg):
     alpha: float
     s_rule: str
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"s": zeros(w)}
 
-    def start_client(self, w: Vector) -> Kept:
+    def start_client(self, w: Vector) -> State:
         return {"mu": zeros(w)}
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        mu, s = visit.mine["mu"], visit.server["s"]
+        mu, s = visit.state["mu"], visit.server["s"]
         g1 = visit.gradient(w, x, y)
         direction = [self.alpha * (g - m) - p for g, m, p in zip(g1, mu, s)]
         eps = scale_vector(value_at(visit.t, self.rho), unit(direction))
-        visit.mine["mu"] = [m + (e - p) / self.alpha for m, e, p in zip(mu, eps, s)]
+        visit.state["mu"] = [m + (e - p) / self.alpha for m, e, p in zip(mu, eps, s)]
         visit.notes["eps"] = eps
         return visit.gradient(add(w, eps), x, y)
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
-        return {"mu": visit.mine["mu"], "r": minus(scale_vector(self.alpha, visit.mine["mu"]), visit.notes["eps"])}
+    def finish(self, visit: Visit, delta: Vector) -> State:
+        return {"mu": visit.state["mu"], "r": minus(scale_vector(self.alpha, visit.state["mu"]), visit.notes["eps"])}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
         if self.s_rule == "paper":
-            direction = end.mean_sent("r")
+            direction = results.mean_upload("r")
         elif self.s_rule == "mu_active":
-            direction = end.mean_sent("mu")
+            direction = results.mean_upload("mu")
         else:
-            direction = scale_vector(-1 / end.clients, add(*[kept["mu"] for kept in end.kept.values()]))
-        server["s"] = scale_vector(value_at(end.t, self.rho), unit(direction)) if norm(direction) > 0 else zeros(w)
-        return super().serve(server, w, end)
+            direction = scale_vector(-1 / results.clients, add(*[state["mu"] for state in results.states.values()]))
+        server["s"] = scale_vector(value_at(results.t, self.rho), unit(direction)) if norm(direction) > 0 else zeros(w)
+        return super().serve(server, w, results)
 
 
 @dataclass
@@ -129,21 +129,21 @@ class FedSpeed(FedAvg):
     def proximal(self, t: int) -> float:
         return self.phi
 
-    def start_client(self, w: Vector) -> Kept:
+    def start_client(self, w: Vector) -> State:
         return {"ghat": zeros(w)}
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g1 = visit.gradient(w, x, y)
         g2 = visit.gradient(add(w, scale_vector(value_at(visit.t, self.rho), unit(g1))), x, y)
         mixture = [(1 - self.alpha) * a + self.alpha * b for a, b in zip(g1, g2)]
-        return minus(mixture, visit.mine["ghat"])
+        return minus(mixture, visit.state["ghat"])
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
-        visit.mine["ghat"] = minus(visit.mine["ghat"], scale_vector(self.phi, delta))
-        return {"amended": minus(delta, scale_vector(1 / self.phi, visit.mine["ghat"]))}
+    def finish(self, visit: Visit, delta: Vector) -> State:
+        visit.state["ghat"] = minus(visit.state["ghat"], scale_vector(self.phi, delta))
+        return {"amended": minus(delta, scale_vector(1 / self.phi, visit.state["ghat"]))}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        return add(w, scale_vector(end.server_lr, end.mean_sent("amended")))
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        return add(w, scale_vector(results.server_lr, results.mean_upload("amended")))
 
 
 @dataclass
@@ -155,10 +155,10 @@ class FedGloSS(Dynamic, FedAvg):
     phi: float = 0.1
     phi_decay: float = 1.0
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"sigma": zeros(w), "pseudo": None}
 
-    def start_client(self, w: Vector) -> Kept:
+    def start_client(self, w: Vector) -> State:
         return {"sigma": zeros(w)}
 
     def origin(self, visit: Visit) -> Vector:
@@ -171,14 +171,14 @@ class FedGloSS(Dynamic, FedAvg):
         g = visit.gradient(w, x, y)
         if self.rho_local != 0:
             g = visit.gradient(add(w, scale_vector(value_at(visit.t, self.rho_local), unit(g))), x, y)
-        return minus(g, visit.mine["sigma"])
+        return minus(g, visit.state["sigma"])
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
-        visit.mine["sigma"] = minus(visit.mine["sigma"], scale_vector(self.phi, delta))
+    def finish(self, visit: Visit, delta: Vector) -> State:
+        visit.state["sigma"] = minus(visit.state["sigma"], scale_vector(self.phi, delta))
         return {}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        total = add(*end.delta.values())
-        server["sigma"] = minus(server["sigma"], scale_vector(self.phi / end.clients, total))
-        server["pseudo"] = scale_vector(-1, end.mean_move())
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        total = add(*results.delta.values())
+        server["sigma"] = minus(server["sigma"], scale_vector(self.phi / results.clients, total))
+        server["pseudo"] = scale_vector(-1, results.mean_move())
         return minus(minus(w, server["pseudo"]), scale_vector(1 / self.phi, server["sigma"]))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .control import Control
 from .dynamic import Dynamic
-from .loop import End, Kept, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
+from .loop import RoundResults, State, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
 from .plain import FedAvg, FedSAM
 
 
@@ -26,25 +26,25 @@ class FedWMSAM(Control, FedAvg):
     alpha: float = 0.1
     alpha_rate: float = 0.01
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {**super().start_server(w), "Delta": zeros(w), "alpha": self.alpha}
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        alpha, difference = visit.server["alpha"], minus(visit.server["c"], visit.mine["c_i"])
+        alpha, difference = visit.server["alpha"], minus(visit.server["c"], visit.state["c_i"])
         Delta = add(visit.server["Delta"], scale_vector(alpha / (1 - alpha), difference))
         prediction = add(visit.anchor, scale_vector(visit.steps, Delta))
         g = visit.gradient(add(w, scale_vector(value_at(visit.t, self.rho), unit(minus(prediction, w)))), x, y)
         return add(scale_vector(alpha, g), scale_vector(1 - alpha, Delta))
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
+    def finish(self, visit: Visit, delta: Vector) -> State:
         Delta, upload = visit.server["Delta"], super().finish(visit, delta)
         return {**upload, "Delta": scale_vector(-1 / (visit.lr * visit.steps), delta), "cos": cosine(delta, Delta)}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        agreement = 1 + sum(end.share[i] * upload["cos"] for i, upload in end.sent.items())
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        agreement = 1 + sum(results.share[i] * upload["cos"] for i, upload in results.uploads.items())
         server["alpha"] += self.alpha_rate * (min(max(agreement, 0.1), 0.9) - server["alpha"])
-        server["Delta"] = end.mean_sent("Delta")
-        return super().serve(server, w, end)
+        server["Delta"] = results.mean_upload("Delta")
+        return super().serve(server, w, results)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class FedTOGA(Dynamic, FedAvg):
     beta: float = 0.9
     phi_decay: float = 1.0
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {**super().start_server(w), "Delta": zeros(w)}
 
     def begin(self, visit: Visit) -> None:
@@ -71,9 +71,9 @@ class FedTOGA(Dynamic, FedAvg):
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         return add(super().follow(visit, w, x, y), scale_vector(self.beta, visit.server["Delta"]))
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        server["Delta"] = scale_vector(-1, end.mean_move())
-        return super().serve(server, w, end)
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        server["Delta"] = scale_vector(-1, results.mean_move())
+        return super().serve(server, w, results)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class FedGF(FedSAM):
     threshold: float = 1.0
     window: int = 10
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"D": None, "indicators": []}
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
@@ -96,10 +96,10 @@ class FedGF(FedSAM):
         p = add(visit.anchor, scale_vector(value_at(visit.t, self.rho_g), unit(visit.server["D"])))
         return visit.gradient(add(scale_vector(1 - c, perturbed_weights), scale_vector(c, p)), x, y)
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        new_weights = super().serve(server, w, end)
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        new_weights = super().serve(server, w, results)
         server["D"] = minus(w, new_weights)
-        server["indicators"].append(sum(end.share[i] * norm(d) for i, d in end.delta.items()) > self.threshold)
+        server["indicators"].append(sum(results.share[i] * norm(d) for i, d in results.delta.items()) > self.threshold)
         return new_weights
 
 
@@ -114,7 +114,7 @@ class FedSCAM(FedSAM):
     kappa: float = 1.0
     pilots: int = 3
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"u": zeros(w)}
 
     def begin(self, visit: Visit) -> None:
@@ -128,12 +128,12 @@ class FedSCAM(FedSAM):
         rho = value_at(visit.t, self.rho) / (1 + self.alpha * visit.notes["h"])
         return visit.gradient(add(w, scale_vector(rho, unit(visit.gradient(w, x, y)))), x, y)
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
+    def finish(self, visit: Visit, delta: Vector) -> State:
         return {"credit": max(0.0, 1 + self.beta * visit.notes["c"]) / (1 + self.gamma * visit.notes["h"])}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        S = {i: share * end.sent[i]["credit"] for i, share in end.share.items()}
-        moves = [scale_vector(S[i] / sum(S.values()), delta) for i, delta in end.delta.items()]
-        new_weights = add(w, scale_vector(end.server_lr, add(*moves)))
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        S = {i: share * results.uploads[i]["credit"] for i, share in results.share.items()}
+        moves = [scale_vector(S[i] / sum(S.values()), delta) for i, delta in results.delta.items()]
+        new_weights = add(w, scale_vector(results.server_lr, add(*moves)))
         server["u"] = minus(new_weights, w)
         return new_weights

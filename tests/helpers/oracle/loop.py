@@ -14,7 +14,7 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.common import seeds
 
 Vector = list[Tensor]  # one tensor per parameter
-Kept = dict[str, Any]  # state or message of a server or a client
+State = dict[str, Any]  # state or message of a server or a client
 Clients = Sequence[tuple[Tensor, Tensor]]
 NU = 1e-7  # added to the norm of a direction
 
@@ -55,7 +55,7 @@ class Visit:
     Attributes:
         anchor: received model.
         server: state of the server.
-        mine: state of this client, written in place.
+        state: state of this client, written in place.
     """
 
     model: nn.Module
@@ -67,15 +67,15 @@ class Visit:
     epochs: int
     seed: int
     anchor: Vector
-    server: Kept
-    mine: Kept
+    server: State
+    state: State
     first_lr: float
     client: int = 0
     momentum: float = 0.0
     steps: int = 0
     rates: float = 0.0  # added up over the steps so far
     batches: list[Tensor] = field(default_factory=list)  # sample indices of the local steps
-    notes: Kept = field(default_factory=dict)  # constants of this round
+    notes: State = field(default_factory=dict)  # constants of this round
 
     def loss(self, weights: Vector, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss at those weights. Random numbers of a model are the same in all passes of a step."""
@@ -90,7 +90,7 @@ class Visit:
 
 
 @dataclass
-class End:
+class RoundResults:
     """Results of all clients of a round, as the server receives them."""
 
     t: int
@@ -99,8 +99,8 @@ class End:
     clients: int
     share: dict[int, float]  # weight of each active client in a mean; they sum to 1
     delta: dict[int, Vector]
-    sent: dict[int, Kept]
-    kept: dict[int, dict[str, Any]]  # states of all clients that have taken part
+    uploads: dict[int, State]
+    states: dict[int, dict[str, Any]]  # states of all clients that have taken part
 
     def mean(self, vectors: dict[int, Vector]) -> Vector:
         return add(*[scale_vector(self.share[i], v) for i, v in vectors.items()])
@@ -108,8 +108,8 @@ class End:
     def mean_move(self) -> Vector:
         return self.mean(self.delta)
 
-    def mean_sent(self, name: str) -> Vector:
-        return self.mean({i: s[name] for i, s in self.sent.items()})
+    def mean_upload(self, name: str) -> Vector:
+        return self.mean({i: s[name] for i, s in self.uploads.items()})
 
 
 def scale_vector(factor: float, vector: Vector) -> Vector:
@@ -194,17 +194,17 @@ def run(
 
     Args:
         active: the clients of each round.
-        trace: a list that receives `(server, kept, w)` after every round.
+        trace: a list that receives `(server, states, w)` after every round.
     """
     model = copy.deepcopy(model)
-    w, states = values(model), dict[int, Kept]()
+    w, states = values(model), dict[int, State]()
     server = method.start_server(w)
     with torch.random.fork_rng():
         for t in range(options.rounds):
             lr = options.lr * options.lr_decay**t
             weights = {i: len(clients[i][1]) if options.weighting == "samples" else 1 for i in active[t]}
             share = {i: n / sum(weights.values()) for i, n in weights.items()}
-            end = End(t, lr, options.server_lr, len(clients), share, {}, {}, states)
+            results = RoundResults(t, lr, options.server_lr, len(clients), share, {}, {}, states)
             for i in active[t]:
                 state = states[i] if i in states else method.start_client(w)
                 visit = Visit(model, loss, *clients[i], t, lr, options.epochs,
@@ -215,10 +215,10 @@ def run(
                         options.batch
                     )
                 method.begin(visit)
-                end.delta[i] = local_training(visit, method, options)
-                end.sent[i] = method.finish(visit, end.delta[i])
+                results.delta[i] = local_training(visit, method, options)
+                results.uploads[i] = method.finish(visit, results.delta[i])
                 states[i] = state
-            w = method.serve(server, w, end)
+            w = method.serve(server, w, results)
             if trace is not None:
                 trace.append((copy.deepcopy(server), copy.deepcopy(states), [p.clone() for p in w]))
     with torch.no_grad():

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .loop import End, Kept, Vector, Visit, add, scale_vector, zeros
+from .loop import RoundResults, State, Vector, Visit, add, scale_vector, zeros
 from .plain import FedAvg, FedSAM
 
 
@@ -13,16 +13,16 @@ class ServerDirection(FedAvg):
 
     momentum_K: str
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"D": zeros(w)}
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
+    def finish(self, visit: Visit, delta: Vector) -> State:
         K = visit.steps if self.momentum_K == "steps" else visit.epochs
         return {"D": scale_vector(-1 / (visit.lr * K), delta)}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        server["D"] = end.mean_sent("D")
-        return super().serve(server, w, end)
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        server["D"] = results.mean_upload("D")
+        return super().serve(server, w, results)
 
 
 @dataclass
@@ -62,17 +62,17 @@ class MimeLite(FedAvg):
         """Return the weight of a new gradient. The old momentum has the weight 1 - beta in both forms."""
         return self.beta if self.momentum_form == "convex" else 1.0
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"m": zeros(w)}
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         g = visit.gradient(w, x, y)
         return [self.fresh * a + (1 - self.beta) * m for a, m in zip(g, visit.server["m"])]
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
+    def finish(self, visit: Visit, delta: Vector) -> State:
         return {"G": visit.gradient(visit.anchor, visit.x, visit.y)}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        G = end.mean_sent("G")
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        G = results.mean_upload("G")
         server["m"] = [self.fresh * a + (1 - self.beta) * m for a, m in zip(G, server["m"])]
-        return super().serve(server, w, end)
+        return super().serve(server, w, results)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .loop import NU, End, Kept, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
+from .loop import NU, RoundResults, State, Vector, Visit, add, minus, norm, scale_vector, unit, value_at, zeros
 
 
 @dataclass
@@ -19,10 +19,10 @@ class FedAvg:
         """Return the rate of step k of `steps`, divided by the rate of the round."""
         return 1.0
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {}
 
-    def start_client(self, w: Vector) -> Kept:
+    def start_client(self, w: Vector) -> State:
         return {}
 
     def begin(self, visit: Visit) -> None:
@@ -40,13 +40,13 @@ class FedAvg:
         """Return the descent direction: gradients and corrections, without the proximal term and weight decay."""
         return self.gradient(visit, w, x, y)
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
+    def finish(self, visit: Visit, delta: Vector) -> State:
         """Return what is sent in addition to delta, after the last local step."""
         return {}
 
-    def serve(self, server: dict, w: Vector, end: End) -> Vector:
+    def serve(self, server: dict, w: Vector, results: RoundResults) -> Vector:
         """Return the next global model."""
-        return add(w, scale_vector(end.server_lr, end.mean_move()))
+        return add(w, scale_vector(results.server_lr, results.mean_move()))
 
 
 @dataclass
@@ -59,18 +59,18 @@ class FedAdam(FedAvg):
     bias_correction: bool = False
     V0: float = 0.0
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"m": zeros(w), "V": [v + self.V0 for v in zeros(w)]}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        move = end.mean_move()
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        move = results.mean_move()
         server["m"] = [self.beta1 * m + (1 - self.beta1) * d for m, d in zip(server["m"], move)]
         server["V"] = [self.beta2 * v + (1 - self.beta2) * d * d for v, d in zip(server["V"], move)]
         m, v = server["m"], server["V"]
         if self.bias_correction:  # Kingma and Ba 2015
-            m = [p / (1 - self.beta1 ** (end.t + 1)) for p in m]
-            v = [p / (1 - self.beta2 ** (end.t + 1)) for p in v]
-        return [p + end.server_lr * a / (b.sqrt() + self.tau) for p, a, b in zip(w, m, v)]
+            m = [p / (1 - self.beta1 ** (results.t + 1)) for p in m]
+            v = [p / (1 - self.beta2 ** (results.t + 1)) for p in v]
+        return [p + results.server_lr * a / (b.sqrt() + self.tau) for p, a, b in zip(w, m, v)]
 
 
 @dataclass
@@ -130,12 +130,12 @@ class FedLESAM(FedAvg):
     initial_perturbation: str = "origin"
     reference: str = "client"
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {"w_last": None}
 
     def begin(self, visit: Visit) -> None:
         """Set the perturbation of a whole round, towards the model received last time."""
-        old = visit.mine.get("w_old") if self.reference == "client" else visit.server["w_last"]
+        old = visit.state.get("w_old") if self.reference == "client" else visit.server["w_last"]
         if old is None and self.initial_perturbation == "none":
             visit.notes["eps"] = zeros(visit.anchor)
         else:
@@ -145,10 +145,10 @@ class FedLESAM(FedAvg):
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         return visit.gradient(add(w, visit.notes["eps"]), x, y)
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
-        visit.mine["w_old"] = [p.clone() for p in visit.anchor]
+    def finish(self, visit: Visit, delta: Vector) -> State:
+        visit.state["w_old"] = [p.clone() for p in visit.anchor]
         return {}
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
         server["w_last"] = [p.clone() for p in w]
-        return super().serve(server, w, end)
+        return super().serve(server, w, results)

@@ -18,17 +18,17 @@ class FedRobust(FedAvg):
     radius: tuple[float, float] | None = None
 
     def begin(self, visit: Visit) -> None:
-        if "map" not in visit.mine:
+        if "map" not in visit.state:
             shape = visit.x.shape[1:]
             if self.form == "diag":
                 matrix, shift = torch.ones(shape), torch.zeros(shape)
             else:
                 width = shape.numel() if self.form == "full" else shape[0]
                 matrix, shift = torch.eye(width), torch.zeros(width)
-            visit.mine["identity"] = matrix.to(visit.x)
-            visit.mine["map"], visit.mine["shift"] = matrix.to(visit.x), shift.to(visit.x)
+            visit.state["identity"] = matrix.to(visit.x)
+            visit.state["map"], visit.state["shift"] = matrix.to(visit.x), shift.to(visit.x)
 
-    def moved(self, x: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
+    def move(self, x: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
         if self.form == "diag":
             return x * matrix + shift
         if self.form == "full":
@@ -39,16 +39,16 @@ class FedRobust(FedAvg):
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         eta_2 = visit.lr if self.eta_2 is None else self.eta_2
         for _ in range(self.ascent_steps):
-            matrix = visit.mine["map"].clone().requires_grad_()
-            shift = visit.mine["shift"].clone().requires_grad_()
-            fit = visit.loss(w, self.moved(x, matrix, shift), y)
+            matrix = visit.state["map"].clone().requires_grad_()
+            shift = visit.state["shift"].clone().requires_grad_()
+            fit = visit.loss(w, self.move(x, matrix, shift), y)
             lam = self.lam if self.radius is None else 0.0
-            penalty = lam * ((matrix - visit.mine["identity"]).square().sum() + shift.square().sum())
+            penalty = lam * ((matrix - visit.state["identity"]).square().sum() + shift.square().sum())
             variables = [*visit.model.parameters(), matrix, shift]
             *g, up_matrix, up_shift = torch.autograd.grad(fit - penalty, variables)
-            step = (matrix + eta_2 * up_matrix).detach() - visit.mine["identity"]
+            step = (matrix + eta_2 * up_matrix).detach() - visit.state["identity"]
             shift = (shift + eta_2 * up_shift).detach()
             if self.radius is not None:
                 step, shift = (v * min(1.0, r / v.norm().item()) for v, r in zip((step, shift), self.radius))
-            visit.mine["map"], visit.mine["shift"] = visit.mine["identity"] + step, shift
+            visit.state["map"], visit.state["shift"] = visit.state["identity"] + step, shift
         return g

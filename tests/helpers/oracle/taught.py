@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dynamic import Dynamic
-from .loop import End, Kept, Vector, Visit, add, minus, scale_vector, unit
+from .loop import RoundResults, State, Vector, Visit, add, minus, scale_vector, unit
 from .plain import FedAvg
 
 
@@ -22,7 +22,7 @@ class Taught(FedAvg):
     def teacher(self, visit: Visit) -> Vector:
         raise NotImplementedError
 
-    def kept(self, out: Tensor, y: Tensor) -> Tensor:
+    def select_outputs(self, out: Tensor, y: Tensor) -> Tensor:
         """Return the logits that are compared."""
         return out
 
@@ -31,9 +31,9 @@ class Taught(FedAvg):
         with torch.no_grad():
             for p, value in zip(parameters, self.teacher(visit), strict=True):
                 p.copy_(value)
-            teacher_outputs = F.softmax(self.kept(visit.model(x), y) / self.tau, dim=1)
+            teacher_outputs = F.softmax(self.select_outputs(visit.model(x), y) / self.tau, dim=1)
         loss = visit.loss(w, x, y)
-        outputs = F.log_softmax(self.kept(visit.model(x), y) / self.tau, dim=1)
+        outputs = F.log_softmax(self.select_outputs(visit.model(x), y) / self.tau, dim=1)
         term = self.tau**2 * F.kl_div(outputs, teacher_outputs, reduction="batchmean")
         return list(torch.autograd.grad(loss + self.strength() * term, parameters))
 
@@ -54,7 +54,7 @@ class FedGMT(Dynamic, Taught):
     def teacher(self, visit: Visit) -> Vector:
         return visit.server["EMA"]
 
-    def start_server(self, w: Vector) -> Kept:
+    def start_server(self, w: Vector) -> State:
         return {**super().start_server(w), "EMA": [p.clone() for p in w]}
 
     def proximal(self, t: int) -> float:
@@ -62,10 +62,10 @@ class FedGMT(Dynamic, Taught):
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         beta = 1 / (self.phi * self.phi_decay**visit.t)
-        return add(self.gradient(visit, w, x, y), scale_vector(1 / beta, visit.mine["h"]))
+        return add(self.gradient(visit, w, x, y), scale_vector(1 / beta, visit.state["h"]))
 
-    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
-        new_weights = super().serve(server, w, end)
+    def serve(self, server: State, w: Vector, results: RoundResults) -> Vector:
+        new_weights = super().serve(server, w, results)
         server["EMA"] = add(scale_vector(self.alpha, server["EMA"]), scale_vector(1 - self.alpha, new_weights))
         return new_weights
 
@@ -83,7 +83,7 @@ class FedNTD(Taught):
     def teacher(self, visit: Visit) -> Vector:
         return visit.anchor
 
-    def kept(self, out: Tensor, y: Tensor) -> Tensor:
+    def select_outputs(self, out: Tensor, y: Tensor) -> Tensor:
         classes = out.shape[1]
         others = torch.tensor([[c for c in range(classes) if c != label] for label in y.tolist()])
         return out.gather(1, others)
@@ -128,14 +128,14 @@ class MOON(FedAvg):
             x = layer(x)
         return x
 
-    def start_client(self, w: Vector) -> Kept:
+    def start_client(self, w: Vector) -> State:
         return {"last": [p.clone() for p in w]}
 
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         parameters = list(visit.model.parameters())
         features_of_models = []
         with torch.no_grad():
-            for other_model in (visit.anchor, visit.mine["last"]):
+            for other_model in (visit.anchor, visit.state["last"]):
                 for p, value in zip(parameters, other_model, strict=True):
                     p.copy_(value)
                 features_of_models.append(self.representation(visit, x))
@@ -145,6 +145,6 @@ class MOON(FedAvg):
         contrast = -(near / (near + far)).log().mean()
         return list(torch.autograd.grad(loss + self.mu * contrast, parameters, allow_unused=False))
 
-    def finish(self, visit: Visit, delta: Vector) -> Kept:
-        visit.mine["last"] = add(visit.anchor, delta)
+    def finish(self, visit: Visit, delta: Vector) -> State:
+        visit.state["last"] = add(visit.anchor, delta)
         return {}

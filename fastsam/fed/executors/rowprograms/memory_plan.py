@@ -127,7 +127,7 @@ class Scratch:
 
     def __init__(self, graph: Graph) -> None:
         self.size, self._allocations = 0, dict[Node, tuple[int, int]]()
-        last = {root(read): node for node in graph.nodes for read in node.all_input_nodes}
+        last = {root(source): node for node in graph.nodes for source in node.all_input_nodes}
         self._ends: dict[Node, list[Node]] = {}
         for node, reader in last.items():
             self._ends.setdefault(reader, []).append(node)

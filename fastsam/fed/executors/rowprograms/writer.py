@@ -90,17 +90,17 @@ class Writer:
             raise NoFormError(f"{op} has no form")
 
     def _add(
-        self, code: Code, shape: Sequence[int], out: RowOperand, *read: Node | RowOperand, number: float = 0.0
+        self, code: Code, shape: Sequence[int], out: RowOperand, *sources: Node | RowOperand, number: float = 0.0
     ) -> None:
-        operands = [v if isinstance(v, RowOperand) else self.places.read(v, shape) for v in read]
+        operands = [v if isinstance(v, RowOperand) else self.places.read(v, shape) for v in sources]
         self.instructions.append(Instruction(code, tuple(shape[1:]), out, *operands, number=float(number)).flatten())
 
-    def _elementwise(self, call: Node, code: Code, *read: Any, number: float = 0.0) -> None:
+    def _elementwise(self, call: Node, code: Code, *operands: Any, number: float = 0.0) -> None:
         """Write an elementwise operation on tensors and plain numbers."""
-        if not all(isinstance(v, Node) for v in read) or type(number) not in (int, float):
+        if not all(isinstance(v, Node) for v in operands) or type(number) not in (int, float):
             raise NoFormError(f"{call.target} of other arguments")
         check_dtype(call.meta["val"], is_floating=True)
-        self._add(code, call.meta["val"].shape, self.places.new(call), *read, number=number)
+        self._add(code, call.meta["val"].shape, self.places.new(call), *operands, number=number)
 
     def _binary(self, call: Node, code: Code) -> None:
         a, b = arguments(call)
@@ -111,34 +111,34 @@ class Writer:
 
     def _copy(self, call: Node) -> None:
         """Write a copy in the order of the elements, whatever the shape of the result."""
-        read, t = arguments(call)[0], call.meta["val"]
-        shape, place = read.meta["val"].shape, self.places.new(call)
+        operand, t = arguments(call)[0], call.meta["val"]
+        shape, place = operand.meta["val"].shape, self.places.new(call)
         if t.shape != shape:
             if not t.is_contiguous():
                 raise NoFormError("a copy with another shape and memory order")
             place = replace(place, strides=torch.empty(shape, device="meta").stride()[1:])
-        self._add(Code.COPY, shape, place, read)
+        self._add(Code.COPY, shape, place, operand)
 
     def _product(self, call: Node) -> None:
         *bias, a, b = arguments(call)
         (_, m, k), n = a.meta["val"].shape, b.meta["val"].shape[2]
         if call.kwargs or m * k * n > MOST or not call.meta["val"].is_contiguous():
             raise NoFormError(f"a product of {m}x{k}x{n}")
-        read = [self.places.read(a, (ROWS, m, k)), self.places.read(b, (ROWS, k, n))]
-        read += [self.places.read(c, (ROWS, m, n)) for c in bias]
-        self.instructions.append(Instruction(Code.PRODUCT, (m, k, n), self.places.new(call), *read))
+        operands = [self.places.read(a, (ROWS, m, k)), self.places.read(b, (ROWS, k, n))]
+        operands += [self.places.read(c, (ROWS, m, n)) for c in bias]
+        self.instructions.append(Instruction(Code.PRODUCT, (m, k, n), self.places.new(call), *operands))
 
     def _sum(self, call: Node) -> None:
-        read, dims, *keep = arguments(call)
-        shape = read.meta["val"].shape
-        check_dtype(read.meta["val"])
+        operand, dims, *keep = arguments(call)
+        shape = operand.meta["val"].shape
+        check_dtype(operand.meta["val"])
         reduced_dims = {d % len(shape) for d in dims or range(len(shape))}
         if 0 in reduced_dims or call.kwargs:
             raise NoFormError("a sum over rows")
         place = self.places.new(call)
         kept_strides = iter(s for d, s in enumerate(place.strides, 1) if not (any(keep) and d in reduced_dims))
         strides = tuple(0 if d in reduced_dims else next(kept_strides) for d in range(1, len(shape)))
-        self._add(Code.SUM, shape, replace(place, strides=strides), read)
+        self._add(Code.SUM, shape, replace(place, strides=strides), operand)
         if call.target is aten.mean.dim:
             self._scale_(call, 1.0 / prod(shape[d] for d in reduced_dims))
 
@@ -150,11 +150,11 @@ class Writer:
 
     def _log_softmax(self, call: Node) -> None:
         backward, t = call.target is aten._log_softmax_backward_data.default, call.meta["val"]
-        dim, read = arguments(call)[2 if backward else 1] % t.dim(), arguments(call)[: 2 if backward else 1]
+        dim, sources = arguments(call)[2 if backward else 1] % t.dim(), arguments(call)[: 2 if backward else 1]
         if dim == 0 or (arguments(call)[3] is not torch.float32 if backward else arguments(call)[2]):
             raise NoFormError("a softmax over rows, or in another precision")
         code = Code.LOG_SOFTMAX_BACKWARD if backward else Code.LOG_SOFTMAX
-        operands = [self.places.read(n, t.shape) for n in read]
+        operands = [self.places.read(n, t.shape) for n in sources]
         instruction = Instruction(code, tuple(t.shape[1:]), self.places.new(call), *operands)
         self.instructions.append(instruction.by_classes(dim - 1))
 
@@ -173,8 +173,8 @@ class Writer:
         g, scores, labels, weight, reduction, ignore_index, _ = arguments(call)
         if weight is not None or reduction != 0 or ignore_index != IGNORED or call.kwargs:
             raise NoFormError("a loss with options")
-        read = _with_classes(self.places.read(g, labels.meta["val"].shape))
-        self._add_label_op(Code.NLL_BACKWARD, scores.meta["val"].shape, self.places.new(call), read, labels)
+        operands = _with_classes(self.places.read(g, labels.meta["val"].shape))
+        self._add_label_op(Code.NLL_BACKWARD, scores.meta["val"].shape, self.places.new(call), operands, labels)
 
     def _add_label_op(self, code: Code, shape: Sequence[int], out: RowOperand, a: RowOperand, labels: Node) -> None:
         """Write an instruction that reads labels, with the sizes outer, classes, inner."""
@@ -191,9 +191,9 @@ class Writer:
         (labels, number), t = arguments(call), call.meta["val"]
         if type(number) is not int or not 1 < t.dim() <= 1 + DIMS:
             raise NoFormError("a comparison of other arguments")
-        read = self.places.labels(labels)
+        operand = self.places.labels(labels)
         self.instructions.append(
-            Instruction(Code.IS_NOT, tuple(t.shape[1:]), self.places.new(call), read, number=number)
+            Instruction(Code.IS_NOT, tuple(t.shape[1:]), self.places.new(call), operand, number=number)
         )
 
     def _sum_of_two(self, call: Node) -> None:
