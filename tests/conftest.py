@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             return (yield)
         finally:
             fcntl.flock(work, fcntl.LOCK_UN)  # not by closing: a child of the test may have the file open
+
+
+# Tests whose fixture does not exist, also tests that are not selected, such as slow ones: see `tests/test_fixtures.py`.
+UNKNOWN_FIXTURES: list[str] = []
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    info: Any = getattr(item, "_fixtureinfo", None)  # private to pytest, which looks for fixtures when a test runs
+    names = set(getattr(item, "fixturenames", ())) if info else set()
+    UNKNOWN_FIXTURES.extend(
+        f"{item.nodeid}: {name}" for name in names - {*getattr(info, "name2fixturedefs", ()), "request"}
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -25,7 +25,8 @@ stages.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped
 stages.clip shorten_: norm <= limit => norm <= 2 * limit @ clipped
 stages.clip shorten_: most / norm => most / norm ** 2 @ clipped
 # epsilon
-privacy.accountant privacy_events: dp.PoissonSampledDpEvent(participation, gaussian_event) => dp.GaussianDpEvent(z) @ poisson
+privacy.accountant privacy_events: dp.PoissonSampledDpEvent(participation, gaussian_event) =>
+    dp.GaussianDpEvent(z) @ poisson
 privacy.accountant privacy_events: dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z / 2)) =>
     dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(z)) @ without_replacement
 privacy.accountant privacy_events: (dp.GaussianDpEvent(z / 2), max_participations(rounds)) =>
