@@ -22,7 +22,8 @@ from bench.fed.peers import PEERS
 from bench.ncu import Absent
 from bench.questions import QUESTIONS
 
-SHARE, LEAST = 3, 20.0  # times the average share of the time left that a case may take, and seconds that it may anyway
+# A case may take so many times the average share of the time left, and so many seconds in any case.
+SHARE, MIN_SECONDS = 3, 20.0
 ABSENT = 77  # exit code if nothing can be measured here; the last line says why
 
 
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             record["left_out"].append(case.name)
             print(f"no time left for {case.name}")
             continue
-        share = max(SHARE * seconds_left / (len(options.selection) - number), LEAST)
+        share = max(SHARE * seconds_left / (len(options.selection) - number), MIN_SECONDS)
         try:
             result = case.measure(min(seconds_left, share)) if case.takes_seconds else case.measure()
             record["left_out"] = [name for name in record["left_out"] if name != case.name]

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / "build" / "gpu"  # has kernels/ under its installed name
 TOTAL_SECONDS = 570  # time limit of a call
 GRACE = 15  # seconds of its limit, at most, that a part has when it is interrupted: pytest tells its failures then
-LEAST = 10.0  # seconds that a part has
+MIN_SECONDS = 10.0  # seconds that a part has
 ABSENT = 77  # exit code of a part that finds out that it cannot run here; its last line says why
 INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # Python's words after an interrupt
 OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
@@ -194,8 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for i, group in enumerate(groups):
         print(*(f"{part.title} ..." for part in group), sep="\n", flush=True)
         seconds_left = end - time.monotonic()
-        limit = max(seconds_left * weights[i] / sum(weights[i:]), LEAST)
-        if seconds_left < LEAST:
+        limit = max(seconds_left * weights[i] / sum(weights[i:]), MIN_SECONDS)
+        if seconds_left < MIN_SECONDS:
             outcomes += [{"title": p.title, "state": LEFT_OUT, "seconds": 0.0, "result": "no time left"} for p in group]
         else:
             with ThreadPoolExecutor(len(group)) as pool:

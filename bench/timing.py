@@ -24,7 +24,7 @@ COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # size of each of the two buff
 DEFAULT_CACHE = 32 << 20  # where the system does not say
 ROTATION = 4  # sets of operands fill this number of last-level caches, so that each is out of the cache at its turn
 READS = 2  # reads of a gigabyte, half a millisecond at 4 TB/s, during which the host launches the largest graph
-FEWEST = 3  # rounds, also if they take longer than they may
+MIN_ROUNDS = 3  # rounds, also if they take longer than they may
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -79,7 +79,7 @@ def interleave(
         samples: functions that take a sample, by contender.
         rounds (int): number of rounds.
         copy: sample of the copy's bandwidth, taken at the start of a round.
-        max_seconds (float): seconds after which no round begins, except the first `FEWEST`.
+        max_seconds (float): seconds after which no round begins, except the first `MIN_ROUNDS`.
         warm (bool): take one sample of each before, which does not count.
     """
     result, names = Rounds([], {name: [] for name in samples}), list(samples)
@@ -88,7 +88,7 @@ def interleave(
             samples[name]()
         usage = Usage.current()
         for number in range(rounds):
-            if number >= FEWEST and time.perf_counter() - usage.wall > max_seconds:
+            if number >= MIN_ROUNDS and time.perf_counter() - usage.wall > max_seconds:
                 break
             if copy is not None:
                 result.copies.append(copy())

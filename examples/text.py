@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastsam import fed
 
-WORDS, TOPICS, LONGEST, PADDING = 64, 4, 24, 0
+WORDS, TOPICS, MAX_LENGTH, PADDING = 64, 4, 24, 0
 Sample = dict[str, Tensor]
 
 
@@ -25,7 +25,7 @@ def write(texts: int, topics: list[int], seed: int) -> list[Sample]:
     samples = []
     for _ in range(texts):
         topic = topics[int(torch.randint(len(topics), (), generator=g))]
-        length = int(torch.randint(5, LONGEST + 1, (), generator=g))
+        length = int(torch.randint(5, MAX_LENGTH + 1, (), generator=g))
         topic_words = 1 + topic * 15 + torch.randint(15, (length,), generator=g)
         common = torch.randint(1, WORDS, (length,), generator=g)
         tokens = torch.where(torch.rand(length, generator=g) < 0.5, topic_words, common)
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, width, padding_idx=PADDING)
-        self.places = nn.Embedding(LONGEST, width)
+        self.places = nn.Embedding(MAX_LENGTH, width)
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(width, TOPICS)

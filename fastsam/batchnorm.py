@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 # a layer, whether it tracks, and its own buffers, in place of which it has copies
-Frozen = tuple[_NormBase, bool, dict[str, Tensor]]
+FrozenLayer = tuple[_NormBase, bool, dict[str, Tensor]]
 
 
 @contextmanager
@@ -29,33 +29,33 @@ def frozen_batchnorm_stats(model: nn.Module) -> Iterator[None]:
 
     Layers in evaluation mode are not affected. Raises TypeError if `model` is not a module.
     """
-    frozen = freeze(model)
+    frozen_layers = freeze(model)
     try:
         yield
     finally:
-        thaw(frozen)
+        thaw(frozen_layers)
 
 
-def freeze(model: nn.Module) -> list[Frozen]:
+def freeze(model: nn.Module) -> list[FrozenLayer]:
     """Begin to freeze the statistics, until `thaw`. Raises TypeError if `model` is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"frozen_batchnorm_stats expects a torch.nn.Module, got {type(model).__name__}")
-    frozen: list[Frozen] = []
+    frozen_layers: list[FrozenLayer] = []
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            frozen.append((module, module.track_running_stats, {}))
+            frozen_layers.append((module, module.track_running_stats, {}))
             # A BatchNorm in training mode that does not track uses the batch's statistics, and writes none.
             module.track_running_stats = False
         elif isinstance(module, _NormBase):
             # InstanceNorm writes its buffers with any flags, so it gets copies of them.
             originals = {name: b for name in BUFFERS if (b := module._buffers.get(name)) is not None}
-            frozen.append((module, module.track_running_stats, originals))
+            frozen_layers.append((module, module.track_running_stats, originals))
             module._buffers.update({name: buffer.clone() for name, buffer in originals.items()})
-    return frozen
+    return frozen_layers
 
 
-def thaw(frozen: list[Frozen]) -> None:
+def thaw(frozen_layers: list[FrozenLayer]) -> None:
     """End what `freeze` began."""
-    for module, tracks, buffers in frozen:
+    for module, tracks, buffers in frozen_layers:
         module.track_running_stats = tracks
         module._buffers.update(buffers)

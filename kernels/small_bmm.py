@@ -14,7 +14,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Smallest number of multiplications of a call for which the function is faster, and largest number of a matrix with
 # which it was measured (see docs/kernels.md).
-_FEWEST, _MOST = 2**16, 2**21
+_MIN_PRODUCTS, _MAX_PRODUCTS = 2**16, 2**21
 
 
 def product_of(a: Tensor, b: Tensor) -> Product | None:
@@ -29,7 +29,7 @@ def product_of(a: Tensor, b: Tensor) -> Product | None:
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or not a.dim() == b.dim() == 3:
         return None
     (rows, m, k), n = a.shape, b.shape[2]
-    if not _FEWEST <= rows * m * k * n <= rows * _MOST or native.why_not("cpu") is not None:
+    if not _MIN_PRODUCTS <= rows * m * k * n <= rows * _MAX_PRODUCTS or native.why_not("cpu") is not None:
         return None
     return _product()
 

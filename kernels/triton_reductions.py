@@ -18,7 +18,7 @@ from .triton_op import Call, compilable, launch
 
 LOW_UNIT = tl.constexpr(2.0**LOW_BITS)
 LOW_SHIFT, LOW_MASK = tl.constexpr(LOW_BITS), tl.constexpr((1 << LOW_BITS) - 1)
-LARGEST = tl.constexpr(LIMIT * 2.0**HIGH_BITS)  # largest absolute value of a term, in units of 2^-28
+MAX_TERM = tl.constexpr(LIMIT * 2.0**HIGH_BITS)  # largest absolute value of a term, in units of 2^-28
 INFINITY = tl.constexpr(float("inf"))
 
 
@@ -57,7 +57,7 @@ def _accumulate_kernel(high, low, x, base, largest, scale, n, rows, row_stride):
         if base is not None:
             d = d - start
         d = d.to(tl.float64)
-        value = tl.where(tl.abs(d * factor) <= LARGEST, d * factor, 0.0)
+        value = tl.where(tl.abs(d * factor) <= MAX_TERM, d * factor, 0.0)
         integer = value.to(tl.int64)
         fraction += ((value - integer.to(tl.float64)) * LOW_UNIT).to(tl.int64)
         total += integer + (fraction >> LOW_SHIFT)

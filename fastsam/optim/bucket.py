@@ -102,7 +102,7 @@ class Bucket:
             torch._foreach_copy_(selection.field_views(field), list(grads))
         return field
 
-    def rounded(self, vector: Tensor) -> Tensor:
+    def to_param_dtype(self, vector: Tensor) -> Tensor:
         """Return a vector in the dtype of the parameters."""
         return vector if self.dtype == self.compute else self.arena.field(ROUNDED, self.dtype).copy_(vector)
 
@@ -132,13 +132,13 @@ class Bucket:
         if factor is not None:
             g.mul_(factor)
         if VARIANT_STATE not in self.arena:
-            return selection.views(self.rounded(choose(g, g[:, :0], g[:, :0])))
+            return selection.views(self.to_param_dtype(choose(g, g[:, :0], g[:, :0])))
         state, next_state = self.field(VARIANT_STATE), self.field(NEXT_STATE)
         direction = choose(g, state, next_state)
         if selection is not self.whole:
             complement = self.select(tuple(i for i in self.whole.slots if i not in selection.slots))
             torch._foreach_copy_(complement.views(next_state), complement.views(state))
-        return selection.views(self.rounded(direction))
+        return selection.views(self.to_param_dtype(direction))
 
     # --- other memory for perturbed weights ---
 

@@ -169,7 +169,7 @@ class OnePass(Engine):
                 part = bucket.select(
                     tuple(i for i, (p, group) in enumerate(slots) if has_momentum[group] and p in state)
                 )
-            result.append((bucket, part, part.field_views(bucket.rounded(bucket.field(name)))))
+            result.append((bucket, part, part.field_views(bucket.to_param_dtype(bucket.field(name)))))
         return result
 
     def abort_step(self) -> None:

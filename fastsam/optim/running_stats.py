@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fastsam.batchnorm import Frozen, freeze, thaw
+from fastsam.batchnorm import FrozenLayer, freeze, thaw
 
 Model = nn.Module | Iterable[nn.Module]
 
@@ -19,7 +19,7 @@ class RunningStatsFreezer:
     It keeps no module alive, so that a replaced model is noticed.
     """
 
-    def __init__(self, model: Model | None, frozen: Sequence[Frozen] = ()) -> None:
+    def __init__(self, model: Model | None, frozen: Sequence[FrozenLayer] = ()) -> None:
         """Begin with the layers `frozen`, which are not empty if the optimizer is a copy that was made between the
         passes."""
         several = isinstance(model, Iterable) and not isinstance(model, nn.Module)

@@ -19,7 +19,7 @@ IGNORED = -100  # a label that does not count
 
 # Largest number of multiplications of a matrix product with which row programs were measured (see
 # docs/row_programs.md). Larger products use torch.
-MOST = 2**25
+MAX_PRODUCTS = 2**25
 
 
 class NoFormError(ValueError):

@@ -77,7 +77,7 @@ def looks():
 
 def raises():
     second.wait_stream(first)
-    with cuda.on(second):
+    with cuda.use(second):
         numbers.mul_(2)
         raise ZeroDivisionError("the reason")
 

@@ -88,7 +88,7 @@ class FakeCuda:
         return FakeCuda.active
 
     @contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
+    def use(self, stream: FakeStream) -> Iterator[None]:
         old_stream, FakeCuda.active = FakeCuda.active, stream
         try:
             yield

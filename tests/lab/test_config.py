@@ -60,7 +60,7 @@ def test_every_key_has_its_help_and_a_good_default() -> None:
 @dataclass(frozen=True)
 class Opts:
     size: int = option(3, "of it", at_least=1)
-    share: float | None = option(None, "of all; none: no limit", above=0, at_most=1)
+    share: float | None = option(None, "of all; none: no limit", greater_than=0, at_most=1)
     kind: str = option("round", "of what", choices=("round", "square"))
     exact: bool = option(True, "or about")
     parts: dict[str, int] = option({}, "by name", resumable=True)

@@ -63,7 +63,7 @@ class FedAdagrad(AdaptiveServer):
     """
 
     beta1: float = hparam(0.0, number, at_least=0, at_most=1)
-    tau: float = hparam(0.01, number, above=0)
+    tau: float = hparam(0.01, number, greater_than=0)
     V0: float = hparam(0.0, number, at_least=0)
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class FedAdam(AdaptiveServer):
 
     beta1: float = hparam(0.9, number, at_least=0, at_most=1)
     beta2: float = hparam(0.99, number, at_least=0, at_most=1)
-    tau: float = hparam(0.01, number, above=0)
+    tau: float = hparam(0.01, number, greater_than=0)
     bias_correction: bool = hparam(False, choice, (True, False))
     V0: float = hparam(0.0, number, at_least=0)
 
@@ -112,7 +112,7 @@ class FedYogi(AdaptiveServer):
 
     beta1: float = hparam(0.9, number, at_least=0, at_most=1)
     beta2: float = hparam(0.99, number, at_least=0, at_most=1)
-    tau: float = hparam(0.01, number, above=0)
+    tau: float = hparam(0.01, number, greater_than=0)
     V0: float = hparam(0.0, number, at_least=0)
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:

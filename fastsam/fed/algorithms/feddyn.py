@@ -91,7 +91,7 @@ class FedDyn(DynamicRegularizer):
     """
 
     phi: float = hparam(0.1, number, at_least=0)
-    phi_decay: float = hparam(1.0, number, above=0)
+    phi_decay: float = hparam(1.0, number, greater_than=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)

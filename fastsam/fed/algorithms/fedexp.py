@@ -43,7 +43,7 @@ class FedExP(Algorithm):
 
     server_vectors: ClassVar[float] = 2
 
-    eps: float = hparam(1e-3, number, above=0)
+    eps: float = hparam(1e-3, number, greater_than=0)
     average: bool = hparam(True, choice, (True, False))
 
     def init_server(self, w0: Tensor) -> State:

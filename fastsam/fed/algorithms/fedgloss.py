@@ -46,7 +46,7 @@ class FedGloSS(DynamicRegularizer):
     rho: Scheduled = hparam(0.15, check_scheduled)
     rho_local: Scheduled = hparam(0.15, check_scheduled)
     phi: float = hparam(0.1, number, at_least=0)
-    phi_decay: float = hparam(1.0, number, above=0)
+    phi_decay: float = hparam(1.0, number, greater_than=0)
 
     @property
     def backward_passes(self) -> int:  # type: ignore[override]

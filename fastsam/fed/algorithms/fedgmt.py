@@ -46,9 +46,9 @@ class FedGMT(DynamicRegularizer):
 
     gamma: float = hparam(1.0, number, at_least=0)
     alpha: float = hparam(0.95, number, at_least=0, at_most=1)
-    tau: float = hparam(3.0, number, above=0)
+    tau: float = hparam(3.0, number, greater_than=0)
     phi: float = hparam(0.1, number, at_least=0)
-    phi_decay: float = hparam(1.0, number, above=0)
+    phi_decay: float = hparam(1.0, number, greater_than=0)
 
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "e": w0}

@@ -119,7 +119,7 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
     phi: float = hparam(0.1, number, at_least=0)
     initial_perturbation: str = hparam("origin", choice, ("origin", "none"))
     reference: str = hparam("client", choice, ("client", "last_round"))
-    phi_decay: float = hparam(1.0, number, above=0)
+    phi_decay: float = hparam(1.0, number, greater_than=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)

@@ -33,7 +33,7 @@ class FedNTD(Algorithm):
     working_vectors: ClassVar[float] = 1
 
     beta: float = hparam(1.0, number, at_least=0)
-    tau: float = hparam(1.0, number, above=0)
+    tau: float = hparam(1.0, number, greater_than=0)
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
         teacher = client.teacher(server["w"])

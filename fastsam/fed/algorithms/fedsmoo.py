@@ -55,11 +55,11 @@ class FedSMOO(DynamicRegularizer):
     backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = hparam(0.1, check_scheduled)
-    alpha: float = hparam(1.0, number, above=0)
+    alpha: float = hparam(1.0, number, greater_than=0)
     phi: float = hparam(0.1, number, at_least=0)
     s_rule: str = hparam("paper", choice, RULES)
     dyn: bool = hparam(True, choice, (True, False))
-    phi_decay: float = hparam(1.0, number, above=0)
+    phi_decay: float = hparam(1.0, number, greater_than=0)
 
     @property
     def server_vectors(self) -> float:  # type: ignore[override]

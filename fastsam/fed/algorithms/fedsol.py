@@ -38,7 +38,7 @@ class FedSOL(Algorithm):
     backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = hparam(1.0, check_scheduled)
-    tau: float = hparam(3.0, number, above=0)
+    tau: float = hparam(3.0, number, greater_than=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=value_at("rho", self.rho, round))

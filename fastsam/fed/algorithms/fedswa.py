@@ -39,7 +39,7 @@ class FedSWA(Algorithm):
     """
 
     rho: float = hparam(0.1, number, at_least=0)
-    alpha: float = hparam(1.5, number, above=0)
+    alpha: float = hparam(1.5, number, greater_than=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(lr_end_factor=self.rho)
@@ -64,7 +64,7 @@ class FedMoSWA(SCAFFOLD):
     """
 
     rho: float = hparam(0.1, number, at_least=0)
-    alpha: float = hparam(1.5, number, above=0)
+    alpha: float = hparam(1.5, number, greater_than=0)
     gamma: float = hparam(0.4, number, at_least=0, at_most=1)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:

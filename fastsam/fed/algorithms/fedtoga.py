@@ -43,7 +43,7 @@ class FedTOGA(DynamicRegularizer):
     kappa: float = hparam(1.0, number, at_least=0)
     phi: float = hparam(0.1, number, at_least=0)
     beta: float = hparam(0.9, number, at_least=0)
-    phi_decay: float = hparam(1.0, number, above=0)
+    phi_decay: float = hparam(1.0, number, greater_than=0)
 
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "D": torch.zeros_like(w0)}

@@ -15,7 +15,7 @@ from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 
-LEAST, MOST = 0.1, 0.9  # bounds of the value that alpha moves towards
+MIN_TARGET, MAX_TARGET = 0.1, 0.9  # bounds of the value that alpha moves towards
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FedWMSAM(SCAFFOLD):
     working_vectors: ClassVar[float] = 6
 
     rho: Scheduled = hparam(0.01, check_scheduled)
-    alpha: float = hparam(0.1, number, above=0, at_most=MOST)
+    alpha: float = hparam(0.1, number, greater_than=0, at_most=MAX_TARGET)
     alpha_rate: float = hparam(0.01, number, at_least=0, at_most=1)
 
     def init_server(self, w0: Tensor) -> State:
@@ -72,7 +72,7 @@ class FedWMSAM(SCAFFOLD):
         return state, Upload(mean, upload.sum)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        alignment = (1 + aggregate.mean("cos")).clamp(LEAST, MOST)
+        alignment = (1 + aggregate.mean("cos")).clamp(MIN_TARGET, MAX_TARGET)
         alpha = (1 - self.alpha_rate) * server["alpha"] + self.alpha_rate * alignment
         return {
             **super().step_server(server, aggregate, round),

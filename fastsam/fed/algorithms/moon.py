@@ -39,7 +39,7 @@ class MOON(Algorithm):
     working_vectors: ClassVar[float] = 2
 
     mu: float = hparam(1.0, number, at_least=0)
-    tau: float = hparam(0.5, number, above=0)
+    tau: float = hparam(0.5, number, greater_than=0)
     features: str | None = None
 
     def __post_init__(self) -> None:

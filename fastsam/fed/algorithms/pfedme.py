@@ -40,9 +40,9 @@ class pFedMe(Algorithm):
     working_vectors: ClassVar[float] = 2
     own_models: ClassVar[bool] = True
 
-    lam: float = hparam(15.0, number, above=0)
+    lam: float = hparam(15.0, number, greater_than=0)
     K: int = hparam(5, integer, at_least=1)
-    eta: float = hparam(0.005, number, above=0)
+    eta: float = hparam(0.005, number, greater_than=0)
 
     def init_client(self, server: State) -> State:
         return {"theta": server["w"]}

@@ -64,7 +64,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., float], range]] = {  # with the number
     "cosine": (_cosine, range(3, 4)),
 }
 _OF_THE_ROUND = ("linear", "cosine")
-_LONGEST = 200  # characters: nothing nests deeper than Python's stack
+_MAX_LENGTH = 200  # characters: nothing nests deeper than Python's stack
 _EXAMPLES = "0.05, '0.5/sqrt(round)', '0.1*lr', 'linear(0.1, 0.01, 100)', 'cosine(0.1, 0, 100)'"
 
 
@@ -116,12 +116,12 @@ def formula(name: str, text: str, index: int, variables: Mapping[str, float]) ->
 def _parse(name: str, text: str) -> ast.expr:
     """Return the formula's tree. Raises ValueError with the part that is not allowed."""
     try:
-        if len(text) > _LONGEST:
-            raise ValueError(f"it has more than {_LONGEST} characters")
+        if len(text) > _MAX_LENGTH:
+            raise ValueError(f"it has more than {_MAX_LENGTH} characters")
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{name} must be a number or a formula such as {_EXAMPLES}, got {text[:_LONGEST]!r} ({error})"
+            f"{name} must be a number or a formula such as {_EXAMPLES}, got {text[:_MAX_LENGTH]!r} ({error})"
         ) from error
     try:
         _check(tree)

@@ -16,7 +16,7 @@ from fastsam.fed.callbacks.base import Callback, Record, RunView
 from fastsam.fed.common.atomic_files import make_directory, write_bytes
 from fastsam.fed.rundir.result import Result
 
-_LONGEST = 500  # characters of a parameter's value: every MLflow server takes so many
+_MAX_LENGTH = 500  # characters of a parameter's value: every MLflow server takes so many
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -139,7 +139,7 @@ class MLflow(Callback):
             self._library.set_experiment(self.experiment)
         self._library.start_run(**self.options)
         if not run.round:
-            self._library.log_params({key: str(value)[:_LONGEST] for key, value in run.config.items()})
+            self._library.log_params({key: str(value)[:_MAX_LENGTH] for key, value in run.config.items()})
 
     def on_round(self, run: RunView, record: Record) -> None:
         """Log a round, with its number as the step."""

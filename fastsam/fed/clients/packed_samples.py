@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam.fed.clients.pairs import ALIGNMENT, Pair
 
-LARGEST = 256 * 2**20  # largest number of bytes in addition to the user's tensors
+MAX_BYTES = 256 * 2**20  # largest number of bytes in addition to the user's tensors
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def pack_pairs(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], PackedSamples | N
     if len({(x.shape[1:], x.dtype, y.shape[1:], y.dtype) for x, y in pairs}) > 1:
         return list(pairs), None
     sizes = [len(y) for _, y in pairs]
-    if sum(sizes) * sum(t[0].nbytes for t in pairs[0]) > LARGEST:
+    if sum(sizes) * sum(t[0].nbytes for t in pairs[0]) > MAX_BYTES:
         return list(pairs), None
     store = store_of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), sizes)
     return (list(pairs), None) if store is None else (StoredPairs(store), store)
@@ -72,7 +72,7 @@ def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> PackedSamples | None
         return None
     unit = lcm(*(ALIGNMENT // gcd(ALIGNMENT, row) for row in rows))
     offsets = [0, *accumulate(n + -n % unit for n in sizes)]
-    if offsets[-1] * sum(rows) > LARGEST:
+    if offsets[-1] * sum(rows) > MAX_BYTES:
         return None
     if offsets[-1] > len(y):
         places = _places(sizes, offsets[:-1])

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Loads the next clients in a thread, one after the other. At most `most` loaded clients wait for their use.
+    """Loads the next clients in a thread, one after the other. At most `max_loaded` loaded clients wait for their use.
 
     An error of a load is raised where the client is taken.
     """
@@ -21,13 +21,13 @@ class Prefetcher(Generic[T]):
         self._thread = ThreadPoolExecutor(1, "fastsam loads clients")
         self._queue: deque[int] = deque()
         self._futures: dict[int, Future[T]] = {}
-        self._most = 0
+        self._max_loaded = 0
 
-    def prefetch(self, clients: Sequence[int], most: int) -> None:
+    def prefetch(self, clients: Sequence[int], max_loaded: int) -> None:
         """Announce the clients that will be taken, in this order, each once. Other loaded clients are dropped."""
         for client in self._futures.keys() - set(clients):
             self._futures.pop(client).cancel()
-        self._queue, self._most = deque(i for i in clients if i not in self._futures), most
+        self._queue, self._max_loaded = deque(i for i in clients if i not in self._futures), max_loaded
         self._submit()
 
     def take(self, client: int) -> T:
@@ -39,6 +39,6 @@ class Prefetcher(Generic[T]):
         return self._load(client) if future is None else future.result()
 
     def _submit(self) -> None:
-        while self._queue and len(self._futures) < self._most:
+        while self._queue and len(self._futures) < self._max_loaded:
             client = self._queue.popleft()
             self._futures[client] = self._thread.submit(self._load, client)

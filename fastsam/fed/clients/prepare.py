@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam.fed.clients.all_clients import InMemoryClients, PairClients, check_kind
 from fastsam.fed.clients.lazy import LazyClientData, LazyClients
-from fastsam.fed.clients.packed_samples import LARGEST, PackedSamples, StoredPairs, pack_pairs, store_of
+from fastsam.fed.clients.packed_samples import MAX_BYTES, PackedSamples, StoredPairs, pack_pairs, store_of
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, SampleSource, read, source
@@ -142,7 +142,7 @@ def _pack(pairs: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Pac
     if any(0 in {t.dim() for t in ts} or len({t.shape[1:] for t in ts}) > 1 for ts in columns):
         return None
     sizes, label_sizes = ([t.size(0) for t in ts] for ts in columns)
-    if sizes != label_sizes or 0 in sizes or sum(sizes) * sum(ts[0][0].nbytes for ts in columns) > LARGEST:
+    if sizes != label_sizes or 0 in sizes or sum(sizes) * sum(ts[0][0].nbytes for ts in columns) > MAX_BYTES:
         return None
     try:
         with torch.no_grad():

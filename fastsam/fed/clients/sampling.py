@@ -44,7 +44,7 @@ def make(sampler: str | Sampler | None, clients: int, participation: float, redr
             f"sampler must be {', '.join(map(repr, NAMES))} or a callable (round, generator) -> client ids, got "
             f"{sampler!r}"
         )
-    ratio = number("participation", participation, above=0, at_most=1)
+    ratio = number("participation", participation, greater_than=0, at_most=1)
 
     def bernoulli(round: int, generator: torch.Generator) -> list[int]:
         for _ in range(_MAX_REDRAWS):
@@ -195,7 +195,7 @@ def likely(sampler: str | Sampler | None, clients: int, participation: float) ->
 
 Weighting = Sequence[int] | Callable[[int], int]
 WEIGHTINGS = ("uniform", "samples")
-MOST = 2**53  # a double has all whole numbers up to it
+MAX_WEIGHT = 2**53  # a double has all whole numbers up to it
 
 
 def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
@@ -220,7 +220,7 @@ def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
     They are whole numbers, because sums over clients are exact.
 
     Raises:
-        ValueError: they are not whole numbers from 1 to `MOST`.
+        ValueError: they are not whole numbers from 1 to `MAX_WEIGHT`.
     """
     if isinstance(weighting, str):
         return None
@@ -229,10 +229,10 @@ def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
     values = map(weighting, range(clients)) if callable(weighting) else weighting
     need = "weighting takes whole numbers (shares of 0.25 and 0.5 are 1 and 2): the weight of client"
     weights = [integer(f"{need} {i}", weight, at_least=1) for i, weight in enumerate(values)]
-    if max(weights) > MOST:
+    if max(weights) > MAX_WEIGHT:
         i = weights.index(max(weights))
         raise ValueError(
-            f"{need} {i} must be at most {MOST} = 2^53, what the factor on an exact sum can hold, got {weights[i]}; "
-            "divide all weights by a number"
+            f"{need} {i} must be at most {MAX_WEIGHT} = 2^53, what the factor on an exact sum can hold, got "
+            f"{weights[i]}; divide all weights by a number"
         )
     return weights

@@ -13,14 +13,19 @@ from fastsam.optim.base_optimizer import FOREIGN_NAMES
 
 
 def number(
-    name: str, value: Any, *, above: float | None = None, at_least: float | None = None, at_most: float | None = None
+    name: str,
+    value: Any,
+    *,
+    greater_than: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
 ) -> float:
     """Return `value` as a float. Raises ValueError unless it is a finite real number within the bounds."""
     # Nearly every call: algorithms check the numbers of every client's step.
     if type(value) is float and math.isfinite(value) and at_most is None:  # noqa: SIM102
-        if (above is None or value > above) and (at_least is None or value >= at_least):
+        if (greater_than is None or value > greater_than) and (at_least is None or value >= at_least):
             return value
-    bounds = [f"> {above:g}"] if above is not None else []
+    bounds = [f"> {greater_than:g}"] if greater_than is not None else []
     bounds += [f">= {at_least:g}"] if at_least is not None else []
     bounds += [f"<= {at_most:g}"] if at_most is not None else []
     need = f"{name} must be a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
@@ -31,8 +36,9 @@ def number(
     except Exception as error:  # an integer beyond all floats, a tensor of several elements
         kind = f"{type(value).__name__}: {error}" if isinstance(error, OverflowError) else f"{value!r} ({error})"
         raise ValueError(f"{need}, got {kind}") from error
-    too_low = (above is not None and not result > above) or (at_least is not None and not result >= at_least)
-    if not math.isfinite(result) or too_low or (at_most is not None and not result <= at_most):
+    in_bounds = greater_than is None or result > greater_than
+    in_bounds &= (at_least is None or result >= at_least) and (at_most is None or result <= at_most)
+    if not math.isfinite(result) or not in_bounds:
         raise ValueError(f"{need}, got {value!r}")
     return result
 

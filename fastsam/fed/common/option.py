@@ -28,7 +28,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...] = ()
-    above: float | None = None
+    greater_than: float | None = None
     at_least: int | None = None
     at_most: float | None = None
     resumable: bool = False
@@ -69,7 +69,7 @@ class Option:
             self.formula(self.name, value)
             return value
         if float in self.kinds:
-            return number(name, value, above=self.above, at_least=self.at_least, at_most=self.at_most)
+            return number(name, value, greater_than=self.greater_than, at_least=self.at_least, at_most=self.at_most)
         return list(value) if isinstance(value, tuple) else value
 
 
@@ -79,8 +79,8 @@ def option(default: Any, help: str, **limits: Any) -> Any:
     Args:
         default: default value.
         help: meaning, for people.
-        **limits: `choices`; the bounds `above`, `at_least` and `at_most` of a number; `resumable`, if a resumed run
-            may have a different value; `formula`, a check of strings and functions that may replace a number.
+        **limits: `choices`; the bounds `greater_than`, `at_least` and `at_most` of a number; `resumable`, if a resumed
+            run may have a different value; `formula`, a check of strings and functions that may replace a number.
     """
     default_options = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
     return field(**default_options, metadata={"help": help, **limits})

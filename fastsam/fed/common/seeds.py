@@ -12,9 +12,9 @@ from torch import Tensor
 
 # Constants of Philox: number of rounds, multipliers, and the increments of the key. Its authors recommend 10 rounds and
 # found no statistical test that 7 rounds fail. Orders of samples need no more.
-_ROUNDS, _MOST = 7, 10
+_ROUNDS, _MAX_ROUNDS = 7, 10
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
-_WEYL = np.arange(_MOST, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
+_WEYL = np.arange(_MAX_ROUNDS, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
 
 
 def derive(*parts: int | str) -> int:

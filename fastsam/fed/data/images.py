@@ -107,7 +107,7 @@ def emnist(
         fraction: share of the 697,932 training and of the 116,323 test images, drawn without replacement by a fixed
             generator. 0.1, the FedSAM paper's subset, gives 69,793 and 11,632 images.
     """
-    fraction = number("fraction", fraction, above=0, at_most=1)
+    fraction = number("fraction", fraction, greater_than=0, at_most=1)
     parts = zip(archives.EMNIST.read(data_dir, download, url), ("training", "test"), strict=True)
     (train_x, train_y), (test_x, test_y) = (_emnist_part(part, part_name, fraction) for part, part_name in parts)
     statistics = _statistics(train_x)

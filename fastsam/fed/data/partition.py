@@ -51,7 +51,7 @@ def dirichlet(
     """
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)
-    alpha = number("alpha", alpha, above=0)
+    alpha = number("alpha", alpha, greater_than=0)
     rng = split_generator(seed)
     order = rng.permutation(labels.size)
     priors = rng.dirichlet([alpha] * classes, size=clients)
@@ -165,7 +165,7 @@ def dirichlet_per_class(
     """
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)
-    alpha = number("alpha", alpha, above=0)
+    alpha = number("alpha", alpha, greater_than=0)
     least = integer("min_samples", min_samples, at_least=1)
     if least * clients > labels.size:
         raise ValueError(

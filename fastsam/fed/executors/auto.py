@@ -22,11 +22,11 @@ log = logging.getLogger("fastsam.fed")
 AUTO = "auto"
 # Parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache; row programs go row
 # by row. The limit of dense models on GPUs is not calibrated.
-_WIDEST = {"cpu": 2**16, "cuda": 2**20}
-_WIDEST_ROWWISE = 2**20
+_MAX_NUMEL = {"cpu": 2**16, "cuda": 2**20}
+_MAX_NUMEL_ROWWISE = 2**20
 # Convolutions on a GPU: with 225,034 parameters stacked steps took .25 of the time of captured ones for 100 clients at
 # once, .6 for 20, and 1.5 for 8.
-_WIDEST_CONVOLUTIONS, _FEWEST_CLIENTS = 2**18, 16
+_MAX_NUMEL_CONVOLUTIONS, _MIN_CLIENTS = 2**18, 16
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,17 @@ def _not_stacked(setup: Setup) -> str | None:
     reason = _not_dense(setup, slots)
     if reason is not None:
         return reason
-    widest = _WIDEST.get(setup.device.type, _WIDEST["cuda"])
-    if setup.layout.numel > max(widest, _WIDEST_ROWWISE):
-        return f"the model has more than {max(widest, _WIDEST_ROWWISE)} parameters: one client keeps a processor busy"
+    limit = _MAX_NUMEL.get(setup.device.type, _MAX_NUMEL["cuda"])
+    limit_rowwise = max(limit, _MAX_NUMEL_ROWWISE)
+    if setup.layout.numel > limit_rowwise:
+        return f"the model has more than {limit_rowwise} parameters: one client keeps a processor busy"
     if slots == 1:
         return "clients train one at a time: there is nothing to stack"
     if _has_hooks(setup.model):
         return "the model has hooks: stacked clients would call them only while a pass is recorded"
     reason = stacked.why_not(setup)
-    if reason is None and setup.layout.numel > widest and not stacked.has_row_program(setup):
-        return f"the model has more than {widest} parameters and no row program: stacked rows leave the cache"
+    if reason is None and setup.layout.numel > limit and not stacked.has_row_program(setup):
+        return f"the model has more than {limit} parameters and no row program: stacked rows leave the cache"
     return reason
 
 
@@ -101,11 +102,11 @@ def _not_dense(setup: Setup, slots: int) -> str | None:
     if not all(p.is_contiguous() for p in setup.model.parameters()):
         return "the convolutions are in channels_last, in which clients are not stacked"
     clients = slots if setup.cohort is None else min(slots, setup.cohort)
-    if setup.layout.numel <= _WIDEST_CONVOLUTIONS and clients >= _FEWEST_CLIENTS:
+    if setup.layout.numel <= _MAX_NUMEL_CONVOLUTIONS and clients >= _MIN_CLIENTS:
         return None
     return (
-        f"the model is not dense (convolutions): stacked, they are faster with at most {_WIDEST_CONVOLUTIONS} "
-        f"parameters and at least {_FEWEST_CLIENTS} clients at once"
+        f"the model is not dense (convolutions): stacked, they are faster with at most {_MAX_NUMEL_CONVOLUTIONS} "
+        f"parameters and at least {_MIN_CLIENTS} clients at once"
     )
 
 

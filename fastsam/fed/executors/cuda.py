@@ -35,7 +35,7 @@ class Cuda:
         """Return the stream on which the caller works: its tensors are ready there."""
         return torch.cuda.current_stream(self.device)
 
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """Return a context whose work goes to `stream`."""
         return torch.cuda.stream(stream)
 

@@ -61,7 +61,7 @@ class EpochGraphs:
             return False
         places = block.gatherer.sample_indices(block.k, block.epoch).places
         self.stream.wait_stream(self.cuda.current())
-        with self.cuda.on(self.stream):
+        with self.cuda.use(self.stream):
             if epoch is None:
                 epoch = self._graphs[key] = self._capture(block, places.clone(), functions, step)
             epoch.places.copy_(places)

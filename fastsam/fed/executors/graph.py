@@ -175,7 +175,7 @@ class Graph(Streams):
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
         ready, finished_lanes = [], []
         for lane in busy:
-            with self.cuda.on(lane.stream), lane.row.client_errors:
+            with self.cuda.use(lane.stream), lane.row.client_errors:
                 batch = next(lane.row.batches, None)
                 if batch is not None and lane.row.row_slice.variant.has_schedule:
                     lane.row.set_schedule()
@@ -210,7 +210,7 @@ class Graph(Streams):
     def _own_step(self, lane: Lane, batch: Batch) -> None:
         row, sort = lane.row, self._sort(lane, batch)
         assert isinstance(row, CapturableTrainer)
-        with self.cuda.on(lane.stream), row.client_errors:
+        with self.cuda.use(lane.stream), row.client_errors:
             if sort is None:
                 row.step(row.k, *batch)
                 return
@@ -221,7 +221,7 @@ class Graph(Streams):
     def _joint_step(self, ready: Sequence[tuple[Lane, Batch]], key: Hashable) -> None:
         for lane, _ in ready:
             self.joint.wait_stream(lane.stream)
-        with self.cuda.on(self.joint):
+        with self.cuda.use(self.joint):
             self._copy([(lane.row, batch) for lane, batch in ready])
             self._replay(key, lambda: self._step_lanes(ready), self.joint)
         # A batch is memory of its lane's stream, which must not use it again before it was read here.
@@ -248,7 +248,7 @@ class Graph(Streams):
             row = lane.row
             assert isinstance(row, CapturableTrainer)
             lane.stream.wait_stream(self.joint)
-            with self.cuda.on(lane.stream), row.client_errors:
+            with self.cuda.use(lane.stream), row.client_errors:
                 row.step(-1, *row.static(batch))
             self.joint.wait_stream(lane.stream)
 

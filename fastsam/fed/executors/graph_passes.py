@@ -33,7 +33,7 @@ _SCALINGS = frozenset({aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.d
 _FACTORIES = frozenset(
     {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.ones.default, aten.zeros.default}
 )
-_LARGEST = 4096  # elements of a constant that is kept instead of made
+_MAX_CONSTANT = 4096  # elements of a constant that is kept instead of made
 
 # Functions with the arguments and results of an operation, at half the cost of a call through
 # `torch.ops`.
@@ -89,7 +89,7 @@ def fold_constants(graph: Graph) -> None:
     for node in _calls(graph):
         sources, value = node.all_input_nodes, node.meta["val"]
         is_constant = node.target in _FACTORIES or (bool(sources) and all("constant" in n.meta for n in sources))
-        if not is_constant or not isinstance(value, Tensor) or value.numel() > _LARGEST:
+        if not is_constant or not isinstance(value, Tensor) or value.numel() > _MAX_CONSTANT:
             continue
         module.register_buffer(f"constant_{count}", value)
         with graph.inserting_before(node):

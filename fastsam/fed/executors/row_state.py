@@ -28,7 +28,7 @@ from fastsam.step import perturbation, set_gsam_coefficients_
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from fastsam_kernels.rules import sgd
 
-_LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
+_MIN_NORM = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
 
 
 class RowState:
@@ -279,7 +279,7 @@ class RowSlice:
         d = torch.sub(self.w, self.field("origin"), out=self.field("direction")).abs_()
         for view in self.layout.views(d):  # [rows, *shape]
             far = view if view.dim() > 1 else view.unsqueeze(1)
-            far.div_(torch.linalg.vector_norm(far, dim=1, keepdim=True).clamp_(min=_LEAST))
+            far.div_(torch.linalg.vector_norm(far, dim=1, keepdim=True).clamp_(min=_MIN_NORM))
         views = self._like(first, d)
         torch._foreach_mul_(views, first.tensors)
         return views

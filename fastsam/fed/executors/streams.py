@@ -39,7 +39,7 @@ class Lane:
         self.stream.wait_stream(self.cuda.current())
         self.cuda.record_stream(vectors(task), self.stream)
         self.busy, self.error, self.results = True, None, None
-        with self.cuda.on(self.stream):
+        with self.cuda.use(self.stream):
             try:
                 self.row.open(task, start, buffers)
             except ClientError as error:
@@ -49,7 +49,7 @@ class Lane:
         """Queue one local step, or a whole loop of the algorithm. Return False if there was none left."""
         if self.error is not None:
             return False
-        with self.cuda.on(self.stream):
+        with self.cuda.use(self.stream):
             try:
                 if self.row.task.loop is not None:
                     client = Client(self.row)
@@ -71,7 +71,7 @@ class Lane:
 
     def close(self) -> ClientResults:
         """Return the results of the client, ready on the caller's stream."""
-        with self.cuda.on(self.stream):
+        with self.cuda.use(self.stream):
             results = self.results or self.row.close()
         self.busy, self.results = False, None
         current = self.cuda.current()

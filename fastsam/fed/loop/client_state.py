@@ -123,7 +123,7 @@ class HostStateStorage(ClientStateStorage):
 
     def put(self, client: int, state: State) -> State:
         self.stream.wait_stream(self.cuda.current())
-        with self.cuda.on(self.stream):
+        with self.cuda.use(self.stream):
             copies = {name: self._to_host(t) for name, t in state.items()}
         self._has_new_states = True
         if client in self._repeated_clients:
@@ -146,7 +146,7 @@ class HostStateStorage(ClientStateStorage):
             self._entries[client] = self._fetch(self._queue.pop(client))
 
     def _fetch(self, state: State) -> PrefetchedState:
-        with self.cuda.on(self.stream):
+        with self.cuda.use(self.stream):
             copies = {name: self._to_device(t) for name, t in state.items()}
         return PrefetchedState(state, copies, self.stream.record_event())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 log = logging.getLogger("fastsam.fed")
 
 
-_FIRST, _LARGEST = 2**20, 2**30  # bytes of a slab: the first ones, and where they stop to double
+_FIRST_SLAB, _MAX_SLAB = 2**20, 2**30  # bytes of a slab: the first ones, and where they stop to double
 # Rows of a slab, at least and at most: pinned memory is given out in powers of two, an eighth of which is lost with 8
 # rows.
 _ROWS = (8, 4096)
@@ -51,7 +51,7 @@ class HostPool:
     def _slab(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Allocate a slab as large as all slabs so far, within limits."""
         size = max(shape.numel() * dtype.itemsize, 1)
-        nbytes = max(min(max(self.nbytes, _FIRST), _LARGEST), _ROWS[0] * size)
+        nbytes = max(min(max(self.nbytes, _FIRST_SLAB), _MAX_SLAB), _ROWS[0] * size)
         rows = min((1 << (nbytes - 1).bit_length()) // size, _ROWS[1])
         slab = self._allocate((rows, *shape), dtype)
         self.nbytes += slab.nbytes

@@ -56,9 +56,10 @@ class Settings:
     lr: Rate = option(0.1,
         "local learning rate, in round t (from 0) lr * lr_decay**t; or a formula such as 'cosine(0.1, 0.001, 100)', in "
         "Python also a function of t",
-        above=0, formula=check_formula)
-    lr_decay: float = option(1.0, "factor on the learning rate after each round, if lr is a number", above=0)
-    participation: float = option(0.2, "share of the clients that is sampled in a round, in (0, 1]", above=0, at_most=1)
+        greater_than=0, formula=check_formula)
+    lr_decay: float = option(1.0, "factor on the learning rate after each round, if lr is a number", greater_than=0)
+    participation: float = option(0.2, "share of the clients that is sampled in a round, in (0, 1]",
+        greater_than=0, at_most=1)
     cohort: int | None = option(None, "number of clients that is sampled in a round, in place of participation",
         at_least=1)
     sampler: str | Sampler | None = option(None,
@@ -79,7 +80,7 @@ class Settings:
     momentum: float = option(0.0, "local heavy-ball momentum, zero at the start of each round", at_least=0)
     weight_decay: float = option(0.0, "local weight decay, at the unperturbed weights, not clipped", at_least=0)
     clip_norm: float | None = option(None, "largest norm of a local step's update direction; none: no clipping",
-        above=0)
+        greater_than=0)
     clip_scope: str = option("full", "what is clipped: the whole step, or the step without the proximal term's linear "
                                      "half",
         choices=("full", "linear"))
@@ -107,7 +108,7 @@ class Settings:
         "parameters that stay with the client, by name or module: 'head.*' or a list; client_accuracy_* are then those "
         "of the clients' own models")
     target: float | None = option(
-        None, "test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, resumable=True)
+        None, "test accuracy in 0..1 for 'rounds to target'", greater_than=0, at_most=1, resumable=True)
     buffers: str | None = option(None, "buffers that training changes (BatchNorm's): the clients' mean, the initial "
                                        "ones, or each client's own",
         choices=("average", "keep", "local"))
@@ -191,7 +192,7 @@ class Settings:
         """Return the local learning rate of round `index` (from 0)."""
         if isinstance(self.lr, float):
             return self.lr * self.lr_decay**index
-        return rate_at("lr", self.lr, index, {}, above=0)
+        return rate_at("lr", self.lr, index, {}, greater_than=0)
 
     def server_lr_of(self, index: int) -> float:
         """Return the server's learning rate of round `index` (from 0)."""

@@ -15,7 +15,7 @@ from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
 from fastsam.fed.executors.torch_updates import SUPPORTED
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
-FEWEST = 3  # least clients of a round with a majority against one client
+MIN_COHORT = 3  # least clients of a round with a majority against one client
 Contradiction = tuple[str, str, str, str]  # an option, its need, what the run has instead, and a remedy
 
 
@@ -148,8 +148,8 @@ def _of_rules(facts: Facts) -> Iterator[Contradiction]:
         yield request, "the run's weights", lack, "Use aggregation='mean' with privacy=fed.Privacy(clip=...)"
     if facts.ranks > 1:
         yield request, "one process", f"the run has {facts.ranks}", "Use one process, or aggregation='mean'"
-    if not rule.only_deltas and facts.cohort_size is not None and facts.cohort_size < FEWEST:
-        needs = f"{FEWEST} clients in a round, to tell which one is far from the others"
+    if not rule.only_deltas and facts.cohort_size is not None and facts.cohort_size < MIN_COHORT:
+        needs = f"{MIN_COHORT} clients in a round, to tell which one is far from the others"
         remedy = "Use a larger participation, or aggregation='mean'"
         yield request, needs, f"this run has rounds of {facts.cohort_size}", remedy
     if rule.only_deltas and facts.algorithm is not None and not _is_plain(facts.algorithm, "finish_client"):

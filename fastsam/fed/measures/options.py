@@ -53,7 +53,7 @@ class NamedMeasures:
         unknown = [name for name in self.names if not isinstance(name, str) or name not in NAMES]
         if unknown:
             raise ValueError(f"measures: unknown measure {unknown[0]!r}; choose from {', '.join(NAMES)}")
-        number("measures: rho", self.rho, above=0)
+        number("measures: rho", self.rho, greater_than=0)
         number("measures: margin", self.margin, at_least=0, at_most=1)
         for name in ("steps", "every", "iterations"):
             integer(f"measures: {name}", getattr(self, name), at_least=1)

@@ -69,8 +69,8 @@ def shorten_(rows: Tensor, limit: float) -> list[float]:
             norms[i] = float(torch.linalg.vector_norm(rows[i], dtype=torch.float64))
     if max(norms) <= limit:
         return norms
-    most = (1 - 2 * _OFF) * limit
-    factors = [1.0 if norm <= limit else most / norm for norm in norms]
+    target = (1 - 2 * _OFF) * limit
+    factors = [1.0 if norm <= limit else target / norm for norm in norms]
     if len(factors) == 1:
         rows.mul_(factors[0])
     else:

@@ -37,7 +37,7 @@ class TopK:
     share: float = option(0.01, "share of the elements of a delta that a client sends")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "share", number("share", self.share, above=0, at_most=1))
+        object.__setattr__(self, "share", number("share", self.share, greater_than=0, at_most=1))
 
 
 def compression_of(value: TopK | Mapping[str, Any] | None) -> TopK | None:

@@ -54,7 +54,7 @@ _NEEDS = {
     Direction.CONSTANT: ("direction_vector",),
     **dict.fromkeys(ALONG_THE_WAY, ("direction_vector",)),
 }
-_MOST = 1024  # constants that are remembered
+_MAX_CONSTANTS = 1024  # constants that are remembered
 _constants: dict[tuple[object, ...], Constants] = {}
 
 
@@ -174,7 +174,7 @@ def _constants_of(update: LocalUpdate) -> Constants:
         constants = None
     if constants is None:
         constants = _make_constants(update, names)
-        if len(_constants) == _MOST:
+        if len(_constants) == _MAX_CONSTANTS:
             _constants.clear()
         _constants[key] = constants
     return constants
@@ -207,7 +207,7 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     """Raise ValueError for numbers out of range, and for fields that do not go together."""
     number("rho", c.rho, at_least=0)
     number("eta", c.eta, at_least=0)
-    number("penalty", c.penalty, above=0)
+    number("penalty", c.penalty, greater_than=0)
     number("lr_end_factor", c.lr_end_factor, at_least=0)
     number("rho_end_factor", c.rho_end_factor, at_least=0)
     if c.rho_end_factor != 1 and c.direction in (Direction.NONE, Direction.CONSTANT):

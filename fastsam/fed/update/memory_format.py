@@ -14,7 +14,7 @@ log = logging.getLogger("fastsam.fed")
 
 FORMATS = ("auto", "preserve", "channels_last")
 PRESERVE, CHANNELS_LAST = FORMATS[1:]
-_MOST = 2**20  # elements of 4-d weights: with more, autograd's copies of their gradients cost what the order saves
+_MAX_NUMEL = 2**20  # elements of 4-d weights: with more, autograd's copies of their gradients cost what the order saves
 _BLOCK = 32 * 2**20 - 2 * 4096  # bytes: the longest that glibc's threshold follows, less its header and an alignment
 
 
@@ -102,8 +102,8 @@ def rule(model: nn.Module, device: torch.device, stacked: bool) -> tuple[str, st
         return PRESERVE, "it speeds up float32; in float64 some convolutions take twice as long"
     if risk := overrun_risk(model, device):
         return PRESERVE, f"torch writes past its memory in channels_last for {risk}"
-    if sum(p.numel() for p in weights) > _MOST:
-        return PRESERVE, f"more than {_MOST} elements of convolution weights: reordering their gradients costs more"
+    if sum(p.numel() for p in weights) > _MAX_NUMEL:
+        return PRESERVE, f"more than {_MAX_NUMEL} convolution weights: reordering their gradients costs more"
     return CHANNELS_LAST, "pooling and convolutions of this size are faster on the CPU with the channels last"
 
 

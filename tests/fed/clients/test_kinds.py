@@ -280,7 +280,7 @@ def test_a_client_of_a_store_becomes_tensors_when_it_is_asked_for() -> None:
 def test_of_much_data_there_is_no_second_copy(monkeypatch: MonkeyPatch) -> None:
     data = clients([4, 1, 9])
     for module in (preparing, packed_samples):
-        monkeypatch.setattr(module, "LARGEST", 100)
+        monkeypatch.setattr(module, "MAX_BYTES", 100)
     prepared_clients = prepare(data, None, torch.float32, CPU).clients
     aligned_pairs = [(x, y) for x, y in data if x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0]
     addresses = {t.data_ptr() for pair in prepared_clients.pairs for t in pair}

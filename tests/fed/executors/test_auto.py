@@ -35,9 +35,9 @@ def test_small_convolutions_of_many_clients_are_stacked_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("serve_cuda")
 def test_the_largest_model_with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_WIDEST_CONVOLUTIONS", PARAMETERS)
+    monkeypatch.setattr(auto, "_MAX_NUMEL_CONVOLUTIONS", PARAMETERS)
     assert reason(convolutions()) is None
-    monkeypatch.setattr(auto, "_WIDEST_CONVOLUTIONS", PARAMETERS - 1)
+    monkeypatch.setattr(auto, "_MAX_NUMEL_CONVOLUTIONS", PARAMETERS - 1)
     assert f"at most {PARAMETERS - 1} parameters" in str(reason(convolutions()))
 
 

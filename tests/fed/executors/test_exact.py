@@ -227,14 +227,14 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     result = choose_executor(norm_model, tmp_path, buffers="keep")
     assert result["name"] == "threads" and "buffers" in result["reason"]
     assert choose_executor(oracle.smooth_model(FLOAT), tmp_path, fed.FedRobust())["name"] == "threads"
-    width = auto._WIDEST["cpu"] // 8
+    width = auto._MAX_NUMEL["cpu"] // 8
     wide = nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.Linear(width, 3))
     result = choose_executor(wide, tmp_path)
     assert result["name"] == "threads" and "no row program" in result["reason"]
     if native.why_not("cpu") is None:
         rowwise = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
         assert choose_executor(rowwise, tmp_path)["name"] == "vmap"
-    width = auto._WIDEST_ROWWISE // 8
+    width = auto._MAX_NUMEL_ROWWISE // 8
     wider = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
     result = choose_executor(wider, tmp_path)
     assert result["name"] == "threads" and "keeps a processor busy" in result["reason"]

@@ -124,10 +124,10 @@ def test_the_stand_in_notices_what_it_is_for() -> None:
     stream, number = cuda.stream(), [1.0]
     with Watch():
         y = x + 1
-        with cuda.on(stream), pytest.raises(AssertionError, match="reads .* before it is sure to be written"):
+        with cuda.use(stream), pytest.raises(AssertionError, match="reads .* before it is sure to be written"):
             y + 1
         stream.wait_stream(cuda.current())
-        with cuda.on(stream):
+        with cuda.use(stream):
             z = y + 1
         with pytest.raises(AssertionError, match="writes .* while it may still be read"):
             y.zero_()

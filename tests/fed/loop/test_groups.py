@@ -250,9 +250,9 @@ def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
     views, store = pack_pairs(pairs)
     assert store is None and views[0][0] is pairs[0][0]
     assert pack_pairs([(torch.randn(4, 0), torch.zeros(4))])[1] is None
-    monkeypatch.setattr(stores, "LARGEST", 2 * 16 * 16 - 1)  # two clients with 16 samples of 16 bytes
+    monkeypatch.setattr(stores, "MAX_BYTES", 2 * 16 * 16 - 1)  # two clients with 16 samples of 16 bytes
     assert pack_pairs([pairs[0]] * 2)[1] is None
-    monkeypatch.setattr(stores, "LARGEST", 2 * 16 * 16)
+    monkeypatch.setattr(stores, "MAX_BYTES", 2 * 16 * 16)
     assert pack_pairs([pairs[0]] * 2)[1] is not None
 
 

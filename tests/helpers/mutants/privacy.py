@@ -23,7 +23,7 @@ clients.sampling expected_size: participation * clients => float(clients) @ scal
 # the clip
 stages.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped
 stages.clip shorten_: norm <= limit => norm <= 2 * limit @ clipped
-stages.clip shorten_: most / norm => most / norm ** 2 @ clipped
+stages.clip shorten_: target / norm => target / norm ** 2 @ clipped
 # epsilon
 privacy.accountant privacy_events: dp.PoissonSampledDpEvent(participation, gaussian_event) =>
     dp.GaussianDpEvent(z) @ poisson

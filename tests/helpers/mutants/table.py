@@ -210,8 +210,8 @@ algorithms.fedwmsam FedWMSAM.local_update: perturbed_weight=alpha => perturbed_w
 algorithms.fedwmsam FedWMSAM.local_update: alpha / (1 - alpha) => alpha @ fedwmsam
 algorithms.fedwmsam FedWMSAM.finish_client: -round.lr => round.lr @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: 1 + aggregate.mean('cos') => 1 - aggregate.mean('cos') @ fedwmsam
-algorithms.fedwmsam FedWMSAM.step_server: (1 + aggregate.mean('cos')).clamp(LEAST, MOST) => 1 + aggregate.mean('cos') @
-    fedwmsam
+algorithms.fedwmsam FedWMSAM.step_server: (1 + aggregate.mean('cos')).clamp(MIN_TARGET, MAX_TARGET) =>
+    1 + aggregate.mean('cos') @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
 executors.row_state RowSlice.perturb_along_path: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
 executors.row_state RowSlice._add_drift: d.mul_(self.variant.drift_weight) => d @ fedwmsam

@@ -18,7 +18,7 @@ from fastsam.fed.executors.rowprograms.memory_plan import MemoryPlan, check_dtyp
 from fastsam_kernels.rowprograms.instructions import (
     DIMS,
     IGNORED,
-    MOST,
+    MAX_PRODUCTS,
     OUT,
     Code,
     Instruction,
@@ -122,7 +122,7 @@ class Writer:
     def _product(self, call: Node) -> None:
         *bias, a, b = arguments(call)
         (_, m, k), n = a.meta["val"].shape, b.meta["val"].shape[2]
-        if call.kwargs or m * k * n > MOST or not call.meta["val"].is_contiguous():
+        if call.kwargs or m * k * n > MAX_PRODUCTS or not call.meta["val"].is_contiguous():
             raise NoFormError(f"a product of {m}x{k}x{n}")
         operands = [self.places.read(a, (ROWS, m, k)), self.places.read(b, (ROWS, k, n))]
         operands += [self.places.read(c, (ROWS, m, n)) for c in bias]
