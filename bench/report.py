@@ -24,7 +24,6 @@ from bench.record import RESULTS, Record, Row, figure, has_failed, median
 from fastsam.lab.report.table import Table
 
 UNMEASURED = "Not measured."
-REMOVED = ("fastsam, compiled", "fedavg, secure_sums")  # options that fastsam had when the record was made
 LAYOUTS = ("scattered", "flat")
 
 
@@ -114,8 +113,6 @@ def case_table(case: Record) -> Table:
 
 def visible_rows(case: Record) -> Sequence[Row]:
     """Return the rows to show, without contenders that were removed since; a variant's row has its peer's row in it."""
-    if case["part"] in ("speed", "overhead"):
-        return [row for row in case["rows"] if row["name"] not in REMOVED]
     if case["part"] == "accuracy":
         return [row for row in case["rows"] if row["name"] in contenders()]
     if case["part"] == "gpu":  # an executor has a row per place on the axis
