@@ -235,7 +235,7 @@ def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):
         return [] if t in (0, 2) else [0, 3]
 
     models = Models()
-    options = {"available": available, "algorithm": fed.SCAFFOLD(), "buffers": None}
+    options = {"available": available, "algorithm": fed.SCAFFOLD(), "buffers": None, "server_lr": lambda t: 1.0}
     result = start(tmp_path / "run", rounds=4, callbacks=[models], **options)
     assert [same_bits(a, b) for a, b in zip(models.result, models.result[1:])] == [True, False, True, False]
     skipped_record, next_record = result.history[2], result.history[1]
