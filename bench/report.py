@@ -249,7 +249,7 @@ def commit(e: Record) -> str:
 
 # --- pages ---
 
-_PLACE = re.compile(r"(<!-- (\w+):(\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- (\w+):(\S+(?: \w+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def fill(text: str, pieces: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fastsam import fed
 from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented_blocks, says
-from tools import quoted_code
+from tools import generated
 
 MOST_ROUNDS = 2  # rounds of a federated run: the code is tested, not its results
 PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python" and not block.quoted]
@@ -102,10 +102,10 @@ def test_every_block_of_a_page_in_turn_can_run() -> None:
 
 
 def test_quoted_code_is_the_package_s() -> None:
-    pages = quoted_code.pages()
+    pages = generated.pages()
     assert {path.name for path in pages} >= {"design.md", "own_algorithm.md"}
-    differences = [path.name for path, text in pages.items() if quoted_code.page(text) != text]
-    assert not differences, f"{differences} quote old code; write it again: python tools/quoted_code.py"
+    differences = [path.name for path, text in pages.items() if generated.page(text) != text]
+    assert not differences, f"{differences} quote old code; write it again: python -m tools.generated"
 
 
 def test_python_is_fenced() -> None:

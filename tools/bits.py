@@ -32,42 +32,24 @@ import torch
 
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parents[1]
+sys.path.append(str(ROOT))  # after PYTHONPATH, which has the package of a worker
+
+from bench.fed.process import Process, answers  # noqa: E402
+
 TURNS = 15  # pairs of measurements in a timed comparison
 
 
-class Worker:
+class Worker(Process):
     """A process that runs the cases of this tree's scripts on the package of `tree`."""
 
     def __init__(self, tree: Path, links: Path) -> None:
         links.mkdir()
         (links / "fastsam").symlink_to(tree / "fastsam")
         (links / "fastsam_kernels").symlink_to(tree / "kernels")
-        self.environment = {**os.environ, "PYTHONPATH": str(links)}
-        _provide_kernels(tree, self.environment)
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--worker"], env=self.environment, cwd=links, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        self.names: dict[str, list[str]] = self.receive()
-
-    def send(self, kind: str, name: str) -> None:
-        """Request the case or the timing `name`."""
-        assert self.process.stdin is not None
-        print(json.dumps([kind, name]), file=self.process.stdin, flush=True)
-
-    def receive(self) -> Any:
-        """Return the answer to the last request. Raises SystemExit if the process has died."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended with code {self.process.wait()}; its messages are above")
-        return json.loads(line)
-
-    def stop(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        environment = {"PYTHONPATH": str(links)}
+        _provide_kernels(tree, environment)
+        super().__init__([sys.executable, str(SCRIPT), "--worker"], environment)
+        self.names: dict[str, list[str]] = self.answer()
 
 
 def _provide_kernels(tree: Path, environment: dict[str, str]) -> None:
@@ -76,6 +58,7 @@ def _provide_kernels(tree: Path, environment: dict[str, str]) -> None:
         for path in (*(ROOT / "kernels").glob("*.so"), ROOT / "kernels" / "native.json"):
             shutil.copy2(path, tree / "kernels")
     check = "import sys; from fastsam_kernels import build; sys.exit(not build.installed().paths)"
+    environment = os.environ | environment
     if subprocess.run([sys.executable, "-c", check], env=environment, cwd=tree).returncode:
         print(f"compiling the kernels in {tree}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "fastsam_kernels.build"], env=environment, cwd=tree, check=True)
@@ -98,8 +81,8 @@ def compare_bits(new: Worker, old: Worker, text: str) -> int:
     differences = 0
     for name in names:
         for worker in (new, old):
-            worker.send("case", name)
-        new_answer, old_answer = new.receive(), old.receive()
+            worker.send(["case", name])
+        new_answer, old_answer = new.answer(), old.answer()
         if new_answer != old_answer:
             differences += 1
             print(f"{name}\n    here   {new_answer}\n    there  {old_answer}", flush=True)
@@ -117,8 +100,7 @@ def compare_times(new: Worker, old: Worker, text: str) -> None:
         for turn in range(TURNS + 1):
             samples = {}
             for worker in (new, old) if turn % 2 else (old, new):
-                worker.send("time", name)
-                samples[worker] = worker.receive()
+                samples[worker] = worker.order(["time", name])
             if turn:  # the first one warms up
                 times.append((samples[new], samples[old]))
         low, middle, high = statistics.quantiles([a / b for a, b in times], n=4)
@@ -128,18 +110,17 @@ def compare_times(new: Worker, old: Worker, text: str) -> None:
 
 def work() -> None:
     """Serve as a worker, which writes the names of its cases and runs the cases that standard input names."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # the output of a case must not be taken for an answer
+    answer = answers()
     torch.set_num_threads(1)
     functions: dict[str, dict[str, Callable[[], Any]]] = {"case": {}, "time": {}}
     for path in sorted(SCRIPT.parent.glob("bits_*.py")):
         module = importlib.import_module(path.stem)
         functions["case"].update(module.cases())
         functions["time"].update(module.timings() if hasattr(module, "timings") else ())
-    print(json.dumps({kind: list(table) for kind, table in functions.items()}), file=answers)
+    answer({kind: list(table) for kind, table in functions.items()})
     for line in sys.stdin:
         kind, name = json.loads(line)
-        print(json.dumps(functions[kind][name]()), file=answers)
+        answer(functions[kind][name]())
 
 
 def main() -> int:
@@ -157,7 +138,7 @@ def main() -> int:
         tree = stack.enter_context(check_out(options.against, folder))
         workers = [Worker(ROOT, folder / "here"), Worker(tree, folder / "there")]
         for worker in workers:
-            stack.callback(worker.stop)
+            stack.callback(worker.close)
         if options.time:
             compare_times(*workers, options.only)
             return 0

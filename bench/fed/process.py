@@ -44,12 +44,15 @@ class Process:
             raise RuntimeError(lines[-1] if lines else f"exit {self.process.returncode}")
         return json.loads(line)
 
-    def order(self) -> Any:
-        """Send an empty line and return the answer. Raises RuntimeError as `answer` does."""
+    def send(self, request: Any) -> None:
+        """Send a request as a line of JSON."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has died since: its log says why
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+
+    def order(self, request: Any = None) -> Any:
+        """Send a request and return the answer. Raises RuntimeError as `answer` does."""
+        self.send(request)
         return self.answer()
 
     def close(self) -> None:

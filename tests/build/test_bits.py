@@ -23,7 +23,7 @@ def test_a_changed_tree_differs_only_in_changed_cases(tmp_path: Path, capsys: py
     assert lines == ["FedAvgM sequential", "FedAvgM vmap", "FedAvgM threads resumed"]
     assert bits.compare_bits(first, second, "FedSAM sequential") == 0
     for worker in (first, second):
-        worker.stop()
+        worker.close()
 
 
 def test_hashes_follow_weights_states_and_records() -> None:

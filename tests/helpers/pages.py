@@ -27,7 +27,7 @@ class Block:
     Attributes:
         line (int): number of its first line of code, from 1.
         left_out: the reason that the page gives for not running it.
-        quoted (bool): True if it is quoted from the package (tools/quoted_code.py) and tested there.
+        quoted (bool): True if it is quoted from the package (tools/generated.py) and tested there.
     """
 
     page: str

@@ -13,7 +13,7 @@ from fastsam.lab.reproduce import runner
 from fastsam.lab.reproduce.metrics import METRICS
 from fastsam.lab.reproduce.table import load, names
 from tests.helpers.crosses import one_in
-from tools import listing
+from tools import generated
 
 IMAGES = {"emnist", "cifar10", "cifar100", "officehome", "domainnet"}
 FIGURES = {"curves", "measures", "classes", "surfaces", "ablations"}
@@ -40,7 +40,7 @@ SPOTS = [
 
 @pytest.mark.slow
 def test_the_list_is_that_of_the_tables() -> None:
-    assert listing.FILE.read_text() == listing.text(), "listing.json is old; write it again: python tools/listing.py"
+    assert generated.LISTING.read_text() == generated.listing(), "listing.json is old: python -m tools.generated"
 
 
 def test_every_table_and_figure_is_there() -> None:
