@@ -12,8 +12,8 @@ Where to read on:
     loop/run.py                  `run`: checks, a trial, the rounds, the result
     loop/options.py              the options of a run, and the learning rates of a round
     loop/loop.py                 one round, with the order of its calls
-    loop/cohort.py               the clients of a round: tasks, results, exclusion, sums; `outliers.py` finds clients
-                                 that moved too far
+    loop/cohort.py               the clients of a round: tasks, results, sums, exclusion of clients with NaN or errors;
+                                 `outliers.py` finds clients that moved too far
     loop/contract.py             the calls of an algorithm's methods; `checked_contract.py` checks those of a user's own
     loop/client_state.py         where the states of clients are kept
     loop/resumption.py           what a resumed run may change
@@ -23,7 +23,8 @@ Where to read on:
     executors/task.py            the work of one client: batches, orders, seeds
     executors/client.py          the client as a loop of an algorithm sees it (`Algorithm.train_client`)
     executors/local_work.py      the local work of one client, whichever way
-    executors/client_trainer.py  the local steps of one client; `row_state.py` has their kernel calls, and the other
+    executors/client_trainer.py  the local steps of one client; `row_state.py` has their kernel calls (the folder
+                                 kernels/, imported as `fastsam_kernels`; `reference.py` maps a call), and the other
                                  files of `executors/` schedule several clients
     stages/order.py              what a run does between the clients' work and the server's step
     sums/fixed_point.py          sums that do not depend on the order of the clients

@@ -70,7 +70,8 @@ def rule(setup: Setup) -> tuple[str, str]:
 
 
 def _not_stacked(setup: Setup) -> str | None:
-    """Return the reason why stacked clients would be slower, or are impossible, or None if they are the fastest."""
+    """Return the reason why stacked clients (the executor "vmap") would be slower, or are impossible. None means that
+    they are the fastest."""
     slots = setup.options.slots or stacked.slots_of(setup)
     reason = _not_dense(setup, slots)
     if reason is not None:

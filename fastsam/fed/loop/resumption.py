@@ -102,7 +102,10 @@ def identity_of(
     population: Population,
     collate: object,
 ) -> dict[str, Any]:
-    """Return the facts that must be the same when the run is resumed. `models` are the user's and the trained one."""
+    """Return the facts that must be the same when the run is resumed. `models` are the user's and the trained one.
+
+    `Settings.identity` returns the options among them; options.py declares with `resumable=True` which may change.
+    """
     numbers = loop.choice.executor.numbers
     if numbers != "exact" and loop.ranks.size > 1:  # the ranks decide which clients are stacked together
         numbers += f", {loop.ranks.size} ranks"
