@@ -106,7 +106,7 @@ def set_gsam_coefficients_(hparams: Tensor, inner: Tensor, sign: Tensor | float 
     """Write a surrogate gap's weight of g2, `sign*(1 + alpha*cc)`, without waiting for the device.
 
     Args:
-        hparams: float64 `[rows, groups, NUM_HPARAMS]`; `HParam.G1_COEF` is `-sign*alpha`, and `HParam.G2_COEF` is written.
+        hparams: float64 `[rows, groups, NUM_HPARAMS]`. `HParam.G1_COEF` is `-sign*alpha`; `HParam.G2_COEF` is written.
         inner: float64 `[rows, 2]`, `<g1, g2>` and `||g2||^2` of `inner_`.
         sign: a number, or `[rows or 1, groups]`.
     """
