@@ -8,6 +8,7 @@ so that no address is used twice.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,20 +23,28 @@ SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten
 
 
 class FakeStream:
-    """clock: per stream, how many of its operations are done before the next one here."""
+    """A stream.
+
+    Attributes:
+        clock: for each stream the number of its operations that are done before the next operation here.
+        depth: number of operations of the longest chain that ends here. An operation follows the operations before it
+            on its stream, and the operations for which its stream waited.
+    """
 
     def __init__(self) -> None:
         self.clock: dict[FakeStream, int] = {}
+        self.depth = 0
 
     def wait_stream(self, other_stream: FakeStream) -> None:
-        self.wait_event(FakeEvent(other_stream.clock))
+        self.wait_event(FakeEvent(other_stream.clock, other_stream.depth))
 
     def record_event(self) -> FakeEvent:
-        return FakeEvent(dict(self.clock))
+        return FakeEvent(dict(self.clock), self.depth)
 
     def wait_event(self, event: FakeEvent) -> None:
         for stream, count in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), count)
+        self.depth = max(self.depth, event.depth)
 
     def synchronize(self) -> None:
         """Wait on the host, so that later queued operations and reads of the host follow this stream's operations."""
@@ -47,9 +56,10 @@ class FakeStream:
 
 @dataclass(frozen=True)
 class FakeEvent:
-    """An event that stores the operations that precede it."""
+    """An event that stores the operations that precede it, and the length of their longest chain."""
 
     clock: dict[FakeStream, int]
+    depth: int
 
 
 class FakeGraph:
@@ -70,16 +80,27 @@ class FakeGraph:
         assert trace == self.trace, next((a, b) for a, b in zip(trace, self.trace, strict=False) if a != b)
 
 
+@dataclass(frozen=True)
+class FakeHandle:
+    """The object that owns a graph: the graph ends with it."""
+
+    graph: FakeGraph
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
 class FakeCuda:
     """In the place of `executors.cuda.Cuda`."""
 
     graphs: list[FakeGraph]
+    ends: list[str]  # events of the end of a run in their order: "synchronize", and "end" of a graph
     active = FakeStream()
     watch: Watch | None = None
     waits = True  # False: the host may not wait where the real one forbids it, either
 
     def __init__(self, device: torch.device) -> None:
-        FakeCuda.graphs = []
+        FakeCuda.graphs, FakeCuda.ends = [], []
 
     def stream(self) -> FakeStream:
         return FakeStream()
@@ -106,9 +127,14 @@ class FakeCuda:
         with _NoWait():
             yield
 
-    def capture(self, work: Callable[[], None], stream: object) -> FakeGraph:
+    def capture(self, work: Callable[[], None], stream: object) -> FakeHandle:
         FakeCuda.graphs.append(FakeGraph(work))
-        return FakeCuda.graphs[-1]
+        handle = FakeHandle(FakeCuda.graphs[-1])
+        weakref.finalize(handle, FakeCuda.ends.append, "end")
+        return handle
+
+    def synchronize(self) -> None:
+        FakeCuda.ends.append("synchronize")
 
 
 class _NoWait(TorchDispatchMode):
@@ -120,15 +146,27 @@ class _NoWait(TorchDispatchMode):
 
 class Watch(TorchDispatchMode):
     """Raises AssertionError for two accesses to one memory that nothing orders, and for a captured step that waits for
-    the host."""
+    the host.
+
+    Attributes:
+        operations: number of operations that are not views.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.operations = 0
         self.alive: list[Any] = []
         self.writes: dict[int, tuple[FakeStream, int]] = {}
         self.reads: dict[int, dict[FakeStream, int]] = {}
         self.allocations: dict[int, int] | None = None
         self.trace: list[Any] = []
+
+    def overlap(self, work: Callable[[], object]) -> float:
+        """Return the mean number of operations of `work` that can run at once: all of them, over their longest chain.
+        The current stream must wait for every other stream at the end of `work`."""
+        operations, depth = self.operations, FakeCuda.active.depth
+        work()
+        return (self.operations - operations) / (FakeCuda.active.depth - depth)
 
     @contextmanager
     def tracing(self) -> Iterator[list[Any]]:
@@ -161,6 +199,8 @@ class Watch(TorchDispatchMode):
         active = FakeCuda.active
         active.clock[active] = active.clock.get(active, 0) + 1
         if not func.is_view:
+            self.operations += 1
+            active.depth += 1
             for tensor in (v for v in arguments if isinstance(v, Tensor)):
                 self._access(name, tensor, place(tensor) in writes_of_call, active)
         result = func(*args, **kwargs)

@@ -96,5 +96,9 @@ class Executor(ABC):
             ClientError: the model or the loss raised.
         """
 
+    def release(self) -> None:  # noqa: B027  (most executors keep nothing)
+        """Release what the executor keeps on the device for later rounds. A run calls it at its end, also after an
+        error."""
+
 
 registry: dict[str, type[Executor]] = {}  # the executors by name, as they are defined

@@ -3,6 +3,7 @@ replace them by a stand-in."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
@@ -14,6 +15,8 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.task import Task
 from fastsam.fed.update.local_update import VECTORS, ClientResults
+
+log = logging.getLogger("fastsam.fed")
 
 
 class CaptureError(RuntimeError):
@@ -82,6 +85,17 @@ class Cuda:
                 "executor='streams', in a new process: torch does not end a capture that failed"
             ) from reason
         return graph
+
+    def synchronize(self) -> None:
+        """Wait for the device at the end of a run, before the run's graphs are released.
+
+        All graphs of a run are released here together. The end of a graph frees its memory, which a queued replay
+        still uses, and the workspaces of its stream's matrix products, which other graphs use (pytorch issue 193402).
+        """
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:  # after a failed capture; the reason of the failure is raised elsewhere
+            log.info("the device could not be waited for at the end of a run: %s", error)
 
 
 def vectors(task: Task) -> tuple[Tensor | None, ...]:

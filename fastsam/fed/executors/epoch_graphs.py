@@ -46,6 +46,11 @@ class EpochGraphs:
         self.cuda, self.stream = cuda, cuda.stream()
         self._graphs, self._num_eager = dict[Hashable, CapturedEpoch](), dict[Hashable, int]()
 
+    def release(self) -> None:
+        """Release all graphs at the end of a run."""
+        self.cuda.synchronize()
+        self._graphs.clear()
+
     def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
         """Run the block's next epoch in the rows of `row_slice`, whose variant is set. Return False if its steps must
         be taken one by one."""

@@ -38,18 +38,13 @@ class CapturableTrainer(ClientTrainer):
         self.counter = torch.zeros(1, dtype=torch.int64, device=setup.device)
         self.loss_buffer: Tensor | None = None  # losses, in the order of the steps
         self.places = torch.zeros(0, dtype=torch.int64, device=setup.device)  # 0, 1, ...: one for each of them
-        self.has_new_buffer = False  # since the owner looked: graphs that know the old buffer are of no use
         self.inputs: dict[Hashable, Batch] = {}
-        population = setup.population
-        self.longest = max(population.clients.sizes if population.clients.has_all_sizes else (), default=0)
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         super().open(task, start, buffers)
         self.counter.zero_()
         if task.update.dual is not None:
             self.eps = self.row_slice.field("eps")
-        if self.loss_buffer is not None and len(self.loss_buffer) <= self.last:
-            self._make_room(self.loss_buffer.dtype)
 
     def _begin(self, update: LocalUpdate) -> None:
         super()._begin(update)
@@ -62,12 +57,9 @@ class CapturableTrainer(ClientTrainer):
         }
 
     def _make_room(self, dtype: torch.dtype) -> None:
-        """Allocate a buffer for the losses of this client, and of all later clients (the largest of the run
-        decides)."""
-        task = self.task
-        options = task.setup.options
-        steps = options.local_steps or task.epochs * -(-max(self.longest, len(task.y)) // options.batch_size)
-        self.has_new_buffer = self.loss_buffer is not None
+        """Allocate a buffer for the losses of a client, long enough for every client of the run."""
+        options, sizes = self.setup.options, self.setup.population.clients.sizes
+        steps = options.local_steps or options.local_epochs * -(-max(sizes) // options.batch_size)
         self.loss_buffer = torch.zeros(steps, dtype=dtype, device=self.z.device)
         self.places = torch.arange(steps, device=self.z.device)
 
@@ -122,8 +114,8 @@ def _like(t: Tensor) -> Tensor:
 class CudaGraphCache:
     """The captured steps by sort. The first steps of every sort run without a graph."""
 
-    def __init__(self, capture: Callable[[Callable[[], None], torch.cuda.Stream], torch.cuda.CUDAGraph]) -> None:
-        self.capture = capture
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
         self.graphs, self.eager_counts = dict[Hashable, torch.cuda.CUDAGraph](), dict[Hashable, int]()
 
     def find(self, key: Hashable) -> torch.cuda.CUDAGraph | None:
@@ -134,7 +126,14 @@ class CudaGraphCache:
         self.eager_counts[key] = self.eager_counts.get(key, 0) + 1
         return self.eager_counts[key] > _EAGER_STEPS
 
-    def clear(self) -> None:
+    def capture(self, key: Hashable, work: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        """Return the graph of a step of this sort, which is captured now."""
+        graph = self.graphs[key] = self.cuda.capture(work, stream)
+        return graph
+
+    def release(self) -> None:
+        """Release all graphs at the end of a run."""
+        self.cuda.synchronize()
         self.graphs.clear()
 
 
@@ -154,7 +153,7 @@ class Graph(Streams):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.graphs = CudaGraphCache(self.cuda.capture)
+        self.graphs = CudaGraphCache(self.cuda)
         self.joint = self.cuda.stream()  # where graphs of all rows run
 
     @staticmethod
@@ -201,9 +200,6 @@ class Graph(Streams):
         """Return the properties that steps of one graph must share, or None for a step that is not captured."""
         row = lane.row
         assert isinstance(row, CapturableTrainer)
-        if row.has_new_buffer:
-            self.graphs.clear()
-            row.has_new_buffer = False
         keeps_snapshot = row.k in row.task.snapshots or not all(map(fills, batch))
         return None if keeps_snapshot else (row.row_slice.variant, shape_of(batch))
 
@@ -232,24 +228,34 @@ class Graph(Streams):
         self.cuda.current().wait_stream(self.joint)
         super().end_round()
 
+    def release(self) -> None:
+        """See `Executor.release`."""
+        self.graphs.release()
+
     def _replay(self, key: Hashable, work: Callable[[], None], stream: torch.cuda.Stream) -> None:
         """Do the work of a step on `stream`, from its graph if there is one or if it is time for one."""
         graph = self.graphs.find(key)
         if graph is None and self.graphs.should_capture(key):
-            graph = self.graphs.graphs[key] = self.graphs.capture(work, stream)
+            graph = self.graphs.capture(key, work, stream)
         if graph is None:
             work()
         else:
             graph.replay()
 
     def _step_lanes(self, ready: Sequence[tuple[Lane, Batch]]) -> None:
-        """Take a step of every row on its own stream, between a fork from the joint stream and a join to it."""
+        """Take a step of every row on its own stream, between a fork from the joint stream and a join to it.
+
+        All streams fork before the first one joins. A stream that forks after a join waits for the joined step, so that
+        the steps would run one after another.
+        """
+        for lane, _ in ready:
+            lane.stream.wait_stream(self.joint)
         for lane, batch in ready:
             row = lane.row
             assert isinstance(row, CapturableTrainer)
-            lane.stream.wait_stream(self.joint)
             with self.cuda.use(lane.stream), row.client_errors:
                 row.step(-1, *row.static(batch))
+        for lane, _ in ready:
             self.joint.wait_stream(lane.stream)
 
     @staticmethod

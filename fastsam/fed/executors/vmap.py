@@ -92,6 +92,11 @@ class Vmap(Executor):
                     yield from {id(block.error): block.error for block in ready if block.error is not None}.values()
                     yield from self._close([block for block in ready if block.error is None])
 
+    def release(self) -> None:
+        """See `Executor.release`."""
+        if self.epochs is not None:
+            self.epochs.release()
+
     # --- the beginning and the end of clients ---
 
     def _open(self, tasks: Iterator[Task], free: Sequence[int]) -> list[ClientBlock]:

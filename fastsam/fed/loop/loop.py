@@ -87,6 +87,8 @@ class Loop:
             if directory is not None:
                 directory.rescue(state)
             raise
+        finally:
+            self.choice.executor.release()
 
     def nbytes(self, state: RunState) -> int:
         """Return the bytes that the server and the clients keep, on all ranks; collective."""

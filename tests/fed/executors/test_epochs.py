@@ -79,6 +79,12 @@ def test_an_epoch_is_captured_once_not_per_round() -> None:
         assert len(FakeCuda.graphs) == 1 and FakeCuda.graphs[0].trace == []  # the trace is empty without a watch
 
 
+@pytest.mark.usefixtures("capture_epochs")
+def test_graphs_are_released_together_at_the_end_of_a_run() -> None:
+    train(fed.FedSMOO(rho=0.05))
+    assert FakeCuda.ends == ["synchronize", "end", "end"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("capture_epochs")
 def test_clients_that_are_not_alike_train_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,15 +232,17 @@ def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:
     return [group.take([i]) for group in groups for i in range(len(group.client_ids))]
 
 
-def oracle_tasks(sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5) -> tuple[list[Task], torch.Tensor, Setup]:
+def oracle_tasks(
+    sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5, update: LocalUpdate | None = None, **options: Any
+) -> tuple[list[Task], torch.Tensor, Setup]:
     clients, model = oracle.ragged_clients(torch.float32, sizes), oracle.smooth_model(torch.float32)
     layout = Layout.from_tensors(list(model.parameters()))
     start = torch.zeros(layout.row_size)
     layout.gather([p.detach() for p in model.parameters()], start)
-    options = LocalOptions(momentum=0.5, local_epochs=2, batch_size=batch, seed=100, slots=3)
-    setup = setup_of(model, clients, options)
-    step = LocalUpdate(Direction.GRADIENT, rho=0.05)
-    tasks = [Task(i, setup, 0, 0.1, step) for i in range(len(clients))]
+    keywords = {"momentum": 0.5, "local_epochs": 2, "batch_size": batch, "seed": 100, "slots": 3} | options
+    setup = setup_of(model, clients, LocalOptions(**keywords))
+    update = update or LocalUpdate(Direction.GRADIENT, rho=0.05)
+    tasks = [Task(i, setup, 0, 0.1, update) for i in range(len(clients))]
     return tasks, start, setup
 
 
@@ -337,6 +339,29 @@ def test_auto_takes_streams_if_a_client_that_raises_is_excluded(monkeypatch: Mon
     assert result == "streams" and "on_client_error='exclude'" in reason
 
 
+@pytest.mark.usefixtures("no_cuda")
+def test_graphs_are_released_together_at_the_end_of_a_run() -> None:
+    train(fed.FedAvg(), sizes=(5, 20, 40), participation=1.0, executor="graph", slots=1, local_epochs=3)
+    assert FakeCuda.ends == ["synchronize", *["end"] * len(FakeCuda.graphs)] and len(FakeCuda.graphs) > 1
+
+
+# ---- lanes that train at the same time
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize(("direction", "executor"), one_in(2, [Direction.NONE, Direction.GRADIENT], EXECUTORS), ids=str)
+def test_lanes_train_at_the_same_time(direction: Direction, executor: str) -> None:
+    """In a steady round the operations are at least .8 lanes wide: their number over their longest chain."""
+    lanes = 8
+    tasks, start, setup = oracle_tasks((16,) * lanes, 16, LocalUpdate(direction, rho=0.05), slots=lanes)
+    cls = executors.registry[executor](setup)
+    with Watch() as watch:
+        list(cls.train(start, [], iter(tasks)))
+        overlap = watch.overlap(lambda: list(cls.train(start, [], iter(tasks))))
+    assert executor == "streams" or [graph.replays for graph in FakeCuda.graphs] == [2]  # all steps of the round
+    assert overlap >= 0.8 * lanes
+
+
 # ---- lanes that end together
 
 
@@ -363,6 +388,6 @@ def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: 
     def dead(stream: object, other_stream: object) -> None:
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(cls.graphs, "capture", refuses)
+    monkeypatch.setattr(cls.cuda, "capture", refuses)
     with pytest.raises((CaptureError, fed.ClientError), match="it was refused"):
         list(cls.train(start, [], iter(tasks)))
