@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.clients.pairs import Pair, check_unmasked
+from fastsam.fed.common.transfer import to_device
 
 IGNORED = -100  # the label that torch's losses ignore by default
 Collate = Callable[[list[Any]], Any]  # samples -> batch
@@ -154,7 +155,7 @@ class TensorSamples(ClientDataset):
 
     def take(self, places: Tensor, seed: int) -> Any:
         first = next(leaf for _, leaf in leaves(self.tree))
-        index = places.to(first.device)
+        index = to_device(places, first.device)
         return map_tree(lambda t: t.index_select(0, index), self.tree)
 
     @property

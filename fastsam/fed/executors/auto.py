@@ -59,7 +59,8 @@ def rule(setup: Setup) -> tuple[str, str]:
     reason = _not_stacked(setup)
     if reason is None:
         return "vmap", "stacked clients of such a model share the cost of every call"
-    if setup.device.type == "cuda" and streams.why_not(setup) is None:
+    # Eager streams gain nothing over clients one after another, and keep a copy of the model for each slot.
+    if setup.device.type == "cuda" and streams.why_not(setup) is None and graph.unsupported(setup) is None:
         capture_problem = _not_captured(setup)
         if capture_problem is None:
             return "graph", f"one captured graph for a step of several clients, because {reason}"

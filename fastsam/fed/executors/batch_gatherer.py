@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.task import BLOCK, Task, to_device
+from fastsam.fed.common.transfer import to_device
+from fastsam.fed.executors.task import BLOCK, Task
 
 Batch = tuple[Tensor, Tensor]
 

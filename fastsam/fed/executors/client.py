@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.extra_models import SecondModel
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
-from fastsam.fed.executors.task import to_device
 from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
 from fastsam_kernels.hparams import HParam
 

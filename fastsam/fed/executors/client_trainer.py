@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.extra_models import SecondModel, Teachers
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.row_state import RowSlice, RowState
-from fastsam.fed.executors.task import Setup, Task, to_device
+from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.executors.torch_updates import TorchUpdates
 from fastsam.fed.update.local_update import ClientResults, Constants, Direction, LocalUpdate, Snapshot
 from fastsam.fed.update.model_copy import Replica, buffer_displacement
@@ -97,6 +98,7 @@ class ClientTrainer:
         for buffer, start_value in zip(self.replica.buffers, buffers, strict=True):
             buffer.copy_(start_value)
         self._begin(update)
+        self.random.begin(task.pass_seed(0))  # a model may draw in the passes of the first gradient too
         if update.constants.has_first_gradient:
             with self.client_errors:
                 self._first_gradient()
@@ -107,7 +109,6 @@ class ClientTrainer:
             self.row_slice.start_shifted(e)
         self._measure(self.task)
         self.batches = task.batches()
-        self.random.begin(task.pass_seed(0))
 
     def next_step(self, x: Any, y: Any) -> None:
         """Take the next local step on a batch."""

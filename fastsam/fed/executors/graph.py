@@ -166,7 +166,7 @@ class Graph(Streams):
                 "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; "
                 "'streams' can"
             )
-        return Streams.why_not(setup) or why_not_captured(setup, streams.Cuda(setup.device))
+        return Streams.why_not(setup) or unsupported(setup) or why_not_captured(setup, streams.Cuda(setup.device))
 
     def make_row(self) -> ClientTrainer:
         return CapturableTrainer(self.setup, self.random)
@@ -264,6 +264,15 @@ class Graph(Streams):
         for part in (0, 1):
             inputs = [row.static(batch)[part] for row, batch in pairs if isinstance(row, CapturableTrainer)]
             torch._foreach_copy_(inputs, [batch[part] for _, batch in pairs])
+
+
+def unsupported(setup: Setup) -> str | None:
+    """Return the reason why batches or random numbers of a run are not served, or None."""
+    if setup.population.batch_reason:
+        return f"{setup.population.batch_reason}; 'streams' can"
+    if setup.draws is not None:
+        return "a training pass of the model draws random numbers (dropout?), and a capture freezes them; 'streams' can"
+    return None
 
 
 def why_not_captured(setup: Setup, cuda: Cuda) -> str | None:

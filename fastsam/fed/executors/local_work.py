@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastsam.fed.executors.client import Client, StopClient
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.executors.task import Task
+from fastsam.fed.executors.task import ClientLoop, Task
 from fastsam.fed.update.local_update import ClientResults
 
 
@@ -27,11 +27,21 @@ def train(
     """
     row.open(task, start, buffers)
     if task.loop is not None:
-        client = Client(row, stop_requested)
-        return client.results(task.loop.run(client))
+        return run_loop(row, task.loop, stop_requested)
     with row.client_errors:
         for batch in row.batches:
             if stop_requested is not None and stop_requested():
                 raise StopClient
             row.next_step(*batch)
     return row.close()
+
+
+def run_loop(row: ClientTrainer, loop: ClientLoop, stop_requested: Callable[[], bool] | None = None) -> ClientResults:
+    """Run the loop of the algorithm for the client that is open in a row. Other clients may have been opened since.
+
+    Raises: as `train`.
+    """
+    if row.random.draws:
+        row.random.seed(row.task.pass_seed(0))  # for passes that the loop makes by itself
+    client = Client(row, stop_requested)
+    return client.results(loop.run(client))

@@ -89,14 +89,18 @@ class PassRandomness:
     A model that draws is recognised by the state of the generators, so no list of module types is needed, and
     functional dropout counts. Seeding costs microseconds in each pass, so a model that has never drawn is not seeded.
     The first client found to have drawn is trained again, so that its numbers do not depend on when this was found.
+
+    Args:
+        device: device of training.
+        draws: the model is known to draw.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, draws: bool = False) -> None:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
             self.generators.append(torch.cuda.default_generators[device.index or 0])
-        self.draws = False
+        self.draws = draws
         self._begin: list[torch.Tensor] = []
 
     def generator_context(self) -> AbstractContextManager[object]:
@@ -112,6 +116,12 @@ class PassRandomness:
         finally:
             for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
+
+    def start_round(self) -> None:
+        """Begin a round."""
+
+    def check(self, client: int) -> None:
+        """Raise ClientError for random numbers that a model must not draw, when `client` is done."""
 
     def begin(self, seed: int) -> None:
         """Begin a client. `seed` seeds its first pass."""
@@ -143,14 +153,14 @@ class NoRandomness(PassRandomness):
     )
 
     def start_round(self) -> None:
-        """Begin a round, in which no model may draw."""
+        """See `PassRandomness.start_round`. In the round no model may draw."""
         self._begin = self._states()
 
     def begin(self, seed: int) -> None:
         """Begin a client without a seed."""
 
     def check(self, client: int) -> None:
-        """Raise ClientError if something has drawn since the start of the round."""
+        """See `PassRandomness.check`. Nothing may have drawn since the start of the round."""
         with default_generator:
             is_unchanged = all(map(torch.equal, self._states(), self._begin))
         if not is_unchanged:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fastsam import ops
 from fastsam.arena import Arena
+from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.task import LocalOptions, Setup, to_device
+from fastsam.fed.executors.task import LocalOptions, Setup
 from fastsam.fed.update.local_update import NU, Direction, LocalUpdate, Snapshot
 from fastsam.fed.update.pilot import Pilot
 from fastsam.fed.update.variant import StepVariant

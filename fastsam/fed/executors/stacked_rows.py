@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.client_block import ClientBlock, neighbours, slots_of, tasks_of
 from fastsam.fed.executors.row_state import RowSlice, RowState
-from fastsam.fed.executors.task import Setup, Task, to_device
+from fastsam.fed.executors.task import Setup, Task
 
 _INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
 # The fields that a step writes. The others are only read.

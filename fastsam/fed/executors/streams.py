@@ -8,10 +8,10 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
-from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors
-from fastsam.fed.executors.randomness import NoRandomness
+from fastsam.fed.executors.local_work import run_loop
+from fastsam.fed.executors.randomness import NoRandomness, PassRandomness
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.update.local_update import ClientResults
 
@@ -52,8 +52,7 @@ class Lane:
         with self.cuda.use(self.stream):
             try:
                 if self.row.task.loop is not None:
-                    client = Client(self.row)
-                    self.results = client.results(self.row.task.loop.run(client))
+                    self.results = run_loop(self.row, self.row.task.loop)
                     return False
                 with self.row.client_errors:
                     batch = next(self.row.batches, None)
@@ -84,17 +83,19 @@ def why_not(setup: Setup) -> str | None:
     """Return the reason why streams cannot serve a run, or None."""
     if setup.device.type != "cuda":
         return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
-    if setup.population.batch_reason:
-        return setup.population.batch_reason
-    return None if setup.draws is None else NoRandomness.REASON
+    return None
 
 
 class Streams(Executor):
     """One `ClientTrainer` and one stream per slot. The host queues a step of every client in turn and waits for none
     of them inside an epoch.
 
-    Joins are events. A row computes what the plain executor computes, in the same order: the bits are the same.
-    Raises ValueError for a device that is no CUDA device, and for a model that draws random numbers.
+    Joins are events. A row computes what the plain executor computes, in the same order: the bits are the same. A model
+    that draws random numbers (dropout) has the numbers of the plain executor. The host queues one pass after the other,
+    and a kernel gets the seed and the offset of the generator when it is queued.
+
+    Raises:
+        ValueError: the device is not a CUDA device.
     """
 
     name = "streams"
@@ -105,7 +106,8 @@ class Streams(Executor):
         if reason is not None:
             raise ValueError(f"executor {self.name!r} cannot serve here: {reason}. Use executor='sequential'")
         self.setup, self.slots = setup, setup.options.slots or SLOTS
-        self.cuda, self.random = Cuda(setup.device), NoRandomness(setup.device)
+        self.cuda = Cuda(setup.device)
+        self.random = NoRandomness(setup.device) if setup.draws is None else PassRandomness(setup.device, draws=True)
         self.lanes: list[Lane] = []
 
     @staticmethod

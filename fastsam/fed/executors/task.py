@@ -15,6 +15,7 @@ from fastsam.arena import Layout
 from fastsam.fed.clients.population import Loss, Population, apply_augment
 from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
+from fastsam.fed.common.transfer import to_device
 from fastsam.fed.update.local_update import LocalUpdate
 
 BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
@@ -290,11 +291,3 @@ def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, in
     less samples than a batch has one batch in any case."""
     num_full, last_size = divmod(samples, batch_size)
     return num_full, 0 if drop_last and num_full else last_size
-
-
-def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on `device`. It is copied from pinned memory, because otherwise the copy would wait for all
-    that the stream has to do before."""
-    if t.device == device:  # `to` takes time even where it does nothing
-        return t
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)

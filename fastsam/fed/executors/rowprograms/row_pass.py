@@ -10,11 +10,11 @@ from torch.fx import GraphModule
 
 from fastsam import ops
 from fastsam.arena import Layout
+from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.batch_gatherer import SampleIndices
 from fastsam.fed.executors.client_block import ClientBlock
 from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms.writer import Writer
-from fastsam.fed.executors.task import to_device
 from fastsam.fed.update.local_update import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
