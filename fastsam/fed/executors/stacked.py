@@ -22,6 +22,7 @@ from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scala
 from fastsam.fed.executors.graph_passes import copy_with_strides
 from fastsam.fed.executors.replay import Replays, agree
 from fastsam.fed.executors.row_state import RowSlice, RowState
+from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.update.model_copy import Replica
 
@@ -76,7 +77,7 @@ class StackedPasses:
         self.parameters = replica.parameters
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
-        self.loss = setup.loss
+        self.loss, self.lookups = setup.loss, StackedLookups()
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
@@ -99,7 +100,7 @@ class StackedPasses:
     def gradients(self, leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
         memory."""
-        with mapping():
+        with mapping(), self.lookups.of_shape((x.shape, y.shape, self.module.training)):
             with self._with_parameters():
                 outputs = self._outputs(leaves, x)
             losses = _cross_entropy(outputs, y) if self._classifies(outputs, y) else self._losses(outputs, y)

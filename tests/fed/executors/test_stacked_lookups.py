@@ -1,0 +1,82 @@
+"""Lookups in tables (`nn.Embedding`, `F.one_hot`) of stacked clients: the gradients and errors of single clients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastsam import fed
+from fastsam.fed.executors import replay
+from tests.helpers.fed_runs import vector
+
+WORDS = 10
+
+
+class Words(nn.Module):
+    """A classifier of sequences of words."""
+
+    def __init__(self, look_up: Callable[..., Tensor] | None = None, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.output, self.look_up = nn.Embedding(WORDS, 4, **options), nn.Linear(4, 3), look_up
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors = self.words(x) if self.look_up is None else self.look_up(x, self.words.weight)
+        return self.output(vectors.mean(1))
+
+
+def clients(sizes: tuple[int, ...] = (7, 10, 3, 12)) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randint(0, WORDS, (n, 5), generator=generator), torch.randint(0, 3, (n,), generator=generator))
+        for n in sizes
+    ]
+
+
+def train(model: nn.Module, executor: str, data: Any = None, **options: Any) -> fed.Result:
+    keywords = {"rounds": 3, "participation": 1.0, "batch_size": 4, "lr": 0.5} | options
+    return fed.run(model, data or clients(), fed.FedSAM(rho=0.05), executor=executor, **keywords)
+
+
+def one_hot(x: Tensor, weight: Tensor) -> Tensor:
+    return F.one_hot(x, WORDS).to(weight.dtype) @ weight
+
+
+TABLES: dict[str, Callable[[], nn.Module]] = {
+    "plain": Words,
+    "padding": lambda: Words(padding_idx=2),
+    "padding, counted from the end": lambda: Words(padding_idx=-1),
+    "largest norm": lambda: Words(max_norm=0.5, padding_idx=0),
+    "gradients by frequency": lambda: Words(scale_grad_by_freq=True, padding_idx=1),
+    "torch.embedding": lambda: Words(lambda x, weight: torch.embedding(weight, x, 3)),
+    "F.embedding": lambda: Words(lambda x, weight: F.embedding(x, weight, padding_idx=-2)),
+    "unit vectors": lambda: Words(one_hot),
+}
+
+
+@pytest.mark.parametrize("replays", [True, False])
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients_are_those_of_single_clients(name: str, replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not replays:
+        monkeypatch.setattr(replay.Replays, "run", lambda *args: None)
+    plain = vector(train(TABLES[name](), "sequential").model)
+    stacked = vector(train(TABLES[name](), "vmap").model)
+    assert (plain - stacked).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("index", [WORDS, -1])
+def test_an_index_outside_of_the_table_raises(index: int, name: str) -> None:
+    """In the plain executor, and in the middle row of a stacked pass: in round 1, and in a replayed pass of round 3."""
+    data = clients((8,) * 4)
+    data[1][0][7, 2] = index
+    words = r"client .*1.* in round {}.*(out of range|out of bounds|smaller than|non-negative)"
+    for executor in ("sequential", "vmap"):
+        with pytest.raises(fed.ClientError, match=words.format(1)):
+            train(TABLES[name](), executor, data)
+        with pytest.raises(fed.ClientError, match=words.format(3)):
+            train(TABLES[name](), executor, data, sampler=lambda t, generator: [0, 1 if t == 2 else 3, 2])
