@@ -73,4 +73,4 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
 
 
-_LOOKUPS = {F.embedding: _embedding, torch.embedding: _table_lookup, F.one_hot: _one_hot}
+_LOOKUPS: dict[Any, Any] = {F.embedding: _embedding, torch.embedding: _table_lookup, F.one_hot: _one_hot}
