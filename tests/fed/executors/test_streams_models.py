@@ -1,4 +1,4 @@
-"""What `streams` serve in addition to `graph`: models that draw random numbers, and batches that are trees of tensors.
+"""Tests of what `streams` serves and `graph` does not: models that draw random numbers, and trees of tensors as batches.
 
 Without a GPU the order of work is tested with a stand-in for CUDA.
 """
