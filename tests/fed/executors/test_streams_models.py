@@ -1,4 +1,5 @@
-"""Tests of what `streams` serves and `graph` does not: models that draw random numbers, and trees of tensors as batches.
+"""Tests of the runs that `streams` serves and `graph` refuses: models that draw random numbers, and batches that are
+trees of tensors.
 
 Without a GPU the order of work is tested with a stand-in for CUDA.
 """
