@@ -292,7 +292,11 @@ def _merge_facts(data_facts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def _settings(config: RunConfig, swept_keys: set[str]) -> str:
-    settings = {"lr": config.lr, "lr_decay": config.lr_decay, **config.options}
+    settings = {
+        "lr": "of the optimizer" if config.lr is None else config.lr,
+        "lr_decay": config.lr_decay,
+        **config.options,
+    }
     return ", ".join(f"{key} {value}" for key, value in settings.items() if key not in swept_keys)
 
 
@@ -330,7 +334,7 @@ def train(
             f"continue with:\n  {resume_command}"
         ) from error
     algorithm, config = short_name(run_setup.config.algorithm), run_setup.config
-    lr = config.lr if isinstance(config.lr, float) else None
+    lr = result.settings.lr if isinstance(result.settings.lr, float) else None
     return FinishedRun(algorithm, config.seed, result.summary(), result.history, directory, algorithm, lr=lr)
 
 

@@ -206,9 +206,10 @@ class Loop:
     ) -> dict[str, Any]:
         """Return the record of the round that ended in `state`, without measures and its seconds. `seconds_training`
         has no evaluation and measures."""
-        record = {"round": round.index + 1, "lr": round.lr, **of_clients}
+        rates = self.settings.rates_of(round.index)
+        record = {"round": round.index + 1, "lr": rates["lr"], **of_clients}
         if not isinstance(self.settings.server_lr, float):
-            record["server_lr"] = round.server_lr
+            record["server_lr"] = rates["server_lr"]
         record |= self._evaluate(state, round.index + 1) | self._traffic(round.cohort_size)
         record["seconds_training"] = seconds_training
         for stage in self.stages:
