@@ -135,8 +135,20 @@ def plan(
         for values in combinations([axis for axis in axes if axis.applies_to(name)])
         for config, point in (_resolve_point(source, name, names, seed, values) for seed in numbers)
     )
+    _check_directories(runs)
     _check_data([run.config for run in runs], {axis.key for axis in axes})
     return Plan(runs[0].config.name, tuple(names), tuple(numbers), axes, runs)
+
+
+def _check_directories(runs: Sequence[PlannedRun]) -> None:
+    """Raise ConfigError if two runs have one directory, because a sweep has a value in two spellings."""
+    names = [run.directory for run in runs]
+    for i, run in enumerate(runs):
+        if run.directory in names[:i]:
+            raise ConfigError(
+                f"the sweep names a value twice: {run.label!r}. Each value runs once, and values must differ in their "
+                "first six digits"
+            )
 
 
 Point = tuple[tuple[str, Any], ...]
@@ -201,6 +213,8 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
         raise RunDirectoryError(f"{directory} is not the directory of a comparison; choose another --run-dir")
     for run in plan.runs:
         new_record, old_record = run.config.record(), _config_of(directory / run.directory)
+        if new_record["lr"] is None:  # an imported optimizer's rate is known in the run, which compares it
+            old_record.pop("lr", None)
         for key in sorted(new_record.keys() | old_record.keys() if old_record else ()):
             if key not in (*RESUMABLE, "name") and new_record.get(key) != old_record.get(key):
                 raise RunDirectoryError(

@@ -333,6 +333,10 @@ def test_the_rate_of_an_imported_optimizer_is_the_rate_of_the_run(tmp_path: Path
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["lr"] == 0.002 and json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["lr"] == 0.002
     assert experiment.keywords(replace(cfg, lr=record["lr"]))["lr"] == 0.002
+    again = compare.plan(read_config(tmp_path, text, "--rounds", "1"), ["fedavg"])
+    experiment.start(experiment.build(again.configs[0]), tmp_path / "cmp" / again.runs[0].directory)
+    compare.write_record(again, tmp_path / "cmp")
+    compare.check_directory(again, tmp_path / "cmp", resume=True)
     with pytest.raises(ValueError, match="lr=0.2 needs an optimizer without a rate"):
         experiment.keywords(replace(cfg, lr=0.2))
     assert resolve(tmp_path, FILE.replace("lr = 0.2\n", "optimizer = 'AdamW'\n")).lr == 0.001
