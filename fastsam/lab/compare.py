@@ -27,7 +27,7 @@ from fastsam.lab.plots.curves import value_text
 from fastsam.lab.report.finished import FinishedRun, by_label, panel_name
 from fastsam.lab.report.surface import loss_surface
 from fastsam.lab.run_config import DATA_KEYS, RunConfig, short_name
-from fastsam.lab.sweep import Axis, check_taken, combinations, parse_axis, with_values
+from fastsam.lab.sweep import Axis, check_directories, check_taken, combinations, parse_axis, with_values
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,20 +135,9 @@ def plan(
         for values in combinations([axis for axis in axes if axis.applies_to(name)])
         for config, point in (_resolve_point(source, name, names, seed, values) for seed in numbers)
     )
-    _check_directories(runs)
+    check_directories([run.directory for run in runs])
     _check_data([run.config for run in runs], {axis.key for axis in axes})
     return Plan(runs[0].config.name, tuple(names), tuple(numbers), axes, runs)
-
-
-def _check_directories(runs: Sequence[PlannedRun]) -> None:
-    """Raise ConfigError if two runs have one directory, because a sweep has a value in two spellings."""
-    names = [run.directory for run in runs]
-    for i, run in enumerate(runs):
-        if run.directory in names[:i]:
-            raise ConfigError(
-                f"the sweep names a value twice: {run.label!r}. Each value runs once, and values must differ in their "
-                "first six digits"
-            )
 
 
 Point = tuple[tuple[str, Any], ...]
