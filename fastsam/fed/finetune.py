@@ -32,9 +32,9 @@ def finetune(
 ) -> list[dict[str, Any]]:
     """Train the final model on each client separately and return its accuracy before and after.
 
-    Each client takes plain local steps with the run's batch size, momentum, weight decay, clipping and loss, from the
-    global model, or from its own model if the algorithm keeps one. Accuracies are measured on the samples that the run
-    evaluated this client on. The result does not change.
+    Each client takes plain local steps with the run's optimizer, batch size, momentum, weight decay, clipping and
+    loss. It starts from the global model, or from its own model if the algorithm keeps one. Accuracies are measured on
+    the samples that the run evaluated this client on. The result does not change.
 
     Args:
         result: result of `fed.run`.
@@ -64,7 +64,7 @@ def finetune(
         )
     steps = {
         "rounds": 1, "local_epochs": epochs, "participation": 1.0, "executor": "sequential", "progress": False,
-        "lr": settings.lr_of(max(len(result.history) - 1, 0)) if lr is None else lr,
+        "lr": settings.rates_of(max(len(result.history) - 1, 0))["lr"] if lr is None else lr,
         "buffers": "average" if settings.buffers == "local" else settings.buffers,
         **{name: getattr(settings, name) for name in _REUSED},
     }  # fmt: skip
@@ -78,7 +78,10 @@ def finetune(
     return accuracies
 
 
-_REUSED = ("batch_size", "drop_last", "shuffle", "momentum", "weight_decay", "clip_norm", "clip_scope", "loss")
+_REUSED = (
+    *("batch_size", "drop_last", "shuffle", "momentum", "weight_decay", "clip_norm", "clip_scope"),
+    *("optimizer", "loss"),
+)
 
 
 def _classifies(result: Result) -> bool:

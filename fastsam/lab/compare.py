@@ -27,7 +27,7 @@ from fastsam.lab.plots.curves import value_text
 from fastsam.lab.report.finished import FinishedRun, by_label, panel_name
 from fastsam.lab.report.surface import loss_surface
 from fastsam.lab.run_config import DATA_KEYS, RunConfig, short_name
-from fastsam.lab.sweep import Axis, check_taken, combinations, parse_axis, with_values
+from fastsam.lab.sweep import Axis, check_directories, check_taken, combinations, parse_axis, with_values
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,6 +135,7 @@ def plan(
         for values in combinations([axis for axis in axes if axis.applies_to(name)])
         for config, point in (_resolve_point(source, name, names, seed, values) for seed in numbers)
     )
+    check_directories([run.directory for run in runs])
     _check_data([run.config for run in runs], {axis.key for axis in axes})
     return Plan(runs[0].config.name, tuple(names), tuple(numbers), axes, runs)
 
@@ -201,6 +202,8 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
         raise RunDirectoryError(f"{directory} is not the directory of a comparison; choose another --run-dir")
     for run in plan.runs:
         new_record, old_record = run.config.record(), _config_of(directory / run.directory)
+        if new_record["lr"] is None:  # an imported optimizer's rate is known in the run, which compares it
+            old_record.pop("lr", None)
         for key in sorted(new_record.keys() | old_record.keys() if old_record else ()):
             if key not in (*RESUMABLE, "name") and new_record.get(key) != old_record.get(key):
                 raise RunDirectoryError(
@@ -292,7 +295,11 @@ def _merge_facts(data_facts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def _settings(config: RunConfig, swept_keys: set[str]) -> str:
-    settings = {"lr": config.lr, "lr_decay": config.lr_decay, **config.options}
+    settings = {
+        "lr": "of the optimizer" if config.lr is None else config.lr,
+        "lr_decay": config.lr_decay,
+        **config.options,
+    }
     return ", ".join(f"{key} {value}" for key, value in settings.items() if key not in swept_keys)
 
 
@@ -330,7 +337,7 @@ def train(
             f"continue with:\n  {resume_command}"
         ) from error
     algorithm, config = short_name(run_setup.config.algorithm), run_setup.config
-    lr = config.lr if isinstance(config.lr, float) else None
+    lr = result.settings.lr if isinstance(result.settings.lr, float) else None
     return FinishedRun(algorithm, config.seed, result.summary(), result.history, directory, algorithm, lr=lr)
 
 

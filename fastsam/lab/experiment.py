@@ -138,10 +138,12 @@ def start(
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
     """Run it. The run directory gets the config's record as config.json."""
-    settings = keywords(experiment.config) | {
+    settings = keywords(experiment.config)
+    rate = {"lr": settings["lr"]} if experiment.config.lr is None else {}  # the rate of an imported optimizer
+    settings |= {
         "run_dir": run_dir,
         "resume": resume,
         "progress": progress,
-        "config": experiment.config.record(),
+        "config": experiment.config.record() | rate,
     }
     return run(experiment.model, experiment.data, experiment.algorithm, **settings)

@@ -11,6 +11,7 @@ from typing import Any
 from fastsam.fed.common.import_paths import is_import_path
 from fastsam.fed.common.option import check, option, table
 from fastsam.fed.data import SETS, dealing, partition
+from fastsam.fed.loop.local_optimizer import optimizer_of, split_rate
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.measures import NamedMeasures
 from fastsam.fed.models import MODELS
@@ -90,6 +91,8 @@ class RunConfig(Settings, ModelKeys, DataKeys):
     def __post_init__(self) -> None:
         check(self)
         self.name_sampler()
+        if not (isinstance(self.optimizer, str) and is_import_path(self.optimizer)):  # which may be a partial
+            object.__setattr__(self, "lr", split_rate(self.lr, optimizer_of(self.optimizer))[0])
 
     def record(self) -> dict[str, Any]:
         """Return the content of config.json: every key with a meaning in this run, and the table of the algorithm's

@@ -97,6 +97,16 @@ def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
         raise ConfigError(f"--sweep {axis.name}: none of {', '.join(algorithms)} takes this key{hint}")
 
 
+def check_directories(names: Sequence[str]) -> None:
+    """Raise ConfigError if two runs of a comparison have one directory, because a value has two spellings."""
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ConfigError(
+                f"the sweep names a value twice: both runs are {name!r}. Each value runs once, and values must differ "
+                "in their first six digits"
+            )
+
+
 def combinations(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Axis, str], ...]]:
     """Yield every choice of one value per axis; one empty choice if there is no axis."""
     for values in itertools.product(*(axis.values for axis in axes)):

@@ -4,7 +4,7 @@ again."""
 import inspect
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -317,6 +317,29 @@ def test_a_users_loss_and_sampler(tmp_path: Path) -> None:
     text = f"sampler = '{tmp_path}/parts.py:everybody'\nloss = '{tmp_path}/parts.py:loss'"
     arguments = experiment.keywords(resolve(tmp_path, text))
     assert list(arguments["sampler"](0, None)) == [0, 1, 2] and arguments["loss"](0, 0) == 1
+
+
+def test_the_rate_of_an_imported_optimizer_is_the_rate_of_the_run(tmp_path: Path) -> None:
+    """config.json has the rate, and read again it gives the same run."""
+    (tmp_path / "adamw.py").write_text(
+        "from functools import partial\nimport torch\n"
+        "def adamw(params, lr): return torch.optim.AdamW(params, lr=lr)\nmake = partial(adamw, lr=0.002)\n"
+    )
+    text = FILE.replace("lr = 0.2\n", "") + f"\n[fedavg]\noptimizer = '{tmp_path / 'adamw.py'}:make'\n"
+    cfg = resolve(tmp_path, text, algorithm="fedavg")
+    assert cfg.lr is None and experiment.keywords(cfg)["lr"] == 0.002
+    run = experiment.build(replace(cfg, rounds=1))
+    experiment.start(run, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["lr"] == 0.002 and json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["lr"] == 0.002
+    assert experiment.keywords(replace(cfg, lr=record["lr"]))["lr"] == 0.002
+    again = compare.plan(read_config(tmp_path, text, "--rounds", "1"), ["fedavg"])
+    experiment.start(experiment.build(again.configs[0]), tmp_path / "cmp" / again.runs[0].directory)
+    compare.write_record(again, tmp_path / "cmp")
+    compare.check_directory(again, tmp_path / "cmp", resume=True)
+    with pytest.raises(ValueError, match="lr=0.2 needs an optimizer without a rate"):
+        experiment.keywords(replace(cfg, lr=0.2))
+    assert resolve(tmp_path, FILE.replace("lr = 0.2\n", "optimizer = 'AdamW'\n")).lr == 0.001
 
 
 def test_dtype_reaches_the_model(tmp_path: Path) -> None:

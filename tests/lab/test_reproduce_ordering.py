@@ -94,6 +94,26 @@ def test_equal_numbers_hold_nothing_and_a_run_without_a_number_is_left_out() -> 
     assert "6 claims more: a run failed" in first.note and "FedLESAM-D" not in str(first.rows)
 
 
+def test_margins_are_of_the_same_seed() -> None:
+    """Seed 1 of FedLESAM-D failed: seed 2 is compared with seed 2, and the row names the failed seed."""
+    table = load("fedlesam-table8", "digits")
+    numbers = {**{name: [2.0, 9.0, 4.0] for name in SECONDS}, "fedavg": [1.0] * 3, "fedlesam-d": [1.5, 0.0, 3.0]}
+    outcomes = {
+        part: replace(
+            outcome, seeds=(0, 1, 2), runs=[r for r in outcome.runs if (r.algorithm, r.seed) != ("fedlesam-d", 1)]
+        )
+        for part, outcome in outcomes_of(table, numbers, "seconds_per_round").items()
+    }
+    claims = {(c.winner, c.loser): c for c in ordering.claims(table, outcomes)}
+    claim = claims["fedlesam-d", "fedsam"]
+    assert claim.measured_margins == pytest.approx((0.5, 1.0)) and claim.failed_seeds == (1,)
+    rows = [row for text_table in ordering.text_tables(table, outcomes) for row in text_table.rows]
+    assert [row[-1] for row in rows if row[0] == "FedLESAM-D over FedSAM"] == ["2 of 2 (seed 1 failed)"]
+    assert claims["fedlesam", "fedgamma"].failed_seeds == ()
+    records = ordering.record(table, outcomes)["claims"]
+    assert {(one["ahead"], *one["failed_seeds"]) for one in records} >= {("fedlesam-d", 1), ("fedlesam",)}
+
+
 def test_figures_have_no_claims() -> None:
     table = load("fedlesam-fig2", "digits")
     assert ordering.text_tables(table, outcomes_of(table, {}, "")) == []

@@ -202,7 +202,24 @@ def test_a_column_averages_its_parts_seed_by_seed() -> None:
     parts = [[_run("fedavg", 0, [0.2]), _run("fedavg", 1, [0.4])], [_run("fedavg", 0, [0.6]), _run("fedavg", 1, [0.8])]]
     assert cell(METRICS["accuracy"], parts, parts, None) == (pytest.approx(50.0), "50.00 ± 14.14")
     short_parts = [parts[0], parts[1][1:]]  # seed 0 of the second part is missing: its mean would be of another setting
-    assert cell(METRICS["accuracy"], short_parts, short_parts, None) == (None, "– / 60.00")
+    assert cell(METRICS["accuracy"], short_parts, short_parts, None) == (pytest.approx(60.0), "60.00 (seed 0 failed)")
+
+
+def test_a_cell_and_a_ratio_name_a_failed_seed() -> None:
+    """A ratio is of the seeds that both algorithms have."""
+    base = [[_run("fedavg", s, [0.1] * s + [0.9], backprops=10.0 + 10 * s) for s in (0, 1, 2)]]
+    own_runs = [[_run("fedsam", s, [0.1] * s + [0.9], backprops=20.0 + 10 * s) for s in (0, 2)]]
+    seeds = (0, 1, 2)
+    text = "90.00 ± 0.00 (seed 1 failed)"
+    assert cell(METRICS["accuracy"], own_runs, base, None, seeds) == (pytest.approx(90.0), text)
+    assert cell(METRICS["backprops"], own_runs, base, None, seeds) == (30.0, "1.5x (seed 1 failed)")
+    assert cell(METRICS["relative_rounds"], own_runs, base, 0.5, seeds) == (2.0, "2.0 (1.00x) (seed 1 failed)")
+    full, short = [own_runs[0] + [_run("fedsam", 1, [0.9], backprops=90.0)]], [base[0][:1]]
+    text = "2x (seeds 1, 2 of FedAvg failed)"
+    assert cell(METRICS["backprops"], full, short, None, seeds) == (50.0, text)
+    text = "1.7 (1.00x, seeds 1, 2 of FedAvg failed)"
+    assert cell(METRICS["relative_rounds"], full, short, 0.5, seeds) == (pytest.approx(5 / 3), text)
+    assert cell(METRICS["rounds"], own_runs, base, 0.95, seeds) == (None, "–")
 
 
 def test_clients_training_accuracy_is_a_mean_and_a_spread() -> None:

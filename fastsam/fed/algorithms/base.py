@@ -53,14 +53,15 @@ class Round:
 
     Attributes:
         index: t, from 0.
-        lr, first_lr: local learning rate of this round and of the first round.
+        lr, first_lr: local learning rate of this round and of the first round, NaN if the optimizer takes none.
         local_epochs: epochs of local work.
         num_clients: N, the number of all clients.
         cohort_size: number of clients sampled for this round.
         server_lr: learning rate of the server.
         layout: the parameters of a row.
-        momentum: momentum of the local steps.
+        momentum: momentum of the local steps, of the run or of its optimizer of torch.
         seed: seed of the run.
+        dampening, nesterov: form of the momentum, as in `torch.optim.SGD`.
     """
 
     index: int
@@ -73,6 +74,8 @@ class Round:
     layout: ParameterLayout = field(repr=False, compare=False)
     momentum: float = 0.0
     seed: int = 0
+    dampening: float = 0.0
+    nesterov: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,11 @@ class Algorithm:
         """Return names or patterns of the model's parameters that stay with the clients, as with the run's
         `local_parameters`."""
         return ()
+
+    def uses_lr(self) -> bool:
+        """Return True if the algorithm computes with `round.lr` or `round.momentum`. A run then refuses an optimizer
+        whose rate cannot be known."""
+        return False
 
     def init_server(self, w0: Tensor) -> State:
         """Return the server's state before the first round; "w" is the global model."""

@@ -31,6 +31,9 @@ class ServerDirection(Algorithm):
 
     momentum_K: str
 
+    def uses_lr(self) -> bool:
+        return True
+
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "D": torch.zeros_like(w0)}
 

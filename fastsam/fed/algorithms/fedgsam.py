@@ -46,6 +46,9 @@ class FedGSAM(Algorithm):
         elif self.lr_min:
             raise ValueError(f"lr_min belongs to rho_min (rho as a function of lr), got only lr_min={self.lr_min!r}")
 
+    def uses_lr(self) -> bool:
+        return self.rho_min is not None
+
     def radius(self, round: Round) -> float:
         """Return rho_t. Raises ValueError if lr_min is not below the first learning rate, or if rho_t is negative."""
         rho = value_at("rho", self.rho, round)

@@ -16,27 +16,31 @@ class FedNova(Algorithm):
         w^{t+1} = w^t + server_lr * mean_i |a_i| * mean_i d_i
 
     |a_i| is the sum of the weights of client i's gradients in its delta. With local momentum beta it is `(K_i -
-    beta*(1 - beta^K_i)/(1 - beta))/(1 - beta)`. If all clients take the same number of steps, this is FedAvg. The
-    paper weights clients by their samples, as the run's weighting="samples". The server has no momentum; the paper's
-    server has one in its experiments with momentum. Per round and client 1 P down and 1 P up; state: w. One backward
-    pass a step.
+    beta*(1 - beta^K_i)/(1 - beta))/(1 - beta)`, and momentum, dampening and Nesterov's form of an optimizer of torch
+    count in the same way. If all clients take the same number of steps, this is FedAvg. The paper weights clients by
+    their samples, as the run's weighting="samples". The server has no momentum; the paper's server has one in its
+    experiments with momentum. Per round and client 1 P down and 1 P up; state: w. One backward pass a step.
     """
 
+    def uses_lr(self) -> bool:
+        return True
+
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        a = results.column(weight_of_gradients(K, round.momentum) for K in results.num_steps)
+        heavy_ball = round.momentum, round.dampening, round.nesterov
+        a = results.column(weight_of_gradients(K, *heavy_ball) for K in results.num_steps)
         return client, Upload(mean={"d": results.delta / a, "a": a})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         return {"w": apply_update(server["w"], round.server_lr * aggregate.mean("a") * aggregate.mean("d"))}
 
 
-def weight_of_gradients(steps: int, momentum: float) -> float:
+def weight_of_gradients(steps: int, momentum: float, dampening: float = 0.0, nesterov: bool = False) -> float:
     """Return |a|: the sum over local steps of the weights that their gradients have in the displacement, in units of
-    the learning rate."""
+    the learning rate. Momentum is as in `torch.optim.SGD`, whose first gradient is not dampened."""
     if not momentum:
         return float(steps)
-    step = total = 0.0
-    for _ in range(steps):
-        step = momentum * step + 1
-        total += step
+    step, total = 1.0, 0.0
+    for k in range(steps):
+        step = momentum * step + 1 - dampening if k else step
+        total += 1 + momentum * step if nesterov else step
     return total

@@ -53,6 +53,9 @@ class FedRobust(Algorithm):
         if self.radius is not None:
             object.__setattr__(self, "radius", _pair(self.radius))
 
+    def uses_lr(self) -> bool:
+        return self.eta_2 is None
+
     def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor]:
         eta_2 = round.lr if self.eta_2 is None else self.eta_2
         input_map: InputMap | None = None

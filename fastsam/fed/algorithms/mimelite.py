@@ -22,9 +22,9 @@ class MimeLite(Algorithm):
         w <- w - lr * (beta*g + (1 - beta)*m^t + weight_decay*w)
         m^{t+1} = beta * mean_i G_i + (1 - beta)*m^t,  G_i the gradient over all of client i's samples at w^t,  m^0 = 0
 
-    The server's step is FedAvg's. G_i is taken in evaluation mode, without augmentation and weight decay. Per round and
-    client 2 P down (w, m) and 2 P up (displacement, G_i); state: w, m. One backward pass a step, and one more pass over
-    the data per round.
+    The server's step is FedAvg's. G_i is taken in evaluation mode, without augmentation and weight decay. The
+    run's `privacy.clip` bounds the displacement and G_i, each by itself. Per round and client 2 P down (w, m) and 2 P
+    up (displacement, G_i); state: w, m. One backward pass a step, and one more pass over the data per round.
 
     Args:
         beta: weight of a new gradient; 1 is FedAvg.

@@ -40,6 +40,9 @@ class SCAFFOLD(Algorithm):
     working_vectors: ClassVar[float] = 1
     uses_sums: ClassVar[bool] = True
 
+    def uses_lr(self) -> bool:
+        return True
+
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "c": torch.zeros_like(w0)}
 

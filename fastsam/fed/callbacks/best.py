@@ -55,6 +55,12 @@ class Best(Callback):
             self.rounds_since_best += 1
         return better
 
+    def _take_history(self, run: RunView) -> None:
+        """Take the records of the earlier rounds. They lack a metric that was added when the run was resumed."""
+        for record in run.history:
+            if self.metric in record:
+                self.take(record)
+
     def on_end(self, run: RunView, result: Result | None) -> None:
         """Log a warning if the metric had no value in any round."""
         if result is not None and run.round and self.value is None:
@@ -80,8 +86,7 @@ class EarlyStopping(Best):
     def on_start(self, run: RunView) -> None:
         """Count the rounds so far. Raises Stop if they are enough."""
         self._begin()
-        for record in run.history:
-            self.take(record)
+        self._take_history(run)
         self._judge()
 
     def on_round(self, run: RunView, record: Record) -> None:
@@ -117,8 +122,8 @@ class SaveBest(Best):
         """Take the best of the earlier rounds from the file, if it exists."""
         make_directory(self.path.parent, "choose another path")
         self._begin()
-        for record in run.history if self.path.is_file() else ():
-            self.take(record)
+        if self.path.is_file():
+            self._take_history(run)
 
     def on_round(self, run: RunView, record: Record) -> None:
         """Write the model if it is the best so far."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -161,15 +162,28 @@ def present(available: Available, round: int, clients: int) -> list[int]:
         if mask and len(values) != clients:
             raise ValueError(f"a mask of {len(values)}")
         present_ids = [i for i, flag in enumerate(values) if flag]
-        ids = present_ids if mask else sorted({integer("a client id", i) for i in values})
-        if ids and not 0 <= ids[0] <= ids[-1] < clients:
-            raise ValueError(f"{ids[0] if ids[0] < 0 else ids[-1]} is not a client")
+        ids = present_ids if mask else _checked_ids(values, clients)
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(
             f"available must return client ids from 0 to {clients - 1}, or a mask of {clients} booleans; in round "
             f"{round + 1}: {kind}{error}"
         ) from error
+    return ids
+
+
+def _checked_ids(values: Sequence[Any], clients: int) -> list[int]:
+    """Return different client ids in ascending order. Raises ValueError for a repeated id, or an unknown one."""
+    ids = sorted(integer("a client id", i) for i in values)
+    problem = ""
+    if ids and not 0 <= ids[0] <= ids[-1] < clients:
+        problem = f"{ids[0] if ids[0] < 0 else ids[-1]} is not a client"
+    elif len(set(ids)) < len(ids):
+        problem = f"client {next(a for a, b in pairwise(ids) if a == b)} is there twice"
+    if problem and len(ids) == clients and {*ids} <= {0, 1}:
+        problem += ". As a mask write booleans: [True, False, ...]"
+    if problem:
+        raise ValueError(problem)
     return ids
 
 

@@ -62,7 +62,8 @@ class Option:
             return choice(self.name, value, (None, *self.choices) if is_optional else self.choices)
         if bool in self.kinds:
             return choice(self.name, value, (True, False))
-        name = f"{self.name} ({self.help})" if is_optional else self.name  # the help says what none means
+        # The help says what none means. A rate has a long one, and is not given as none by mistake.
+        name = f"{self.name} ({self.help})" if is_optional and self.formula is None else self.name
         if int in self.kinds:
             return integer(name, value, self.at_least)
         if self.formula is not None and (isinstance(value, str) or callable(value)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ class TorchUpdates(RowSlice):
         make = rows.options.optimizer
         assert make is not None
         self._make = make
-        self._has_lr = isinstance(make, partial) and "lr" in make.keywords
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr, self._a, self._phi = 0.0, 1.0, 0.0
         self.parameters: list[nn.Parameter] = []
@@ -61,7 +60,8 @@ class TorchUpdates(RowSlice):
         if self.w is not None:
             self.z.copy_(self.w)
         if self._optimizer is None:
-            self._optimizer = self._make(self.parameters, **({} if self._has_lr else {"lr": self._lr}))
+            rate = {} if math.isnan(self._lr) else {"lr": self._lr}  # NaN if the optimizer takes no rate
+            self._optimizer = self._make(self.parameters, **rate)
         offsets = None if self.q is None else self.layout.views(self.q[0])
         for slot, g in zip(grads.slots, grads.tensors, strict=True):
             parameter = self.parameters[slot]

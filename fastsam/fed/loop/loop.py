@@ -82,7 +82,7 @@ class Loop:
                 listeners.round(state, self._evaluates(state.round))
             if directory is not None and directory.saved_round < state.round:  # it was stopped
                 directory.save(state)
-            return replace(state, history=self.ranks.broadcast(state.history))
+            return replace(state, history=self.ranks.broadcast(self._final_history(state)))
         except BaseException:
             if directory is not None:
                 directory.rescue(state)
@@ -208,10 +208,13 @@ class Loop:
     ) -> dict[str, Any]:
         """Return the record of the round that ended in `state`, without measures and its seconds. `seconds_training`
         has no evaluation and measures."""
-        record = {"round": round.index + 1, "lr": round.lr, **of_clients}
+        rates = self.settings.rates_of(round.index)
+        record = {"round": round.index + 1, "lr": rates["lr"], **of_clients}
         if not isinstance(self.settings.server_lr, float):
-            record["server_lr"] = round.server_lr
-        record |= self._evaluate(state, round.index + 1) | self._traffic(round.cohort_size)
+            record["server_lr"] = rates["server_lr"]
+        is_evaluated = self._evaluates(round.index + 1)
+        record |= self._evaluate(state) if is_evaluated else self.evaluator.empty_record()
+        record |= self._traffic(round.cohort_size)
         record["seconds_training"] = seconds_training
         for stage in self.stages:
             record |= stage.record(round)
@@ -227,9 +230,15 @@ class Loop:
         is_known = isinstance(self.settings.sampler, str) and not self.settings.available
         return is_known and (self.states.prefetches or self.population.clients.prefetches)
 
-    def _evaluate(self, state: RunState, num_rounds: int) -> dict[str, Any]:
-        if not self._evaluates(num_rounds):
-            return self.evaluator.empty_record()
+    def _final_history(self, state: RunState) -> list[dict[str, Any]]:
+        """Return the records of the run. The last one has an evaluation, also if a callback stopped the run between
+        evaluations. What was logged stays, because a resumed run continues from it."""
+        history, keys = state.history, self.evaluator.empty_record()
+        if not self.ranks.first or not history or any(history[-1].get(key) is not None for key in keys):
+            return history
+        return [*history[:-1], history[-1] | self._evaluate(state)]
+
+    def _evaluate(self, state: RunState) -> dict[str, Any]:
         self.view.load(state.server["w"], state.buffers)
         metrics = self.evaluator(self.view.module)
         if self.personal is not None:

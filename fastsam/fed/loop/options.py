@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from fastsam.fed.executors import LocalOptions
 from fastsam.fed.loop import client_state as states
 from fastsam.fed.loop import requirements
 from fastsam.fed.loop.evaluate import VALIDATION
+from fastsam.fed.loop.local_optimizer import Optimizer, OptimizerFacts, facts_of, optimizer_of, split_rate
 from fastsam.fed.loop.rates import Rate, check_formula, rate_at
 from fastsam.fed.measures import NAMES, Measures, NamedMeasures, measures_by_name
 from fastsam.fed.measures.metrics import resolve
@@ -33,8 +36,6 @@ from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
 from fastsam.fed.update.memory_format import FORMATS
 from fastsam.fed.update.parameter_layout import ParameterLayout
-
-Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class Settings:
     batch_size: int = option(16, "samples in a local batch; the last batch of an epoch has the rest", at_least=1)
     drop_last: bool = option(False, "leave out the last partial batch of an epoch, unless a client has less than a "
                                     "batch")
-    lr: Rate = option(0.1,
+    lr: Rate | None = option(None,
         "local learning rate, in round t (from 0) lr * lr_decay**t; or a formula such as 'cosine(0.1, 0.001, 100)', in "
-        "Python also a function of t",
+        "Python also a function of t; none: the rate of the optimizer, 0.1 for SGD",
         greater_than=0, formula=check_formula)
     lr_decay: float = option(1.0, "factor on the learning rate after each round, if lr is a number", greater_than=0)
     participation: float = option(0.2, "share of the clients that is sampled in a round, in (0, 1]",
@@ -86,7 +87,8 @@ class Settings:
         choices=("full", "linear"))
     optimizer: str | Optimizer | None = option(None,
         "optimizer of the local steps: a class of torch.optim by name ('AdamW'), or a functools.partial of a class, in "
-        "a config its import path; its state begins anew for each client and round; none: SGD")
+        "a config its import path; the lr of a partial is the run's lr; its state begins anew for each client and "
+        "round; none: SGD")
     server_lr: Rate = option(1.0,
         "learning rate of the server, a factor on the mean delta; or a formula such as '1/sqrt(round)', in Python also "
         "a function of t",
@@ -147,6 +149,7 @@ class Settings:
                 f"{names!r}"
             )
         self.name_sampler()
+        self.set_rate(optimizer_of(self.optimizer))
         sampling.make(self.sampler, 1, self.participation)
         check_available(self.available, self.sampler)
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
@@ -157,7 +160,6 @@ class Settings:
         requirements.check(requirements.Facts(self))
         self._check_rates()
         object.__setattr__(self, "loss", _function(self.loss))
-        object.__setattr__(self, "optimizer", _optimizer(self.optimizer))
 
     @property
     def local(self) -> LocalOptions:
@@ -179,6 +181,20 @@ class Settings:
         if self.sampler is None:
             object.__setattr__(self, "sampler", "bernoulli" if self.cohort is None else "fixed")
 
+    def set_rate(self, optimizer: Optimizer | None) -> None:
+        """Put the rate of `optimizer` in place of None. The optimizer gets it with every client."""
+        lr, optimizer = split_rate(self.lr, optimizer)
+        object.__setattr__(self, "lr", lr)
+        object.__setattr__(self, "optimizer", optimizer)
+
+    @cached_property
+    def optimizer_facts(self) -> OptimizerFacts:
+        """Facts about the local optimizer that algorithms compute with."""
+        if self.optimizer is None:
+            return OptimizerFacts(self.momentum)
+        assert callable(self.optimizer)  # a name is a class by now
+        return facts_of(self.optimizer)
+
     def share_of(self, clients: int) -> float:
         """Return the share of `clients` clients that is active in a round, in (0, 1]."""
         return self.participation if self.cohort is None else min(1.0, self.cohort / clients)
@@ -189,9 +205,11 @@ class Settings:
         return self.local_steps or self.local_epochs * (num_full + (last_size > 0))
 
     def lr_of(self, index: int) -> float:
-        """Return the local learning rate of round `index` (from 0)."""
+        """Return the local learning rate of round `index` (from 0). It is NaN if the optimizer takes none."""
         if isinstance(self.lr, float):
             return self.lr * self.lr_decay**index
+        if self.lr is None:
+            return math.nan
         return rate_at("lr", self.lr, index, {}, greater_than=0)
 
     def server_lr_of(self, index: int) -> float:
@@ -201,16 +219,21 @@ class Settings:
         variables = {"lr": self.lr_of(index), "first_lr": self.lr_of(0)}
         return rate_at("server_lr", self.server_lr, index, variables, at_least=0)
 
+    def rates_of(self, index: int) -> dict[str, float | None]:
+        """Return the rates of round `index` (from 0) as in records: None if the optimizer takes no rate."""
+        return {"lr": None if self.lr is None else self.lr_of(index), "server_lr": self.server_lr_of(index)}
+
     def round(self, index: int, num_clients: int, cohort_size: int, layout: ParameterLayout) -> Round:
         """Return round `index` (from 0) as algorithms see it."""
+        facts = self.optimizer_facts
         return Round(
             index, self.lr_of(index), self.local_epochs, num_clients, cohort_size, self.server_lr_of(index),
-            self.lr_of(0), layout, self.momentum, self.seed,
+            self.lr_of(0), layout, facts.momentum, self.seed, facts.dampening, facts.nesterov,
         )  # fmt: skip
 
     def _check_rates(self) -> None:
         """Raise ValueError for a rate without a value in some round, or out of range."""
-        steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
+        steady = isinstance(self.lr, (float, type(None))) and isinstance(self.server_lr, float)
         if isinstance(self.lr, float):  # it changes most in the last round
             decay_rate("lr", self.lr, "lr_decay", self.lr_decay, self.rounds - 1)
         for index in (self.rounds - 1,) if steady else range(self.rounds):
@@ -230,20 +253,6 @@ class Settings:
 
 # Options that may change when a run is resumed: the bits do not depend on them, or the identity has their effect.
 RESUMABLE = frozenset(name for name, row in table(Settings).items() if row.resumable)
-
-
-def _optimizer(optimizer: str | Optimizer | None) -> Optimizer | None:
-    """Return an optimizer class by its name in `torch.optim`, or `optimizer` itself. Raises ValueError otherwise."""
-    classes = {name: c for name, c in vars(torch.optim).items() if isinstance(c, type)}
-    if isinstance(optimizer, str) and optimizer in classes:
-        return classes[optimizer]
-    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
-        close = nearest(optimizer, classes) if isinstance(optimizer, str) else ""
-        raise ValueError(
-            f"optimizer must be a class of torch.optim or its name, or a partial such as partial(torch.optim.AdamW, "
-            f"lr=1e-3); got {optimizer!r}{close}"
-        )
-    return optimizer
 
 
 def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:

@@ -81,6 +81,8 @@ def _of_steps(facts: Facts) -> Iterator[Contradiction]:
         yield f"cohort={settings.cohort}", needs, lack, "Use a smaller cohort"
     if settings.lr_decay != 1 and not isinstance(settings.lr, float):
         needs, lack = "a learning rate that is a number", f"the run has lr={settings.lr!r}"
+        if settings.lr is None:
+            needs, lack = "an optimizer that takes lr", settings.optimizer_facts.problem
         yield f"lr_decay={settings.lr_decay:g}", needs, lack, "Put the factor into lr, and leave lr_decay at 1"
     if settings.optimizer is None:
         return
@@ -90,10 +92,19 @@ def _of_steps(facts: Facts) -> Iterator[Contradiction]:
         needs = "momentum, weight_decay and clip_norm at their defaults, because it has its own"
         remedy = "Put them into the optimizer: partial(torch.optim.SGD, momentum=0.9), say"
         yield "optimizer", needs, f"the run has {', '.join(options)}", remedy
+    problem = settings.optimizer_facts.problem if _uses_lr(facts.algorithm) else ""
+    if problem:
+        needs = "a local rate and momentum that are known, because it computes with them"
+        yield facts.name, needs, problem, "Use optimizer=partial(torch.optim.SGD, lr=0.1), say, or another algorithm"
     unmet_needs = () if facts.update is None else sorted(facts.update.constants.variant.needs - SUPPORTED)
     if unmet_needs:
         lack = f"{facts.name} has steps with {', '.join(unmet_needs)}"
         yield "optimizer", "plain local steps, or steps of SAM", lack, "Use another algorithm, or leave optimizer out"
+
+
+def _uses_lr(algorithm: Any) -> bool:
+    """Return True if the algorithm computes with the local rate. An algorithm of the user may lack the method."""
+    return hasattr(algorithm, "uses_lr") and bool(algorithm.uses_lr())
 
 
 def _of_noise(facts: Facts) -> Iterator[Contradiction]:

@@ -86,7 +86,7 @@ def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], sett
     """Raise RunDirectoryError if a learning rate that is a function gives other values than in the completed rounds."""
     for record in history:
         t = record["round"] - 1
-        for name, value in (("lr", settings.lr_of(t)), ("server_lr", settings.server_lr_of(t))):
+        for name, value in settings.rates_of(t).items():
             if record.get(name, value) != value:
                 raise RunDirectoryError(
                     f"the run in {run_dir} cannot be resumed with another {name}: in round {t + 1} it was "

@@ -31,8 +31,9 @@ from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import pick_device, register_run, repeatable, restore_autograd, trials
 from fastsam.fed.loop.listeners import CallbackHandler, Progress
+from fastsam.fed.loop.local_optimizer import Optimizer
 from fastsam.fed.loop.loop import Loop
-from fastsam.fed.loop.options import Optimizer, Settings
+from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
@@ -68,7 +69,7 @@ def run(
     local_steps: int | None = None,
     batch_size: int = 16,
     drop_last: bool = False,
-    lr: Rate = 0.1,
+    lr: Rate | None = None,
     lr_decay: float = 1.0,
     participation: float = 0.2,
     cohort: int | None = None,

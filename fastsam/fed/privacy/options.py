@@ -24,7 +24,9 @@ class Privacy:
     """
 
     # fmt: off
-    clip: float | None = option(None, "largest norm of a client's delta; none: no limit", greater_than=0)
+    clip: float | None = option(None,
+        "largest norm of a client's delta, and of a full gradient that it sends (MimeLite); none: no limit",
+        greater_than=0)
     noise_multiplier: float = option(0.0, "standard deviation of the noise in units of clip; 0: no noise", at_least=0)
     noise: str = option("central", "who adds it: the server to the sum, or each client to its delta", choices=NOISES)
     delta: float | None = option(None, "delta of the guarantee (epsilon, delta); none: num_clients**-1.1",

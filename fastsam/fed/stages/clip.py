@@ -1,4 +1,4 @@
-"""Clipping of the clients' deltas (`fed.Privacy(clip=)`)."""
+"""Clipping of the clients' deltas, and of full gradients that clients send (`fed.Privacy(clip=)`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from fastsam_kernels.hparams import NUM_HPARAMS
 
 
 class Clip(Stage):
-    """Scale deltas that are longer than `limit` to that norm."""
+    """Scale deltas and full gradients that are longer than `limit` to that norm, each by itself."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
 
     def process_results(self, results: ClientResults, round: Round) -> list[float]:
-        """Clip the deltas in place and return their norms."""
+        """Clip the deltas and full gradients in place and return the norms of the deltas."""
+        if results.gradient is not None and results.norms is None:  # a pilot's gradient is not sent
+            shorten_(results.gradient, self.limit)
         return [min(norm, self.limit) for norm in shorten_(results.delta, self.limit)]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,42 +63,88 @@ def groups_of(column: Column, algorithm: str, outcomes: Mapping[Part, Outcome]) 
     return [[run for run in outcomes[part].runs if run.algorithm == algorithm] for part in column.parts]
 
 
-def value(metric: Metric, groups: Groups, target: float | None, key: str = "") -> list[float | None]:
-    """Return the number of each seed, `metric.key` by default: the mean over the parts.
+def seeds_of(column: Column, outcomes: Mapping[Part, Outcome]) -> list[int]:
+    """Return the seeds of a column's runs, failed runs included."""
+    return sorted({seed for part in column.parts for seed in outcomes[part].seeds})
 
-    It is None if a part has no number, because its run failed or did not reach the target.
+
+def values_by_seed(metric: Metric, groups: Groups, target: float | None, key: str = "") -> dict[int, float | None]:
+    """Return the number of each seed that has a run in every part, `metric.key` by default: the mean over the parts.
+
+    It is None if a run has no number, because it did not reach the target.
     """
     by_seed = [{run.seed: metric.number(key or metric.key, run, target) for run in group} for group in groups]
-    values = []
-    for seed in dict.fromkeys(seed for part in by_seed for seed in part):
-        part_numbers = [part.get(seed) for part in by_seed]
-        numbers = [v for v in part_numbers if v is not None]
-        values.append(float(np.mean(numbers)) if len(numbers) == len(part_numbers) else None)
+    values: dict[int, float | None] = {}
+    for seed in sorted(set.intersection(*(set(part) for part in by_seed))):
+        numbers = [v for part in by_seed if (v := part[seed]) is not None]
+        values[seed] = float(np.mean(numbers)) if len(numbers) == len(by_seed) else None
     return values
 
 
-def cell(metric: Metric, groups: Groups, base: Groups, target: float | None) -> tuple[float | None, str]:
-    """Return the number (mean over the seeds; None if a seed has none) and the text of a cell. `base` are FedAvg's
-    runs."""
-    values = value(metric, groups, target)
-    numbers = [v for v in values if v is not None]
+def failed_seeds(groups: Groups, seeds: Iterable[int] = ()) -> tuple[int, ...]:
+    """Return the seeds without a run in a part. `seeds` are the seeds that were asked for."""
+    present_seeds: list[set[int]] = [{run.seed for run in group} for group in groups]
+    return tuple(sorted({*seeds}.union(*present_seeds) - present_seeds[0].intersection(*present_seeds)))
+
+
+def failure_text(seeds: Sequence[int], owner: str = "") -> str:
+    """Return "seed 1 failed", or "" without seeds. `owner` is the algorithm if it is not the cell's."""
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}{owner} failed" if seeds else ""
+
+
+def cell(
+    metric: Metric, groups: Groups, base: Groups, target: float | None, seeds: Iterable[int] = ()
+) -> tuple[float | None, str]:
+    """Return the number (mean over the seeds; None if a finished run has none) and the text of a cell.
+
+    Args:
+        metric: kind of the cell.
+        groups: runs of the algorithm.
+        base: runs of FedAvg.
+        target: accuracy in 0..1 of the column.
+        seeds: seeds that were asked for. The text names seeds without a run.
+    """
+    seeds = tuple(seeds)
+    values = values_by_seed(metric, groups, target)
+    numbers = [v for v in values.values() if v is not None]
     if not numbers:
         return None, DASH
     mean = float(np.mean(numbers))
+    failure = failure_text(failed_seeds(groups, seeds))
+    note = f" ({failure})" if failure else ""
     if len(numbers) < len(values):
-        return None, " / ".join(DASH if v is None else format(v, metric.form) for v in values)
-    base_numbers: list[float] = []
-    if metric.shows_multiple or metric.is_multiple:
-        base_numbers = [v for v in value(metric, base, target) if v is not None]
-    multiple = mean / float(np.mean(base_numbers)) if base_numbers else math.nan
+        return None, " / ".join(DASH if v is None else format(v, metric.form) for v in values.values()) + note
+    multiple, base_failure = _multiple(metric, values, base, target, failed_seeds(groups, seeds), seeds)
     if metric.is_multiple:
-        return mean, f"{multiple:.4g}x" if base_numbers else DASH
+        note = note or (f" ({base_failure})" if base_failure else "")
+        return mean, DASH if multiple is None else f"{multiple:.4g}x{note}"
     text = format(mean, metric.form)
     if metric.spread:
-        spreads = [v for v in value(metric, groups, target, metric.spread) if v is not None]
+        spreads = [v for v in values_by_seed(metric, groups, target, metric.spread).values() if v is not None]
         text += f" ({format(float(np.mean(spreads)), metric.form)})" if spreads else ""
     if metric.shows_deviation and len(values) > 1:
         text += f" ± {format(float(deviation(numbers)), metric.form)}"
-    if base_numbers and len(base_numbers) == len(values):
-        text += f" ({multiple:.2f}x)"
-    return mean, text
+    if metric.shows_multiple and multiple is not None:
+        text += f" ({multiple:.2f}x{f', {base_failure}' if base_failure else ''})"
+    return mean, text + note
+
+
+def _multiple(
+    metric: Metric, values: Mapping[int, float | None], base: Groups, target: float | None,
+    own_failed_seeds: Sequence[int], seeds: Sequence[int],
+) -> tuple[float | None, str]:  # fmt: skip
+    """Return the multiple of FedAvg's number over the seeds that both have, and FedAvg's further failed seeds as text.
+
+    The multiple is None if a run of FedAvg has no number.
+    """
+    if not (metric.shows_multiple or metric.is_multiple):
+        return None, ""
+    base_values = values_by_seed(metric, base, target)
+    common_seeds = [seed for seed in values if seed in base_values]
+    pairs = [(values[seed], base_values[seed]) for seed in common_seeds]
+    numbers = [(v, b) for v, b in pairs if v is not None and b is not None]
+    if not numbers or len(numbers) < len(pairs):
+        return None, ""
+    own_numbers, base_numbers = zip(*numbers, strict=True)
+    base_failed_seeds = [seed for seed in failed_seeds(base, seeds) if seed not in own_failed_seeds]
+    return float(np.mean(own_numbers)) / float(np.mean(base_numbers)), failure_text(base_failed_seeds, " of FedAvg")

@@ -17,7 +17,14 @@ import numpy as np
 
 from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report.table import Table as TextTable
-from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
+from fastsam.lab.reproduce.metrics import (
+    METRICS,
+    failed_seeds,
+    failure_text,
+    groups_of,
+    seeds_of,
+    values_by_seed,
+)
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import PaperTable, Part, Section, algorithm_name
 
@@ -41,6 +48,7 @@ class Claim:
     paper_margin: float  # mean margin over these columns in the paper
     measured_margins: tuple[float, ...]  # mean margin over these columns in our runs, one number per seed
     sample: float = 0.0  # margin of one test sample, or 0 for numbers that are not accuracies
+    failed_seeds: tuple[int, ...] = ()  # seeds without a run of one of the two methods
 
     @property
     def is_tie(self) -> bool:
@@ -84,14 +92,15 @@ def claims(table: PaperTable, outcomes: Outcomes) -> list[Claim]:
                 if better is not None and worse is not None and better > worse:
                     margins[column] = better - worse
             if margins:
-                columns = [_margins(measured_numbers[c, winner], measured_numbers[c, loser]) for c in margins]
-                seeds = zip(*columns, strict=False)
-                means = tuple(float(np.mean(seed_margins)) for seed_margins in seeds if None not in seed_margins)
+                pairs = [(measured_numbers[c, winner], measured_numbers[c, loser]) for c in margins]
+                means, failed = _margins(pairs), _failed_seeds(section, [*margins], (winner, loser), outcomes)
                 mean = float(np.mean(list(margins.values())))
                 parts = [part for column in margins for part in section.columns[column].parts if part in outcomes]
                 samples = min((outcomes[part].samples for part in parts), default=0)
                 sample = 100 / samples if samples and METRICS[metric].direction > 0 else 0.0
-                claim_list.append(Claim(section.title, metric, winner, loser, len(margins), mean, means, sample))
+                claim_list.append(
+                    Claim(section.title, metric, winner, loser, len(margins), mean, means, sample, failed)
+                )
     return claim_list
 
 
@@ -134,7 +143,7 @@ def _claim_record(claim: Claim) -> dict[str, Any]:
     return {
         "section": claim.section, "metric": claim.metric, "ahead": claim.winner, "other": claim.loser,
         "columns": claim.columns, "paper": claim.paper_margin, "ours": claim.measured_margins, "sample": claim.sample,
-        "held": claim.is_reproduced, "undecided": claim.is_tie,
+        "failed_seeds": claim.failed_seeds, "held": claim.is_reproduced, "undecided": claim.is_tie,
     }  # fmt: skip
 
 
@@ -156,27 +165,49 @@ def _paper_numbers(table: PaperTable, section: Section, metric: str) -> dict[tup
 
 def _measured_numbers(
     table: PaperTable, section: Section, metric: str, outcomes: Outcomes
-) -> dict[tuple[int, str], list[float | None]]:
-    """Return the number of each seed by column and algorithm, with signs such that larger is better.
+) -> dict[tuple[int, str], dict[int, float | None]]:
+    """Return the number of each finished seed by column and algorithm, with signs such that larger is better.
 
     If the paper prints multiples of FedAvg's number, ours are multiples of FedAvg's mean.
     """
     kind, numbers_by_cell = METRICS[metric], {}
     for i, column in enumerate(section.columns):
         groups = {name: groups_of(column, name, outcomes) for name in table.algorithms}
-        seed_numbers = {name: value(kind, group, column.target) for name, group in groups.items()}
+        seed_numbers = {name: values_by_seed(kind, group, column.target) for name, group in groups.items()}
         unit = float(kind.direction)
         if kind.shows_multiple or kind.is_multiple:
-            base = [v for v in seed_numbers["fedavg"] if v is not None]
+            base = [v for v in seed_numbers["fedavg"].values() if v is not None]
             is_complete = base and len(base) == len(seed_numbers["fedavg"])
             unit = kind.direction / float(np.mean(base)) if is_complete else math.nan
         for name, values in seed_numbers.items():
-            numbers_by_cell[i, name] = [None if v is None or math.isnan(unit) else unit * v for v in values]
+            numbers_by_cell[i, name] = {
+                seed: None if v is None or math.isnan(unit) else unit * v for seed, v in values.items()
+            }
     return numbers_by_cell
 
 
-def _margins(winner: Sequence[float | None], loser: Sequence[float | None]) -> list[float | None]:
-    return [None if a is None or b is None else a - b for a, b in zip(winner, loser, strict=False)]
+Numbers = Mapping[int, float | None]  # by seed
+
+
+def _margins(columns: Sequence[tuple[Numbers, Numbers]]) -> tuple[float, ...]:
+    """Return the mean margin of each seed for which both methods have a number in all columns."""
+    means = []
+    for seed in columns[0][0]:
+        pairs = [(winner.get(seed), loser.get(seed)) for winner, loser in columns]
+        margins = [a - b for a, b in pairs if a is not None and b is not None]
+        if len(margins) == len(pairs):
+            means.append(float(np.mean(margins)))
+    return tuple(means)
+
+
+def _failed_seeds(
+    section: Section, columns: Sequence[int], methods: Sequence[str], outcomes: Outcomes
+) -> tuple[int, ...]:
+    """Return the seeds without a run of one of the methods in one of the columns."""
+    failed: set[int] = set()
+    for column, name in itertools.product([section.columns[c] for c in columns], methods):
+        failed |= {*failed_seeds(groups_of(column, name, outcomes), seeds_of(column, outcomes))}
+    return tuple(sorted(failed))
 
 
 def _row(claim: Claim, table: PaperTable) -> list[str]:
@@ -186,4 +217,6 @@ def _row(claim: Claim, table: PaperTable) -> list[str]:
     place = f"{claim.section}{metric}, {claim.columns} column{'s' * (claim.columns > 1)}"
     favour_count = sum(margin > 0 for margin in claim.measured_margins)
     margin = f"{np.mean(claim.measured_margins):.3g}{spread}"
-    return [names, place, f"{claim.paper_margin:.3g}", margin, f"{favour_count} of {len(claim.measured_margins)}"]
+    favour = f"{favour_count} of {len(claim.measured_margins)}"
+    failure = failure_text(claim.failed_seeds)
+    return [names, place, f"{claim.paper_margin:.3g}", margin, favour + (f" ({failure})" if failure else "")]

@@ -17,7 +17,7 @@ from fastsam.lab.report.files import draw_ablations, draw_plots
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.report.tables import accuracy, last_measures
 from fastsam.lab.reproduce import ordering
-from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, groups_of
+from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, failed_seeds, groups_of, seeds_of
 from fastsam.lab.reproduce.runner import Outcome, changes
 from fastsam.lab.reproduce.table import Column, PaperTable, Part, Section, algorithm_name
 
@@ -116,7 +116,7 @@ def _cells_note(table: PaperTable) -> str:
 def measured_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -> tuple[float | None, str]:
     """Return our number and its text."""
     groups, base = (groups_of(column, name, outcomes) for name in (algorithm, "fedavg"))
-    return cell(METRICS[metric], groups, base, column.target)
+    return cell(METRICS[metric], groups, base, column.target, seeds_of(column, outcomes))
 
 
 def _plain_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
@@ -182,5 +182,8 @@ def record(table: PaperTable, outcomes: Outcomes) -> list[dict[str, Any]]:
             head = {"section": section.title, "column": column.name, "algorithm": algorithm, "metric": metric}
             paper, doubts = table.published(section, i, algorithm, metric)
             number = measured_cell(column, algorithm, metric, outcomes)[0]
-            cells.append({**head, "paper": paper, "not_to_be_trusted": doubts, "ours": number})
+            failed = failed_seeds(groups_of(column, algorithm, outcomes), seeds_of(column, outcomes))
+            cells.append(
+                {**head, "paper": paper, "not_to_be_trusted": doubts, "ours": number, "failed_seeds": list(failed)}
+            )
     return cells

@@ -38,6 +38,7 @@ class Outcome:
     counts: np.ndarray  # numbers of samples, `[clients, classes]`
     surfaces: Mapping[str, np.ndarray]  # loss surfaces by label
     samples: int = 0  # number of test samples, 0 if unknown
+    seeds: Sequence[int] = ()  # seeds of the runs, failed runs included
 
 
 def plans(table: PaperTable, flags: Sequence[str], seeds: Sequence[int]) -> dict[Part, Plan]:
@@ -104,7 +105,7 @@ def _run_part(table: PaperTable, part: Part, plan: Plan, directory: Path, resume
     if "surfaces" in table.figures and finished_runs:
         grids = compare.surfaces(plan, data, finished_runs, table.surface_points, directory)
     samples = len(data_set.test[1]) if isinstance(data_set.test, tuple) else 0
-    return Outcome(finished_runs, errors, data_set.class_counts(), grids, samples)
+    return Outcome(finished_runs, errors, data_set.class_counts(), grids, samples, plan.seeds)
 
 
 def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> FinishedRun:

@@ -288,6 +288,17 @@ def test_the_best_model_is_that_of_its_round(tmp_path):
     assert path.is_file()
 
 
+def test_a_metric_that_was_added_at_resume_counts_from_there(tmp_path):
+    start(tmp_path / "run", rounds=3)
+    path, options = tmp_path / "best.safetensors", {"metrics": {"f1": lambda outputs, labels: 0.5}, "resume": True}
+    path.write_text("of another run")
+    stopping, best = EarlyStopping("test_f1", patience=2), SaveBest(path, "test_f1")
+    result = start(tmp_path / "run", rounds=9, callbacks=[stopping, best], **options)
+    assert len(result.history) == 6 and stopping.round == best.round == 4
+    with pytest.raises(fed.CallbackError, match="no 'test_f2' .did you mean 'test_f1'"):
+        start(tmp_path / "run", rounds=9, callbacks=[EarlyStopping("test_f2", mode="max")], **options)
+
+
 def test_a_metric_that_is_not_there(tmp_path, caplog):
     with pytest.raises(fed.CallbackError, match="no 'test_acuracy' .did you mean 'test_accuracy'"):
         start(tmp_path / "run", callbacks=[EarlyStopping("test_acuracy", mode="max")])

@@ -44,6 +44,11 @@ test_refused = refusals(
     (lambda: present(lambda t: [True, False], 2, 5), 'available must return client ids from .*a mask of 2'),
     (lambda: present(lambda t: [0.5], 2, 5),
      'available must return client ids from .*a client id must be an integer, got 0.5'),
+    (lambda: present(lambda t: [1, 3, 1], 2, 5), 'available must return client ids from .*client 1 is there twice$'),
+    (lambda: present(lambda t: [1, 0, 1, 1, 0], 2, 5),
+     r'client 0 is there twice. As a mask write booleans: \[True, False, \.\.\.\]'),
+    (lambda: present(lambda t: torch.tensor([0, 1, 1, 0, 1]), 2, 5), 'twice. As a mask write booleans'),
+    (lambda: present(lambda t: [1], 2, 1), '1 is not a client. As a mask write booleans'),
     (lambda: present(lambda t: None, 2, 5),
      "available must return client ids from .*TypeError: 'NoneType' object is not iterable"),
     # a sampler that chooses by itself

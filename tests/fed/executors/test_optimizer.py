@@ -7,15 +7,21 @@ import torch
 import torch.nn.functional as F
 
 from fastsam import fed
+from fastsam.fed.algorithms.fednova import weight_of_gradients
+from fastsam.fed.loop.options import Settings
 from tests.helpers import oracle
 
 OPTIONS = {"rounds": 3, "batch_size": 5, "participation": 1.0, "shuffle": False, "lr": 0.05, "executor": "sequential"}
 
 
 def train(algorithm, optimizer, **options):
-    return fed.run(
-        oracle.smooth_model(), oracle.ragged_clients(), algorithm, optimizer=optimizer, **OPTIONS | options
-    ).model
+    return run(algorithm, optimizer, **options).model
+
+
+def run(algorithm, optimizer, **options):
+    has_rate = isinstance(optimizer, partial) and "lr" in optimizer.keywords
+    options = {**OPTIONS, "lr": None if has_rate else OPTIONS["lr"], **options}
+    return fed.run(oracle.smooth_model(), oracle.ragged_clients(), algorithm, optimizer=optimizer, **options)
 
 
 def twin(optimizer, rho, mu):
@@ -68,9 +74,126 @@ def test_against_plain_torch(optimizer, algorithm, rho, mu):
     assert oracle.difference(train(algorithm, make, executor="threads"), twin(make, rho, mu)) < 1e-12
 
 
-def test_the_runs_learning_rate_applies_unless_the_partial_names_one():
+def test_a_class_takes_the_runs_learning_rate():
     lr = OPTIONS["lr"]
     assert oracle.difference(train(fed.FedAvg(), "AdamW"), twin(partial(torch.optim.AdamW, lr=lr), 0.0, 0.0)) < 1e-12
+
+
+# --- The rate of the run
+
+
+SGD = partial(torch.optim.SGD, lr=0.02)
+
+
+class Rateless(torch.optim.SGD):
+    """SGD whose rate is its own."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.02)
+
+
+def ignore_rate(params, **options):
+    """Return an optimizer that does not use the rate that it gets."""
+    return torch.optim.SGD(params, lr=0.02)
+
+
+def rate_groups(params, lr):
+    """Return an optimizer whose parameters have different rates."""
+    return torch.optim.SGD([{"params": params[:1], "lr": lr / 2}, {"params": params[1:]}], lr=lr)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [fed.SCAFFOLD(), fed.FedCM(), fed.MoFedSAM(), fed.FedGAMMA(), fed.FedRobust(), fed.FedSAM(rho="2*lr")],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_the_rate_of_a_partial_is_the_rate_of_the_run(algorithm):
+    with_torch, with_kernels = run(algorithm, SGD, lr_decay=0.5), run(algorithm, None, lr=0.02, lr_decay=0.5)
+    assert oracle.difference(with_torch.model, with_kernels.model) < 1e-12
+    assert [record["lr"] for record in with_torch.history] == [0.02, 0.01, 0.005]
+    assert with_torch.settings.lr == 0.02
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lr"),
+    [(None, 0.1), ("SGD", 0.1), (partial(torch.optim.SGD, momentum=0.5), 0.1), ("AdamW", 0.001), ("Adagrad", 0.01)],
+)
+def test_a_class_without_a_rate_has_its_default_in_torch_and_sgd_has_the_default_of_a_run(optimizer, lr):
+    result = run(fed.FedAvg(), optimizer, lr=None)
+    assert [record["lr"] for record in result.history] == [lr] * 3
+    assert oracle.difference(result.model, run(fed.FedAvg(), optimizer, lr=lr).model) == 0
+
+
+def test_a_schedule_applies_to_a_class():
+    results = [run(fed.SCAFFOLD(), optimizer, lr="0.1/round") for optimizer in ("SGD", None)]
+    assert oracle.difference(*(result.model for result in results)) < 1e-12
+
+
+def test_the_same_rate_may_be_named_twice():
+    assert run(fed.FedAvg(), SGD, lr=0.02).settings.lr == 0.02
+
+
+@pytest.mark.parametrize("optimizer", [Rateless, ignore_rate, rate_groups])
+def test_an_optimizer_of_an_unknown_rate_serves_algorithms_that_do_not_use_it(optimizer):
+    result = run(fed.FedAvg(), optimizer, lr=None)
+    assert {record["lr"] for record in result.history} == {None if optimizer is Rateless else 0.1}
+    if optimizer is not rate_groups:
+        assert oracle.difference(result.model, train(fed.FedAvg(), SGD)) < 1e-12
+    for algorithm in (fed.SCAFFOLD(), fed.FedCM(), fed.FedGAMMA(), fed.FedNova(), fed.FedRobust(), fed.FedMoSWA()):
+        with pytest.raises(ValueError, match=rf"^{type(algorithm).__name__} needs .*{optimizer.__name__}.*partial"):
+            run(algorithm, optimizer, lr=None)
+    assert run(fed.FedRobust(eta_2=0.1), optimizer, lr=None).history
+
+
+def test_the_clients_rate_of_an_unknown_rate_has_no_value_in_formulas():
+    with pytest.raises(ValueError, match="rho in round 1 must be a finite number"):
+        run(fed.FedSAM(rho="2*lr"), Rateless, lr=None)
+
+
+def test_an_unknown_rate_can_be_resumed(tmp_path):
+    for rounds in (1, 2):
+        result = run(fed.FedAvg(), Rateless, lr=None, rounds=rounds, run_dir=tmp_path / "run", resume=rounds > 1)
+    assert [record["lr"] for record in result.history] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.3}, {}]
+)
+def test_fednova_normalises_by_the_optimizers_momentum(options):
+    """A client whose gradient is constant moves by |a| times the rate, so that its normalised delta is one step."""
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, **options)
+    for _ in range(5):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    settings = Settings(optimizer=partial(torch.optim.SGD, **options))
+    round = settings.round(0, 1, 1, None)
+    assert weight_of_gradients(5, round.momentum, round.dampening, round.nesterov) == pytest.approx(
+        -parameter.item(), rel=1e-12
+    )
+
+
+def test_fednova_with_momentum_of_torch_is_fednova_with_momentum_of_the_kernels():
+    make = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+    results = run(fed.FedNova(), make), run(fed.FedNova(), None, lr=0.02, momentum=0.9)
+    assert oracle.difference(*(result.model for result in results)) < 1e-12
+
+
+def test_finetune_trains_with_the_optimizer_of_the_run():
+    clients, make = oracle.ragged_clients(), partial(torch.optim.AdamW, lr=0.02)
+    test = clients[0]
+    result = fed.run(oracle.smooth_model(), clients, fed.FedAvg(), optimizer=make, rounds=1, lr_decay=0.5, test=test)
+    rates = []
+
+    class Spy(torch.optim.AdamW):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    object.__setattr__(result.settings, "optimizer", Spy)
+    fed.finetune(result, clients[:1], test=test)
+    fed.finetune(result, clients[:1], test=test, lr=0.5)
+    assert set(rates) == {0.02, 0.5}
 
 
 def test_sgd_of_torch_is_the_kernels_sgd():

@@ -1,6 +1,10 @@
 """Refusals of the executors and of optimizers of torch, with their messages."""
 
+from functools import partial
 from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import StepLR
 
 from fastsam import fed
 from tests.helpers.fed_refusals import refusals
@@ -14,6 +18,14 @@ class Later(fed.Algorithm):
         if round.index == 0:
             return fed.LocalUpdate()
         return fed.LocalUpdate(fed.Direction.CONSTANT, rho=0.1, direction_vector=server["w"])
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def rateless(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer whose rate is its own."""
+    return torch.optim.SGD(params, lr=0.1)
 
 
 def run_optimizer(algorithm: Any = None, executor: str = "sequential", **options: Any) -> None:
@@ -37,6 +49,13 @@ test_refused = refusals(
     (lambda: run_optimizer(optimizer=3), "optimizer must be a class of torch.optim or its name"),
     (lambda: run_optimizer(momentum=0.9), "momentum, weight_decay and clip_norm at their defaults.* momentum=0.9"),
     (lambda: run_optimizer(clip_norm=1.0), "clip_norm=1.0. Put them into the optimizer"),
+    (lambda: run_optimizer(optimizer=ADAMW, lr=0.1), r"lr=0.1 .*optimizer has lr=0.001.*Leave out one"),
+    (lambda: run_optimizer(optimizer=ADAMW, lr="0.001/round"), r"lr='0.001/round' .*optimizer has lr=0.001"),
+    (lambda: run_optimizer(optimizer=ADAMW, lr=lambda t: 0.001), "optimizer has lr=0.001"),
+    (lambda: run_optimizer(optimizer=ADAMW, lr=fed.TorchSchedule(0.001, lambda o: StepLR(o, 1))), "lr=0.001"),
+    (lambda: run_optimizer(optimizer=partial(torch.optim.AdamW, lr=0.0)), "lr of the optimizer must be .* > 0"),
+    (lambda: run_optimizer(optimizer=rateless, lr=0.1), "lr=0.1 needs an optimizer that takes lr.*rateless"),
+    (lambda: run_optimizer(optimizer=rateless, lr_decay=0.9), "lr_decay=0.9 needs .*rateless"),
     (lambda: run_optimizer(fed.FedSMOO()),
      "needs plain local steps, or steps of SAM, but FedSMOO has steps with gradient minus dual"),
     (lambda: run_optimizer(fed.FedWMSAM()), "FedWMSAM has steps with drift_weight, path"),

@@ -1,5 +1,6 @@
 """Test accuracy and its spread over clients."""
 
+import json
 import math
 
 import numpy as np
@@ -110,6 +111,44 @@ def test_eval_every_measures_those_rounds_and_the_last():
     assert [r["test_loss"] is None for r in history] == [True, False, True, False, False]
     full = run().history
     assert [full[i]["test_accuracy"] for i in (1, 3, 4)] == [history[i]["test_accuracy"] for i in (1, 3, 4)]
+
+
+class StopAt:
+    """A callback that stops the run after some rounds."""
+
+    def __init__(self, rounds):
+        self.rounds = rounds
+
+    def on_round(self, run, record):
+        if record["round"] == self.rounds:
+            raise fed.Stop("enough")
+
+
+@pytest.mark.parametrize("options", [{}, {"local_parameters": "2", "metrics": {"errors": lambda out, y: 0.5}}])
+def test_a_run_that_stops_between_evaluations_is_evaluated_at_the_end(tmp_path, options):
+    """The last record of the result has the evaluation. The log keeps its records, so that the run can be resumed."""
+    options |= {"eval_every": 4, "callbacks": [StopAt(6)], "run_dir": tmp_path / "run", "rounds": 9}
+    stopped, full = run(**options), run(**options | {"eval_every": 1, "callbacks": [], "run_dir": None, "rounds": 6})
+    without_time = [
+        {key: value for key, value in result.history[-1].items() if not key.startswith("seconds")}
+        for result in (stopped, full)
+    ]
+    assert without_time[0] == without_time[1] and len(stopped.history) == 6
+    assert stopped.summary()["accuracy_final"] == full.summary()["accuracy_final"] is not None
+    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["round"] for record in log if record["test_loss"] is not None] == [4]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_loss_final"] is not None
+    resumed = run(**options | {"callbacks": [], "resume": True})
+    assert [r["round"] for r in resumed.history if r["test_loss"] is not None] == [4, 8, 9]
+    again = run(**options | {"callbacks": [], "resume": True, "eval_every": 4, "rounds": 9})
+    assert again.history == resumed.history
+
+
+def test_a_finished_run_that_is_resumed_without_further_rounds_is_evaluated(tmp_path):
+    options = {"eval_every": 4, "run_dir": tmp_path / "run"}
+    run(**options, rounds=9, callbacks=[StopAt(6)])
+    result = run(**options, rounds=6, resume=True)
+    assert result.history[-1]["test_loss"] == run(rounds=6).history[-1]["test_loss"]
 
 
 def test_the_final_model_has_the_accuracy_that_the_record_says():

@@ -67,6 +67,35 @@ def test_no_client_moves_the_sum_by_more_than_the_clip(clip: float, noise: float
     assert max(lengths) > 0.99 * clip
 
 
+class Gradients(fed.MimeLite):
+    """MimeLite that stores the norms of the clients' vectors, by executor."""
+
+    norms: dict[str, list[float]]
+
+    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        state, upload = super().finish_client(server, client, results, round)
+        for name, rows in upload.mean.items():
+            type(self).norms.setdefault(name, []).extend(torch.linalg.vector_norm(rows, dim=1).tolist())
+        return state, upload
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vmap"])
+def test_the_clip_bounds_the_full_gradient_that_mimelite_sends(executor: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    data = [(10.0**i * torch.randn(6, 9, generator=g), torch.randint(0, 3, (6,), generator=g)) for i in range(-3, 3)]
+    norms = []
+    for clip in (None, 0.5):
+        Gradients.norms = {}
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"rounds": 1, "participation": 1.0, "lr": 0.3, "executor": executor}
+        fed.run(nn.Linear(9, 3), data, Gradients(), privacy=fed.Privacy(clip=clip), **options)
+        norms.append(Gradients.norms)
+    for name in ("delta", "G"):
+        pairs = list(zip(norms[0][name], norms[1][name], strict=True))
+        assert any(free > 1 for free, _ in pairs) and any(free < 0.5 for free, _ in pairs)
+        assert all(clipped == (free if free <= 0.5 else pytest.approx(0.5, rel=1e-4)) for free, clipped in pairs)
+
+
 def test_nobody_in_a_round_is_noise_alone() -> None:
     """Poisson sampling has empty rounds; skipping or redrawing them would reveal that no client took part."""
     result = checks.run(size=2000, participation=0.02, rounds=1)

@@ -42,8 +42,8 @@ algorithms.fednova FedNova.step_server: round.server_lr * aggregate.mean('a') =>
 algorithms.fednova FedNova.finish_client: results.delta / a => results.delta @ fednova
 algorithms.fednova FedNova.step_server: round.server_lr * aggregate.mean('a') => aggregate.mean('a') @ fednova
 algorithms.fednova weight_of_gradients: momentum * step + 1 => 1.0 @ fednova momentum
-algorithms.fednova weight_of_gradients: total += step => total = step @ fednova momentum
-loop.options Settings.round: self.momentum => 0.0 @ fednova momentum
+algorithms.fednova weight_of_gradients: 1 + momentum * step if nesterov else step => step - total @ fednova momentum
+loop.options Settings.round: facts.momentum => 0.0 @ fednova momentum
 algorithms.fedexp FedExP.step_server: (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
     => (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=0) @ fedexp-last
 algorithms.fedexp FedExP.step_server: (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
