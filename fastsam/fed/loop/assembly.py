@@ -95,7 +95,8 @@ def assemble(
         settings.measures, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=batch_size, rounds=settings.rounds, seed=seed, classifies=trial.classifies,
     )  # fmt: skip
-    stages = chain(algorithm, settings, measures, noise, layout.numel)
+    local = personal.mask if isinstance(personal, PersonalizedAlgorithm) else None
+    stages = chain(algorithm, settings, measures, noise, layout.numel, local)
     loop = Loop(
         population, contract, settings, choice, evaluator, view, states, ranks, parameter_layout, stages, weights,
         personal,

@@ -17,14 +17,28 @@ from fastsam_kernels.hparams import NUM_HPARAMS
 
 
 class Clip(Stage):
-    """Scale deltas that are longer than `limit` to that norm."""
+    """Scale deltas that are longer than `limit` to that norm.
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    Args:
+        limit: largest norm of a delta; infinity: no limit.
+        local: mask `[row_size]` of the parameters that are never sent, or None. The norms do not include them, and
+            they are not scaled.
+    """
+
+    def __init__(self, limit: float, local: Tensor | None = None) -> None:
+        self.limit, self.local = limit, local
 
     def process_results(self, results: ClientResults, round: Round) -> list[float]:
         """Clip the deltas in place and return their norms."""
-        return [min(norm, self.limit) for norm in shorten_(results.delta, self.limit)]
+        delta = results.delta
+        if self.local is None:
+            norms = shorten_(delta, self.limit)
+        else:
+            self.local = self.local.to(delta.device)
+            sent = delta.masked_fill(self.local, 0)
+            norms = shorten_(sent, self.limit)
+            torch.where(self.local, delta, sent, out=delta)
+        return [min(norm, self.limit) for norm in norms]
 
 
 # Largest relative error of a norm from the kernels. The CPU's add up 64 squares in a float32, the others fewer; the
