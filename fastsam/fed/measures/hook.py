@@ -29,9 +29,10 @@ _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 @dataclass(frozen=True)
 class _End:
-    """The result of a client: delta and last eps `[row_size]`, number of steps, and copies of its row."""
+    """The result of a client: displacement from the global model and last eps `[row_size]`, number of steps, and copies
+    of its row."""
 
-    delta: Tensor
+    displacement: Tensor
     num_steps: int
     eps: Tensor | None
     snapshots: Mapping[int, Snapshot]
@@ -62,8 +63,8 @@ class _MeasuredRound(NamedTuple):
 class RoundMeasures:
     """The measures of a run that are chosen by name (see `NAMES`), as the loop calls them.
 
-    While a round lasts, measures along the path keep three snapshots and the delta of every client. Other measures keep
-    only the sum of the deltas. The loss is computed on a replica, in eval mode, without augmentation.
+    While a round lasts, measures along the path keep three snapshots and the displacement of every client. Other
+    measures keep only the sum of the displacements. The loss is computed on a replica, in eval mode, without augmentation.
     """
 
     def __init__(
@@ -97,20 +98,20 @@ class RoundMeasures:
         return tuple(sorted(set(kept_steps(steps)))) if path_measures and self._is_measured(round) else ()
 
     def clients(self, old_state: State, results: ClientResults, context: Round) -> dict[str, list[float]]:
-        """Return the squared norms of the deltas, and keep the results that later methods need."""
+        """Return the squared norms of the displacements, and keep the results that later methods need."""
         if not self._is_measured(context.index):
             return {}
         if context.index != self._round:
             self._round, self._results = context.index, _RoundResults()
-        squares = [float(row.double().square().sum()) for row in results.delta]
+        rows = _displacements(results, old_state["w"])
+        squares = [float(row.double().square().sum()) for row in rows]
         for i, square in enumerate(squares):
             if math.isfinite(square):  # the loop will exclude the others
-                self._keep(results, i, context)
+                self._keep(results, i, rows[i], context)
         return {"squared displacement": squares}
 
-    def _keep(self, results: ClientResults, i: int, context: Round) -> None:
-        """Keep the result of the i-th client."""
-        row = results.delta[i]
+    def _keep(self, results: ClientResults, i: int, row: Tensor, context: Round) -> None:
+        """Keep the result of the i-th client, whose displacement is `row`."""
         self._results.clients += 1
         if "consistency" in self.names:
             total = self._results.total = self._results.total or FixedPointSum(row, context.cohort_size)
@@ -198,7 +199,7 @@ class RoundMeasures:
         w, paths = round.old_w, []
         for client, end in sorted(self._results.results.items()):
             objective = Objective.sample_mean(self.replica, self.loss, [self.pairs[client]])
-            path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.delta]
+            path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.displacement]
             paths.append(diagnostics.path_smoothness(objective, path))
         return {
             "smoothness_global": diagnostics.path_smoothness(self.sample_mean, [w, round.w]),
@@ -267,6 +268,14 @@ def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:
             f"buffers='keep' or GroupNorm"
         )
     return RoundMeasures(measures, **parts) if measures.names else None
+
+
+def _displacements(results: ClientResults, w: Tensor) -> Tensor:
+    """Return the final weights of the clients minus the global model `w`, `[n, row_size]`. A client may start elsewhere
+    than at `w`, with its local parameters, for example."""
+    if results.start is None:
+        return results.delta
+    return results.delta.double() + (results.start.double() - w.double())
 
 
 def kept_steps(steps: int) -> tuple[int, int, int]:
