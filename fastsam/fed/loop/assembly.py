@@ -53,7 +53,7 @@ def assemble(
     view = Replica.new(model, layout, device)
     metrics = resolve(settings.metrics)
     mode, seed, batch_size = settings.client_test_split, settings.seed, settings.batch_size
-    evaluator = Evaluator(loss, population, trial.classifies, mode, seed, metrics, batch_size)
+    evaluator = Evaluator(loss, population, trial.classifies, mode, seed, metrics, batch_size, trial.loss_kind)
     if metrics:
         evaluator(view.module)  # errors of metrics come before the first round
     names = settings.measures.names if isinstance(settings.measures, NamedMeasures) else None
@@ -94,6 +94,7 @@ def assemble(
     measures = make(
         settings.measures, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=batch_size, rounds=settings.rounds, seed=seed, classifies=trial.classifies,
+        kind=trial.loss_kind,
     )  # fmt: skip
     local = personal.mask if isinstance(personal, PersonalizedAlgorithm) else None
     stages = chain(algorithm, settings, measures, noise, layout.numel, local)
