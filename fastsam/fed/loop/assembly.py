@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -60,7 +60,8 @@ def assemble(
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     facts = Facts(
         settings, algorithm, ranks.size, clients, cohort, trial.changed_buffers, (), population.clients.has_all_sizes,
-        names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())),
+        names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())), loss_kind=trial.loss_kind,
+        measures=names or (), set_sizes=_set_sizes(population, settings.measures),
     )  # fmt: skip
     check(facts)
     patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(user_model))
@@ -103,3 +104,12 @@ def assemble(
         personal,
     )  # fmt: skip
     return loop, state
+
+
+def _set_sizes(population: Population, measures: Any) -> dict[str, int]:
+    """Return the numbers of samples of the sets whose loss the run records, by the option that asks for it."""
+    sizes = {"test=": population.test_size}
+    if isinstance(measures, NamedMeasures) and "train" in measures.names and population.clients.has_all_sizes:
+        total = sum(population.clients.sizes)
+        sizes["measures=['train']"] = total if measures.samples is None else min(total, measures.samples)
+    return sizes
