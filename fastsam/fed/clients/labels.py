@@ -41,7 +41,7 @@ def verdicts(outputs: Tensor, y: Tensor, ignored: int) -> Tensor:
 
 
 def accuracy_of(counts: Tensor) -> float | None:
-    """Return the share of CORRECT among the labelled samples of `verdicts`, or None if there are none."""
+    """Return the share of CORRECT among the labelled samples of `verdicts`, or None if no sample has a label."""
     labelled = int((counts != UNLABELLED).sum())
     return int((counts == CORRECT).sum()) / labelled if labelled else None
 
@@ -50,7 +50,7 @@ def num_labels(y: object, samples: int, ignored: int | None) -> int:
     """Return the number of labels in y that a loss does not ignore: the weight of its samples in a mean.
 
     Args:
-        y: labels of the samples. What is not a tensor of integers counts by samples.
+        y: labels of the samples. Labels that are not a tensor of integers all count.
         samples: number of samples.
         ignored: the label that the loss ignores, or None.
     """

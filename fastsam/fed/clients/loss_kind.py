@@ -47,7 +47,7 @@ class LossKind:
 
     @property
     def unlabelled(self) -> int:
-        """The label of samples that are in no accuracy: the ignored label, else -100, which is no class."""
+        """The label of samples that are in no accuracy: the ignored label, else -100."""
         return IGNORED if self.ignored is None else self.ignored
 
 
@@ -71,7 +71,7 @@ def kind_of(loss: BatchLoss, outputs: Any, labels: Any, has_classes: bool, has_i
     sample_bytes = (outputs.nbytes + labels.nbytes) / len(labels)
     is_mean: bool | None = None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the user's function, which a run would repeat
+        warnings.simplefilter("ignore")  # a run would repeat warnings about the user's data
         for probe in _probes(outputs, labels, has_classes, IGNORED if ignored is None else ignored):
             is_mean = _is_mean(function, *probe)
             if is_mean is None:

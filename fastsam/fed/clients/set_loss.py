@@ -27,7 +27,7 @@ class SetLoss:
     def __init__(self, loss: Callable[[Any, Any], Tensor] | None, ignored: int | None) -> None:
         self.loss, self.ignored = loss, ignored
         self._batches: list[tuple[Any, Any]] = []  # outputs and labels of the current part
-        self._samples = self._nbytes = 0  # of the current part
+        self._samples = self._nbytes = 0  # size of the current part
         self._parts: list[tuple[float, int]] = []  # losses and their weights
 
     def add(self, outputs: Any, labels: Any, samples: int) -> None:

@@ -131,7 +131,7 @@ class Evaluator:
         mode: value of `client_test_split`.
         metrics: functions by name, over all test samples and over each client's.
         batch_size: batch size of a test set whose samples come in batches.
-        kind: the kind of the loss; None: that of a mean.
+        kind: the kind of the loss; None: a mean.
 
     Raises:
         ValueError: there are metrics and no test set.
@@ -219,29 +219,48 @@ class Evaluator:
         loss.add_mean(value, samples)
         return pair
 
-    @torch.no_grad()
     def accuracy_of_client(self, model: nn.Module, client: int) -> float | None:
-        """Return the accuracy of a model on the client's own test samples, in 0..1, or None without samples."""
-        assert self.classifies and self.test is not None
+        """Return the accuracy of a model on the client's own test samples, in 0..1, or None without a label."""
+        assert self.classifies
+        return self._values_of_client(model, client, {}).get("accuracy")
+
+    @torch.no_grad()
+    def _values_of_client(self, model: nn.Module, client: int, metrics: Mapping[str, Metric]) -> dict[str, float]:
+        """Return the accuracy and the metrics of a model on the client's own test samples, as far as they exist."""
+        assert self.test is not None
         indices = self._samples_of(client)
         if not len(indices):
-            return None
+            return {}
         model.eval()
-        judged = []
+        judged, outputs, labels = [], [], []
         for part in torch.from_numpy(indices).split(self.batch_size):
             output, y = self.loss.outputs_and_labels(model, self.test.take(part, int(part[0])))
-            judged.append(verdicts(output, y, self.kind.unlabelled))
-        return accuracy_of(torch.cat(judged))
+            if self.classifies:
+                judged.append(verdicts(output, y, self.kind.unlabelled))
+            if metrics:
+                outputs.append(output)
+                labels.append(y)
+        accuracy = accuracy_of(torch.cat(judged)) if judged else None
+        values = {} if accuracy is None else {"accuracy": accuracy}
+        if metrics:
+            pair = join_batches(outputs), join_batches(labels, IGNORED)
+            values |= {name: metric(*pair) for name, metric in metrics.items()}
+        return values
 
     def own_model_record(self, models: Iterable[nn.Module]) -> dict[str, Any]:
-        """Return the accuracies over the clients of their own `models`. Each is used before the next one is made."""
-        if not self.classifies:
+        """Return the accuracies and the metrics over the clients of their `models`. A model is used before the next
+        one is made."""
+        if not self.classifies and (self.mode is None or not self.metrics):
             return {}
-        values = {i: v for i, model in enumerate(models) if (v := self.accuracy_of_client(model, i)) is not None}
-        if not values:
-            return {}
-        lists = self._by_client("accuracy", values) if self.mode == CLIENT_SETS else {}
-        return statistics("accuracy", [*values.values()]) | _extremes(values) | lists
+        columns: dict[str, dict[int, float]] = {}
+        for i, model in enumerate(models):
+            for name, value in self._values_of_client(model, i, self.metrics).items():
+                columns.setdefault(name, {})[i] = value
+        record: dict[str, Any] = _extremes(columns.get("accuracy", {}))
+        for name, values in columns.items():
+            record |= statistics(name, [*values.values()])
+            record |= self._by_client(name, values) if self.mode == CLIENT_SETS else {}
+        return record
 
     def empty_record(self) -> dict[str, Any]:
         """Return the values of a round without evaluation."""

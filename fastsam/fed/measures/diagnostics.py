@@ -81,9 +81,9 @@ def margin_risk(
     """Return the mean over clients of the share of samples with `p[y] - max_{j != y} p[j] <= margin` (FedSAM paper, eq.
     5, empirical).
 
-    Samples with the label `unlabelled` do not count, nor do clients without other samples. NaN: there are no others. p
-    are the model's outputs after softmax, as the paper has it, so that margins lie in -1..1; `margin = 0` counts
-    errors (and ties).
+    p are the model's outputs after softmax, as the paper has it, so that margins lie in -1..1; `margin = 0` counts
+    errors (and ties). Samples with the label `unlabelled` do not count. Clients without other samples do not count
+    either. The result is NaN if no sample counts.
     """
     replica.row.copy_(w)
     replica.module.eval()
