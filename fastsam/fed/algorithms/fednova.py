@@ -28,10 +28,10 @@ class FedNova(Algorithm):
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         heavy_ball = round.momentum, round.dampening, round.nesterov
         a = results.column(weight_of_gradients(K, *heavy_ball) for K in results.num_steps)
-        return client, Upload(mean={"d": results.delta / a, "a": a})
+        return client, Upload(mean={"delta": results.delta / a, "a": a})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        return {"w": apply_update(server["w"], round.server_lr * aggregate.mean("a") * aggregate.mean("d"))}
+        return {"w": apply_update(server["w"], round.server_lr * aggregate.mean("a") * aggregate.mean("delta"))}
 
 
 def weight_of_gradients(steps: int, momentum: float, dampening: float = 0.0, nesterov: bool = False) -> float:

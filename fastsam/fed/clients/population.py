@@ -88,11 +88,8 @@ class Population:
 
 
 def check_labels(population: Population, classes: int, ignore_index: int = IGNORED) -> None:
-    """Raise ValueError for a label outside 0..classes-1 other than `ignore_index`, and for a client that has only
-    ignored labels.
-
-    If a sample has one label, the test set must have no ignored labels, because accuracies are of all its samples.
-    """
+    """Raise ValueError for a label outside 0..classes-1 other than `ignore_index`, and for a client or a test set that
+    has only ignored labels."""
     joint = population.clients.labels_together()
     good = joint is not None and bool(((joint[0] >= 0) & (joint[0] < classes) & (joint[0] != ignore_index)).all())
     for i, y in enumerate(() if good else population.clients.labels or ()):
@@ -105,8 +102,10 @@ def check_labels(population: Population, classes: int, ignore_index: int = IGNOR
     if labels is None:
         return
     _check_range(labels, "the test set", classes, ignore_index)
-    if labels.dim() == 1 and bool((labels == ignore_index).any()):
-        raise ValueError(f"the test set: labels are {ignore_index}, which the loss ignores; leave those samples out")
+    if bool((labels == ignore_index).all()):
+        raise ValueError(
+            f"the test set: all labels are {ignore_index}, which the loss ignores; leave it out or give it labels"
+        )
 
 
 def _check_range(y: Tensor, label: str, classes: int, ignore_index: int) -> None:

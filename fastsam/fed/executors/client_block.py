@@ -197,7 +197,17 @@ def row_ends(
         gradient=row_slice.field("gradient").clone() if update.full_gradient or update.pilot is not None else None,
         norms=None if update.pilot is None else torch.cat([block.norms for block in blocks if block.norms is not None]),
         snapshots=[snapshots for block in blocks for snapshots in block.snapshots],
+        start=_starts(tasks_of(blocks)),
     )
+
+
+def _starts(tasks: Sequence[Task]) -> Tensor | None:
+    """Return the weights at which clients start, `[tasks, row_size]`, or None if they start at the global model."""
+    first = tasks[0].update.start
+    if first is not None and first.dim() == 1 and all(task.update.start is first for task in tasks):
+        return first.expand(len(tasks), -1)
+    starts = [start for task in tasks if (start := task.vector("start")) is not None]
+    return torch.stack(starts) if starts else None
 
 
 def client_error(blocks: Sequence[ClientBlock], error: Exception) -> ClientError:

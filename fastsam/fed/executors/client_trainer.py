@@ -90,6 +90,7 @@ class ClientTrainer:
         start_vector, buffers = None if update.start is None else task.vector("start"), task.buffers(buffers)
         self.task = task
         self.start, self.buffers = start if start_vector is None else start_vector, buffers
+        self._global_weights = start
         self.k, self.extra_backward_passes, self.losses, self.snapshots = 0, 0, [], {}
         self.eps = self.gradient = self.norms = None
         if task.setup.population.clients.is_batched:
@@ -145,6 +146,7 @@ class ClientTrainer:
             norms=self.norms,
             snapshots=(self.snapshots,),
             extra=extra or {},
+            start=None if self.start is self._global_weights else self.start[None],
         )
 
     def begin_again(self, update: LocalUpdate, start: Tensor) -> None:

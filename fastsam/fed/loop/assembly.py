@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -53,14 +53,15 @@ def assemble(
     view = Replica.new(model, layout, device)
     metrics = resolve(settings.metrics)
     mode, seed, batch_size = settings.client_test_split, settings.seed, settings.batch_size
-    evaluator = Evaluator(loss, population, trial.classifies, mode, seed, metrics, batch_size)
+    evaluator = Evaluator(loss, population, trial.classifies, mode, seed, metrics, batch_size, trial.loss_kind)
     if metrics:
         evaluator(view.module)  # errors of metrics come before the first round
     names = settings.measures.names if isinstance(settings.measures, NamedMeasures) else None
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     facts = Facts(
         settings, algorithm, ranks.size, clients, cohort, trial.changed_buffers, (), population.clients.has_all_sizes,
-        names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())),
+        names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())), loss_kind=trial.loss_kind,
+        measures=names or (), set_sizes=_set_sizes(population, settings.measures),
     )  # fmt: skip
     check(facts)
     patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(user_model))
@@ -94,10 +95,21 @@ def assemble(
     measures = make(
         settings.measures, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=batch_size, rounds=settings.rounds, seed=seed, classifies=trial.classifies,
+        kind=trial.loss_kind,
     )  # fmt: skip
-    stages = chain(algorithm, settings, measures, noise, layout.numel)
+    local = personal.mask if isinstance(personal, PersonalizedAlgorithm) else None
+    stages = chain(algorithm, settings, measures, noise, layout.numel, local)
     loop = Loop(
         population, contract, settings, choice, evaluator, view, states, ranks, parameter_layout, stages, weights,
         personal,
     )  # fmt: skip
     return loop, state
+
+
+def _set_sizes(population: Population, measures: Any) -> dict[str, int]:
+    """Return the numbers of samples of the sets whose loss the run records, by the option that asks for it."""
+    sizes = {"test=": population.test_size}
+    if isinstance(measures, NamedMeasures) and "train" in measures.names and population.clients.has_all_sizes:
+        total = sum(population.clients.sizes)
+        sizes["measures=['train']"] = total if measures.samples is None else min(total, measures.samples)
+    return sizes

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
+from fastsam.fed.clients.labels import CORRECT, UNLABELLED, accuracy_of, ignored_label, verdicts
+from fastsam.fed.clients.loss_kind import LossKind
 from fastsam.fed.clients.population import IGNORED, Loss, Population
+from fastsam.fed.clients.set_loss import SetLoss
 from fastsam.fed.common import seeds
 from fastsam.fed.data.dealing import draw
 from fastsam.fed.measures.metrics import Metric
@@ -24,7 +27,7 @@ KEYS += ("client_worst", "client_best")
 _BATCH = 512
 
 
-def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarray] | None:
+def client_slices(mode: str, population: Population, seed: int, unlabelled: int = IGNORED) -> list[np.ndarray] | None:
     """Return the indices of each client's test samples, or None for "shared", where every client has all of them.
 
     The FedSAM paper reports accuracy over clients and does not describe their test sets. Here they are functions of the
@@ -33,7 +36,7 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     "prior": each client draws `floor(test / clients)` test samples (at least one) with its class distribution. That is
     the prior of the split, or the classes of its training labels. The split uses the same routine: the test set in
     random order, sample by sample, where a class that has run out begins again. A client without a class in the test
-    set has no sample and does not count.
+    set has no sample and does not count. Samples with the label `unlabelled` are drawn for no client.
 
     "iid": the test set, shuffled and cut into equal slices.
     """
@@ -51,10 +54,11 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     assert population.test_labels is not None
     labels = _integers(population.test_labels)
     priors = population.priors if population.priors is not None else _class_frequencies(population)
-    frequencies = np.bincount(labels, minlength=priors.shape[1]).astype(np.float64)
-    has_samples = (priors * (frequencies > 0)).sum(axis=1) > 0
-    sizes = np.where(has_samples, max(1, len(labels) // clients), 0)
     order = rng.permutation(len(labels))
+    order = order[labels[order] != unlabelled]
+    frequencies = np.bincount(labels[order], minlength=priors.shape[1]).astype(np.float64)
+    has_samples = (priors * (frequencies > 0)).sum(axis=1) > 0
+    sizes = np.where(has_samples, max(1, len(order) // clients), 0)
     slices = draw(labels[order], np.where(has_samples[:, None], priors, frequencies), sizes, rng, "reset")
     return [order[t] for t in slices]
 
@@ -112,6 +116,13 @@ def statistics(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {f"client_{name}_{k}": float(v) for k, v in moments}
 
 
+def _extremes(values: Mapping[int, float]) -> dict[str, int]:
+    """Return the first clients with the smallest and the largest value, or nothing without clients."""
+    if not values:
+        return {}
+    return {"client_worst": min(values, key=values.__getitem__), "client_best": max(values, key=values.__getitem__)}
+
+
 class Evaluator:
     """One pass over the test set per call, in eval mode.
 
@@ -120,6 +131,7 @@ class Evaluator:
         mode: value of `client_test_split`.
         metrics: functions by name, over all test samples and over each client's.
         batch_size: batch size of a test set whose samples come in batches.
+        kind: the kind of the loss; None: a mean.
 
     Raises:
         ValueError: there are metrics and no test set.
@@ -134,8 +146,10 @@ class Evaluator:
         seed: int,
         metrics: Mapping[str, Metric] | None = None,
         batch_size: int = _BATCH,
+        kind: LossKind | None = None,
     ) -> None:
         self.loss = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
+        self.kind = LossKind(ignored=ignored_label(loss)) if kind is None else kind
         self.test, self.count, self.metrics = population.test, population.test_size, dict(metrics or {})
         if self.metrics and not self.count:
             raise ValueError(
@@ -154,7 +168,8 @@ class Evaluator:
         has_slices = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
         has_slices = has_slices and (mode != "prior" or _known_labels(population))
         self.mode = mode if has_slices else None
-        self._slices = client_slices(mode, population, seed) if has_slices else None
+        self._slices = client_slices(mode, population, seed, self.kind.unlabelled) if has_slices else None
+        self._of_outputs = self.loss.of_outputs if isinstance(self.loss, PairLoss) else None
         parts = self._slices or []
         self._clients = len(parts)
         # Clients with their own test samples, all these samples, and the first index of each client's.
@@ -170,88 +185,124 @@ class Evaluator:
         """Return the values of `KEYS` and the metrics of the test set and the clients; None for missing values.
 
         Every metric has `test_NAME` and `client_NAME_mean`, `_std`, `_min` and `_max`. With test sets of the clients
-        there are also `client_accuracy_each` and `client_NAME_each`, which are lists by client. Accuracies are in 0..1.
+        there are also `client_accuracy_each` and `client_NAME_each`, which are lists by client. Accuracies are in 0..1,
+        over the samples that have a label.
         Standard deviations treat the clients as the whole population. client_worst and client_best are the first
         clients with the smallest and the largest accuracy, None if all clients have the same test samples.
         """
         values = self.empty_record()
         if self.test is None:
             return values
-        total, right, outputs, labels = 0.0, [], [], []
+        loss, judged, outputs, labels = SetLoss(self._of_outputs, self.kind.ignored), [], [], []
         model.eval()
         for batch, samples in self.test.batches(self.batch_size):
-            loss, output, y = self.loss.evaluate(model, batch, self.classifies or bool(self.metrics))
-            total += loss * samples
+            output, y = self._add(loss, model, batch, samples)
             if self.classifies:
-                right.append(output.argmax(1) == y)
+                judged.append(verdicts(output, y, self.kind.unlabelled))
             if self.metrics:
                 outputs.append(output)
                 labels.append(y)
-        values["test_loss"] = total / self.count
+        values["test_loss"] = loss.value()
         if self.classifies:
-            values |= self._accuracies(right)
+            values |= self._accuracies(torch.cat(judged).cpu().numpy())
         if self.metrics:
             values |= self._metric_values(join_batches(outputs), join_batches(labels, IGNORED))
         return values
 
-    @torch.no_grad()
+    def _add(self, loss: SetLoss, model: nn.Module, batch: Any, samples: int) -> tuple[Any, Any]:
+        """Add a batch to the loss of the test set, and return outputs and labels, None if they are not needed."""
+        if isinstance(self.loss, PairLoss):
+            pair = self.loss.outputs_and_labels(model, batch)
+            loss.add(*pair, samples)
+            return pair
+        value, *pair = self.loss.evaluate(model, batch, self.classifies or bool(self.metrics))
+        loss.add_mean(value, samples)
+        return pair
+
     def accuracy_of_client(self, model: nn.Module, client: int) -> float | None:
-        """Return the accuracy of a model on the client's own test samples, in 0..1, or None without samples."""
-        assert self.classifies and self.test is not None
-        indices = np.arange(self.count) if self._slices is None else self._slices[client]
+        """Return the accuracy of a model on the client's own test samples, in 0..1, or None without a label."""
+        assert self.classifies
+        return self._values_of_client(model, client, {}).get("accuracy")
+
+    @torch.no_grad()
+    def _values_of_client(self, model: nn.Module, client: int, metrics: Mapping[str, Metric]) -> dict[str, float]:
+        """Return the accuracy and the metrics of a model on the client's own test samples, as far as they exist."""
+        assert self.test is not None
+        indices = self._samples_of(client)
         if not len(indices):
-            return None
+            return {}
         model.eval()
-        right = 0
+        judged, outputs, labels = [], [], []
         for part in torch.from_numpy(indices).split(self.batch_size):
-            _, output, y = self.loss.evaluate(model, self.test.take(part, int(part[0])), True)
-            right += int((output.argmax(1) == y).sum())
-        return right / len(indices)
+            output, y = self.loss.outputs_and_labels(model, self.test.take(part, int(part[0])))
+            if self.classifies:
+                judged.append(verdicts(output, y, self.kind.unlabelled))
+            if metrics:
+                outputs.append(output)
+                labels.append(y)
+        accuracy = accuracy_of(torch.cat(judged)) if judged else None
+        values = {} if accuracy is None else {"accuracy": accuracy}
+        if metrics:
+            pair = join_batches(outputs), join_batches(labels, IGNORED)
+            values |= {name: metric(*pair) for name, metric in metrics.items()}
+        return values
 
     def own_model_record(self, models: Iterable[nn.Module]) -> dict[str, Any]:
-        """Return the accuracies over the clients of their own `models`. Each is used before the next one is made."""
-        if not self.classifies:
+        """Return the accuracies and the metrics over the clients of their `models`. A model is used before the next
+        one is made."""
+        if not self.classifies and (self.mode is None or not self.metrics):
             return {}
-        values = {i: v for i, model in enumerate(models) if (v := self.accuracy_of_client(model, i)) is not None}
-        if not values:
-            return {}
-        extremes = {
-            "client_worst": min(values, key=values.__getitem__),
-            "client_best": max(values, key=values.__getitem__),
-        }
-        lists = self._by_client("accuracy", values) if self.mode == CLIENT_SETS else {}
-        return statistics("accuracy", [*values.values()]) | extremes | lists
+        columns: dict[str, dict[int, float]] = {}
+        for i, model in enumerate(models):
+            for name, value in self._values_of_client(model, i, self.metrics).items():
+                columns.setdefault(name, {})[i] = value
+        record: dict[str, Any] = _extremes(columns.get("accuracy", {}))
+        for name, values in columns.items():
+            record |= statistics(name, [*values.values()])
+            record |= self._by_client(name, values) if self.mode == CLIENT_SETS else {}
+        return record
 
     def empty_record(self) -> dict[str, Any]:
         """Return the values of a round without evaluation."""
         return dict.fromkeys(self._keys)
 
-    def _accuracies(self, right: Sequence[Tensor]) -> dict[str, Any]:
-        correct = torch.cat(list(right)).cpu().numpy()
-        accuracy = float(correct.mean())
-        if not self._tested_clients:
-            return {"test_accuracy": accuracy} | self._spread("accuracy", accuracy, [])
-        counts = np.add.reduceat(correct[self._samples], self._begins, dtype=np.int64)
-        clients = counts / np.diff(self._begins, append=len(self._samples))
-        worst, best = (self._tested_clients[int(place)] for place in (clients.argmin(), clients.argmax()))
-        spread = self._spread("accuracy", accuracy, clients.tolist())
-        return {"test_accuracy": accuracy, **spread, "client_worst": worst, "client_best": best}
+    def _accuracies(self, judged: np.ndarray) -> dict[str, Any]:
+        """Return the accuracies of the global model. `judged` are the verdicts on the samples of the test set."""
+        accuracy = accuracy_of(torch.from_numpy(judged))
+        if accuracy is None or self._slices is None:
+            return {"test_accuracy": accuracy} | ({} if accuracy is None else self._spread("accuracy", accuracy, {}))
+        values: dict[int, float] = {}
+        if self._tested_clients:
+            parts = judged[self._samples]
+            right, labelled = (
+                np.add.reduceat(counts, self._begins, dtype=np.int64)
+                for counts in (parts == CORRECT, parts != UNLABELLED)
+            )
+            values = {i: float(a / n) for i, a, n in zip(self._tested_clients, right, labelled, strict=True) if n}
+        return {"test_accuracy": accuracy} | self._spread("accuracy", accuracy, values) | _extremes(values)
 
     def _metric_values(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
         record: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             value = record[f"test_{name}"] = metric(outputs, labels)
-            parts = [torch.from_numpy(part).to(labels.device) for part in self._slices or () if len(part)]
-            record |= self._spread(name, value, [metric(outputs[part], labels[part]) for part in parts])
+            values = {}
+            for i in self._tested_clients:
+                part = torch.from_numpy(self._samples_of(i)).to(labels.device)
+                values[i] = metric(outputs[part], labels[part])
+            record |= self._spread(name, value, values)
         return record
 
-    def _spread(self, name: str, value: float, clients: Sequence[float]) -> dict[str, Any]:
+    def _samples_of(self, client: int) -> np.ndarray:
+        """Return the indices of a client's test samples."""
+        return np.arange(self.count) if self._slices is None else self._slices[client]
+
+    def _spread(self, name: str, value: float, clients: Mapping[int, float]) -> dict[str, Any]:
         """Return the statistics over the clients, or of the common value if all have the same samples."""
         if self.mode is None or (self._slices is not None and not clients):
             return {}
-        record = statistics(name, clients if self._slices is not None else [value])
+        record = statistics(name, [*clients.values()] if self._slices is not None else [value])
         if self.mode == CLIENT_SETS:
-            record |= self._by_client(name, dict(zip(self._tested_clients, clients, strict=True)))
+            record |= self._by_client(name, clients)
         return record
 
     def _by_client(self, name: str, values: Mapping[int, float]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Settings:
         "functions (outputs, labels) -> number on the test set, over all samples and over clients, by name; in a "
         "config their import paths", resumable=True)
     local_parameters: str | Sequence[str] | None = option(None,
-        "parameters that stay with the client, by name or module: 'head.*' or a list; client_accuracy_* are then those "
+        "parameters that stay with the client, by name or module: 'head.*' or a list; client_* numbers are then "
         "of the clients' own models")
     target: float | None = option(
         None, "test accuracy in 0..1 for 'rounds to target'", greater_than=0, at_most=1, resumable=True)

@@ -6,16 +6,20 @@ algorithm. Facts that are not known yet contradict nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
+from fastsam.fed.clients.loss_kind import LossKind
+from fastsam.fed.clients.set_loss import LIMIT
 from fastsam.fed.executors.torch_updates import SUPPORTED
+from fastsam.fed.measures.options import OF_GRADIENTS
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 MIN_COHORT = 3  # least clients of a round with a majority against one client
+_MEAN = LossKind()
 Contradiction = tuple[str, str, str, str]  # an option, its need, what the run has instead, and a remedy
 
 
@@ -36,6 +40,9 @@ class Facts:
         path_measures: names of the measures that follow a client's local steps.
         update: constants of a first client.
         has_phases: the algorithm's loop is more than one path of steps over the run's batches.
+        loss_kind: the kind of the loss.
+        measures: names of the measures.
+        set_sizes: numbers of samples of the sets whose loss is recorded, by what asks for it.
     """
 
     settings: Any
@@ -50,6 +57,9 @@ class Facts:
     path_measures: Sequence[str] = ()
     update: LocalUpdate | None = None
     has_phases: bool = False
+    loss_kind: LossKind = _MEAN
+    measures: Sequence[str] = ()
+    set_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -63,7 +73,7 @@ class Facts:
 
 def check(facts: Facts) -> None:
     """Raise ValueError for the first contradiction in a run."""
-    for part in (_of_steps, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes):
+    for part in (_of_steps, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes, _of_loss):
         for request, needs, lack, remedy in part(facts):
             raise ValueError(f"{request} needs {needs}, but {lack}. {remedy}")
 
@@ -217,6 +227,23 @@ def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
     for request in () if facts.has_all_sizes else [name for name, is_used in requests.items() if is_used]:
         remedy = "Pass them: fed.LazyClients(n, load, sizes=[...])"
         yield request, "the clients' sizes before the clients are loaded", "they are not known", remedy
+
+
+def _of_loss(facts: Facts) -> Iterator[Contradiction]:
+    """Yield the contradictions of a loss that is not a mean over samples."""
+    kind = facts.loss_kind
+    if kind.is_mean:
+        return
+    lack = f"{kind.name} of a set is not the mean over its parts"
+    for name in facts.measures:
+        if name in OF_GRADIENTS:
+            remedy = "Use a loss without class weights and with reduction='mean', or leave the measure out"
+            yield f"measures=[{name!r}]", "a loss that is a mean over samples", lack, remedy
+    for request, samples in facts.set_sizes.items():
+        if samples * kind.sample_bytes > LIMIT:
+            needs = "a loss that is a mean over samples, because outputs and labels of "
+            needs += f"{kind.sample_bytes:.0f} bytes a sample exceed the {LIMIT // 2**20} MiB that are kept"
+            yield f"{request} of {samples} samples", needs, lack, "Use fewer samples, or a loss that is a mean"
 
 
 def _unlike_weights(request: str, weighting: Any, remedy: str) -> Iterator[Contradiction]:

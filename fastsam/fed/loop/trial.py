@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
+from fastsam.fed.clients.labels import ignored_label
+from fastsam.fed.clients.loss_kind import LossKind, kind_of
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, apply_augment, check_labels
 from fastsam.fed.clients.samples import ClientDataset, leaves
 from fastsam.fed.executors import split_epoch
@@ -19,7 +20,6 @@ from fastsam.fed.executors.randomness import RandomOps
 from fastsam.fed.loop.trial_pass import explain, restore_random_state, try_pass
 from fastsam.fed.update.model_copy import copy_model, trainable
 
-_CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
 _KINDS = 64  # largest number of kinds of samples that are tried
 
 
@@ -32,12 +32,14 @@ class Trial:
         changed_buffers: names of the buffers that training changes.
         draws: functions that draw random numbers in a training pass (`Setup.draws`).
         example: the batch of the trial, or None if samples come in batches.
+        loss_kind: the kind of the loss.
     """
 
     classifies: bool
     changed_buffers: tuple[str, ...]
     draws: RandomOps | None
     example: tuple[Tensor, Tensor] | None
+    loss_kind: LossKind
 
 
 def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int) -> Trial:
@@ -59,38 +61,56 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
     with restore_random_state(population.device):
         if population.augment is not None:
             _check_augment(population.augment, batch[0])
-        classifies = _classifies(eval_copy.eval(), population, of_batch, batch, failure)
+        classifies, kind = _try_outputs(eval_copy.eval(), population, of_batch, batch, failure)
         tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         draws, changed_buffers = try_pass(
             model, train_copy.train(), loss, tensors, lambda: of_batch(train_copy, batch), failure
         )
         _try_others(eval_copy, population, client, of_batch, batch_size)
-    return Trial(classifies, changed_buffers, draws, None if population.clients.is_batched else tuple(batch))
+    return Trial(classifies, changed_buffers, draws, None if population.clients.is_batched else tuple(batch), kind)
 
 
 @torch.no_grad()
-def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, failure: str) -> bool:
-    """Return True if outputs are one per class and labels are class numbers."""
+def _try_outputs(
+    trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, failure: str
+) -> tuple[bool, LossKind]:
+    """Return True if there is one output per class and a sample's label is a class number, and the kind of the loss."""
     if not loss.predicts:
-        return False
+        return False, LossKind()
     with explain(failure):
         outputs, labels = loss.outputs_and_labels(trial, batch)
+    label_sets = [] if ignored_label(loss) is not None else _label_sets(population, labels)
+    has_classes = _has_classes(outputs, labels, label_sets, population, loss)
+    has_ignored = any(y.dtype == torch.int64 and bool((y == IGNORED).any()) for y in label_sets)
+    kind = kind_of(loss, outputs, labels, has_classes, has_ignored)
+    return has_classes and labels.dim() == 1, kind
+
+
+def _label_sets(population: Population, labels: Any) -> list[Tensor]:
+    """Return the labels of the trial's batch, of the clients and of the test set, as far as they are known."""
+    joint = population.clients.labels_together()
+    known = labels, None if joint is None else joint[0], population.test_labels
+    return [y for y in known if isinstance(y, Tensor)]
+
+
+def _has_classes(
+    outputs: Any, labels: Any, label_sets: Sequence[Tensor], population: Population, loss: BatchLoss
+) -> bool:
+    """Return True if there is one output per class in dimension 1, and labels are class numbers."""
     is_class = isinstance(outputs, Tensor) and outputs.dim() >= 2 and isinstance(labels, Tensor)
     if not is_class or labels.dtype != torch.int64 or labels.dim() != outputs.dim() - 1:
         return False
-    classes, function = outputs.shape[1], loss.of_outputs if isinstance(loss, PairLoss) else None
-    if function in _CLASS_LOSSES or isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+    classes, ignored = outputs.shape[1], ignored_label(loss)
+    if ignored is not None:
         if population.classes not in (None, classes):
             raise ValueError(
                 f"the model has {classes} outputs and the data {population.classes} classes; a model class or "
                 "function with a parameter 'classes' is made with the right number, others may take it in model_options"
             )
-        check_labels(population, classes, getattr(function, "ignore_index", IGNORED))
-        return labels.dim() == 1
-    client_labels, test = population.clients.labels_together(), population.test_labels
-    label_sets = [labels, *([] if client_labels is None else [client_labels[0]]), *([] if test is None else [test])]
-    has_classes = all(bool(((y >= 0) & (y < classes) | (y == IGNORED)).all()) for y in label_sets)
-    return labels.dim() == 1 and classes > 1 and has_classes
+        check_labels(population, classes, ignored)
+        return True
+    is_in_range = (bool(((y >= 0) & (y < classes) | (y == IGNORED)).all()) for y in label_sets)
+    return labels.dim() == 1 and classes > 1 and all(is_in_range)
 
 
 @torch.no_grad()

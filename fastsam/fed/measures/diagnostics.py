@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastsam.arena import Layout
 from fastsam.fed.clients.pairs import Pair
+from fastsam.fed.clients.samples import IGNORED
 from fastsam.fed.measures.drift import mean_row
 from fastsam.fed.measures.objective import Objective, random_unit, unit
 from fastsam.fed.update.model_copy import Replica
@@ -69,25 +70,36 @@ def dual_gap(perturbations: Sequence[Tensor], s: Tensor) -> float:
 
 
 @torch.no_grad()
-def margin_risk(replica: Replica, pairs: Sequence[Pair], w: Tensor, margin: float = 0.1, batch: int = 512) -> float:
+def margin_risk(
+    replica: Replica,
+    pairs: Sequence[Pair],
+    w: Tensor,
+    margin: float = 0.1,
+    unlabelled: int = IGNORED,
+    batch: int = 512,
+) -> float:
     """Return the mean over clients of the share of samples with `p[y] - max_{j != y} p[j] <= margin` (FedSAM paper, eq.
     5, empirical).
 
     p are the model's outputs after softmax, as the paper has it, so that margins lie in -1..1; `margin = 0` counts
-    errors (and ties).
+    errors (and ties). Samples with the label `unlabelled` do not count. Clients without other samples do not count
+    either. The result is NaN if no sample counts.
     """
     replica.row.copy_(w)
     replica.module.eval()
     risks = []
     for x, y in pairs:
-        num_small = 0
+        num_small, is_labelled = 0, y != unlabelled
+        x, y = (x, y) if bool(is_labelled.all()) else (x[is_labelled], y[is_labelled])
+        if not len(y):
+            continue
         for a, b in zip(x.split(batch), y.split(batch), strict=True):
             p = replica.module(a).double().softmax(dim=1)
             correct = p.gather(1, b[:, None])[:, 0]
             runner_up = p.scatter(1, b[:, None], -1.0).amax(dim=1)
             num_small += int((correct - runner_up <= margin).sum())
         risks.append(num_small / len(y))
-    return sum(risks) / len(risks)
+    return sum(risks) / len(risks) if risks else float("nan")
 
 
 def spectral_complexity(layout: Layout, w: Tensor) -> float:

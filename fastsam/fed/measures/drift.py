@@ -20,8 +20,8 @@ def consistency(squares: float, total: Tensor, change: Tensor, clients: int) -> 
     """Return `sum_i ||w_i - w^{t+1}||^2 / n_t` (FL-Simulator) from sums. Rounding cannot make it negative.
 
     Args:
-        squares: sum of ||Delta_i||^2.
-        total: sum of Delta_i.
+        squares: sum of ||w_i - w^t||^2.
+        total: sum of w_i - w^t.
         change: w^{t+1} - w^t.
         clients: n_t.
     """

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from fastsam.arena import Layout
 from fastsam.fed.algorithms.base import Aggregate, Round, State
+from fastsam.fed.clients.labels import accuracy_of, ignored_label, verdicts
+from fastsam.fed.clients.loss_kind import LossKind
+from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Loss, Population
+from fastsam.fed.clients.samples import IGNORED
 from fastsam.fed.measures import diagnostics, drift, sharpness
 from fastsam.fed.measures.objective import Objective, subset, unit
 from fastsam.fed.measures.options import NAMES, Measures, NamedMeasures
@@ -29,9 +33,10 @@ _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 @dataclass(frozen=True)
 class _End:
-    """The result of a client: delta and last eps `[row_size]`, number of steps, and copies of its row."""
+    """The result of a client: displacement from the global model and last eps `[row_size]`, number of steps, and copies
+    of its row."""
 
-    delta: Tensor
+    displacement: Tensor
     num_steps: int
     eps: Tensor | None
     snapshots: Mapping[int, Snapshot]
@@ -62,20 +67,23 @@ class _MeasuredRound(NamedTuple):
 class RoundMeasures:
     """The measures of a run that are chosen by name (see `NAMES`), as the loop calls them.
 
-    While a round lasts, measures along the path keep three snapshots and the delta of every client. Other measures keep
-    only the sum of the deltas. The loss is computed on a replica, in eval mode, without augmentation.
+    While a round lasts, measures along the path keep three snapshots and the displacement of every client. Other
+    measures keep only the sum of the displacements. The loss is computed on a replica, in eval mode, without
+    augmentation.
     """
 
     def __init__(
         self, options: NamedMeasures, model: nn.Module, layout: Layout, population: Population, loss: Loss,
-        *, batch_size: int, rounds: int, seed: int, classifies: bool,
+        *, batch_size: int, rounds: int, seed: int, classifies: bool, kind: LossKind | None = None,
     ) -> None:  # fmt: skip
-        """Make the measures. Raises ValueError for a measure of classes if labels are not classes."""
+        """Make the measures. `kind` is the kind of the loss, by default of a mean. Raises ValueError for a measure of
+        classes if labels are not classes."""
         names = options.names
         if "margin" in names and not classifies:
             raise ValueError("the measure 'margin' needs class labels; this task has none")
         self.names, self.options, self.rounds, self.batch_size = names, options, rounds, batch_size
-        self.classifies, self.loss = classifies, loss
+        kind = LossKind(ignored=ignored_label(loss)) if kind is None else kind
+        self.classifies, self.loss, self.kind = classifies, loss, kind
         if population.batch_reason:
             raise ValueError(
                 f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batch_reason}. "
@@ -84,10 +92,14 @@ class RoundMeasures:
         device = population.device
         self.replica = Replica.new(model, layout, device)
         self.pairs = subset(population.clients.pairs, options.samples, seed)
-        self.sample_mean = Objective.sample_mean(self.replica, loss, self.pairs)
-        self.fair = Objective.mean_of(self.replica, loss, self.pairs)
+        self.sample_mean = self._objective(self.pairs)
+        self.fair = Objective.mean_of(self.replica, loss, self.pairs, ignored=kind.ignored)
         self._round = -1
         self._results = _RoundResults()
+
+    def _objective(self, pairs: Sequence[Pair]) -> Objective:
+        """Return the mean loss over the samples of `pairs`."""
+        return Objective.sample_mean(self.replica, self.loss, pairs, ignored=self.kind.ignored)
 
     # --- what the loop calls ---
 
@@ -97,20 +109,20 @@ class RoundMeasures:
         return tuple(sorted(set(kept_steps(steps)))) if path_measures and self._is_measured(round) else ()
 
     def clients(self, old_state: State, results: ClientResults, context: Round) -> dict[str, list[float]]:
-        """Return the squared norms of the deltas, and keep the results that later methods need."""
+        """Return the squared norms of the displacements, and keep the results that later methods need."""
         if not self._is_measured(context.index):
             return {}
         if context.index != self._round:
             self._round, self._results = context.index, _RoundResults()
-        squares = [float(row.double().square().sum()) for row in results.delta]
+        rows = _displacements(results, old_state["w"])
+        squares = [float(row.double().square().sum()) for row in rows]
         for i, square in enumerate(squares):
             if math.isfinite(square):  # the loop will exclude the others
-                self._keep(results, i, context)
+                self._keep(results, i, rows[i], context)
         return {"squared displacement": squares}
 
-    def _keep(self, results: ClientResults, i: int, context: Round) -> None:
-        """Keep the result of the i-th client."""
-        row = results.delta[i]
+    def _keep(self, results: ClientResults, i: int, row: Tensor, context: Round) -> None:
+        """Keep the result of the i-th client, whose displacement is `row`."""
         self._results.clients += 1
         if "consistency" in self.names:
             total = self._results.total = self._results.total or FixedPointSum(row, context.cohort_size)
@@ -160,9 +172,11 @@ class RoundMeasures:
 
     # --- one measure each ---
 
-    def _train(self, round: _MeasuredRound) -> dict[str, float]:
-        record = {"train_set_loss": self.sample_mean.value(round.w)}
-        return record | ({"train_set_accuracy": accuracy(self.replica, self.pairs, round.w)} if self.classifies else {})
+    def _train(self, round: _MeasuredRound) -> dict[str, float | None]:
+        record: dict[str, float | None] = {"train_set_loss": self.sample_mean.value(round.w)}
+        if self.classifies:
+            record["train_set_accuracy"] = accuracy(self.replica, self.pairs, round.w, self.kind.unlabelled)
+        return record
 
     def _sharpness(self, round: _MeasuredRound) -> dict[str, float]:
         return {"sharpness": sharpness.one_step(self.sample_mean, round.w, self.options.rho)}
@@ -197,8 +211,8 @@ class RoundMeasures:
     def _smoothness(self, round: _MeasuredRound) -> dict[str, float]:
         w, paths = round.old_w, []
         for client, end in sorted(self._results.results.items()):
-            objective = Objective.sample_mean(self.replica, self.loss, [self.pairs[client]])
-            path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.delta]
+            objective = self._objective([self.pairs[client]])
+            path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.displacement]
             paths.append(diagnostics.path_smoothness(objective, path))
         return {
             "smoothness_global": diagnostics.path_smoothness(self.sample_mean, [w, round.w]),
@@ -210,10 +224,12 @@ class RoundMeasures:
         w, local, clients = round.w, [], []
         for x, y in self.pairs:
             parts = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
-            batches = [Objective.sample_mean(self.replica, self.loss, [part]) for part in parts]
-            clients.append(Objective.sample_mean(self.replica, self.loss, [(x, y)]))
+            batches = [batch for batch in (self._objective([part]) for part in parts) if batch.batches]
+            if not batches:
+                continue  # no sample of the client has a label
+            clients.append(self._objective([(x, y)]))
             local.append(diagnostics.sigma_local(clients[-1], batches, w))
-        mean_square = sum(s**2 for s in local) / len(local)
+        mean_square = sum(s**2 for s in local) / max(len(local), 1)
         return {"sigma_l": mean_square**0.5, "sigma_g": diagnostics.sigma_global(clients, w)}
 
     def _estimation_bias(self, round: _MeasuredRound) -> dict[str, float]:
@@ -221,11 +237,11 @@ class RoundMeasures:
         return {"estimation_bias": diagnostics.estimation_bias(round.old_w, round.w, gradient)}
 
     def _margin(self, round: _MeasuredRound) -> dict[str, float]:
-        w, margin = round.w, self.options.margin
+        w, margin, unlabelled = round.w, self.options.margin, self.kind.unlabelled
         neighbour = w.double() + self.options.rho * unit(self.fair.gradient(w))
         return {
-            "margin_risk": diagnostics.margin_risk(self.replica, self.pairs, w, margin),
-            "margin_risk_perturbed": diagnostics.margin_risk(self.replica, self.pairs, neighbour, margin),
+            "margin_risk": diagnostics.margin_risk(self.replica, self.pairs, w, margin, unlabelled),
+            "margin_risk_perturbed": diagnostics.margin_risk(self.replica, self.pairs, neighbour, margin, unlabelled),
             "spectral_complexity": diagnostics.spectral_complexity(self.replica.layout, w),
         }
 
@@ -269,19 +285,30 @@ def make(measures: Any, buffers: str | None, **parts: Any) -> Measures | None:
     return RoundMeasures(measures, **parts) if measures.names else None
 
 
+def _displacements(results: ClientResults, w: Tensor) -> Tensor:
+    """Return the final weights of the clients minus the global model `w`, `[n, row_size]`. A client may start elsewhere
+    than at `w`, with its local parameters, for example."""
+    if results.start is None:
+        return results.delta
+    return results.delta.double() + (results.start.double() - w.double())
+
+
 def kept_steps(steps: int) -> tuple[int, int, int]:
     """Return the first, the middle and the last of `steps` local steps, from 0; some may coincide."""
     return 0, (steps - 1) // 2, steps - 1
 
 
 @torch.no_grad()
-def accuracy(replica: Replica, pairs: Sequence[tuple[Tensor, Tensor]], w: Tensor, batch: int = 512) -> float:
-    """Return the share of all samples of `pairs` that the replica with the weights w classifies right."""
+def accuracy(
+    replica: Replica, pairs: Sequence[Pair], w: Tensor, unlabelled: int = IGNORED, batch: int = 512
+) -> float | None:
+    """Return the share of the labelled samples of `pairs` that the replica with the weights w classifies right, or None
+    if no sample has a label. `unlabelled` is the label of the others."""
     replica.row.copy_(w)
     replica.module.eval()
-    right = sum(
-        int((replica.module(a).argmax(1) == b).sum())
+    judged = [
+        verdicts(replica.module(a), b, unlabelled)
         for x, y in pairs
         for a, b in zip(x.split(batch), y.split(batch), strict=True)
-    )
-    return right / sum(len(y) for _, y in pairs)
+    ]
+    return accuracy_of(torch.cat(judged))

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.labels import ignored_label, num_labels
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Loss
+from fastsam.fed.clients.set_loss import SetLoss
 from fastsam.fed.common import seeds
 from fastsam.fed.update.model_copy import Replica
 
@@ -18,38 +20,78 @@ _BATCH = 512
 
 class Objective:
     """`F(w) = sum_b weight_b * loss(model_w(x_b), y_b)`, the model in eval mode, data as they are stored (no
-    augmentation).
+    augmentation). The weights are the shares of labels that the loss does not ignore.
+
+    For the value, the loss is called once on all outputs of a set (`SetLoss`). Gradients are averaged over batches,
+    which is right for a loss that is a mean.
 
     Weights are flat `[row_size]` rows of the replica's layout in any floating-point dtype; they are rounded to the
     dtype of the model. The replica's row is scratch: every call overwrites it. Its buffers are used as they are.
     """
 
-    def __init__(self, replica: Replica, loss: Loss, batches: Sequence[tuple[Tensor, Tensor, float]]) -> None:
-        self.replica, self.loss, self.batches = replica, loss, list(batches)
+    def __init__(
+        self,
+        replica: Replica,
+        loss: Loss,
+        batches: Sequence[tuple[Tensor, Tensor, float]],
+        sets: Sequence[Sequence[Pair]] | None = None,
+        ignored: int | None = None,
+    ) -> None:
+        """Make the objective.
+
+        Args:
+            replica: scratch copy of the model.
+            loss: function of outputs and labels.
+            batches: x, y and weight of each batch.
+            sets: the batches (x, y) of each set. The value is the mean of the sets' losses. None: all batches are one
+                set.
+            ignored: the label that the loss ignores, or None.
+        """
+        self.replica, self.loss, self.batches, self.ignored = replica, loss, list(batches), ignored
+        self.sets = [[(x, y) for x, y, _ in batches]] if sets is None else sets
 
     @classmethod
-    def sample_mean(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
-        """Return the mean over all samples of all `pairs`."""
+    def sample_mean(
+        cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH, ignored: int | None = None
+    ) -> Objective:
+        """Return the mean over all samples of all `pairs`. `ignored` is the label that the loss ignores, by default the
+        label of torch's losses of classes."""
+        ignored = ignored_label(loss) if ignored is None else ignored
         x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-        parts = zip(x.split(batch), y.split(batch), strict=True)
-        return cls(replica, loss, [(a, b, len(b) / len(y)) for a, b in parts])
+        batches = _batches(x, y, batch, ignored)
+        total = _total(batches)
+        return cls(replica, loss, [(a, b, n / total) for a, b, n in batches], ignored=ignored)
 
     @classmethod
-    def mean_of(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
-        """Return the mean over the clients of their mean losses, whatever their numbers of samples are."""
-        if len({len(y) for _, y in pairs}) == 1:
-            return cls.sample_mean(replica, loss, pairs, batch)
-        means = []
-        for x, y in pairs:
-            parts = zip(x.split(batch), y.split(batch), strict=True)
-            means += [(a, b, len(b) / len(y) / len(pairs)) for a, b in parts]
-        return cls(replica, loss, means)
+    def mean_of(
+        cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH, ignored: int | None = None
+    ) -> Objective:
+        """Return the mean over the clients of their mean losses, whatever their numbers of samples are. A client
+        without a label does not count."""
+        ignored = ignored_label(loss) if ignored is None else ignored
+        clients = [batches for x, y in pairs if (batches := _batches(x, y, batch, ignored))]
+        sets, totals = (
+            [[(a, b) for a, b, _ in batches] for batches in clients],
+            [_total(batches) for batches in clients],
+        )
+        if len(set(totals)) == 1:  # larger batches have the same gradient
+            means = cls.sample_mean(replica, loss, pairs, batch, ignored).batches
+        else:
+            of_clients = zip(clients, totals, strict=True)
+            means = [(a, b, n / total / len(clients)) for batches, total in of_clients for a, b, n in batches]
+        return cls(replica, loss, means, sets, ignored)
 
     @torch.no_grad()
     def value(self, w: Tensor) -> float:
         """Return F(w)."""
         self._load(w)
-        return sum(weight * float(self.loss(self.replica.module(x), y)) for x, y, weight in self.batches)
+        values = []
+        for batches in self.sets:
+            loss = SetLoss(self.loss, self.ignored)
+            for x, y in batches:
+                loss.add(self.replica.module(x), y, len(y))
+            values.append(loss.value())
+        return sum(values) / len(values)
 
     def gradient(self, w: Tensor) -> Tensor:
         """Return the gradient at w, float64 `[row_size]`; zero for unused parameters and in the padding."""
@@ -87,6 +129,16 @@ class Objective:
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         row = torch.zeros_like(self.replica.row, dtype=torch.float64)
         return self.replica.layout.gather([t.detach() for t in tensors], row)
+
+
+def _batches(x: Tensor, y: Tensor, size: int, ignored: int | None) -> list[tuple[Tensor, Tensor, int]]:
+    """Return the batches of samples with their numbers of labels, without batches that have no label."""
+    parts = zip(x.split(size), y.split(size), strict=True)
+    return [(a, b, n) for a, b in parts if (n := num_labels(b, len(b), ignored))]
+
+
+def _total(batches: Sequence[tuple[Tensor, Tensor, int]]) -> int:
+    return sum(n for _, _, n in batches)
 
 
 def subset(pairs: Sequence[Pair], samples: int | None, seed: int) -> list[Pair]:

@@ -28,6 +28,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "dual_gap": ("dual_gap",),
 }
 
+# Measures that average gradients of the loss over batches of samples.
+OF_GRADIENTS = frozenset(NAMES) - {"train", "consistency", "drifts", "dual_gap"}
+
 
 @dataclass(frozen=True)
 class NamedMeasures:

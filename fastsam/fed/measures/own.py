@@ -108,6 +108,7 @@ def _plain_results(results: ClientResults, layout: ParameterLayout) -> ClientRes
         dual=dual,
         eps=eps,
         gradient=gradient,
+        start=to_vector(results.start),
         snapshots=snapshots,
         extra={name: _plain(x, layout) for name, x in results.extra.items()},
     )

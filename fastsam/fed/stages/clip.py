@@ -17,16 +17,32 @@ from fastsam_kernels.hparams import NUM_HPARAMS
 
 
 class Clip(Stage):
-    """Scale deltas and full gradients that are longer than `limit` to that norm, each by itself."""
+    """Scale deltas and full gradients that are longer than `limit` to that norm, each by itself.
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    Args:
+        limit: largest norm of a row; infinity: no limit.
+        local: mask `[row_size]` of the parameters that are never sent, or None. The norms do not include them, and
+            they are not scaled.
+    """
+
+    def __init__(self, limit: float, local: Tensor | None = None) -> None:
+        self.limit, self.local = limit, local
 
     def process_results(self, results: ClientResults, round: Round) -> list[float]:
         """Clip the deltas and full gradients in place and return the norms of the deltas."""
         if results.gradient is not None and results.norms is None:  # a pilot's gradient is not sent
-            shorten_(results.gradient, self.limit)
-        return [min(norm, self.limit) for norm in shorten_(results.delta, self.limit)]
+            self._shorten_sent(results.gradient)
+        return [min(norm, self.limit) for norm in self._shorten_sent(results.delta)]
+
+    def _shorten_sent(self, rows: Tensor) -> list[float]:
+        """Shorten the part of rows `[n, row_size]` that is sent, in place, and return its norms before."""
+        if self.local is None:
+            return shorten_(rows, self.limit)
+        self.local = self.local.to(rows.device)
+        sent = rows.masked_fill(self.local, 0)
+        norms = shorten_(sent, self.limit)
+        torch.where(self.local, rows, sent, out=rows)
+        return norms
 
 
 # Largest relative error of a norm from the kernels. The CPU's add up 64 squares in a float32, the others fewer; the

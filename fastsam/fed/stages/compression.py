@@ -31,7 +31,8 @@ class TopK:
         v = delta + e,   sent = the k elements of v with the largest absolute values,   e <- v - sent
 
     Args:
-        share: k in units of the number of parameters, in (0, 1]; k is rounded up.
+        share: k in units of the number of parameters that a client sends, in (0, 1]; k is rounded up. Local parameters
+            are never sent.
     """
 
     share: float = option(0.01, "share of the elements of a delta that a client sends")
@@ -46,24 +47,40 @@ def compression_of(value: TopK | Mapping[str, Any] | None) -> TopK | None:
 
 
 class Compress(Stage):
-    """Replace the deltas that are sent by their largest elements. The error is kept in the clients' states."""
+    """Replace the deltas that are sent by their largest elements. The error is kept in the clients' states.
 
-    def __init__(self, options: TopK, numel: int) -> None:
+    Args:
+        numel: number of parameters that a client sends.
+        algorithm: name for messages.
+    """
+
+    def __init__(self, options: TopK, numel: int, algorithm: str) -> None:
+        self.options, self.numel, self.algorithm = options, numel, algorithm
         self.k = math.ceil(options.share * numel)
+        self._sends_whole_delta = False  # under another name, which is not compressed (FedDyn)
 
     def process_uploads(self, uploads: ClientUploads, round: Round) -> None:
-        """Add the last error, keep the k largest elements of each row, and store the new error."""
+        """Add the last error, keep the k largest elements of each row, and store the new error.
+
+        Raises ValueError if the clients do not send a delta.
+        """
         if DELTA not in uploads.mean:
-            return
-        v, error = uploads.mean[DELTA], uploads.client.get(ERROR)
-        v = v if error is None else v + error
+            raise ValueError(
+                f"compression=TopK(share={self.options.share:g}) needs clients that send their delta, but "
+                f"finish_client of {self.algorithm} returned an Upload without mean[{DELTA!r}]. Name the delta so, or "
+                "leave compression out"
+            )
+        delta, error = uploads.mean[DELTA], uploads.client.get(ERROR)
+        self._sends_whole_delta = any(x is delta for x in uploads.sum.values())
+        v = delta if error is None else delta + error
         values = largest(v, self.k)
         uploads.mean[DELTA], uploads.state[ERROR] = values, v - values
 
     def traffic(self, model: Replica) -> tuple[int, int]:
-        """Return the bytes that are added to a client's download and upload: a delta's values less, k elements more."""
-        dtype = model.parameters[0].dtype
-        return 0, self.k * (dtype.itemsize + _INDEX_BYTES) - model.nbytes
+        """Return the bytes that are added to a client's download and upload: k elements more, a delta's values less."""
+        itemsize = model.parameters[0].dtype.itemsize
+        replaced = 0 if self._sends_whole_delta else self.numel * itemsize
+        return 0, self.k * (itemsize + _INDEX_BYTES) - replaced
 
 
 def largest(rows: Tensor, k: int) -> Tensor:

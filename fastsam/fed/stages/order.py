@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.measures import Measures
@@ -18,7 +21,12 @@ from fastsam.fed.stages.robust import Robust
 
 
 def chain(
-    algorithm: Algorithm, settings: Any, measures: Measures | None, noise: Noise | None, numel: int
+    algorithm: Algorithm,
+    settings: Any,
+    measures: Measures | None,
+    noise: Noise | None,
+    numel: int,
+    local: Tensor | None,
 ) -> Sequence[Stage]:
     """Return the stages of a run with the options `settings` (`fastsam.fed.loop.options.Settings`).
 
@@ -29,20 +37,24 @@ def chain(
         Measuring                                process_uploads measures clients, process_aggregate reads true means
         CentralNoise                             process_aggregate adds noise to the sum; it is refused next to Robust
 
-    `noise` is a LocalNoise, a CentralNoise or None. `Stage` describes the hooks.
+    `noise` is a LocalNoise, a CentralNoise or None. `numel` is the number of all parameters, and `local` a mask
+    `[row_size]` of the parameters that stay with the clients, or None. `Stage` describes the hooks.
 
-    Deltas are clipped first. Local noise follows, so it is on all that leaves a client. Measures come before central
-    noise, so they read the true means. A run with noise has no buffers that training changes, so none are averaged.
+    Deltas are clipped first. Next to local parameters the clip is always there, because it knows the norms of what is
+    sent. Local noise follows, so it is on all that leaves a client. Measures come before central noise, so they read
+    the true means. A run with noise has no buffers that training changes, so none are averaged.
     """
-    local, clip, rule = isinstance(noise, LocalNoise), settings.privacy.clip, settings.rule
+    is_local, clip, rule = isinstance(noise, LocalNoise), settings.privacy.clip, settings.rule
+    sent = numel - (0 if local is None else int(local.sum()))
+    name = type(getattr(algorithm, "inner", algorithm)).__name__
     stages: list[Stage | None] = [
-        None if clip is None else Clip(clip),
-        noise if local else None,
+        None if clip is None and local is None else Clip(math.inf if clip is None else clip, local),
+        noise if is_local else None,
         AverageBuffers() if settings.buffers == "average" and noise is None else None,
-        None if settings.compression is None else Compress(settings.compression, numel),
+        None if settings.compression is None else Compress(settings.compression, sent, name),
         ClientWeights() if getattr(algorithm, "sends_weights", False) else None,
-        None if rule is None else Robust(rule, type(algorithm).__name__),
+        None if rule is None else Robust(rule, name),
         None if measures is None else Measuring(measures),
-        None if local else noise,
+        None if is_local else noise,
     ]
     return tuple(stage for stage in stages if stage is not None)

@@ -295,6 +295,7 @@ class ClientResults:
         norms: with a pilot, `[n]` float64, the mean norm of its gradients.
         snapshots: copies of each client's row, by local step.
         extra: tensors `[n, ...]` that `Algorithm.train_client` returned, by name.
+        start: `[n, row_size]`, weights at the start, or None if that is the global model. It is only read.
     """
 
     client_ids: Sequence[int]
@@ -309,6 +310,7 @@ class ClientResults:
     gradient: Tensor | None = None
     norms: Tensor | None = None
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
+    start: Tensor | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def column(self, numbers: Iterable[float]) -> Tensor:

@@ -81,6 +81,41 @@ def test_the_largest_elements() -> None:
     assert largest(rows, 2).tolist() == [[0.0, -3.0, 0.0, 2.0], [5.0, 0.0, 0.0, -1.0]]
 
 
+@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.SCAFFOLD()], ids=repr)
+def test_local_parameters_are_no_part_of_the_share_and_of_the_traffic(algorithm: fed.Algorithm) -> None:
+    """Only the bias, 3 of 15 parameters, is sent: k is 1, and other vectors have 3 elements."""
+    options: dict[str, Any] = {"algorithm": algorithm, "local_parameters": "weight", "rounds": 1}
+    record = run(**options).history[0]
+    others = algorithm.upload_vectors - 1
+    assert record["megabytes_up"] == pytest.approx(4 * (math.ceil(SHARE * 3) * (8 + 4) + others * 3 * 8) / 1e6)
+    moves = [vector(run(sampler=lambda t, g, i=i: [i], **options).model) - vector(model()) for i in range(4)]
+    assert [move.count_nonzero().item() for move in moves] == [1, 1, 1, 1]
+
+
+def test_a_delta_that_is_also_sent_whole_counts() -> None:
+    """The server of FedDyn needs the plain sum of the deltas, which is not compressed."""
+    record = run(algorithm=fed.FedDyn(), rounds=1).history[0]
+    assert record["megabytes_up"] == pytest.approx(4 * (PARAMETERS * 8 + math.ceil(SHARE * PARAMETERS) * 12) / 1e6)
+
+
+class Renamed(fed.FedAvg):
+    """FedAvg with another name of its upload."""
+
+    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        return client, fed.Upload(mean={"change": results.delta})
+
+
+def test_clients_that_send_no_delta_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="needs clients that send their delta, but finish_client of Renamed"):
+        run(algorithm=Renamed())
+
+
+def test_the_normalised_deltas_of_fednova_are_compressed() -> None:
+    """With one step for each client FedNova is FedAvg."""
+    runs = [run(algorithm=algorithm, batch_size=8) for algorithm in (fed.FedNova(), fed.FedAvg())]
+    torch.testing.assert_close(*(vector(one.model) for one in runs), rtol=1e-12, atol=1e-14)
+
+
 def run_compression(compression: Any) -> None:
     fed.run(model(), clients(), fed.FedAvg(), rounds=1, compression=compression)
 
