@@ -1,0 +1,108 @@
+"""Features of a run in pairs and triples, drawn at random, against a plain loop in which each feature is some lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import fed
+from fastsam.fed.loop.evaluate import client_slices
+from tests.helpers import oracle
+from tests.helpers.feature_cases import (
+    BATCH,
+    LOSSES,
+    METRICS,
+    MODELS,
+    OPTIMIZERS,
+    SCHEDULES,
+    Features,
+    algorithm_of,
+    data_of,
+    draw,
+)
+from tests.helpers.feature_loop import CLIP, EPOCHS, ROUNDS, SHARE, Run
+
+QUICK, ALL = 30, 300
+ACTIVE = [[0, 3, 4], [1, 2, 4], [0, 1, 2, 3]]
+
+
+def loss_of_dict(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def predict_dict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return model(batch["x"]), batch["y"]
+
+
+def train(features: Features, executor: str) -> fed.Result:
+    """Run fastsam with features."""
+    kind, (clients, test) = MODELS[features.model], data_of(features)
+    data: list[Any] = list(clients)
+    loss: Any = LOSSES[features.loss]
+    test_set: Any = test
+    if features.loss == "dicts":
+        data, test_set = [{"x": x, "y": y} for x, y in clients], {"x": test[0], "y": test[1]}
+        loss = fed.BatchLoss(loss_of_dict, predict_dict)
+    keywords = OPTIMIZERS[features.optimizer][1] | SCHEDULES[features.schedule][1]
+    return fed.run(
+        kind.make(), data, algorithm_of(features), rounds=ROUNDS, local_epochs=EPOCHS, batch_size=BATCH, test=test_set,
+        sampler=lambda t, generator: ACTIVE[t], loss=loss, executor=executor, weighting=features.weighting,
+        client_test_split="iid", metrics=METRICS[features.metric], slots=3,
+        local_parameters=kind.head if features.personal else None,
+        compression=fed.TopK(SHARE) if features.compression else None,
+        privacy=fed.Privacy(clip=CLIP) if features.clip else None,
+        buffers="average" if features.model == "batch norm" else None, **keywords,
+    )  # fmt: skip
+
+
+def refusal(features: Features) -> str | None:
+    """Return the pattern of the message with which a combination is refused, or None."""
+    needs_pair = features.algorithm in () and features.loss == "dicts"
+    return "x" if needs_pair else None
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < QUICK else pytest.mark.slow) for s in range(ALL)])
+def test_features_together(seed: int) -> None:
+    features = draw(seed)
+    print(features)
+    compare(features)
+
+
+def compare(features: Features) -> None:
+    pattern = refusal(features)
+    if pattern is not None:
+        with pytest.raises(ValueError, match=pattern):
+            train(features, "sequential")
+        return
+    executor = features.executor
+    try:
+        result = train(features, executor)
+    except ValueError as error:
+        if "cannot serve here" not in str(error):
+            raise
+        result = train(features, "sequential")
+    algorithm = algorithm_of(features)
+    population = None
+    slices = slices_of(features)
+    plain = Run(features, ACTIVE, slices, (algorithm.download_vectors, algorithm.upload_vectors))
+    model = plain.train()
+    assert oracle.difference(result.model, model) < 1e-9
+    for record, expected in zip(result.history, plain.history, strict=True):
+        assert not record["excluded"]
+        for key, value in expected.items():
+            assert record[key] == pytest.approx(value, rel=1e-8, abs=1e-12), key
+
+
+def slices_of(features: Features) -> list[Any]:
+    """Return the indices of each client's test samples, a public fact of a run."""
+    from fastsam.fed.clients.prepare import prepare
+
+    clients, test = data_of(features)
+    population = prepare(clients, test, torch.float64, torch.device("cpu"), False, None)
+    slices = client_slices("iid", population, 0)
+    assert slices is not None and len(slices) == len(clients)
+    return list(slices)
