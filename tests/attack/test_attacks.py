@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,8 @@ def test_words_for_a_run_are_choices_of_its_options() -> None:
         if row.choices:
             assert draws & {*row.choices} and draws <= {*row.choices, *(v for v in NONSENSE if isinstance(v, str))}
             for word in draws & {*row.choices}:
-                Settings(**{name: word})
+                options: dict[str, Any] = {name: word}
+                Settings(**options)
 
 
 @pytest.mark.slow
