@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,8 +18,10 @@ from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
 from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer
+from fastsam.fed.loop.determinism import trials
 from fastsam.fed.loop.evaluate import Evaluator
-from fastsam.fed.loop.run import run
+from fastsam.fed.loop.run import NO_TEST_SET, log, run
+from fastsam.fed.loop.trial import try_model
 from fastsam.fed.rundir.result import Result
 
 
@@ -56,7 +60,9 @@ def finetune(
     weights = next(p for p in model.parameters() if p.requires_grad)
     population = prepare(clients, test, weights.dtype, weights.device, isinstance(loss_function, BatchLoss), collate)
     loss = population.loss_of(loss_function)
-    evaluator = Evaluator(cast(Loss, loss), population, _classifies(result), settings.client_test_split, settings.seed)
+    with trials:
+        classifies = try_model(model, population, loss, settings.batch_size).classifies
+    evaluator = Evaluator(cast(Loss, loss), population, classifies, settings.client_test_split, settings.seed)
     if not evaluator.classifies:
         raise ValueError(
             "fine-tuning reports each client's accuracy. It needs a test set and a model with one output per class. "
@@ -72,7 +78,8 @@ def finetune(
     for i, parameters in enumerate(_each(clients, population)):
         start: nn.Module = result.client_model(i) if result.has_client_models else model
         seed = seeds.derive(settings.seed, "finetune", i) % 2**31
-        client_run = run(start, parameters, FedAvg(), seed=seed, collate=collate, **steps)
+        with _no_warning_of_test_sets():
+            client_run = run(start, parameters, FedAvg(), seed=seed, collate=collate, **steps)
         old_accuracy, new_accuracy = (evaluator.accuracy_of_client(one, i) for one in (start, client_run.model))
         accuracies.append({"client": i, "before": old_accuracy, "after": new_accuracy})
     return accuracies
@@ -84,8 +91,18 @@ _REUSED = (
 )
 
 
-def _classifies(result: Result) -> bool:
-    return any(record["test_accuracy"] is not None for record in result.history)
+@contextmanager
+def _no_warning_of_test_sets() -> Iterator[None]:
+    """Keep runs from warning that they have no test set. Here an evaluator has it."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.msg != NO_TEST_SET
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
 
 
 def _each(clients: Any, population: Population) -> Iterator[Sequence[Any]]:

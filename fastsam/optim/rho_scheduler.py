@@ -85,7 +85,8 @@ class LinearRho(ConstantRho):
 
     Args:
         optimizer: `FusedSAM` whose groups have the largest rho.
-        max_lr (float, optional): learning rate at which rho is largest. Default: the largest one of the groups now.
+        max_lr (float, optional): learning rate at which rho is largest. Default: the largest of the groups, which is
+            the peak of a `OneCycleLR` or the rate before a scheduler changed it. `CyclicLR` does not store its peak.
         min_lr (float): learning rate at which rho is smallest. Default: 0.
         min_rho (float): smallest rho. Default: 0.
 
@@ -97,7 +98,8 @@ class LinearRho(ConstantRho):
     ) -> None:
         if any("lr" not in group for group in optimizer.param_groups):
             raise ValueError("LinearRho needs a base optimizer with a learning rate")
-        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        # OneCycleLR begins far below its peak, which it keeps in the groups as "max_lr".
+        rates = [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups]
         self.max_lr = max(rates) if max_lr is None else max_lr
         self.min_lr, self.min_rho = min_lr, min_rho
         if not self.max_lr > min_lr:

@@ -2,16 +2,33 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fastsam.fed.common.option import table
+from fastsam.fed.loop.options import Settings
+from tests.attack.nonsense import draw_option
 from tests.attack.plan import ATTACKS
+from tests.helpers.nonsense import NONSENSE
 from tests.helpers.places import ROOT
 
 SECONDS = 20
+
+
+def test_words_for_a_run_are_choices_of_its_options() -> None:
+    """A word that no option takes is always refused by the same check, so that its draws find nothing."""
+    for name, row in table(Settings).items():
+        draws = {word for seed in range(200) if isinstance(word := draw_option(random.Random(seed), name), str)}
+        if row.choices:
+            assert draws & {*row.choices} and draws <= {*row.choices, *(v for v in NONSENSE if isinstance(v, str))}
+            for word in draws & {*row.choices}:
+                options: dict[str, Any] = {name: word}
+                Settings(**options)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 
 from fastsam import FusedSAM
 from fastsam.optim.rho_scheduler import ConstantRho, CosineRho, LinearRho
@@ -63,6 +63,21 @@ def test_a_tensor_is_written_in_place_and_new_groups_are_followed() -> None:
     schedule.step()
     assert opt.param_groups[0]["rho"] is rho and rho.item() == pytest.approx(0.2)
     assert opt.param_groups[1]["rho"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("max_lr", [None, 1.0])
+def test_the_largest_rate_of_a_one_cycle_schedule_is_its_peak(max_lr: float | None) -> None:
+    """The warm-up starts at a 25th of the peak, and rho follows the rate up and down."""
+    opt = FusedSAM([nn.Parameter(torch.ones(2))], SGD, rho=0.4, lr=0.1)
+    rates = OneCycleLR(opt, max_lr=1.0, total_steps=10)
+    schedule, radii = LinearRho(opt, max_lr), []
+    for _ in range(9):
+        opt.step(lambda: opt.param_groups[0]["params"][0].square().sum().backward())
+        rates.step()
+        schedule.step()
+        assert opt.param_groups[0]["rho"] == pytest.approx(0.4 * opt.param_groups[0]["lr"])
+        radii.append(opt.param_groups[0]["rho"])
+    assert max(radii) == pytest.approx(0.4) and radii[0] < 0.3
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ class Loop:
 
     def _final_history(self, state: RunState) -> list[dict[str, Any]]:
         """Return the records of the run. The last one has an evaluation, also if a callback stopped the run between
-        evaluations. What was logged stays, because a resumed run continues from it."""
+        evaluations. The log keeps its records, because a resumed run continues from them."""
         history, keys = state.history, self.evaluator.empty_record()
         if not self.ranks.first or not history or any(history[-1].get(key) is not None for key in keys):
             return history

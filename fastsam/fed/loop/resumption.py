@@ -18,7 +18,7 @@ from fastsam.fed.common.fingerprints import behaviour, describe, difference, str
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
-from fastsam.fed.rundir.environment import environment
+from fastsam.fed.rundir.environment import environment, float32_precision
 from fastsam.fed.update.memory_format import order
 
 log = logging.getLogger("fastsam.fed")
@@ -56,7 +56,7 @@ def open_directory(
             f"rounds must be {state.round} or more, because {run_dir} has {state.round}; got {loop.settings.rounds}"
         )
     _check_rates(run_dir, state.history, loop.settings)
-    _warn_behaviours(directory.path, behaviours)
+    _warn_environment(directory.path, behaviours, float32_precision(place))
     directory.rewind()
     if ranks.first:
         write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others
@@ -70,12 +70,16 @@ def behaviours_of(model: nn.Module, settings: Settings, collate: object) -> dict
     return {name: behaviour(value) for name, value in functions.items() if callable(value)}
 
 
-def _warn_behaviours(path: Path, current: dict[str, Any]) -> None:
-    """Log a warning for a model or a function that is another one, under the same name, than when the run began."""
+def _warn_environment(path: Path, behaviours: dict[str, Any], precision: dict[str, str]) -> None:
+    """Log a warning for a model or a function that is another one, under the same name, than when the run began, and
+    for another precision of float32 operations."""
     try:
         environment = json.loads(read_bytes(path / "environment.json"))
-        old = environment["behaviour"] if environment["python"] == platform.python_version() else current
-        differences = [difference({name: old[name]}, {name: current[name]}) for name in current if name in old]
+        old = environment["behaviour"] if environment["python"] == platform.python_version() else behaviours
+        differences = [difference({name: old[name]}, {name: behaviours[name]}) for name in behaviours if name in old]
+        if "float32_precision" in environment:
+            names = {"float32_precision": environment["float32_precision"]}, {"float32_precision": precision}
+            differences.append(difference(*names))
     except (OSError, ValueError, KeyError, TypeError):  # written by an older version or another program
         return
     for values in filter(None, differences):

@@ -48,6 +48,7 @@ from fastsam.fed.update.memory_format import keep_freed, reorder
 from fastsam.fed.update.model_copy import check_model, export, trainable
 
 log = logging.getLogger("fastsam.fed")
+NO_TEST_SET = "there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)"
 
 
 _REPLACED = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
@@ -156,7 +157,7 @@ def run(
     backend = backends.select(backend, place, dtype).name
     population = prepare(clients, test, dtype, place, isinstance(loss_function, BatchLoss), collate)
     if not population.test_size:
-        log.warning("there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)")
+        log.warning(NO_TEST_SET)
     loss = cast(Loss, population.loss_of(loss_function))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,

@@ -151,6 +151,8 @@ def _describe(batch: Any, loss: BatchLoss) -> str:
         kind = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
         is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
         note = ": no floating-point inputs, which are not converted" if name == "x" and is_integer else ""
+        if note and leaf.dtype == torch.uint8:
+            note += "; fed.data.as_tensors(x, y) makes pixels 0..1, and models.Pixels(model, mean, std) takes bytes"
         parts.append(f"{name} {kind}{note}")
     return ", ".join(parts)
 

@@ -82,7 +82,7 @@ def values_by_seed(metric: Metric, groups: Groups, target: float | None, key: st
 
 
 def failed_seeds(groups: Groups, seeds: Iterable[int] = ()) -> tuple[int, ...]:
-    """Return the seeds without a run in a part. `seeds` are the seeds that were asked for."""
+    """Return the seeds without a run in a part. `seeds` are the requested seeds."""
     present_seeds: list[set[int]] = [{run.seed for run in group} for group in groups]
     return tuple(sorted({*seeds}.union(*present_seeds) - present_seeds[0].intersection(*present_seeds)))
 
@@ -102,7 +102,7 @@ def cell(
         groups: runs of the algorithm.
         base: runs of FedAvg.
         target: accuracy in 0..1 of the column.
-        seeds: seeds that were asked for. The text names seeds without a run.
+        seeds: requested seeds. The text names seeds without a run.
     """
     seeds = tuple(seeds)
     values = values_by_seed(metric, groups, target)

@@ -150,6 +150,24 @@ def test_every_kind_of_data() -> None:
     assert all(0 < run_1["after"] <= 1 for run_1 in (*tuned_result, *repeat)) and len(repeat) == 3
 
 
+def test_a_test_set_that_the_run_did_not_have(caplog) -> None:
+    """The accuracies are those of a run with the test set, and there is no warning that a test set is missing."""
+    clients, options = oracle.ragged_clients(), {"rounds": 1, "participation": 1.0}
+    blind, full = (
+        fed.run(oracle.smooth_model(), clients, fed.FedAvg(), **options | TUNED | {"test": test})
+        for test in (None, TEST)
+    )
+    caplog.clear()
+    assert fed.finetune(blind, clients, test=TEST) == fed.finetune(full, clients, test=TEST)
+    assert not caplog.records
+    with pytest.raises(ValueError, match="It needs a test set"):
+        fed.finetune(blind, clients)
+    regression = [(x, x[:, :3]) for x, _ in clients]
+    blind = fed.run(oracle.smooth_model(), regression, fed.FedAvg(), loss="mse_loss", rounds=1)
+    with pytest.raises(ValueError, match="a model with one output per class"):
+        fed.finetune(blind, regression, test=regression[0])
+
+
 def test_two_calls_give_the_same() -> None:
     clients = oracle.ragged_clients()
     options = TUNED | {"shuffle": True}

@@ -28,6 +28,19 @@ def test_gradients_that_are_switched_off(switch_off):
         start()
 
 
+def test_bytes_stay_bytes_and_the_message_names_the_functions_for_pixels():
+    x, y = torch.randint(0, 256, (6, 4), dtype=torch.uint8), torch.tensor([0, 1, 2, 0, 1, 2])
+    options: dict[str, Any] = {"rounds": 1, "participation": 1.0}
+    with pytest.raises(
+        ValueError, match=r"x torch.uint8 .*; fed.data.as_tensors\(x, y\) makes pixels 0..1, and models"
+    ):
+        fed.run(nn.Linear(4, 3), [(x, y)], fed.FedAvg(), **options)
+    model = nn.Linear(4, 3)
+    scaled = [fed.data.as_tensors(x, y)]
+    result, expected = (fed.run(model, clients, fed.FedAvg(), **options) for clients in (scaled, [(x / 255, y)]))
+    assert torch.equal(result.model.weight, expected.model.weight)
+
+
 class Scaled(nn.Module):
     def __init__(self, is_trained):
         super().__init__()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from fastsam import fed
 from fastsam.fed.rundir import checkpoint
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
+from fastsam.fed.rundir.environment import float32_precision
 from fastsam.fed.rundir.manifest import read_manifest, seal
 from fastsam.fed.sums.ranks import Ranks
 from tests.helpers import oracle
@@ -196,6 +197,23 @@ def test_fewer_rounds_than_done(tmp_path):
     with pytest.raises(ValueError, match="rounds must be 3 or more.*got 2"):
         start(tmp_path / "run", rounds=2, resume=True)
     assert snapshot(tmp_path / "run") == old_snapshot
+
+
+def test_another_precision_of_float32_is_recorded_and_warned_of_at_resume(tmp_path, caplog):
+    start(tmp_path / "run", rounds=1)
+    recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["float32_precision"]
+    assert recorded == dict.fromkeys(("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"), "ieee")
+    try:
+        torch.set_float32_matmul_precision("highest")  # is the default, spelled out
+        start(tmp_path / "run", rounds=2, resume=True)
+        assert "float32_precision" not in caplog.text
+        torch.set_float32_matmul_precision("medium")
+        start(tmp_path / "run", rounds=3, resume=True)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "began with another float32_precision.mkldnn.matmul: ieee; it goes on with bf16" in caplog.text
+    cuda = float32_precision(torch.device("cuda", 0))
+    assert list(cuda) == ["cuda.matmul", "cudnn.conv", "cudnn.rnn"] and {*cuda.values()} <= {"ieee", "tf32"}
 
 
 def damage(path, mode):
