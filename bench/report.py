@@ -141,10 +141,11 @@ def case_text(case: Record) -> str:
 
 
 def reasons(cases: Sequence[Record], brief: bool = False) -> list[str]:
-    """Return why rows have no figures, a line each; with `brief` only of rows that failed."""
+    """Return why rows have no figures, a line each, with `brief` only of rows that failed; and notes to figures."""
     failures = [row for case in cases for row in case["rows"] if has_failed(row) and not (brief and row.get("absent"))]
     sentences = (f"Not measured: {r.get('title', r['name'])}: {r.get('problem') or r['absent']}." for r in failures)
-    return list(dict.fromkeys(sentences))
+    notes = (f"{case['title']}, {r['name']}: {r['note']}." for case in cases for r in case["rows"] if "note" in r)
+    return list(dict.fromkeys([*sentences, *notes]))
 
 
 def _cases(record: Record) -> Iterator[str]:
