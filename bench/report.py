@@ -18,6 +18,7 @@ from bench import record as records
 from bench.accuracy.report import pieces
 from bench.accuracy.training import contenders
 from bench.contenders import VARIANTS
+from bench.fed import decisions
 from bench.joint import NONE, TWO_DIGITS, Show, digits
 from bench.ncu import METRICS
 from bench.record import RESULTS, Record, Row, figure, has_failed, median
@@ -88,6 +89,17 @@ COLUMNS: dict[str, Sequence[Column]] = {
         Column("time a step", "cost"), Column("steps in SGD's time", "time.steps", str),
         Column("accuracy then", "time.mean", digits(1, 100)),
         Column("standard deviation", "time.std", digits(1, 100)),
+    ),
+    **dict.fromkeys(
+        decisions.FINDINGS,
+        (
+            Column("bits equal", "equal", str), Column("ms a round", "seconds", digits(1, 1e3)),
+            Column("first round, s", "first", digits(1)), Column("busy", "busy", "{:.0%}".format),
+            Column("kernels at once while busy", "at_once", digits(1)), Column("streams", "streams", str),
+            Column("replays a round", "replays", digits(1)),
+            Column("µs of the host a replay", "replay_seconds", digits(1, 1e6)),
+            Column("peak memory", "peak_mib", "{:.0f} MiB".format),
+        ),
     ),
     "ncu": (Column("duration", "duration", str), *(Column(name, f"metrics.{name}", str) for name in METRICS.values())),
 }  # fmt: skip
@@ -208,6 +220,8 @@ def short(record: Record) -> str:
         parts = list(pieces({**record, "cases": cases}))
     elif name == "ncu":
         parts = list(_cases(record))
+    elif name == "decide":
+        parts = [decisions.table(record).markdown()]
     elif name == "kernels":
         ops = [{**case, "rows": [row for row in case["rows"] if row["name"] == "native"]} for case in cases]
         ops = [case for case in ops if case.get("layout") == "scattered" and not case["size"].startswith("cut")]

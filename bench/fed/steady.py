@@ -8,7 +8,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from statistics import median
 from typing import Any
@@ -90,20 +90,22 @@ class SteadyRounds:
             self._stack = None
 
     def figures(self) -> Figures:
-        """Return the time of each steady round and their median in seconds, and the seconds of the first round.
+        """Return the time of each steady round, their median, and the seconds of the first round. See `figures_of`."""
+        return {"first": self.first} | figures_of(self.times, self.rounds, self.num_rounds, self.last_preparation)
 
-        A row with fewer rounds has a note, and a row without one says why.
-        """
-        result: Figures = {"first": self.first, "rounds": self.num_rounds}
-        if not self.times:
-            prepared = f", the last one that captured or recorded is {self.last_preparation}" * bool(
-                self.last_preparation
-            )
-            return result | {"absent": f"no time left: no steady round among {self.num_rounds}{prepared}"}
-        result |= {"seconds": median(self.times), "times": list(self.times)}
-        if len(self.times) < self.rounds:
-            result["note"] = f"{len(self.times)} of {self.rounds} rounds, no time left"
-        return result
+
+def figures_of(times: Sequence[float], rounds: int, num_rounds: int, last_preparation: int = 0) -> Figures:
+    """Return the times of steady rounds and their median in seconds.
+
+    A row with fewer times than `rounds` has a note. A row without times has a reason, which names the number of all
+    rounds and the last round that prepared something (0 for none).
+    """
+    if not times:
+        prepared = f", the last one that captured or recorded is {last_preparation}" if last_preparation else ""
+        return {"rounds": num_rounds, "absent": f"no time left: no steady round among {num_rounds}{prepared}"}
+    result: Figures = {"rounds": num_rounds, "seconds": median(times), "times": list(times)}
+    note = {"note": f"{len(times)} of {rounds} rounds, no time left"} if len(times) < rounds else {}
+    return result | note
 
 
 def measure(device: str | torch.device, train: Callable[[Tick], Any], seconds: float, **options: Any) -> SteadyRounds:
