@@ -21,10 +21,9 @@ from bench import environment
 from bench import record as records
 from bench.carry import AGAINST, COMMIT_FILE
 from bench.fed import decide_rows, decisions
-from bench.fed.decide_rows import LAUNCHER, NOT_BUILT, OTHER_TREE, QUICK, ROWS, Row, Setting, Sizes
+from bench.fed.decide_rows import LAUNCHER, NO_TIME, NOT_BUILT, OTHER_TREE, QUICK, REFUSAL, ROWS, Row, Setting, Sizes
 from bench.fed.on_gpu import SHARE, TO_START
 
-NO_TIME = "no time left"
 GRACE = 5.0  # seconds that a process has for its last row after its time
 
 
@@ -77,7 +76,7 @@ class Measurements:
     def lacks(self, part: Part, row: Row) -> bool:
         """Return True if a row has to be measured."""
         known = self.rows(part).get(row.name, {"absent": NO_TIME})
-        is_refused = known.get("absent", "").startswith(NOT_BUILT)
+        is_refused = REFUSAL in known.get("absent", "")
         return records.has_failed(known) and not (is_refused and self.skips_refused)
 
 
@@ -108,9 +107,7 @@ def _measure_here(part: Part, rows: Sequence[Row], results: Measurements, end: f
     """Measure rows that start processes themselves."""
     for number, row in enumerate(rows):
         left = end - time.monotonic()
-        is_late = left < TO_START
-        share = min(left, SHARE * left / (len(rows) - number))
-        results.add(part, _row(row.name, absent=NO_TIME) if is_late else decide_rows.measure_row(row, share))
+        results.add(part, decide_rows.measure_row(row, min(left, SHARE * left / (len(rows) - number))))
 
 
 def _measure_there(
@@ -131,7 +128,7 @@ def _measure_there(
                 queue.remove(row["name"])
                 results.add(part, row, **facts)
         except RuntimeError as error:
-            if queue:
+            if queue and time.monotonic() < end:  # it was not ended for its time
                 results.add(part, _row(queue.pop(0), problem=str(error)))
         finally:
             process.close()
@@ -186,9 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(results, setting, parts, options.seconds, options.against.resolve())
     except KeyboardInterrupt:
         print("interrupted")
-    table = decisions.table(results.record)
-    (options.out / "decisions.md").write_text(f"{table.markdown()}\n")
-    print(f"\n{table.text()}\n\nwritten: {results.path}")
+    (options.out / "decisions.md").write_text(f"{decisions.table(results.record).markdown()}\n")
+    print(f"\n{decisions.text(results.record)}\n\nwritten: {results.path}")
     rows = list(records.rows(results.record))
     has_problem = any(row.get("problem") for row in rows) or bool(decisions.unequal(rows))
     return int(has_problem or all(map(records.has_failed, rows)))

@@ -38,6 +38,9 @@ from fastsam.fed.sums import ranks
 
 NOT_BUILT = "not built"
 REFUSAL = "cannot serve here"  # words of an executor that refuses a run
+NO_TIME = "no time left"
+MIN_SECONDS = 1.0  # seconds that a row needs
+LASTING = ("CUDA error", "CaptureError")  # errors after which a process cannot go on
 STEPS = "GRAPH_STEPS"  # constant of executors/graph.py: the largest number of steps in a lane's graph
 # Kinds of processes: the names of their environments.
 PLAIN, FEW_CONNECTIONS, OTHER_TREE, LAUNCHER = "plain", "8 connections", "other tree", "launcher"
@@ -324,6 +327,7 @@ def _rank_rounds(setting: Setting, processes: int, seconds: float) -> Figures:
 def _host_profile(setting: Setting, executor: str, seconds: float) -> Figures:
     """Return the functions in which the host spends most of a round, and the peak of the device's memory in MiB."""
     if setting.device == "cuda":
+        torch.cuda.init()  # without it there is nothing to reset
         torch.cuda.reset_peak_memory_stats()
     train = partial(train_load, setting.load("cnn"), **executor_options(executor, setting.sizes.clients))
     rounds = setting.measure(train, seconds, window=cProfile.Profile)
@@ -358,6 +362,8 @@ def start(
 def measure_row(row: Row, seconds: float) -> Figures:
     """Return a row with its figures, or why it has none."""
     result: Figures = {"name": row.name, "title": row.name, "ours": True}
+    if seconds < MIN_SECONDS:
+        return result | {"absent": NO_TIME}
     try:
         return result | row.work(seconds)
     except ValueError as error:
@@ -379,8 +385,8 @@ def main(argv: Sequence[str]) -> None:
         left = end - time.monotonic()
         row = measure_row(table[name], min(left, max(on_gpu.SHARE * left / (len(queue) - number), LONG_ROUND)))
         say(row)
-        if "CUDA error" in row.get("problem", ""):  # it stays with the device: a new process goes on
-            raise SystemExit(row["problem"])
+        if any(words in row.get("problem", "") for words in LASTING):
+            break  # a new process goes on
     say(None)
 
 

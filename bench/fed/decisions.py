@@ -26,9 +26,15 @@ def table(record: Record) -> Table:
     for name, find in FINDINGS.items():
         all_rows = [row for case in record["cases"] if case["part"] == name for row in case["rows"]]
         rows = {row["name"]: row for row in all_rows if not has_failed(row)}
-        finding = find(rows) if rows else None
-        lines.append([name, *(finding or (_why_not(all_rows), "open"))])
+        measured, decision = (find(rows) if rows else None) or (_why_not(all_rows), "open")
+        missing = f" ({len(all_rows) - len(rows)} rows not measured)" if len(rows) < len(all_rows) and rows else ""
+        lines.append([name, measured + missing, decision])
     return Table("Decisions", ["", "measured", "so"], lines, alignment="lll")
+
+
+def text(record: Record) -> str:
+    """Return the table for a terminal: the decision, and below it the figures."""
+    return "\n".join(f"{name}: {decision}\n    {measured}" for name, measured, decision in table(record).rows)
 
 
 def line(row: Row) -> str:

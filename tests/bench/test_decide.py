@@ -14,6 +14,7 @@ from bench import record as records
 from bench.fed import decide, decide_rows, decisions, equal_bits, steady
 from bench.fed.decide_rows import LAUNCHER, PLAIN, QUICK, ROWS, Row, Setting, Sizes
 from fastsam.fed.executors import graph, streams
+from fastsam.fed.executors.cuda import CaptureError
 from fastsam.fed.sums import ranks
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.places import ROOT
@@ -74,6 +75,25 @@ def test_a_row_says_why_it_has_no_figures() -> None:
 
 
 @of_each_kind
+def test_a_process_ends_after_an_error_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(seconds: float) -> dict[str, Any]:
+        raise CaptureError("the step cannot be captured")
+
+    answers: list[Any] = []
+    table = [Row("first", lambda seconds: {"seconds": seconds}), Row("second", fail), Row("third", fail)]
+    monkeypatch.setattr(decide_rows, "ROWS", {"M2": lambda setting: iter(table)})
+    monkeypatch.setattr(decide_rows, "answers", lambda: answers.append)
+    monkeypatch.setattr(decide_rows.torch, "set_num_threads", int)
+    monkeypatch.chdir(ROOT)
+    decide_rows.main(["M2", "cpu", "60", "1", '["first", "second", "third"]'])
+    assert [answer and answer["name"] for answer in answers] == ["first", "second", None]
+    assert 0 < answers[0]["seconds"] <= 60 and "CaptureError" in answers[1]["problem"]
+    answers.clear()
+    decide_rows.main(["M2", "cpu", "0", "1", '["first"]'])
+    assert answers[0]["absent"] == "no time left"
+
+
+@of_each_kind
 @pytest.mark.usefixtures("stand_in")
 def test_bits_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equal_bits, "CLIENTS", 2)
@@ -97,19 +117,20 @@ def test_rounds_of_graphs_are_steady() -> None:
 
 
 class FakeProcess:
-    """A process whose rows have figures, until it dies at the row `dies`."""
+    """A process whose rows have figures. It dies at the row "dies", and its executor refuses the row "dropout"."""
 
     started: list[list[str]]
 
-    def __init__(self, names: list[str], dies: str) -> None:
-        self.names, self.dies = iter([*names, None]), dies
+    def __init__(self, names: list[str]) -> None:
+        self.names = iter([*names, None])
         FakeProcess.started.append(names)
 
     def answer(self, patience: float) -> Any:
         name = next(self.names)
-        if name == self.dies:
+        if name == "dies":
             raise RuntimeError("out of memory")
-        return name and {"name": name, "title": name, "ours": True, "seconds": 1.0}
+        result = {"absent": f"not built: graph {decide_rows.REFUSAL}"} if name == "dropout" else {"seconds": 1.0}
+        return name and {"name": name, "title": name, "ours": True, **result}
 
     def close(self) -> None: ...
 
@@ -123,12 +144,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Row]]:
     """Rows by part, which a test may change. Processes only pretend to measure."""
     table = {
         "M1": [row("FedAvg", LAUNCHER, equal=True)],
-        "M2": [row("a"), row("b"), row("later", missing=lambda: "lanes"), row("c")],
+        "M2": [row("dies"), row("dropout"), row("later", missing=lambda: "lanes"), row("c")],
     }
     FakeProcess.started = []
     monkeypatch.setattr(decide, "ROWS", {name: lambda setting, name=name: iter(table.get(name, ())) for name in ROWS})
     monkeypatch.setattr(
-        decide_rows, "start", lambda part, kind, setting, seconds, names, tree: FakeProcess(list(names), "b")
+        decide_rows, "start", lambda part, kind, setting, seconds, names, tree: FakeProcess(list(names))
     )
     monkeypatch.setattr(decide.environment, "commit", lambda: "first")
     return table
@@ -145,15 +166,17 @@ def test_a_second_call_measures_what_the_first_one_lacks(
     tmp_path: Path, rows: dict[str, list[Row]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = call(tmp_path, 1)
-    assert result["b"]["problem"] == "out of memory" and result["later"]["absent"] == "not built: lanes"
-    assert FakeProcess.started == [["a", "b", "c"], ["c"]] and result["c"]["seconds"] == 1.0
+    assert result["dies"]["problem"] == "out of memory" and result["later"]["absent"] == "not built: lanes"
+    assert FakeProcess.started == [["dies", "dropout", "c"], ["dropout", "c"]] and result["c"]["seconds"] == 1.0
     assert "later: not built: lanes" in capsys.readouterr().out
     rows["M1"] = [row("FedAvg", LAUNCHER, equal=False)]  # which is not measured again
     rows["M2"][2] = row("later")
     result = call(tmp_path, 1)
-    assert result["FedAvg"]["equal"] and FakeProcess.started[2:] == [["b"]], "the same tree cannot serve `later`"
+    assert result["FedAvg"]["equal"] and result["later"]["seconds"] == 1.0
+    assert FakeProcess.started[2:] == [["dies", "later"], ["later"]], "the same package refuses dropout again"
     monkeypatch.setattr(decide.environment, "commit", lambda: "second")
-    assert call(tmp_path, 1)["later"]["seconds"] == 1.0
+    call(tmp_path, 1)
+    assert FakeProcess.started[4:] == [["dies", "dropout"], ["dropout"]]
     assert (tmp_path / "decisions.md").read_text().count("\n") == 2 + len(ROWS)
 
 
@@ -166,9 +189,9 @@ def test_nothing_is_measured_after_unequal_bits(tmp_path: Path, rows: dict[str, 
 
 @of_each_kind
 def test_rows_without_time_are_named(tmp_path: Path, rows: dict[str, list[Row]]) -> None:
-    assert decide.main(["--device", "cpu", "--out", str(tmp_path), "--seconds", "3"]) == 1
+    assert decide.main(["--device", "cpu", "--out", str(tmp_path), "--seconds", "1"]) == 1
     result = {one["name"]: one["absent"] for one in records.rows(records.read(tmp_path / "decide.json"))}
-    assert {result[name] for name in ("FedAvg", "a", "b", "c")} == {"no time left"} and not FakeProcess.started
+    assert {result[name] for name in ("FedAvg", "dies", "dropout", "c")} == {"no time left"} and not FakeProcess.started
 
 
 def test_a_real_call_on_the_cpu(tmp_path: Path) -> None:
@@ -218,6 +241,9 @@ def test_decisions_follow_from_figures() -> None:
     for four, decision in ((0.6, "keep them"), (0.7, "leave them out")):
         assert finding("M8", **seconds(**{"1 process": 1.0, "4 processes": four}))[1] == decision
     assert decisions.table({"cases": []}).rows[0] == ["M1", "not measured: not tried", "open"]
+    rows = [{"name": "FedAvg", "equal": True}, {"name": "dicts", "absent": "not built: dicts"}]
+    text = decisions.text({"cases": [{"part": "M1", "rows": rows}]})
+    assert text.startswith("M1: go on\n    1 equal to `sequential` (1 rows not measured)\n")
 
 
 # ---- what is carried

@@ -94,6 +94,15 @@ def test_no_round_of_an_executor_is_reported_in_which_it_captured(executor: str,
     assert len(rounds.times) == 2 and graphs[-3] == graphs[-1], f"a reported round captured: {graphs}"
 
 
+def test_only_steady_rounds_are_profiled() -> None:
+    def train(tick: Callable[..., None]) -> None:
+        for _ in range(20):
+            tick()
+
+    figures = on_gpu.profile("cpu", train, 60)
+    assert len(figures["times"]) == on_gpu.TRACED_ROUNDS and figures["rounds"] == 8 and figures["kernels"] == 0
+
+
 def test_a_compilation_is_noticed() -> None:
     pytest.importorskip("torch._dynamo.utils")
     with steady.count_preparations() as number:
