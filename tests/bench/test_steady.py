@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench import record as records
 from bench.fed import on_gpu, steady
 from bench.fed.steady import Enough, SteadyRounds
 from bench.fed.workload import Workload
@@ -112,3 +113,11 @@ def test_a_compilation_is_noticed() -> None:
         compiled = number()
         function(torch.ones(2))
         assert before < compiled == number()
+
+
+def test_published_rounds_of_captured_epochs_are_steady() -> None:
+    """Convolutions under `vmap` capture in their third round, so their rows have the times that show a steady run."""
+    record = records.read(records.RESULTS / "federated-cuda.json")
+    rows = [row for case in record["cases"] if case["title"].startswith("CNN") for row in case["rows"]]
+    rows = [row for row in rows if row["executor"] == "vmap" and not records.has_failed(row)]
+    assert all(row.get("times") for row in rows), rows
