@@ -21,8 +21,9 @@ from bench import environment
 from bench import record as records
 from bench.carry import AGAINST, COMMIT_FILE
 from bench.fed import decide_rows, decisions
-from bench.fed.decide_rows import LAUNCHER, NO_TIME, NOT_BUILT, OTHER_TREE, QUICK, REFUSAL, ROWS, Row, Setting, Sizes
+from bench.fed.decide_rows import LAUNCHER, NO_TIME, NOT_BUILT, OTHER_TREE, REFUSAL, ROWS
 from bench.fed.on_gpu import SHARE, TO_START
+from bench.fed.setting import QUICK, Row, Setting, Sizes
 
 GRACE = 5.0  # seconds that a process has for its last row after its time
 

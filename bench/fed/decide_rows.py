@@ -11,28 +11,24 @@ import pstats
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 
 import fastsam
 from bench import ROOT
-from bench.fed import equal_bits, on_gpu, steady
-from bench.fed.on_gpu import CONNECTIONS, WITHOUT_ROW_PROGRAMS, executor_options, table8_data, train_load, train_model
+from bench.fed import equal_bits, on_gpu, resnet, steady
+from bench.fed.on_gpu import CONNECTIONS, WITHOUT_ROW_PROGRAMS, executor_options, train_load, train_model
 from bench.fed.process import Process, answers
 from bench.fed.race import Entry
+from bench.fed.setting import QUICK, Row, Setting, Sizes
 from bench.fed.steady import Figures
 from bench.fed.worker import peak_mib
-from bench.fed.workload import CLASSES, Workload
-from fastsam.fed import models
 from fastsam.fed.executors import graph, rowprograms
 from fastsam.fed.sums import ranks
 
@@ -42,75 +38,11 @@ NO_TIME = "no time left"
 MIN_SECONDS = 1.0  # seconds that a row needs
 LASTING = ("CUDA error", "CaptureError")  # errors after which a process cannot go on
 STEPS = "GRAPH_STEPS"  # constant of executors/graph.py: the largest number of steps in a lane's graph
-# Kinds of processes: the names of their environments.
-PLAIN, FEW_CONNECTIONS, OTHER_TREE, LAUNCHER = "plain", "8 connections", "other tree", "launcher"
+# Kinds of processes in addition to `PLAIN`: the names of their environments.
+FEW_CONNECTIONS, OTHER_TREE, LAUNCHER = "8 connections", "other tree", "launcher"
 ENVIRONMENTS = {FEW_CONNECTIONS: {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}}  # the others have `CONNECTIONS`
 LONG_ROUND = 10.0  # seconds that the first round of a process may take, which prepares torch
 FUNCTIONS = 12  # lines of the host's profile that are stored
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the measurements.
-
-    Attributes:
-        dropped, rounds: rounds before the first time, and number of times.
-        clients: number of clients of a round.
-        slots: numbers of slots of `graph`, the most important first.
-        lanes: numbers of slots for comparisons, the last one the largest.
-        counts: numbers of clients for the crossing of `vmap` and `graph`.
-        images: samples of a ResNet client, in a cohort of a tenth of `resnet_clients`.
-        resnet_clients: number of ResNet clients.
-        widths: channels of the ResNet.
-        processes: numbers of processes on one device.
-    """
-
-    dropped: int = steady.DROPPED
-    rounds: int = steady.ROUNDS
-    clients: int = 100
-    slots: Sequence[int] = (8, 31, 16, 4, 2, 1)
-    lanes: Sequence[int] = (8, 31)
-    counts: Sequence[int] = (2, 4, 8, 16, 31, 100)
-    images: int = 500
-    resnet_clients: int = 100
-    widths: Sequence[int] = (64, 128, 256, 512)
-    processes: Sequence[int] = (1, 2, 4, 8)
-
-
-QUICK = Sizes(1, 2, 4, (2, 1), (2,), (2, 3), 20, 20, (16, 16, 16, 16), (1, 2))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A device and the sizes of the measurements."""
-
-    device: str
-    sizes: Sizes
-
-    def measure(self, train: on_gpu.Loop, seconds: float, **options: Any) -> steady.SteadyRounds:
-        keywords = {"dropped": self.sizes.dropped, "rounds": self.sizes.rounds} | options
-        return steady.measure(self.device, train, seconds, **keywords)
-
-    def load(self, model: str, clients: int | None = None, algorithm: str = "fedavg") -> Workload:
-        n = clients or self.sizes.clients
-        return Workload(model, algorithm, clients=n, cohort=n, device=self.device)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A measurement.
-
-    Args:
-        name: name of the row.
-        work: function of a time limit in seconds that returns figures.
-        process: kind of the process in which it runs.
-        missing: function that returns what the package lacks for it, or an empty string.
-    """
-
-    name: str
-    work: Callable[[float], Figures]
-    process: str = PLAIN
-    missing: Callable[[], str] = str
 
 
 # --- the parts ---
@@ -147,8 +79,8 @@ def kernels_at_once(setting: Setting) -> Iterator[Row]:
 def crossing(setting: Setting) -> Iterator[Row]:
     """M4: `vmap` and `graph` by clients; and models beyond the limits of size."""
     most = setting.sizes.counts[-1]
-    pairs = [("cnn", n) for n in setting.sizes.counts], [("cnn:2", most)]
-    for (model, n), executor in product([*pairs[0], *pairs[1]], ("vmap", "graph")):
+    pairs = [*(("cnn", n) for n in setting.sizes.counts), ("cnn:2", most)]
+    for (model, n), executor in product(pairs, ("vmap", "graph")):
         yield _rounds_row(setting, f"{model.upper()}, {executor}, {n} clients", model, executor, n)
     for n in setting.sizes.counts:
         yield _rounds_row(setting, f"MLP, vmap, {n} clients", "mlp", "vmap", n)
@@ -162,18 +94,14 @@ def dense(setting: Setting) -> Iterator[Row]:
         yield _rounds_row(setting, executor, "mlp", executor, setting.sizes.clients)
 
 
-def resnet(setting: Setting) -> Iterator[Row]:
+def resnet18(setting: Setting) -> Iterator[Row]:
     """M6: a local epoch of ResNet-18-GN under `graph`, by slots, algorithm, precision, stem and memory format."""
     count = setting.sizes.resnet_clients // 10
     for slots in dict.fromkeys(n for n in (count, count // 2, 2, 1) if n):
-        yield Row(f"{slots} slots", partial(_resnet_rounds, setting, slots))
-    yield Row("fedsam", partial(_resnet_rounds, setting, count, algorithm="fedsam"))
-    formats = ("preserve", "channels_last")
-    for stem, (precision, memory_format) in product(("7x7", "3x3"), [*product(PRECISIONS, formats)]):
-        names = [f"{stem} stem", precision * (precision != TORCHS_OWN), memory_format * (memory_format != "preserve")]
-        options = {"stem": stem, "precision": precision, "memory_format": memory_format}
-        if names != ["7x7 stem", "", ""] and names[1:] != ["no TF32", "channels_last"]:  # the first is the first row
-            yield Row(", ".join(filter(None, names)), partial(_resnet_rounds, setting, count, **options))
+        yield Row(f"{slots} slots", partial(resnet.rounds, setting, slots))
+    yield Row("fedsam", partial(resnet.rounds, setting, count, algorithm="fedsam"))
+    for name, options in resnet.VARIANTS.items():
+        yield Row(name, partial(resnet.rounds, setting, count, **options))
 
 
 def dropout(setting: Setting) -> Iterator[Row]:
@@ -196,7 +124,7 @@ def host(setting: Setting) -> Iterator[Row]:
 
 
 ROWS: dict[str, Callable[[Setting], Iterator[Row]]] = {
-    "M1": bits, "M2": lanes, "M3": kernels_at_once, "M4": crossing, "M5": dense, "M6": resnet, "M7": dropout,
+    "M1": bits, "M2": lanes, "M3": kernels_at_once, "M4": crossing, "M5": dense, "M6": resnet18, "M7": dropout,
     "M8": several_processes, "M9": host,
 }  # fmt: skip
 
@@ -259,50 +187,6 @@ def _rounds_row(setting: Setting, name: str, model: str, executor: str, clients:
             return setting.measure(train, seconds).figures()
 
     return Row(name, work)
-
-
-class HalfPrecision(nn.Module):
-    """A model that runs in bfloat16 where torch's autocast does; weights and gradients stay float32."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return self.model(x).float()
-
-
-@contextmanager
-def no_tf32() -> Iterator[None]:
-    """Compute convolutions and matrix products in float32."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    old_values = cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.allow_tf32 = matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = old_values
-
-
-TORCHS_OWN = "torch's own precision"  # TF32 in convolutions
-PRECISIONS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    TORCHS_OWN: nullcontext, "no TF32": no_tf32, "bfloat16": nullcontext,
-}  # fmt: skip
-
-
-def _resnet_rounds(
-    setting: Setting, slots: int, seconds: float, algorithm: str = "fedavg", stem: str = "7x7",
-    precision: str = TORCHS_OWN, memory_format: str = "preserve",
-) -> Figures:  # fmt: skip
-    """Return the times of local epochs of a tenth of the clients of Table 8."""
-    sizes = setting.sizes
-    model = models.build("resnet18_gn", (3, 32, 32), CLASSES, 0, stem=stem, widths=sizes.widths).to(setting.device)
-    model = HalfPrecision(model) if precision == "bfloat16" else model
-    data = table8_data(setting.device, sizes.resnet_clients, sizes.images)
-    options = {"executor": "graph", "slots": slots, "batch": 50, "cohort": 0.1, "memory_format": memory_format}
-    with PRECISIONS[precision]():
-        return setting.measure(partial(train_model, model, data, algorithm, **options), seconds).figures()
 
 
 def _rank_rounds(setting: Setting, processes: int, seconds: float) -> Figures:

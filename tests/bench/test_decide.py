@@ -12,7 +12,8 @@ import pytest
 from bench import carry, gpu, report
 from bench import record as records
 from bench.fed import decide, decide_rows, decisions, equal_bits, steady
-from bench.fed.decide_rows import LAUNCHER, PLAIN, QUICK, ROWS, Row, Setting, Sizes
+from bench.fed.decide_rows import LAUNCHER, ROWS
+from bench.fed.setting import PLAIN, QUICK, Row, Setting, Sizes
 from fastsam.fed.executors import graph, streams
 from fastsam.fed.executors.cuda import CaptureError
 from fastsam.fed.sums import ranks
