@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo docs pictures test test-cuda test-slow test-sanitize attack test-malloc test-peers \
-  test-integrations check format bench bench-kernels bench-accuracy bench-fed wheels gpu clean
+  test-integrations check format bench bench-kernels bench-accuracy bench-fed wheels gpu gpu-carry clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -244,8 +244,12 @@ wheels: $(VENV)/.has-tests ## the sdist, the pure wheel and the compiled one, in
 gpu: ## build, test, sanitize and measure on a GPU, ten minutes a call: ARGS="--call 1", then 2, 3
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py --out $(or $(OUT),runs/gpu) $(ARGS)
 
+# Needs nvcc and no GPU. build/carry then travels with the checkout.
+gpu-carry: $(READY) ## what `make gpu` takes along: libraries, and another commit: ARGS="--against COMMIT"
+	@$(BIN)/python -m bench.carry $(ARGS)
+
 clean: ## remove what was built; environments and runs stay
-	rm -rf build dist *.egg-info kernels/*.so kernels/native.json
+	rm -rf build dist *.egg-info kernels/*.so kernels/native.json kernels/architectures.txt
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	rm -f $(VENV)/.has-fastsam
 	find fastsam kernels tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,11 @@
 """Everything that a GPU can show, in three calls: `make gpu ARGS="--call 1" OUT=DIR`, or `python bench/gpu.py`.
 
+`--call decide` measures what decides how clients train at the same time (bench/fed/decide.py); it comes first.
+
 Meant for a bare machine with torch, Triton, numpy, pytest, safetensors, hypothesis and nvcc, without a network, and for
 ten minutes a call. It installs nothing; libraries are built in the checkout, so that a later call on the same machine
-compiles only what changed. Each part is a separate process with a share of the call's time: a part that fails does not
+compiles only what changed. Libraries in build/carry (`make gpu-carry`) are used if they are of these sources and of
+this GPU. Each part is a separate process with a share of the call's time: a part that fails does not
 hide the rest. Tests and sanitizers run at the same time, measurements one by one. Without a GPU the libraries are
 built, and `make test-cuda` shows what can be shown.
 
@@ -23,7 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -31,11 +34,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / "build" / "gpu"  # has kernels/ under its installed name
+CARRIED, AGAINST = ROOT / "build" / "carry" / "kernels", ROOT / "build" / "carry" / "against"  # see bench/carry.py
+REPORT, ARCHITECTURES = "native.json", "architectures.txt"  # files next to libraries: their sources and their GPUs
 TOTAL_SECONDS = 570  # time limit of a call
 GRACE = 15  # seconds of its limit, at most, that a part has when it is interrupted: pytest tells its failures then
 MIN_SECONDS = 10.0  # seconds that a part has
 ABSENT = 77  # exit code of a part that finds out that it cannot run here; its last line says why
 INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # Python's words after an interrupt
+DECIDE = "decide"  # a call that runs by itself, before the others
 OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
 
 PYTEST = "python -m pytest -v -ra -o cache_dir=build/pytest-cache --continue-on-collection-errors"
@@ -54,11 +60,11 @@ NATIVE, TRITON = "fastsam_native fastsam_exclusive foreach copied", "fastsam_tri
 @dataclass(frozen=True)
 class Part:
     """A command, the call that runs it (0: every call, without a GPU too), and the weight of its share of the call's
-    time. SECONDS in a command is replaced by the time that the part has, less what it needs to end. Checks run at the
-    same time as the checks next to them."""
+    time. SECONDS in a command is replaced by the time that the part has, less what it needs to end. LIMIT is the time
+    for a command that ends by itself. Checks run at the same time as the checks next to them."""
 
     name: str
-    call: int
+    call: int | str
     title: str
     command: str
     weight: int
@@ -87,6 +93,8 @@ PARTS = (
          200),
     Part("triton-steps", 3, "whole steps, Triton", BENCH.format(f"kernels --cases 'steps/*' --rows {TRITON}"), 60),
     Part("triton-ops", 3, "every kernel, Triton", BENCH.format("kernels --cases 'ops/*' --rows triton"), 90),
+    Part("decide", DECIDE, "what decides how clients train at the same time",
+         "python -m bench.fed.decide --device cuda --seconds LIMIT --out OUT --against AGAINST", 540),
     Part("ncu", 3, "Nsight Compute: throughput, occupancy, stalls", BENCH.format("ncu"), 60),
 )  # fmt: skip
 
@@ -97,6 +105,7 @@ def surroundings() -> tuple[dict[str, str], dict[str, Any]]:
     If torch is broken, the facts are the last line of its error.
     """
     PACKAGES.mkdir(parents=True, exist_ok=True)
+    take_libraries(CARRIED, ROOT / "kernels")
     if not (link := PACKAGES / "fastsam_kernels").exists():
         link.symlink_to(ROOT / "kernels", target_is_directory=True)
     paths = {
@@ -116,9 +125,23 @@ def surroundings() -> tuple[dict[str, str], dict[str, Any]]:
     return environment, facts
 
 
+def take_libraries(source: Path, kernels: Path) -> None:
+    """Copy libraries that were compiled elsewhere into a package that has none."""
+    if source.is_dir() and not (kernels / REPORT).exists():
+        for path in source.iterdir():
+            shutil.copy2(path, kernels)
+
+
+def is_for(capability: str, kernels: Path) -> bool:
+    """Return True if the libraries are for a GPU of this capability. Libraries that were built here have no list."""
+    architectures = kernels / ARCHITECTURES
+    return not architectures.is_file() or capability in architectures.read_text()
+
+
 def absent(part: Part, facts: dict[str, Any], path: str) -> str:
     """Return why a part cannot run here or has nothing to do, or an empty string."""
-    if part.name == "build" and facts.get("backends", {}).get("native/cuda") == "available":
+    is_built = facts.get("backends", {}).get("native/cuda") == "available"
+    if part.name == "build" and is_built and is_for(facts["machine"].get("capability", ""), ROOT / "kernels"):
         return "the libraries are built from these sources"
     if part.call and "gpus" not in facts["machine"]:
         return "no GPU: torch sees no CUDA device"
@@ -134,9 +157,9 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit: float) -
     """
     text = part.command if importlib.util.find_spec("xdist") else part.command.replace(" -n auto", "")
     nvcc = "TORCH_CUDA_ARCH_LIST" in environment and shutil.which("nvcc", path=environment["PATH"])
-    values = {"SECONDS": str(int(0.8 * limit)), "OUT": str(out), "python": sys.executable}
-    values["CUDA"] = "--cuda" if nvcc else "--no-cuda"
     grace, start = min(GRACE, limit / 6), time.monotonic()
+    values = {"SECONDS": str(int(0.8 * limit)), "OUT": str(out), "python": sys.executable}
+    values |= {"LIMIT": str(int(limit - 2 * grace)), "CUDA": "--cuda" if nvcc else "--no-cuda"}
     command = ["timeout", "--signal=INT", f"--kill-after={grace:.0f}", f"{limit - grace:.0f}"]
     command += [values.get(word, word) for word in shlex.split(text)]
     with open(out / f"{part.name}.txt", "w+") as log:
@@ -172,16 +195,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python bench/gpu.py", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
     parser.add_argument("--seconds", type=float, help=f"limit of this call (default: {TOTAL_SECONDS})")
-    names = [part.name for part in PARTS]
+    names, default = [part.name for part in PARTS], [part.name for part in PARTS if part.call != DECIDE]
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--call", type=int, choices=range(1, 4), help="the parts of one of the three calls")
-    group.add_argument("--parts", nargs="+", choices=names, default=names, help="default: all; build always runs")
+    calls = {"1": 1, "2": 2, "3": 3, DECIDE: DECIDE}
+    group.add_argument("--call", choices=calls, help="the parts of one of the calls; `decide` comes first")
+    parts_help = "default: those of the calls 1 to 3; build always runs"
+    group.add_argument("--parts", nargs="+", choices=names, default=default, help=parts_help)
+    parser.add_argument("--against", type=Path, default=AGAINST, metavar="DIR", help="tree that `decide` compares with")
     options = parser.parse_args(argv)
     out, start = options.out.resolve(), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     environment, facts = surroundings()
     end = start + (options.seconds or TOTAL_SECONDS)
-    parts = [p for p in PARTS if not p.call or (p.call == options.call if options.call else p.name in options.parts)]
+    call = calls.get(options.call)
+    parts = [p for p in PARTS if not p.call or (p.call == call if call else p.name in options.parts)]
+    parts = [replace(p, command=p.command.replace("AGAINST", str(options.against.resolve()))) for p in parts]
     outcomes: list[dict[str, Any]] = []
     ready_parts = []
     for part in parts:
@@ -189,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcomes.append({"title": part.title, "state": LEFT_OUT, "seconds": 0.0, "result": reason})
         else:
             ready_parts.append(part)
+    if any(part.name == "build" for part in ready_parts):  # for this GPU
+        (ROOT / "kernels" / ARCHITECTURES).unlink(missing_ok=True)
     groups = [list(group) for _, group in groupby(ready_parts, key=lambda part: part.is_check or part.name)]
     weights = [max(part.weight for part in group) for group in groups]
     for i, group in enumerate(groups):
@@ -203,7 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for outcome in outcomes[-len(group) :]:
             print(f"  {outcome['state']} {outcome['result']}", flush=True)
         (out / "summary.md").write_text(summary(facts, outcomes))
-    (out / "summary.md").write_text(page := summary(facts, outcomes))
+    page = summary(facts, outcomes)
+    if (table := out / "decisions.md").is_file():
+        page += f"\n{table.read_text()}"
+    (out / "summary.md").write_text(page)
     print(f"\n{page}\nwritten: {out}", flush=True)
     return int(any(one["state"] in (FAILED, TIMED_OUT) for one in outcomes))
 

@@ -18,6 +18,7 @@ from bench import record as records
 from bench.accuracy.report import pieces
 from bench.accuracy.training import contenders
 from bench.contenders import VARIANTS
+from bench.fed import decisions
 from bench.joint import NONE, TWO_DIGITS, Show, digits
 from bench.ncu import METRICS
 from bench.record import RESULTS, Record, Row, figure, has_failed, median
@@ -89,6 +90,17 @@ COLUMNS: dict[str, Sequence[Column]] = {
         Column("accuracy then", "time.mean", digits(1, 100)),
         Column("standard deviation", "time.std", digits(1, 100)),
     ),
+    **dict.fromkeys(
+        decisions.FINDINGS,
+        (
+            Column("bits equal", "equal", str), Column("ms a round", "seconds", digits(1, 1e3)),
+            Column("first round, s", "first", digits(1)), Column("busy", "busy", "{:.0%}".format),
+            Column("kernels at once while busy", "at_once", digits(1)), Column("streams", "streams", str),
+            Column("replays a round", "replays", digits(1)),
+            Column("µs of the host a replay", "replay_seconds", digits(1, 1e6)),
+            Column("peak memory", "peak_mib", "{:.0f} MiB".format),
+        ),
+    ),
     "ncu": (Column("duration", "duration", str), *(Column(name, f"metrics.{name}", str) for name in METRICS.values())),
 }  # fmt: skip
 
@@ -141,10 +153,11 @@ def case_text(case: Record) -> str:
 
 
 def reasons(cases: Sequence[Record], brief: bool = False) -> list[str]:
-    """Return why rows have no figures, a line each; with `brief` only of rows that failed."""
+    """Return why rows have no figures, a line each, with `brief` only of rows that failed; and notes to figures."""
     failures = [row for case in cases for row in case["rows"] if has_failed(row) and not (brief and row.get("absent"))]
     sentences = (f"Not measured: {r.get('title', r['name'])}: {r.get('problem') or r['absent']}." for r in failures)
-    return list(dict.fromkeys(sentences))
+    notes = (f"{case['title']}, {r['name']}: {r['note']}." for case in cases for r in case["rows"] if "note" in r)
+    return list(dict.fromkeys([*sentences, *notes]))
 
 
 def _cases(record: Record) -> Iterator[str]:
@@ -207,6 +220,8 @@ def short(record: Record) -> str:
         parts = list(pieces({**record, "cases": cases}))
     elif name == "ncu":
         parts = list(_cases(record))
+    elif name == "decide":
+        parts = [decisions.table(record).markdown()]
     elif name == "kernels":
         ops = [{**case, "rows": [row for row in case["rows"] if row["name"] == "native"]} for case in cases]
         ops = [case for case in ops if case.get("layout") == "scattered" and not case["size"].startswith("cut")]

@@ -2,7 +2,8 @@
 device, and where client states live.
 
 Each executor and model is a process (a job), so that a failed capture or an error that stays with the device costs one
-row. The process prints each result as it is measured, and names the results that it has no time for.
+row. The process prints each result as it is measured, and names the results that it has no time for. All times are of
+steady rounds (bench/fed/steady.py).
 """
 
 import json
@@ -11,16 +12,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from bench.fed import bare
+from bench.fed import bare, steady
 from bench.fed.process import Process, answers
+from bench.fed.steady import MAX_ROUNDS, Figures, Tick
 from bench.fed.workload import BATCH, LR, Workload
 from fastsam import fed
 from fastsam.fed import models
@@ -35,10 +36,12 @@ WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
 STATE_WIDTHS = (32, 4096, 32768)  # width of an MLP: 2 thousand, 300 thousand and 2 million parameters
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue of the device for each stream
 TO_START = 10.0  # s that a process takes to import torch and to prepare the device
+SHARE = 3  # a measurement may take so many times the average share of its job's time
+TRACED_ROUNDS = 3  # rounds under the profiler
 
-Figures = dict[str, Any]
-# Part and title of a case, the executor, the place on the axis, and the measurement.
-Item = tuple[str, str, str, Any, Callable[[], Figures]]
+# Part and title of a case, the executor, the place on the axis, and the measurement, which takes its limit in seconds.
+Item = tuple[str, str, str, Any, Callable[[float], Figures]]
+Loop = Callable[[Tick], Any]  # trains, and calls its argument after every round
 
 
 def run(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
@@ -63,9 +66,9 @@ def by_clients(device: str, model: str, executor: str) -> Iterator[Item]:
         rowprograms.maker = lambda setup: None  # type: ignore[assignment]
     for n, algorithm in product(CLIENTS, ("fedavg", "fedsam")):
         load = Workload(model, algorithm, clients=n, cohort=n, device=device)
-        load_rounds = partial(_load_rounds, load, 3, **executor_options(executor.split(",")[0], n))
-        work = partial(_bare_rounds, load, 3) if executor == "bare loop" else load_rounds
-        yield "gpu", f"{model.upper()}, {algorithm}, by clients", executor, n, work
+        train = partial(train_load, load, **executor_options(executor.split(",")[0], n))
+        train = partial(_train_bare, load) if executor == "bare loop" else train
+        yield "gpu", f"{model.upper()}, {algorithm}, by clients", executor, n, partial(time_rounds, device, train)
 
 
 def client_states(device: str, location: str) -> Iterator[Item]:
@@ -78,30 +81,39 @@ def client_states(device: str, location: str) -> Iterator[Item]:
         load = Workload(f"mlp:{width}", clients=100, device=device)
         model, data = load.make_model(), [(x[:BATCH], y[:BATCH]) for x, y in load.tensors()]
         size = sum(p.numel() for p in model.parameters())
-        work = partial(_rounds, model, data, "scaffold", 4, **options)
+        work = partial(time_rounds, device, partial(train_model, model, data, "scaffold", **options))
         yield "gpu", "SCAFFOLD, states of 100 clients by parameters", location, size, work
 
 
 def table8(device: str, executor: str) -> Iterator[Item]:
     """Yield one of five local epochs of ResNet-18-GN on 10 of 100 clients with 500 random images of 32x32, batch 50."""
     model = models.build("resnet18_gn", (3, 32, 32), 10, 0).to(device)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(5000, 3, 32, 32, generator=generator).to(device)
-    labels = torch.randint(10, (5000,), generator=generator).to(device)
-    data = [(images[i * 50 : i * 50 + 500], labels[i * 50 : i * 50 + 500]) for i in range(90)] * 2
-    title = "ResNet-18-GN, one local epoch of five"
+    data, title = table8_data(device), "ResNet-18-GN, one local epoch of five"
     if executor == "bare loop":
-        yield "gpu", title, executor, "fedavg", partial(_bare_epoch, model, data[:10])
+        work = partial(time_rounds, device, partial(_train_bare_epochs, model, data[:10]))
+        yield "gpu", title, executor, "fedavg", work
         return
     options = executor_options(executor, 10) | {"batch": 50, "cohort": 0.1}
     for algorithm in TABLE8:
-        yield "gpu", title, executor, algorithm, partial(_rounds, model, data[:100], algorithm, 2, **options)
+        train = partial(train_model, model, data, algorithm, **options)
+        yield "gpu", title, executor, algorithm, partial(time_rounds, device, train)
+
+
+def table8_data(device: str, clients: int = 100, samples: int = 500) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return random images of 32x32 and labels of ten classes for each client. Some images belong to several."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(10 * samples, 3, 32, 32, generator=generator).to(device)
+    labels = torch.randint(10, (10 * samples,), generator=generator).to(device)
+    starts = [i % 90 * samples // 10 for i in range(clients)]
+    return [(images[start : start + samples], labels[start : start + samples]) for start in starts]
 
 
 def busy(device: str, executor: str) -> Iterator[Item]:
     """Yield what a round of small CNNs keeps the device busy with, under the profiler: see `occupation`."""
     title = f"A round of {TRACED} small CNNs under the profiler"
-    yield "busy", title, executor, TRACED, partial(_profile, device, executor)
+    load = Workload("cnn", clients=TRACED, cohort=TRACED, device=device)
+    train = partial(train_load, load, **executor_options(executor, TRACED))
+    yield "busy", title, executor, TRACED, partial(profile, device, train)
 
 
 def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
@@ -117,7 +129,8 @@ def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
 
 def measure(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
     """Yield a case with one row per item. A failure does not hide the other results."""
-    for part, title, executor, value, work in items:
+    queue = list(items)
+    for number, (part, title, executor, value, work) in enumerate(queue):
         row: Figures = {
             "name": f"{executor}, {value}",
             "title": executor,
@@ -125,11 +138,12 @@ def measure(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
             "executor": executor,
             "at": value,
         }
-        if time.monotonic() > end - 2:
+        seconds_left = end - time.monotonic()
+        if seconds_left < 2:
             row["absent"] = "no time left"
         else:
             try:
-                row |= work()
+                row |= work(min(seconds_left - 1, SHARE * seconds_left / (len(queue) - number)))
             except Exception as error:
                 row["problem"] = f"{type(error).__name__}: {error}"
         yield {"part": part, "name": title, "title": title, "rows": [row]}
@@ -153,72 +167,60 @@ def executor_options(executor: str, clients: int) -> Figures:
     return {"executor": executor, "slots": clients if executor == "vmap" else min(clients, STREAMS)}
 
 
-class Ticks:
-    """Called after every round, when the device is done."""
-
-    def __init__(self, device: str | torch.device) -> None:
-        self.cuda, self.times, self.start = torch.device(device).type == "cuda", list[float](), time.perf_counter()
-
-    def __call__(self, record: Any = None) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
-
-    def figures(self) -> Figures:
-        """Return the median seconds of the rounds after the first, and the seconds until the first has ended."""
-        return {"seconds": median(b - a for a, b in pairwise(self.times)), "first": self.times[0] - self.start}
-
-
-def _rounds(
-    model: nn.Module, data: Sequence[Any], algorithm: str, rounds: int, batch: int = BATCH, cohort: float = 1.0,
+def train_model(
+    model: nn.Module, data: Sequence[Any], algorithm: str, tick: Tick, batch: int = BATCH, cohort: float = 1.0,
     **options: Any,
-) -> Figures:  # fmt: skip
-    ticks = Ticks(next(model.parameters()).device)
-    fed.run(
-        model, data, fed.algorithms.registry[algorithm](), rounds=rounds + 1, batch_size=batch, lr=LR / 10,
-        sampler="fixed", participation=cohort, eval_every=rounds + 1, progress=ticks, **options,
+) -> Any:  # fmt: skip
+    """Train by `fed.run` until `tick` raises."""
+    return fed.run(
+        model, data, fed.algorithms.registry[algorithm](), rounds=MAX_ROUNDS, batch_size=batch, lr=LR / 10,
+        sampler="fixed", participation=cohort, eval_every=MAX_ROUNDS, progress=tick, **options,
     )  # fmt: skip
-    return ticks.figures()
 
 
-def _load_rounds(load: Workload, rounds: int, **options: Any) -> Figures:
-    return _rounds(load.make_model(), load.tensors(), load.algorithm, rounds, **options)
+def train_load(load: Workload, tick: Tick, **options: Any) -> Any:
+    """Train a workload by `fed.run` until `tick` raises."""
+    return train_model(load.make_model(), load.tensors(), load.algorithm, tick, **options)
 
 
-def _bare_rounds(load: Workload, rounds: int) -> Figures:
-    ticks = Ticks(load.device)
+def _train_bare(load: Workload, tick: Tick) -> None:
     with repeatable(torch.device(load.device)):
-        bare.train(load, rounds + 1, ticks, "tensors")
-    return ticks.figures()
+        bare.train(load, MAX_ROUNDS, tick, "tensors")
 
 
-def _bare_epoch(model: nn.Module, data: Sequence[Any]) -> Figures:
-    """Return the seconds of ten clients' local epochs in a bare loop; the first client, taken once before, warms up."""
-    ticks = Ticks(next(model.parameters()).device)
+def _train_bare_epochs(model: nn.Module, data: Sequence[Any], tick: Tick) -> None:
+    """Take local epochs of ten clients in a bare loop, without a server, until `tick` raises."""
     with repeatable(next(model.parameters()).device):
         local = bare.Tensors(model, sharp=False)
         start = local.weights()
-        for number, (x, y) in enumerate([data[0], *data]):
-            if number == 1:
-                ticks()
-            local.load(start)
-            for part in torch.randperm(len(y)).to(y.device).split(50):
-                local.step(x[part], y[part])
-        ticks()
-    return ticks.figures()
+        for _ in range(MAX_ROUNDS):
+            for x, y in data:
+                local.load(start)
+                for part in torch.randperm(len(y)).to(y.device).split(50):
+                    local.step(x[part], y[part])
+            tick()
 
 
-def _profile(device: str, executor: str) -> Figures:
-    load = Workload("cnn", clients=TRACED, cohort=TRACED, device=device)
+def time_rounds(device: str, train: Loop, seconds: float) -> Figures:
+    """Return the times of steady rounds."""
+    return steady.measure(device, train, seconds).figures()
+
+
+def profile(device: str, train: Loop, seconds: float, rounds: int = TRACED_ROUNDS) -> Figures:
+    """Return what steady rounds keep the device busy with; see `occupation`. Their times are of the profiler too."""
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if device == "cuda" else activity.CPU]) as profiler:
-        _load_rounds(load, 2, **executor_options(executor, TRACED))
+    activities = [activity.CUDA if device == "cuda" else activity.CPU]
+    window = partial(torch.profiler.profile, activities=activities)
+    steady_rounds = steady.measure(device, train, seconds, rounds=rounds, window=window)
+    figures = steady_rounds.figures()
+    if "absent" in figures:
+        return figures
+    assert steady_rounds.context is not None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
+        steady_rounds.context.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
-    return occupation(kernels[len(kernels) // 2 :])  # without the set-up and the capture, which come first
+    return figures | occupation([e for e in events if e.get("cat") == "kernel"])
 
 
 def occupation(kernels: Sequence[Mapping[str, Any]]) -> Figures:

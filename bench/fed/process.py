@@ -22,12 +22,20 @@ def answers() -> Callable[[Any], None]:
 
 
 class Process:
-    """A running program, with its standard error kept for its last words."""
+    """A running program, with its standard error kept for its last words.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    Args:
+        command: the program and its arguments.
+        environment: variables in addition to the variables of this process.
+        folder: working directory, from which `python -m` imports (default: the repository's root).
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str | os.PathLike[str] = ROOT
+    ) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe without a reader would fill
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **pipes)
+        self.process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, **pipes)
 
     def answer(self, patience: float | None = None) -> Any:
         """Return its next line. Raises RuntimeError with the end of its log if it died, or said nothing for

@@ -191,7 +191,7 @@ def test_occupation_of_a_device(kernels: list[dict[str, Any]], busy: float, at_o
 
 @pytest.mark.of_each_kind
 def test_what_fails_or_has_no_time_is_named() -> None:
-    def fails() -> dict[str, Any]:
+    def fails(seconds: float) -> dict[str, Any]:
         raise RuntimeError("no memory")
 
     def items(work: Any) -> Iterator[on_gpu.Item]:
@@ -199,7 +199,7 @@ def test_what_fails_or_has_no_time_is_named() -> None:
 
     for work, seconds, reason in (
         (fails, 1e9, {"problem": "RuntimeError: no memory"}), (fails, 0.0, {"absent": "no time left"}),
-        (lambda: {"seconds": 2.0}, 1e9, {"seconds": 2.0}),
+        (lambda seconds: {"seconds": 2.0}, 1e9, {"seconds": 2.0}),
     ):  # fmt: skip
         case = next(on_gpu.measure(items(work), seconds))
         assert reason.items() <= case["rows"][0].items() and case["name"] == "title"
@@ -210,12 +210,16 @@ def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> Non
     """A process per executor and model; most clients before fewer; no more slots than torch has streams."""
     calls: list[tuple[Any, ...]] = []
 
-    def rounds(load: Workload, rounds: int, **options: Any) -> dict[str, float]:
+    def train(load: Workload, tick: object, **options: Any) -> None:
         calls.append((load.algorithm, options["executor"], options.get("slots")))
+
+    def time_rounds(device: str, train: on_gpu.Loop, seconds: float) -> dict[str, float]:
+        train(int)
         return {"seconds": 1.0}
 
-    monkeypatch.setattr(on_gpu, "_load_rounds", rounds)
-    monkeypatch.setattr(on_gpu, "_bare_rounds", lambda load, rounds: {"seconds": 1.0})
+    monkeypatch.setattr(on_gpu, "train_load", train)
+    monkeypatch.setattr(on_gpu, "_train_bare", lambda load, tick: None)
+    monkeypatch.setattr(on_gpu, "time_rounds", time_rounds)
     monkeypatch.setattr(on_gpu.rowprograms, "maker", maker := on_gpu.rowprograms.maker)  # put back afterwards
     jobs = on_gpu.jobs("cuda")
     for model in ("cnn", "mlp"):

@@ -11,6 +11,7 @@ from pytest import CaptureFixture, MonkeyPatch
 from bench import __main__ as command
 from bench import gpu, ncu
 from bench import record as records
+from bench.fed import decide
 from tests.helpers.places import ROOT
 
 
@@ -69,7 +70,10 @@ def test_the_real_parts() -> None:
         gpu.absent(next(part for part in gpu.PARTS if part.name == "memcheck"), {"machine": {"gpus": ["H100"]}}, "")
         != ""
     )
-    assert {part.call for part in gpu.PARTS} == {0, 1, 2, 3}
+    assert {part.call for part in gpu.PARTS} == {0, 1, 2, 3, gpu.DECIDE}
+    command_of_decide = next(part.command for part in gpu.PARTS if part.call == gpu.DECIDE).split()
+    options = decide.parse([{"LIMIT": "540", "OUT": "folder"}.get(word, word) for word in command_of_decide[3:]])
+    assert options.seconds == 540 and options.parts == [part.name for part in decide.PARTS]
     for one in (one for one in gpu.PARTS if "bench " in one.command):
         words = one.command.replace("--device cuda", "").replace("SECONDS", "1").replace("'", "").split()[3:]
         assert command.parse(words).selection, one.name

@@ -24,8 +24,7 @@ AUTO = "auto"
 # by row. The limit of dense models on GPUs is not calibrated.
 _MAX_NUMEL = {"cpu": 2**16, "cuda": 2**20}
 _MAX_NUMEL_ROWWISE = 2**20
-# Convolutions on a GPU: with 225,034 parameters stacked steps took .25 of the time of captured ones for 100 clients at
-# once, .6 for 20, and 1.5 for 8.
+# Convolutions on a GPU: predicted, not measured in steady rounds.
 _MAX_NUMEL_CONVOLUTIONS, _MIN_CLIENTS = 2**18, 16
 
 

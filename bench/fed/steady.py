@@ -1,0 +1,147 @@
+"""Times of steady rounds: five rounds are dropped, and ten rounds in a row follow in which nothing was prepared.
+
+A round prepares if it captures a CUDA graph, records or compares a pass, or compiles. It is never reported. The rounds
+before it were warm-up too, so the ten begin after it.
+"""
+
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fastsam.fed.executors.cuda import Cuda
+from fastsam.fed.executors.replay import Replays
+
+DROPPED, ROUNDS = 5, 10
+MAX_ROUNDS = 10_000  # rounds of a training loop that `SteadyRounds` ends
+
+Figures = dict[str, Any]
+Tick = Callable[..., None]  # function that a training loop calls after every round
+
+
+class Enough(Exception):
+    """The end of a training loop, raised in the call after a round: all times are there, or the time is over."""
+
+
+class SteadyRounds:
+    """The function that a training loop calls after every round.
+
+    Args:
+        device: device of the training, which has to be done before a time is taken.
+        num_preparations: function that returns how much was prepared so far.
+        seconds (float): time after which the loop ends without all rounds.
+        rounds (int): number of times to store.
+        dropped (int): number of rounds before the first time.
+        window: function that makes a context, in which the steady rounds run.
+        clock: function that returns seconds.
+
+    Attributes:
+        times: seconds of each steady round.
+        context: value that the last window yielded.
+    """
+
+    def __init__(
+        self, device: str | torch.device, num_preparations: Callable[[], int], seconds: float = math.inf,
+        rounds: int = ROUNDS, dropped: int = DROPPED,
+        window: Callable[[], AbstractContextManager[Any]] = nullcontext, clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self.device, self.num_preparations, self.seconds = torch.device(device), num_preparations, seconds
+        self.rounds, self.dropped, self.window, self.clock = rounds, dropped, window, clock
+        self.times, self.context, self.num_rounds, self.last_preparation = list[float](), None, 0, 0
+        self.first: float | None = None
+        self._stack: ExitStack | None = None  # exit of the open window
+        self._num_known = num_preparations()
+        self._since = self._start = clock()
+
+    def __call__(self, record: Any = None) -> None:
+        """Note the end of a round. Raises Enough if it was the last one."""
+        now = self._now()
+        self.num_rounds += 1
+        self.first = now - self._start if self.first is None else self.first
+        if (number := self.num_preparations()) != self._num_known:
+            self._num_known, self.last_preparation = number, self.num_rounds
+            self.close()
+            self.times.clear()
+        elif self._stack is not None:
+            self.times.append(now - self._since)
+        if len(self.times) == self.rounds or now - self._start > self.seconds:
+            raise Enough
+        if self._stack is None and self.num_rounds >= self.dropped:
+            self._stack = ExitStack()
+            self.context = self._stack.enter_context(self.window())
+        self._since = self._now()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.clock()
+
+    def close(self) -> None:
+        """Close the window, if it is open."""
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def figures(self) -> Figures:
+        """Return the time of each steady round, their median, and the seconds of the first round. See `figures_of`."""
+        return {"first": self.first} | figures_of(self.times, self.rounds, self.num_rounds, self.last_preparation)
+
+
+def figures_of(times: Sequence[float], rounds: int, num_rounds: int, last_preparation: int = 0) -> Figures:
+    """Return the times of steady rounds and their median in seconds.
+
+    A row with fewer times than `rounds` has a note. A row without times has a reason, which names the number of all
+    rounds and the last round that prepared something (0 for none).
+    """
+    if not times:
+        prepared = f", the last one that captured or recorded is {last_preparation}" if last_preparation else ""
+        return {"rounds": num_rounds, "absent": f"no time left: no steady round among {num_rounds}{prepared}"}
+    result: Figures = {"rounds": num_rounds, "seconds": median(times), "times": list(times)}
+    note = {"note": f"{len(times)} of {rounds} rounds, no time left"} if len(times) < rounds else {}
+    return result | note
+
+
+def measure(device: str | torch.device, train: Callable[[Tick], Any], seconds: float, **options: Any) -> SteadyRounds:
+    """Return the steady rounds of `train`, which calls its argument after every round. See `SteadyRounds`."""
+    with count_preparations() as num_preparations:
+        rounds = SteadyRounds(device, num_preparations, seconds, **options)
+        try:
+            with suppress(Enough):
+                train(rounds)
+        finally:
+            rounds.close()
+    return rounds
+
+
+@contextmanager
+def count_preparations() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the number of captures, recordings and compilations in this context."""
+    num_calls = 0
+
+    def count(work: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(work)
+        def wrapper(*args: Any, **keywords: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            return work(*args, **keywords)
+
+        return wrapper
+
+    with ExitStack() as stack:
+        # All captures go through the first. The other two are Python's passes next to a replayed pass.
+        for owner, name in ((Cuda, "capture"), (Replays, "_record"), (Replays, "_compare")):
+            stack.enter_context(mock.patch.object(owner, name, count(getattr(owner, name))))
+        yield lambda: num_calls + _num_compilations()
+
+
+def _num_compilations() -> int:
+    """Return how many frames torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # its import takes a second
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])

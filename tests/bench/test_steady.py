@@ -1,0 +1,123 @@
+"""Times of steady rounds: no round that captures or records is reported, and no round before it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench import record as records
+from bench.fed import on_gpu, steady
+from bench.fed.steady import Enough, SteadyRounds
+from bench.fed.workload import Workload
+from fastsam.fed.executors import epoch_graphs, streams
+from tests.helpers.fake_cuda import FakeCuda
+
+pytestmark = pytest.mark.of_each_kind
+
+
+def rounds_of(seconds: Sequence[float], prepares: Sequence[int] = (), limit: float = 1e9, **options: Any) -> Any:
+    """Return the steady rounds of a loop whose rounds take so many seconds; some of them prepare something."""
+    now, count = 0.0, 0
+    rounds = SteadyRounds("cpu", lambda: count, limit, clock=lambda: now, **options)
+    try:
+        for number, duration in enumerate(seconds, 1):
+            now, count = now + duration, count + prepares.count(number)
+            rounds()
+    except Enough:
+        pass
+    rounds.close()
+    return rounds
+
+
+def test_five_rounds_are_dropped_and_ten_are_stored() -> None:
+    figures = rounds_of([64, 32, 16, 8, 4, *range(1, 12)]).figures()
+    assert figures == {"first": 64, "rounds": 15, "seconds": 5.5, "times": list(range(1, 11))}
+
+
+@pytest.mark.parametrize("prepares", [(1, 5), (6,), (6, 14), (15,), (1, 8, 9)])
+def test_the_ten_begin_after_the_last_round_that_prepares(prepares: tuple[int, ...]) -> None:
+    times = [1.0 if number > max(prepares) else 100.0 for number in range(1, 40)]
+    rounds = rounds_of(times, prepares)
+    assert rounds.figures()["times"] == [1.0] * 10 and rounds.num_rounds == max(5, *prepares) + 10
+
+
+def test_a_row_says_so_if_time_is_over() -> None:
+    figures = rounds_of([1.0] * 40, limit=7.5).figures()
+    assert figures["times"] == [1.0] * 3 and figures["note"] == "3 of 10 rounds, no time left"
+    figures = rounds_of([1.0] * 40, range(1, 40), limit=7.5).figures()
+    words = "no time left: no steady round among 8, the last one that captured or recorded is 8"
+    assert figures["absent"] == words and "seconds" not in figures
+
+
+def test_a_window_holds_only_steady_rounds() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def window() -> Iterator[int]:
+        events.append("begin")
+        yield len(events)
+        events.append("end")
+
+    rounds = rounds_of([1.0] * 30, (6,), window=window, rounds=3)
+    assert events == ["begin", "end", "begin", "end"] and rounds.context == 3
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors for GPUs and captured epochs run on a stand-in for CUDA."""
+    monkeypatch.setattr(streams, "Cuda", FakeCuda)
+    monkeypatch.setattr(streams, "why_not", lambda setup: None)
+    monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
+    monkeypatch.setattr(steady, "Cuda", FakeCuda)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(("executor", "local_epochs"), [("graph", 1), ("vmap", 1), ("vmap", 2)])
+def test_no_round_of_an_executor_is_reported_in_which_it_captured(executor: str, local_epochs: int) -> None:
+    """The number of graphs after each round says in which rounds an executor captured."""
+    load, graphs = Workload("cnn", clients=2, cohort=2), list[int]()
+    data = [(x[:16, :, ::2, ::2], y[:16]) for x, y in load.tensors()]
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+    def train(tick: Callable[..., None]) -> None:
+        def count(record: Any) -> None:
+            graphs.append(len(FakeCuda.graphs))
+            tick(record)
+
+        options = {"executor": executor, "slots": 2, "local_epochs": local_epochs, "backend": "reference"}
+        on_gpu.train_model(model, data, "fedavg", count, batch=8, **options)
+
+    rounds = steady.measure("cpu", train, 60, dropped=1, rounds=2)
+    assert graphs[-1] > 0, "nothing was captured"
+    assert len(rounds.times) == 2 and graphs[-3] == graphs[-1], f"a reported round captured: {graphs}"
+
+
+def test_only_steady_rounds_are_profiled() -> None:
+    def train(tick: Callable[..., None]) -> None:
+        for _ in range(20):
+            tick()
+
+    figures = on_gpu.profile("cpu", train, 60)
+    assert len(figures["times"]) == on_gpu.TRACED_ROUNDS and figures["rounds"] == 8 and figures["kernels"] == 0
+
+
+def test_a_compilation_is_noticed() -> None:
+    pytest.importorskip("torch._dynamo.utils")
+    with steady.count_preparations() as number:
+        before = number()
+        function = torch.compile(lambda x: x + 1, backend="eager")
+        function(torch.ones(2))
+        compiled = number()
+        function(torch.ones(2))
+        assert before < compiled == number()
+
+
+def test_published_rounds_of_captured_epochs_are_steady() -> None:
+    """Convolutions under `vmap` capture in their third round, so their rows have the times that show a steady run."""
+    record = records.read(records.RESULTS / "federated-cuda.json")
+    rows = [row for case in record["cases"] if case["title"].startswith("CNN") for row in case["rows"]]
+    rows = [row for row in rows if row["executor"] == "vmap" and not records.has_failed(row)]
+    assert all(row.get("times") for row in rows), rows
