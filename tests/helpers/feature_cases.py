@@ -38,6 +38,7 @@ class Features:
     optimizer: str = "none"
     sizes: str = "unequal"
     weighting: str = "uniform"
+    measure: str = "none"
     executor: str = "sequential"
 
 
@@ -100,6 +101,7 @@ ALGORITHMS = {
     "fedadam": ("FedAdam", {"tau": 0.1}),
     "fednsam": ("FedNSAM", {"rho": 0.1, "gamma": 0.6}),
     "fedlesam": ("FedLESAM", {"rho": 0.1}),
+    "fedexp": ("FedExP", {"eps": 1e-3}),
     "mimelite": ("MimeLite", {"beta": 0.3}),
 }
 # The rate of the first round, and keywords of `fed.run` and of torch's optimizer.
@@ -132,7 +134,8 @@ EXECUTORS = ("sequential", "threads", "vmap", "streams", "graph", "auto")
 VALUES: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS), "loss": tuple(LOSSES), "algorithm": tuple(ALGORITHMS), "personal": (False, True),
     "compression": (False, True), "clip": (False, True), "metric": tuple(METRICS), "schedule": tuple(SCHEDULES),
-    "optimizer": tuple(OPTIMIZERS), "sizes": tuple(SIZES), "weighting": ("uniform", "samples"), "executor": EXECUTORS,
+    "optimizer": tuple(OPTIMIZERS), "sizes": tuple(SIZES), "weighting": ("uniform", "samples"),
+    "measure": ("none", "train", "consistency"), "executor": EXECUTORS,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from tests.helpers import oracle
 from tests.helpers.feature_cases import (
     ALGORITHMS,
     BATCH,
+    IGNORED,
     LOSSES,
     METRICS,
     MODELS,
@@ -98,6 +99,8 @@ class Run:
         self.errors: dict[int, Vector] = {}  # of compression
         self.personal: dict[int, Vector] = {}  # values of local parameters
         self.states: dict[int, State] = {}
+        self.starts: dict[int, Vector] = {}  # weights at the start of a client's last round
+        self.ends: dict[int, Vector] = {}  # weights at its end, with the delta that was clipped
         self.history: list[dict[str, Any]] = []
 
     def train(self) -> nn.Module:
@@ -131,7 +134,7 @@ class Run:
         means = [sum(share[i] * shifts[i][k] for i in clients) for k in range(len(buffers))]
         set_buffers(self.model, [_moved(b, shift) for b, shift in zip(buffers, means, strict=True)])
         record = {"lr": lr, "train_loss": losses / samples} | self._traffic(len(clients)) | self._evaluate(w)
-        self.history.append(record)
+        self.history.append(record | self._measure(w, clients))
         return w
 
     # --- a client ---
@@ -168,7 +171,7 @@ class Run:
                 optimizer.step()
             visit.steps += 1
         delta = minus([p.detach() for p in w], origin)
-        self.personal[visit.client] = add(origin, delta)
+        self.starts[visit.client], self.personal[visit.client] = origin, add(origin, delta)
         if self.features.algorithm == "mimelite":  # its full gradient is at the client's start
             visit.anchor = origin
         return delta
@@ -183,6 +186,7 @@ class Run:
         sent = self._without_local(delta)
         if self.features.clip:
             sent = _shorten(sent)
+        self.ends[i] = add(self.starts[i], [d if is_local else s for d, s, is_local in zip(delta, sent, self.local)])
         self.model.eval()
         upload = self.method.finish(visit, sent)
         if self.features.clip and "G" in upload:
@@ -248,6 +252,22 @@ class Run:
             for name, metric in metrics.items():
                 columns.setdefault(name, []).append(float(metric(outputs, y[indices])))
         return record | {f"client_{name}_mean": fmean(column) for name, column in columns.items()}
+
+    @torch.no_grad()
+    def _measure(self, w: Vector, clients: Sequence[int]) -> dict[str, float]:
+        """Return the measure of the run after a round."""
+        if self.features.measure == "consistency":
+            return {"consistency": fmean(norm(minus(self.ends[i], w)) ** 2 for i in clients)}
+        if self.features.measure == "none":
+            return {}
+        x, y = (torch.cat(parts) for parts in zip(*self.clients, strict=True))
+        set_weights(self.model, w)
+        self.model.eval()
+        outputs, labelled = self.model(x), y != IGNORED
+        return {
+            "train_set_loss": float(self.loss(outputs, y)),
+            "train_set_accuracy": float((outputs.argmax(1) == y)[labelled].double().mean()),
+        }
 
 
 @torch.no_grad()

@@ -122,6 +122,7 @@ class Algorithm:
         pools_data: the method is not federated and trains on all clients' data (`fastsam.fed.loop.pooled_data`).
         uses_sums: the server needs the plain sum of an upload (`Upload(sum=...)`), which no robust rule can replace.
         sends_weights: every upload has a weight for each client (`Upload(weight=...)`).
+        sends_norms: the clients send norms of their deltas, which must be of the deltas that the server gets.
         own_buffers: the model's buffers stay with the clients, as with the run's `buffers="local"`.
         own_models: the algorithm keeps a private model for every client (`own_model`).
     """
@@ -135,6 +136,7 @@ class Algorithm:
     pools_data: ClassVar[bool] = False
     uses_sums: ClassVar[bool] = False
     sends_weights: ClassVar[bool] = False
+    sends_norms: ClassVar[bool] = False
     own_buffers: ClassVar[bool] = False
     own_models: ClassVar[bool] = False
 

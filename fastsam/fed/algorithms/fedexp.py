@@ -42,6 +42,7 @@ class FedExP(Algorithm):
     """
 
     server_vectors: ClassVar[float] = 2
+    sends_norms: ClassVar[bool] = True
 
     eps: float = hparam(1e-3, number, greater_than=0)
     average: bool = hparam(True, choice, (True, False))

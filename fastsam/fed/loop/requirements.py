@@ -190,6 +190,9 @@ def _of_compression(facts: Facts) -> Iterator[Contradiction]:
     if settings.rule is not None:
         lack = f"aggregation={settings.rule.name!r} compares deltas that were not sent"
         yield request, "the mean of the deltas", lack, "Use aggregation='mean'"
+    if facts.is_("sends_norms"):
+        lack = f"{facts.name} compares the norms of whole deltas with their mean"
+        yield request, "a server that reads only the deltas", lack, "Use another algorithm, or leave compression out"
 
 
 def _of_client_models(facts: Facts) -> Iterator[Contradiction]:
