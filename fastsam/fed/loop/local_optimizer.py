@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -77,18 +77,23 @@ def split_rate(lr: Rate | None, optimizer: Optimizer | None) -> tuple[Rate | Non
 
 def takes_lr(optimizer: Optimizer) -> bool:
     """Return True if the optimizer, a class or a function that makes one, has an argument `lr`."""
+    parameters = _parameters(optimizer)
+    return parameters is None or "lr" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _parameters(optimizer: Optimizer) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of the optimizer by name, None for compiled code."""
     try:
-        parameters = inspect.signature(optimizer).parameters
-    except (TypeError, ValueError):  # compiled code
-        return True
-    return "lr" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return inspect.signature(optimizer).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 def _default_lr(optimizer: Optimizer) -> float:
     """Return the default rate of an optimizer."""
     if getattr(optimizer, "func", optimizer) is torch.optim.SGD:
         return DEFAULT_LR
-    parameter = inspect.signature(optimizer).parameters.get("lr")
+    parameter = (_parameters(optimizer) or {}).get("lr")
     default = None if parameter is None else parameter.default
     return number("lr of the optimizer", default, greater_than=0) if isinstance(default, Real) else DEFAULT_LR
 

@@ -79,6 +79,7 @@ def noisy(x: torch.Tensor, y: torch.Tensor) -> Any:
 
 def test_transforms_that_draw_are_drawn_anew_in_every_epoch_and_are_functions_of_the_seed() -> None:
     clients = [noisy(x, y) for x, y in pairs()]
+    model()  # seeds torch's generator, as the model of every run here does
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     first = run(clients, slots=1)
     assert torch.equal(states[0], torch.get_rng_state()) and states[2] == random.getstate()
