@@ -129,6 +129,7 @@ class Run:
             delta = self._train_client(visit)
             shifts[i] = [b.double() - a.double() for a, b in zip(buffers, self.model.buffers(), strict=True)]
             losses, samples = losses + sum(visit.losses), samples + visit.samples
+            set_buffers(self.model, buffers)  # a full gradient is taken at the start
             self._send(i, visit, delta, results)
         w = self.method.serve(server, w, results)
         means = [sum(share[i] * shifts[i][k] for i in clients) for k in range(len(buffers))]
