@@ -69,6 +69,10 @@ def kind_of(loss: BatchLoss, outputs: Any, labels: Any, has_classes: bool, has_i
     if not isinstance(outputs, Tensor) or not isinstance(labels, Tensor) or len(outputs) != len(labels):
         return LossKind(name, ignored=ignored)
     sample_bytes = (outputs.nbytes + labels.nbytes) / len(labels)
+    try:
+        function = copy.deepcopy(function)  # it may count its calls
+    except Exception:
+        return LossKind(name, ignored=ignored, sample_bytes=sample_bytes)
     is_mean: bool | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run would repeat warnings about the user's data
@@ -123,7 +127,6 @@ def _is_mean(function: Callable[..., Tensor], outputs: Tensor, y: Tensor, sizes:
     """Return True if the loss of all samples is the mean of the losses of the parts, or None if the loss cannot be
     called on them, draws random numbers, or is not finite."""
     try:
-        function = copy.deepcopy(function)  # which may count its calls
         whole, again = (float(function(outputs, y)) for _ in range(2))
         parts = [float(function(a, b)) for a, b in zip(outputs.split(sizes), y.split(sizes), strict=True)]
     except Exception:
@@ -137,7 +140,6 @@ def _is_mean(function: Callable[..., Tensor], outputs: Tensor, y: Tensor, sizes:
 def _ignores(function: Callable[..., Tensor], outputs: Tensor, y: Tensor) -> bool:
     """Return True if samples with the label -100 do not change the loss."""
     try:
-        function = copy.deepcopy(function)
         whole = float(function(torch.cat([outputs, outputs.flip(0)]), torch.cat([y, torch.full_like(y, IGNORED)])))
         return math.isclose(whole, float(function(outputs, y)), rel_tol=_ROUNDING.get(outputs.dtype, 1e-5))
     except Exception:

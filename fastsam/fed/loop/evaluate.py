@@ -56,6 +56,8 @@ def client_slices(mode: str, population: Population, seed: int, unlabelled: int 
     priors = population.priors if population.priors is not None else _class_frequencies(population)
     order = rng.permutation(len(labels))
     order = order[labels[order] != unlabelled]
+    if not len(order):
+        return [order] * clients
     frequencies = np.bincount(labels[order], minlength=priors.shape[1]).astype(np.float64)
     has_samples = (priors * (frequencies > 0)).sum(axis=1) > 0
     sizes = np.where(has_samples, max(1, len(order) // clients), 0)
