@@ -34,14 +34,14 @@ class LossKind:
 
     Attributes:
         name: name of the loss, for messages.
-        is_mean: the loss of a set is the mean of the losses of its parts, each with its number of labels. True for a
-            loss of which that is not known.
+        is_mean: the loss of a set is the mean of the losses of its parts, each with its number of labels; None: that is
+            not known.
         ignored: the label that does not count, or None if all labels count.
         sample_bytes: bytes of the outputs and labels of a sample, 0 if unknown.
     """
 
     name: str = "the loss"
-    is_mean: bool = True
+    is_mean: bool | None = None
     ignored: int | None = None
     sample_bytes: float = 0.0
 
@@ -49,6 +49,11 @@ class LossKind:
     def unlabelled(self) -> int:
         """The label of samples that are in no accuracy: the ignored label, else -100."""
         return IGNORED if self.ignored is None else self.ignored
+
+
+def default_kind(loss: object) -> LossKind:
+    """Return the kind of a loss that was not called on a probe."""
+    return LossKind(ignored=ignored_label(loss))
 
 
 @torch.no_grad()
@@ -63,7 +68,7 @@ def kind_of(loss: BatchLoss, outputs: Any, labels: Any, has_classes: bool, has_i
         has_ignored: some labels of the data are -100.
     """
     if not isinstance(loss, PairLoss):
-        return LossKind()
+        return LossKind(is_mean=True)
     ignored, function = ignored_label(loss), loss.of_outputs
     name = getattr(function, "__name__", type(function).__name__)
     if not isinstance(outputs, Tensor) or not isinstance(labels, Tensor) or len(outputs) != len(labels):
@@ -83,7 +88,7 @@ def kind_of(loss: BatchLoss, outputs: Any, labels: Any, has_classes: bool, has_i
             if ignored is None and has_ignored and _ignores(function, *probe[:2]):
                 ignored = IGNORED
             break
-    return LossKind(name, is_mean is not False, ignored, sample_bytes)
+    return LossKind(name, is_mean, ignored, sample_bytes)
 
 
 def _probes(outputs: Tensor, labels: Tensor, has_classes: bool, ignored: int) -> Iterator[Probe]:

@@ -107,7 +107,7 @@ def assemble(
 
 
 def _set_sizes(population: Population, measures: Any) -> dict[str, int]:
-    """Return the numbers of samples of the sets whose loss the run records, by the option that asks for it."""
+    """Return the numbers of samples of the sets whose loss the run records, by the option that requests it."""
     sizes = {"test=": population.test_size}
     if isinstance(measures, NamedMeasures) and "train" in measures.names and population.clients.has_all_sizes:
         total = sum(population.clients.sizes)
