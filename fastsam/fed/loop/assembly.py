@@ -97,7 +97,8 @@ def assemble(
         batch_size=batch_size, rounds=settings.rounds, seed=seed, classifies=trial.classifies,
         kind=trial.loss_kind,
     )  # fmt: skip
-    local = personal.mask if isinstance(personal, PersonalizedAlgorithm) else None
+    mask = personal.mask if isinstance(personal, PersonalizedAlgorithm) else None
+    local = None if mask is None or not mask.any() else mask  # local buffers have no local parameters
     stages = chain(algorithm, settings, measures, noise, layout.numel, local)
     loop = Loop(
         population, contract, settings, choice, evaluator, view, states, ranks, parameter_layout, stages, weights,

@@ -32,12 +32,13 @@ class Clip(Stage):
         """Clip the deltas in place and return their norms."""
         delta = results.delta
         if self.local is None:
-            norms = shorten_(delta, self.limit)
-        else:
-            self.local = self.local.to(delta.device)
-            sent = delta.masked_fill(self.local, 0)
-            norms = shorten_(sent, self.limit)
-            torch.where(self.local, delta, sent, out=delta)
+            return [min(norm, self.limit) for norm in shorten_(delta, self.limit)]
+        self.local = self.local.to(delta.device)
+        sent = delta.masked_fill(self.local, 0)
+        if self.limit == math.inf:
+            return norms_of(sent)
+        norms = shorten_(sent, self.limit)
+        torch.where(self.local, delta, sent, out=delta)
         return [min(norm, self.limit) for norm in norms]
 
 
