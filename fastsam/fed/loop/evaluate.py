@@ -133,7 +133,7 @@ class Evaluator:
         mode: value of `client_test_split`.
         metrics: functions by name, over all test samples and over each client's.
         batch_size: batch size of a test set whose samples come in batches.
-        kind: the kind of the loss; None: of a loss that was not called on a probe.
+        kind: the kind of the loss; None: the kind without a probe (`default_kind`).
 
     Raises:
         ValueError: there are metrics and no test set.

@@ -1,4 +1,4 @@
-"""Losses of sets: one call on all outputs and labels, which kind a loss has, and what only means can do."""
+"""Losses of sets are one call on all outputs and labels. Losses that are not means are recognised, and refused."""
 
 from collections.abc import Callable
 from functools import partial
