@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,13 +38,15 @@ def verdicts(outputs: Tensor, y: Tensor, ignored: int) -> Tensor:
         y: class numbers, int64 `[n]`.
         ignored: the label of samples without a class.
     """
-    return (outputs.argmax(1) == y).to(torch.int8).masked_fill_(y == ignored, UNLABELLED)
+    is_correct = (outputs.argmax(1) == y).view(torch.int8)
+    return is_correct.masked_fill_(y == ignored, UNLABELLED)
 
 
-def accuracy_of(counts: Tensor) -> float | None:
+def accuracy_of(judged: Tensor) -> float | None:
     """Return the share of CORRECT among the labelled samples of `verdicts`, or None if no sample has a label."""
-    labelled = int((counts != UNLABELLED).sum())
-    return int((counts == CORRECT).sum()) / labelled if labelled else None
+    values = judged.cpu().numpy()
+    labelled = int(np.count_nonzero(values != UNLABELLED))
+    return int(np.count_nonzero(values == CORRECT)) / labelled if labelled else None
 
 
 def num_labels(y: object, samples: int, ignored: int | None) -> int:

@@ -34,14 +34,14 @@ class LossKind:
 
     Attributes:
         name: name of the loss, for messages.
-        is_mean: the loss of a set is the mean of the losses of its parts, each with its number of labels. True for a
-            loss of which that is not known.
+        is_mean: the loss of a set is the mean of the losses of its parts, each with its number of labels; None: that is
+            not known.
         ignored: the label that does not count, or None if all labels count.
         sample_bytes: bytes of the outputs and labels of a sample, 0 if unknown.
     """
 
     name: str = "the loss"
-    is_mean: bool = True
+    is_mean: bool | None = None
     ignored: int | None = None
     sample_bytes: float = 0.0
 
@@ -49,6 +49,11 @@ class LossKind:
     def unlabelled(self) -> int:
         """The label of samples that are in no accuracy: the ignored label, else -100."""
         return IGNORED if self.ignored is None else self.ignored
+
+
+def default_kind(loss: object) -> LossKind:
+    """Return the kind of a loss that was not called on a probe."""
+    return LossKind(ignored=ignored_label(loss))
 
 
 @torch.no_grad()
@@ -63,12 +68,16 @@ def kind_of(loss: BatchLoss, outputs: Any, labels: Any, has_classes: bool, has_i
         has_ignored: some labels of the data are -100.
     """
     if not isinstance(loss, PairLoss):
-        return LossKind()
+        return LossKind(is_mean=True)
     ignored, function = ignored_label(loss), loss.of_outputs
     name = getattr(function, "__name__", type(function).__name__)
     if not isinstance(outputs, Tensor) or not isinstance(labels, Tensor) or len(outputs) != len(labels):
         return LossKind(name, ignored=ignored)
     sample_bytes = (outputs.nbytes + labels.nbytes) / len(labels)
+    try:
+        function = copy.deepcopy(function)  # it may count its calls
+    except Exception:
+        return LossKind(name, ignored=ignored, sample_bytes=sample_bytes)
     is_mean: bool | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run would repeat warnings about the user's data
@@ -79,7 +88,7 @@ def kind_of(loss: BatchLoss, outputs: Any, labels: Any, has_classes: bool, has_i
             if ignored is None and has_ignored and _ignores(function, *probe[:2]):
                 ignored = IGNORED
             break
-    return LossKind(name, is_mean is not False, ignored, sample_bytes)
+    return LossKind(name, is_mean, ignored, sample_bytes)
 
 
 def _probes(outputs: Tensor, labels: Tensor, has_classes: bool, ignored: int) -> Iterator[Probe]:
@@ -123,7 +132,6 @@ def _is_mean(function: Callable[..., Tensor], outputs: Tensor, y: Tensor, sizes:
     """Return True if the loss of all samples is the mean of the losses of the parts, or None if the loss cannot be
     called on them, draws random numbers, or is not finite."""
     try:
-        function = copy.deepcopy(function)  # which may count its calls
         whole, again = (float(function(outputs, y)) for _ in range(2))
         parts = [float(function(a, b)) for a, b in zip(outputs.split(sizes), y.split(sizes), strict=True)]
     except Exception:
@@ -137,7 +145,6 @@ def _is_mean(function: Callable[..., Tensor], outputs: Tensor, y: Tensor, sizes:
 def _ignores(function: Callable[..., Tensor], outputs: Tensor, y: Tensor) -> bool:
     """Return True if samples with the label -100 do not change the loss."""
     try:
-        function = copy.deepcopy(function)
         whole = float(function(torch.cat([outputs, outputs.flip(0)]), torch.cat([y, torch.full_like(y, IGNORED)])))
         return math.isclose(whole, float(function(outputs, y)), rel_tol=_ROUNDING.get(outputs.dtype, 1e-5))
     except Exception:

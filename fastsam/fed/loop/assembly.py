@@ -97,7 +97,8 @@ def assemble(
         batch_size=batch_size, rounds=settings.rounds, seed=seed, classifies=trial.classifies,
         kind=trial.loss_kind,
     )  # fmt: skip
-    local = personal.mask if isinstance(personal, PersonalizedAlgorithm) else None
+    mask = personal.mask if isinstance(personal, PersonalizedAlgorithm) else None
+    local = None if mask is None or not mask.any() else mask  # local buffers have no local parameters
     stages = chain(algorithm, settings, measures, noise, layout.numel, local)
     loop = Loop(
         population, contract, settings, choice, evaluator, view, states, ranks, parameter_layout, stages, weights,
@@ -107,7 +108,7 @@ def assemble(
 
 
 def _set_sizes(population: Population, measures: Any) -> dict[str, int]:
-    """Return the numbers of samples of the sets whose loss the run records, by the option that asks for it."""
+    """Return the numbers of samples of the sets whose loss the run records, by the option that requests it."""
     sizes = {"test=": population.test_size}
     if isinstance(measures, NamedMeasures) and "train" in measures.names and population.clients.has_all_sizes:
         total = sum(population.clients.sizes)

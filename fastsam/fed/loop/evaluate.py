@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
-from fastsam.fed.clients.labels import CORRECT, UNLABELLED, accuracy_of, ignored_label, verdicts
-from fastsam.fed.clients.loss_kind import LossKind
+from fastsam.fed.clients.labels import CORRECT, UNLABELLED, accuracy_of, verdicts
+from fastsam.fed.clients.loss_kind import LossKind, default_kind
 from fastsam.fed.clients.population import IGNORED, Loss, Population
 from fastsam.fed.clients.set_loss import SetLoss
 from fastsam.fed.common import seeds
@@ -56,6 +56,8 @@ def client_slices(mode: str, population: Population, seed: int, unlabelled: int 
     priors = population.priors if population.priors is not None else _class_frequencies(population)
     order = rng.permutation(len(labels))
     order = order[labels[order] != unlabelled]
+    if not len(order):
+        return [order] * clients
     frequencies = np.bincount(labels[order], minlength=priors.shape[1]).astype(np.float64)
     has_samples = (priors * (frequencies > 0)).sum(axis=1) > 0
     sizes = np.where(has_samples, max(1, len(order) // clients), 0)
@@ -131,7 +133,7 @@ class Evaluator:
         mode: value of `client_test_split`.
         metrics: functions by name, over all test samples and over each client's.
         batch_size: batch size of a test set whose samples come in batches.
-        kind: the kind of the loss; None: a mean.
+        kind: the kind of the loss; None: the kind without a probe (`default_kind`).
 
     Raises:
         ValueError: there are metrics and no test set.
@@ -149,7 +151,7 @@ class Evaluator:
         kind: LossKind | None = None,
     ) -> None:
         self.loss = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
-        self.kind = LossKind(ignored=ignored_label(loss)) if kind is None else kind
+        self.kind = default_kind(loss) if kind is None else kind
         self.test, self.count, self.metrics = population.test, population.test_size, dict(metrics or {})
         if self.metrics and not self.count:
             raise ValueError(
@@ -193,7 +195,7 @@ class Evaluator:
         values = self.empty_record()
         if self.test is None:
             return values
-        loss, judged, outputs, labels = SetLoss(self._of_outputs, self.kind.ignored), [], [], []
+        loss, judged, outputs, labels = SetLoss(self._of_outputs, self.kind), [], [], []
         model.eval()
         for batch, samples in self.test.batches(self.batch_size):
             output, y = self._add(loss, model, batch, samples)

@@ -42,7 +42,7 @@ class Facts:
         has_phases: the algorithm's loop is more than one path of steps over the run's batches.
         loss_kind: the kind of the loss.
         measures: names of the measures.
-        set_sizes: numbers of samples of the sets whose loss is recorded, by what asks for it.
+        set_sizes: numbers of samples of the sets whose loss is recorded, by the option that requests it.
     """
 
     settings: Any
@@ -235,7 +235,7 @@ def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
 def _of_loss(facts: Facts) -> Iterator[Contradiction]:
     """Yield the contradictions of a loss that is not a mean over samples."""
     kind = facts.loss_kind
-    if kind.is_mean:
+    if kind.is_mean is not False:
         return
     lack = f"{kind.name} of a set is not the mean over its parts"
     for name in facts.measures:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fastsam.arena import Layout
 from fastsam.fed.algorithms.base import Aggregate, Round, State
-from fastsam.fed.clients.labels import accuracy_of, ignored_label, verdicts
-from fastsam.fed.clients.loss_kind import LossKind
+from fastsam.fed.clients.labels import accuracy_of, verdicts
+from fastsam.fed.clients.loss_kind import LossKind, default_kind
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.samples import IGNORED
@@ -76,13 +76,13 @@ class RoundMeasures:
         self, options: NamedMeasures, model: nn.Module, layout: Layout, population: Population, loss: Loss,
         *, batch_size: int, rounds: int, seed: int, classifies: bool, kind: LossKind | None = None,
     ) -> None:  # fmt: skip
-        """Make the measures. `kind` is the kind of the loss, by default of a mean. Raises ValueError for a measure of
+        """Make the measures. `kind` is the kind of the loss. Raises ValueError for a measure of
         classes if labels are not classes."""
         names = options.names
         if "margin" in names and not classifies:
             raise ValueError("the measure 'margin' needs class labels; this task has none")
         self.names, self.options, self.rounds, self.batch_size = names, options, rounds, batch_size
-        kind = LossKind(ignored=ignored_label(loss)) if kind is None else kind
+        kind = default_kind(loss) if kind is None else kind
         self.classifies, self.loss, self.kind = classifies, loss, kind
         if population.batch_reason:
             raise ValueError(
@@ -93,13 +93,13 @@ class RoundMeasures:
         self.replica = Replica.new(model, layout, device)
         self.pairs = subset(population.clients.pairs, options.samples, seed)
         self.sample_mean = self._objective(self.pairs)
-        self.fair = Objective.mean_of(self.replica, loss, self.pairs, ignored=kind.ignored)
+        self.fair = Objective.mean_of(self.replica, loss, self.pairs, kind=kind)
         self._round = -1
         self._results = _RoundResults()
 
     def _objective(self, pairs: Sequence[Pair]) -> Objective:
         """Return the mean loss over the samples of `pairs`."""
-        return Objective.sample_mean(self.replica, self.loss, pairs, ignored=self.kind.ignored)
+        return Objective.sample_mean(self.replica, self.loss, pairs, kind=self.kind)
 
     # --- what the loop calls ---
 

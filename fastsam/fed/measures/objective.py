@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.labels import ignored_label, num_labels
+from fastsam.fed.clients.labels import num_labels
+from fastsam.fed.clients.loss_kind import LossKind, default_kind
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.set_loss import SetLoss
@@ -35,7 +36,7 @@ class Objective:
         loss: Loss,
         batches: Sequence[tuple[Tensor, Tensor, float]],
         sets: Sequence[Sequence[Pair]] | None = None,
-        ignored: int | None = None,
+        kind: LossKind | None = None,
     ) -> None:
         """Make the objective.
 
@@ -45,41 +46,41 @@ class Objective:
             batches: x, y and weight of each batch.
             sets: the batches (x, y) of each set. The value is the mean of the sets' losses. None: all batches are one
                 set.
-            ignored: the label that the loss ignores, or None.
+            kind: the kind of the loss, by default of a loss that was not called on a probe.
         """
-        self.replica, self.loss, self.batches, self.ignored = replica, loss, list(batches), ignored
+        self.replica, self.loss, self.batches = replica, loss, list(batches)
+        self.kind = default_kind(loss) if kind is None else kind
         self.sets = [[(x, y) for x, y, _ in batches]] if sets is None else sets
 
     @classmethod
     def sample_mean(
-        cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH, ignored: int | None = None
+        cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH, kind: LossKind | None = None
     ) -> Objective:
-        """Return the mean over all samples of all `pairs`. `ignored` is the label that the loss ignores, by default the
-        label of torch's losses of classes."""
-        ignored = ignored_label(loss) if ignored is None else ignored
+        """Return the mean over all samples of all `pairs`."""
+        kind = default_kind(loss) if kind is None else kind
         x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-        batches = _batches(x, y, batch, ignored)
+        batches = _batches(x, y, batch, kind.ignored)
         total = _total(batches)
-        return cls(replica, loss, [(a, b, n / total) for a, b, n in batches], ignored=ignored)
+        return cls(replica, loss, [(a, b, n / total) for a, b, n in batches], kind=kind)
 
     @classmethod
     def mean_of(
-        cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH, ignored: int | None = None
+        cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH, kind: LossKind | None = None
     ) -> Objective:
         """Return the mean over the clients of their mean losses, whatever their numbers of samples are. A client
         without a label does not count."""
-        ignored = ignored_label(loss) if ignored is None else ignored
-        clients = [batches for x, y in pairs if (batches := _batches(x, y, batch, ignored))]
+        kind = default_kind(loss) if kind is None else kind
+        clients = [batches for x, y in pairs if (batches := _batches(x, y, batch, kind.ignored))]
         sets, totals = (
             [[(a, b) for a, b, _ in batches] for batches in clients],
             [_total(batches) for batches in clients],
         )
         if len(set(totals)) == 1:  # larger batches have the same gradient
-            means = cls.sample_mean(replica, loss, pairs, batch, ignored).batches
+            means = cls.sample_mean(replica, loss, pairs, batch, kind).batches
         else:
             of_clients = zip(clients, totals, strict=True)
             means = [(a, b, n / total / len(clients)) for batches, total in of_clients for a, b, n in batches]
-        return cls(replica, loss, means, sets, ignored)
+        return cls(replica, loss, means, sets, kind)
 
     @torch.no_grad()
     def value(self, w: Tensor) -> float:
@@ -87,7 +88,7 @@ class Objective:
         self._load(w)
         values = []
         for batches in self.sets:
-            loss = SetLoss(self.loss, self.ignored)
+            loss = SetLoss(self.loss, self.kind)
             for x, y in batches:
                 loss.add(self.replica.module(x), y, len(y))
             values.append(loss.value())

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastsam.fed.clients.labels import accuracy_of, verdicts
+from fastsam.fed.clients.samples import IGNORED
 from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import RESUMABLE
 from fastsam.lab import compare, experiment
@@ -127,9 +129,10 @@ def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torc
     accuracies = []
     for x, y in data.clients:
         inputs = x.to(first.dtype) if x.is_floating_point() else x
-        predictions = [model(part.to(first.device)).argmax(1).cpu() for part in inputs.split(512)]
-        accuracies.append(int((torch.cat(predictions) == y).sum()) / len(y))
-    return np.array(accuracies)
+        parts = zip(inputs.split(512), y.split(512), strict=True)
+        judged = [verdicts(model(a.to(first.device)), b.to(first.device), IGNORED) for a, b in parts]
+        accuracies.append(accuracy_of(torch.cat(judged)))
+    return np.array(accuracies, dtype=np.float64)
 
 
 def changes(table: PaperTable, plans: Mapping[Part, Plan]) -> list[tuple[str, str, str, str]]:

@@ -114,6 +114,18 @@ def test_evaluation_is_over_labelled_samples(name: str, split: str) -> None:
         assert (record["client_accuracy_mean"] == record["test_accuracy"]) == (split == "shared")
 
 
+@pytest.mark.parametrize("split", ["prior", "iid", "shared"])
+def test_a_test_set_without_labels_has_no_accuracy(split: str) -> None:
+    """A loss of a user may take such a set. A loss of torch does not."""
+    x, y = samples(-100, (12,), seed=3)[0]
+    result = fed.run(
+        oracle.smooth_model(), samples(-100, (20, 30)), fed.Ditto(), rounds=1, client_test_split=split,
+        loss=lambda out, y: F.cross_entropy(out, y), test=(x, torch.full_like(y, -100)),
+    )  # fmt: skip
+    record = result.history[-1]
+    assert all(record[key] is None for key in record if "accuracy" in key or key in ("client_worst", "client_best"))
+
+
 def test_clients_without_labels_in_their_test_set_do_not_count() -> None:
     clients, sets = samples(-100, (20, 30)), samples(-100, (9, 8), seed=3)
     sets[0] = sets[0][0], torch.full_like(sets[0][1], -100)

@@ -1,4 +1,4 @@
-"""Losses of sets: one call on all outputs and labels, which kind a loss has, and what only means can do."""
+"""Losses of sets are one call on all outputs and labels. Losses that are not means are recognised, and refused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -78,15 +78,18 @@ def test_a_loss_of_a_batch_is_averaged_by_samples() -> None:
     assert max(sizes) == 100
 
 
+@pytest.mark.parametrize("name", ["MEAN_LIMIT", "LIMIT"])
 @pytest.mark.parametrize("limit", [0, 40_000])
-def test_parts_of_large_sets_are_averaged(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_large_sets_are_averaged(limit: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that cannot be called on the probe has the larger limit."""
     sizes: list[int] = []
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
+        assert name == "MEAN_LIMIT" or len(y) > 20, "the loss is for large batches"
         sizes.append(len(y))
         return F.cross_entropy(out, y)
 
-    monkeypatch.setattr(set_loss, "LIMIT", limit)
+    monkeypatch.setattr(set_loss, name, limit)
     record = run(loss).history[-1]
     assert max(sizes) == 512 + (0 if limit == 0 else 512) and 1300 not in sizes
     monkeypatch.undo()
@@ -106,7 +109,7 @@ def outputs_of(*shape: int) -> Tensor:
 CLASSES, REAL, PLANE = torch.arange(12) % 3, outputs_of(12, 2), torch.arange(12 * 5).reshape(12, 5) % 3
 W = WEIGHTS.float()
 SMALL_WEIGHT = torch.tensor([1.0, 1.0, 1.01])
-KINDS: dict[str, tuple[Any, Tensor, Tensor, bool]] = {
+KINDS: dict[str, tuple[Any, Tensor, Tensor, bool | None]] = {
     "cross entropy": (F.cross_entropy, outputs_of(12, 3), CLASSES, True),
     "smoothed labels": (nn.CrossEntropyLoss(label_smoothing=0.1), outputs_of(12, 3), CLASSES, True),
     "equal weights": (nn.CrossEntropyLoss(weight=torch.full((3,), 2.0)), outputs_of(12, 3), CLASSES, True),
@@ -133,8 +136,8 @@ KINDS: dict[str, tuple[Any, Tensor, Tensor, bool]] = {
     "last dimension": (
         lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), W), outputs_of(12, 5, 3), PLANE, False,
     ),
-    "random": (lambda out, y: F.cross_entropy(F.dropout(out), y), outputs_of(12, 3), CLASSES, True),
-    "of one batch size": (lambda out, y: (out.reshape(12, 3) ** 2).sum(), outputs_of(12, 3), CLASSES, True),
+    "random": (lambda out, y: F.cross_entropy(F.dropout(out), y), outputs_of(12, 3), CLASSES, None),
+    "of one batch size": (lambda out, y: (out.reshape(12, 3) ** 2).sum(), outputs_of(12, 3), CLASSES, None),
 }  # fmt: skip
 
 
@@ -144,13 +147,13 @@ def test_the_kind_of_a_loss(name: str) -> None:
     has_classes = labels.dtype == torch.int64 and labels.dim() == outputs.dim() - 1 and outputs.shape[1] > 2
     has_classes = has_classes and name != "last dimension"
     kind = kind_of(PairLoss(loss), outputs, labels, has_classes, False)
-    assert kind.is_mean == is_mean
+    assert kind.is_mean is is_mean
     assert kind.sample_bytes == (outputs.nbytes + labels.nbytes) / len(labels)
 
 
 def test_the_kinds_of_other_losses() -> None:
     assert kind_of(BatchLoss(lambda model, batch: model(batch).sum()), None, None, False, False).is_mean
-    assert kind_of(PairLoss(lambda out, y: out[0].sum()), (REAL, REAL), CLASSES, False, False).is_mean
+    assert kind_of(PairLoss(lambda out, y: out[0].sum()), (REAL, REAL), CLASSES, False, False).is_mean is None
 
 
 def test_a_loss_keeps_its_state() -> None:

@@ -1,5 +1,6 @@
 """`privacy=fed.Privacy(clip=)` of clients with local parameters: it bounds what is sent, and nothing else."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import fed
+from fastsam.fed.stages.clip import Clip
+from fastsam.fed.update.local_update import ClientResults
 from tests.helpers.fed_runs import same_bits
 
 EXECUTORS = ("sequential", "vmap")
@@ -63,3 +66,12 @@ def test_the_clip_is_of_what_is_sent(algorithm: fed.Algorithm, local: str, optio
         assert same_bits(*parts)
         loose = run(1.001 * norm, algorithm, **common)
         assert same_bits(loose.model, free.model) and same_bits(loose.client_model(i), free.client_model(i))
+
+
+def test_outliers_are_of_what_is_sent() -> None:
+    """Client 0 moves its local head far, and what it sends as far as the others do."""
+    clip = Clip(math.inf, torch.tensor([False, False, True]))
+    delta = torch.tensor([[3.0, 4.0, 100.0], [4.0, 3.0, 1.0]])
+    results = ClientResults((0, 1), delta.clone(), (1, 1), (1, 1), torch.zeros(2), (1, 1))
+    assert clip.process_results(results, None) == pytest.approx([5.0, 5.0])  # type: ignore[arg-type]
+    assert torch.equal(results.delta, delta)
