@@ -28,6 +28,7 @@ from tests.helpers.feature_cases import (
 from tests.helpers.feature_loop import CLIP, EPOCHS, ROUNDS, SHARE, Run
 
 QUICK, ALL = 30, 300
+ADAPTIVE = ("SGD with momentum", "AdamW", "AdamW with its rate", "Adagrad")
 ACTIVE = [[0, 3, 4], [1, 2, 4], [0, 1, 2, 3]]
 
 
@@ -63,15 +64,19 @@ def train(features: Features, executor: str) -> fed.Result:
 
 # Pairs of values that a run refuses before round 1, and a pattern of the message.
 OWN_START = "local_parameters= serves no algorithm with its own start"
+CONSTANT_SHIFT = "optimizer needs plain local steps, or steps of SAM, but FedLESAM"
+MEAN_LOSS = "MimeLite needs a loss that is a mean over samples"
 REFUSED: dict[tuple[str, Any, str, Any], str] = {
     ("algorithm", "fedexp", "personal", True): OWN_START,
     ("algorithm", "fednsam", "personal", True): OWN_START,
-    (
-        "algorithm",
-        "fedexp",
-        "compression",
-        True,
-    ): "compression=.* needs a server that reads only the deltas, but FedExP",
+    ("algorithm", "fedexp", "compression", True): "needs a server that reads only the deltas, but FedExP",
+    ("algorithm", "fedexp", "schedule", "server"): "server_lr=.* needs a server's step with a learning rate",
+    ("algorithm", "mimelite", "loss", "class weights"): MEAN_LOSS,
+    ("algorithm", "mimelite", "loss", "sum"): MEAN_LOSS,
+    ("model", "batch norm", "measure", "train"): "buffers='average' changes them",
+    ("model", "batch norm", "measure", "consistency"): "buffers='average' changes them",
+    ("loss", "dicts", "measure", "train"): "the measures train read the loss over pairs of tensors",
+    **{("algorithm", "fedlesam", "optimizer", name): CONSTANT_SHIFT for name in ADAPTIVE},
 }
 
 

@@ -167,6 +167,10 @@ class Algorithm:
         whose rate cannot be known."""
         return False
 
+    def uses_server_lr(self) -> bool:
+        """Return True if the server's step has a learning rate. Otherwise a run refuses `server_lr`."""
+        return True
+
     def init_server(self, w0: Tensor) -> State:
         """Return the server's state before the first round; "w" is the global model."""
         return {"w": w0}
@@ -226,15 +230,6 @@ def has_loop(algorithm: object) -> bool:
     """Return True if an algorithm, or the algorithm that it wraps, overrides `train_client`."""
     method = getattr(getattr(algorithm, "inner", algorithm), "train_client", None)
     return method is not None and getattr(method, "__func__", method) is not Algorithm.train_client
-
-
-def no_server_lr(algorithm: object, round: Round) -> None:
-    """Raise ValueError for a run with a server's learning rate, for an algorithm whose server's step has none."""
-    if round.server_lr != 1:
-        raise ValueError(
-            f"the server's step of {type(algorithm).__name__} has no learning rate: leave server_lr at 1, got "
-            f"{round.server_lr:g}; in a comparison, set server_lr in the table of the algorithm that uses it"
-        )
 
 
 def apply_update(w: Tensor, update: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from fastsam.fed.algorithms.base import (
     Upload,
     apply_update,
     hparam,
-    no_server_lr,
 )
 from fastsam.fed.common.checks import decay_rate, number
 
@@ -61,9 +60,11 @@ class DynamicRegularizer(Algorithm):
         H = apply_update(server["H"], aggregate.sum("dh") / round.num_clients)
         return {**new_state, "H": H, "w": apply_update(server["w"], aggregate.mean("delta") + H.double())}
 
+    def uses_server_lr(self) -> bool:
+        return False
+
     def phi_of(self, round: Round) -> float:
-        """Return the proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""
-        no_server_lr(self, round)
+        """Return the proximal coefficient of the round."""
         return decay_rate("phi", self.phi, "phi_decay", self.phi_decay, round.index)
 
 

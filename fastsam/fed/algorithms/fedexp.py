@@ -19,7 +19,6 @@ from fastsam.fed.algorithms.base import (
     Upload,
     apply_update,
     hparam,
-    no_server_lr,
 )
 from fastsam.fed.common.checks import choice, number
 
@@ -47,11 +46,13 @@ class FedExP(Algorithm):
     eps: float = hparam(1e-3, number, greater_than=0)
     average: bool = hparam(True, choice, (True, False))
 
+    def uses_server_lr(self) -> bool:
+        return False
+
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "x": w0}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        no_server_lr(self, round)
         return LocalUpdate(start=server["x"])
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:

@@ -81,6 +81,9 @@ class FedSMOO(DynamicRegularizer):
         """The perturbed copy, mu_i, s, and q."""
         return 3 + self.dyn
 
+    def uses_server_lr(self) -> bool:
+        return not self.dyn
+
     def init_server(self, w0: Tensor) -> State:
         start = super().init_server(w0) if self.dyn else Algorithm.init_server(self, w0)
         zero = torch.zeros_like(w0)

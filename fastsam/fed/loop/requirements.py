@@ -73,7 +73,7 @@ class Facts:
 
 def check(facts: Facts) -> None:
     """Raise ValueError for the first contradiction in a run."""
-    for part in (_of_steps, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes, _of_loss):
+    for part in (_of_steps, _of_server, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes, _of_loss):
         for request, needs, lack, remedy in part(facts):
             raise ValueError(f"{request} needs {needs}, but {lack}. {remedy}")
 
@@ -110,6 +110,14 @@ def _of_steps(facts: Facts) -> Iterator[Contradiction]:
     if unmet_needs:
         lack = f"{facts.name} has steps with {', '.join(unmet_needs)}"
         yield "optimizer", "plain local steps, or steps of SAM", lack, "Use another algorithm, or leave optimizer out"
+
+
+def _of_server(facts: Facts) -> Iterator[Contradiction]:
+    server_lr, method = facts.settings.server_lr, getattr(facts.algorithm, "uses_server_lr", None)
+    if server_lr != 1 and method is not None and not method():
+        remedy = "Leave server_lr at 1; in a comparison, set it in the table of the algorithm that uses it"
+        needs = "a server's step with a learning rate"
+        yield f"server_lr={server_lr!r}", needs, f"the server's step of {facts.name} has none", remedy
 
 
 def _uses_lr(algorithm: Any) -> bool:
@@ -238,6 +246,9 @@ def _of_loss(facts: Facts) -> Iterator[Contradiction]:
     if kind.is_mean is not False:
         return
     lack = f"{kind.name} of a set is not the mean over its parts"
+    if facts.update is not None and facts.update.full_gradient:
+        needs = "a loss that is a mean over samples, because a client's full gradient is a mean over batches"
+        yield facts.name, needs, lack, "Use a loss without class weights and with reduction='mean'"
     for name in facts.measures:
         if name in OF_GRADIENTS:
             remedy = "Use a loss without class weights and with reduction='mean', or leave the measure out"

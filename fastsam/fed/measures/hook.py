@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from fastsam.fed.update.local_update import ClientResults, Snapshot
 from fastsam.fed.update.model_copy import Replica
 
 ALONG_THE_PATH = frozenset({"perturbation_drift", "smoothness", "drifts"})
+WITHOUT_DATA = frozenset({"consistency", "drifts", "dual_gap"})
 _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 
@@ -84,18 +86,25 @@ class RoundMeasures:
         self.names, self.options, self.rounds, self.batch_size = names, options, rounds, batch_size
         kind = default_kind(loss) if kind is None else kind
         self.classifies, self.loss, self.kind = classifies, loss, kind
-        if population.batch_reason:
+        if population.batch_reason and (readers := [name for name in names if name not in WITHOUT_DATA]):
             raise ValueError(
-                f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batch_reason}. "
-                "Use metrics=, or an object with your measures"
+                f"the measures {', '.join(readers)} read the loss over pairs of tensors, and "
+                f"{population.batch_reason}. Use metrics=, or an object with your measures"
             )
-        device = population.device
-        self.replica = Replica.new(model, layout, device)
-        self.pairs = subset(population.clients.pairs, options.samples, seed)
-        self.sample_mean = self._objective(self.pairs)
-        self.fair = Objective.mean_of(self.replica, loss, self.pairs, kind=kind)
+        self.replica = Replica.new(model, layout, population.device)
+        self.pairs = [] if population.batch_reason else subset(population.clients.pairs, options.samples, seed)
         self._round = -1
         self._results = _RoundResults()
+
+    @cached_property
+    def sample_mean(self) -> Objective:
+        """The mean loss over all samples."""
+        return self._objective(self.pairs)
+
+    @cached_property
+    def fair(self) -> Objective:
+        """The mean of the clients' mean losses."""
+        return Objective.mean_of(self.replica, self.loss, self.pairs, kind=self.kind)
 
     def _objective(self, pairs: Sequence[Pair]) -> Objective:
         """Return the mean loss over the samples of `pairs`."""
