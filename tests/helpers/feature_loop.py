@@ -156,7 +156,7 @@ class Run:
         self.method.begin(visit)
         origin = self._own(visit.client, self.method.origin(visit))
         w = [nn.Parameter(p.clone()) for p in origin]
-        velocity, phi = zeros(w), self.method.proximal(visit.t)
+        velocity, phi = zeros(origin), self.method.proximal(visit.t)
         optimizer = None if self.optimizer is None else self.optimizer(w, lr=visit.lr)
         for indices in visit.batches:
             at = [p.detach().clone() for p in w]
