@@ -16,13 +16,13 @@ from unittest import mock
 from bench.fed import ours
 from bench.fed.workload import Workload
 from fastsam.fed.executors.gradient_passes import Passes
-from fastsam.fed.executors.row_state import RowSlice
+from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.sums.fixed_point import FixedPointSum
 
 INSIDE: tuple[tuple[Any, str], ...] = (
     (Passes, "run"),
-    (RowSlice, "perturb"),
-    (RowSlice, "update"),
+    (LocalRows, "perturb"),
+    (LocalRows, "update"),
     (FixedPointSum, "add_"),
 )
 

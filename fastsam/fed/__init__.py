@@ -23,7 +23,7 @@ Where to read on:
     executors/task.py            the work of one client: batches, orders, seeds
     executors/client.py          the client as a loop of an algorithm sees it (`Algorithm.train_client`)
     executors/local_work.py      the local work of one client, whichever way
-    executors/client_trainer.py  the local steps of one client; `row_state.py` has their kernel calls (the folder
+    executors/client_trainer.py  the local steps of one client; `local_rows.py` has their kernel calls (the folder
                                  kernels/, imported as `fastsam_kernels`; `reference.py` maps a call), and the other
                                  files of `executors/` schedule several clients
     stages/order.py              what a run does between the clients' work and the server's step

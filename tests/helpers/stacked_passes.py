@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
+from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.replay import PassResult
-from fastsam.fed.executors.row_state import RowSlice, RowState
+from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.stacked import StackedPasses
 from fastsam.fed.update.model_copy import Replica, trainable
 from tests.helpers.setups import setup_of
@@ -18,22 +19,22 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}
 
 def make_passes(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, rows: int = 5
-) -> tuple[StackedPasses, RowSlice]:
+) -> tuple[StackedPasses, LocalRows]:
     """Return passes of `rows` rows with different weights, and the slice of all rows."""
     layout = Layout.from_tensors(trainable(model))
     setup = setup_of(model, loss=loss, backend="auto")
     replica = Replica(model, layout, Arena(layout).field("w", setup.dtype)[0])
-    row_slice = RowSlice(RowState(setup, rows), slice(0, rows))
-    row_slice.z.copy_(torch.stack([(1 - 0.1 * i) * replica.row for i in range(rows)]))
-    return StackedPasses(replica, layout, setup), row_slice
+    stacked_rows = LocalRows(RowMemory(setup, rows), slice(0, rows))
+    stacked_rows.z.copy_(torch.stack([(1 - 0.1 * i) * replica.row for i in range(rows)]))
+    return StackedPasses(replica, layout, setup), stacked_rows
 
 
-def same(passes: StackedPasses, row_slice: RowSlice, x: Tensor, y: Tensor) -> PassResult:
+def same(passes: StackedPasses, stacked_rows: LocalRows, x: Tensor, y: Tensor) -> PassResult:
     """Compare a replayed pass with the plain pass."""
-    result = passes.replays.run(row_slice.leaves, x, y)
+    result = passes.replays.run(stacked_rows.leaves, x, y)
     assert result is not None, "nothing is replayed"
     losses, grads, slots = result
-    plain, expected = passes.plain(row_slice, x, y)
+    plain, expected = passes.plain(stacked_rows, x, y)
     tolerance = TOLERANCE[plain.dtype]
     assert slots == expected.slots
     assert torch.allclose(losses, plain, rtol=tolerance, atol=tolerance)

@@ -31,23 +31,17 @@ class SetLoss:
     def __init__(self, loss: Callable[[Any, Any], Tensor] | None, kind: LossKind) -> None:
         self.loss, self.kind = loss, kind
         self._limit = MEAN_LIMIT if kind.is_mean else LIMIT
-        self._batches: list[tuple[Any, Any]] = []  # outputs and labels of the current part
-        self._samples = self._nbytes = 0  # size of the current part
+        self._batches: list[tuple[Any, Any, int]] = []  # outputs, labels and numbers of samples of the current part
+        self._nbytes = 0  # size of its batches, 0 before the second one
         self._parts: list[tuple[float, Any, int]] = []  # losses, labels and numbers of samples
 
     def add(self, outputs: Any, labels: Any, samples: int) -> None:
         """Add the outputs and labels of a batch."""
-        can_join = _has_rows(outputs, samples) and _has_rows(labels, samples)
-        nbytes = outputs.nbytes + labels.nbytes if can_join else 0
-        fits = can_join and self._nbytes + nbytes <= self._limit and self._is_like_last(outputs, labels)
-        if not fits:
+        if self._batches and not self._joins(outputs, labels, samples):
             self._finish_part()
-        if can_join and outputs.is_cuda:  # the next pass of a model in a CUDA graph overwrites its outputs
+        if isinstance(outputs, Tensor) and outputs.is_cuda:  # the next pass of a model in a CUDA graph overwrites them
             outputs = outputs.clone()
-        self._batches.append((outputs, labels))
-        self._samples, self._nbytes = self._samples + samples, self._nbytes + nbytes
-        if not can_join:
-            self._finish_part()
+        self._batches.append((outputs, labels, samples))
 
     def add_mean(self, value: float, samples: int) -> None:
         """Add the mean loss of some samples."""
@@ -55,7 +49,8 @@ class SetLoss:
 
     def value(self) -> float:
         """Return the loss of all samples, NaN if no sample has a label."""
-        self._finish_part()
+        if self._batches:
+            self._finish_part()
         if len(self._parts) == 1:
             value, _, samples = self._parts[0]
             return value * samples / samples  # with the rounding of several parts
@@ -63,22 +58,25 @@ class SetLoss:
         pairs = [(value, weight) for (value, _, _), weight in zip(self._parts, weights, strict=True) if weight]
         return sum(value * weight for value, weight in pairs) / sum(weights) if pairs else math.nan
 
-    def _is_like_last(self, outputs: Tensor, labels: Tensor) -> bool:
-        """Return True if a batch has the shapes and dtypes of the batches of the current part."""
-        pairs = zip(self._batches[-1], (outputs, labels), strict=True) if self._batches else ()
-        return all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in pairs)
+    def _joins(self, outputs: Any, labels: Any, samples: int) -> bool:
+        """Return True if a batch can be joined with the batches of the current part."""
+        last_outputs, last_labels, last_samples = self._batches[-1]
+        pairs = (last_outputs, outputs), (last_labels, labels)
+        if not all(_has_rows(a, last_samples) and _has_rows(b, samples) for a, b in pairs):
+            return False
+        self._nbytes = (self._nbytes or last_outputs.nbytes + last_labels.nbytes) + outputs.nbytes + labels.nbytes
+        is_alike = all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in pairs)
+        return is_alike and self._nbytes <= self._limit
 
     def _finish_part(self) -> None:
         """Call the loss on the current part."""
-        if not self._batches:
-            return
         assert self.loss is not None
-        outputs, labels = self._batches[0]
+        outputs, labels, samples = self._batches[0]
         if len(self._batches) > 1:
-            outputs, labels = (torch.cat(tensors) for tensors in zip(*self._batches, strict=True))
-        self._batches = []
-        self._parts.append((float(self.loss(outputs, labels)), labels, self._samples))
-        self._samples = self._nbytes = 0
+            *tensors, numbers = zip(*self._batches, strict=True)
+            outputs, labels, samples = *map(torch.cat, tensors), sum(numbers)
+        self._parts.append((float(self.loss(outputs, labels)), labels, samples))
+        self._batches, self._nbytes = [], 0
 
 
 def _has_rows(x: object, samples: int) -> bool:

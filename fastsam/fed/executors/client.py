@@ -71,14 +71,14 @@ class Client:
     @property
     def w(self) -> Tensor:
         """The unperturbed weights, a view that changes with the steps."""
-        w = self._row.row_slice.w
+        w = self._row.rows.w
         return self._row.z[0] if w is None else w[0]
 
     @w.setter
     def w(self, weights: Tensor) -> None:
         self._row.z[0].copy_(weights)
-        if self._row.row_slice.w is not None:
-            self._row.row_slice.w[0].copy_(weights)
+        if self._row.rows.w is not None:
+            self._row.rows.w[0].copy_(weights)
 
     @property
     def delta(self) -> Tensor:
@@ -92,13 +92,9 @@ class Client:
         Raises:
             ValueError: `local_update` gave none.
         """
-        row_slice = self._row.row_slice
-        if row_slice.q is None:
+        if self._row.rows.q is None:
             raise ValueError("there is no gradient_offset to change; return LocalUpdate(gradient_offset=...)")
-        vector = row_slice.field("gradient_offset")
-        if row_slice.q is not vector:
-            row_slice.q = vector.copy_(row_slice.q)
-        return vector[0]
+        return self._row.rows.own_gradient_offset()[0]
 
     # --- data ---
 
@@ -117,8 +113,7 @@ class Client:
 
     def full_batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield all samples once in batches (x, y), in stored order."""
-        for x, y, _ in self._read(self._task.full_batches()):
-            yield x, y
+        yield from self._read(self._task.full_batches())
 
     def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches until the executor stops the loop. An error in reading is an error of the client."""
@@ -153,7 +148,7 @@ class Client:
             ValueError: there is a `first_objective`, but `local_update` gave no direction that has a first gradient.
         """
         row = self._row
-        if first_objective is not None and not row.row_slice.variant.two_passes:
+        if first_objective is not None and not row.rows.variant.two_passes:
             raise ValueError("first_objective needs a LocalUpdate whose direction is found by a gradient")
         row.penalty, row.first_objective = penalty, first_objective
         if not self._is_new_batch:
@@ -180,7 +175,7 @@ class Client:
         row.penalty = penalty
         self.backward_passes += 1
         with row.client_errors:
-            loss, gradients = row.pass_without_buffers(row.k, x, y)
+            loss, gradients = row.pass_without_buffers(x, y)
         if self._first is None:
             self._gradient_loss = loss, self._size_of(y)
         return gradients
@@ -212,16 +207,16 @@ class Client:
         Raises:
             ValueError: `local_update` gave no direction that is found by a gradient.
         """
-        row_slice = self._row.row_slice
-        if not row_slice.variant.two_passes:
+        rows = self._row.rows
+        if not rows.variant.two_passes:
             raise ValueError("perturb() needs local_update to return LocalUpdate(Direction.GRADIENT, rho=...)")
         if rho is None:
-            row_slice.perturb(gradients)
+            rows.perturb(gradients)
         else:
-            radius = row_slice.hparams[0, 0, HParam.RHO]
+            radius = rows.hparams[0, 0, HParam.RHO]
             usual = radius.clone()
             radius.fill_(rho)
-            row_slice.perturb(gradients)
+            rows.perturb(gradients)
             radius.copy_(usual)  # other steps, and the row's next clients, have the local update's radius
         self._first = gradients
 
@@ -237,9 +232,9 @@ class Client:
         if isinstance(gradients, Tensor):
             layout = row.setup.layout
             gradients = Gradients(layout.views(gradients), tuple(range(len(layout.segments))), layout.table)
-        if row.row_slice.variant.has_schedule:
+        if row.rows.variant.has_schedule:
             row.set_schedule()
-        row.row_slice.update(gradients, self._first)
+        row.rows.update(gradients, self._first)
         self._first = None
         row.k += 1
         if self._gradient_loss is not None:
@@ -281,7 +276,7 @@ class Client:
         row = self._row
         self._sum_losses()
         self.has_phases = True
-        row.row_slice.begin(row.z[0].clone())
+        row.rows.restart(row.z[0].clone())
 
     def begin(self, start: Tensor, update: LocalUpdate | None = None) -> None:
         """Begin with another model of this client, from the weights `start` and the client's first buffers.
@@ -302,7 +297,7 @@ class Client:
         """Begin at the weights `start` and measure `delta` from there, for methods with several global models."""
         row = self._row
         row.start = start
-        row.row_slice.begin(start)
+        row.rows.restart(start)
 
     def second_model(self, start: Tensor) -> SecondModel:
         """Return a second model that is trained in lock step, from the weights `start`. It has the learning rate that
@@ -311,7 +306,7 @@ class Client:
         row = self._row
         if row.second_model is None:
             row.second_model = SecondModel(row.setup)
-        row.second_model.begin(start, row.row_slice.hparams[0, 0, HParam.LR])
+        row.second_model.begin(start, row.rows.hparams[0, 0, HParam.LR])
         return row.second_model
 
     def teacher(self, weights: Tensor, index: int = 0) -> nn.Module:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.batch_gatherer import Batch, BatchGatherer
-from fastsam.fed.executors.row_state import RowSlice
+from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.task import Task
 from fastsam.fed.update.local_update import ClientResults, Snapshot
 from fastsam.fed.update.model_copy import buffer_displacement
-from fastsam.fed.update.pilot import Pilot
 from fastsam.fed.update.variant import StepVariant
 
-WeightedBatch = tuple[Tensor, Tensor, float]  # a batch, and its share in a mean
+WeightedBatch = tuple[Tensor, Tensor, Sequence[float]]  # a batch of several clients, and its share in their means
 
 
 @dataclass(slots=True)
@@ -39,7 +38,6 @@ class ClientBlock:
         snapshots: copied rows of each client.
         k: number of steps taken.
         extra_backward_passes: number of backward passes before the first step.
-        norms: running means of the norms of a pilot's gradients, float64 `[clients]`.
         error: error for which its clients are excluded.
         cached_batch: index and batch of the next step, if batches are the client's own.
     """
@@ -57,7 +55,6 @@ class ClientBlock:
     snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
     extra_backward_passes: int = 0
-    norms: Tensor | None = None
     error: ClientError | None = None
     cached_batch: tuple[int, Batch] | None = None
 
@@ -105,14 +102,12 @@ class ClientBlock:
         except Exception as error:
             raise client_error([self], error) from error
 
-    def at_start(self, pilot: Pilot | None) -> Iterator[WeightedBatch]:
-        """Yield every client's batches for its gradient at the start, `[clients, batch, ...]`: all samples, or a
-        pilot's. Raises ClientError."""
-        full = [task.full_batches() if pilot is None else task.first(pilot.batches) for task in self.tasks]
+    def at_start(self) -> Iterator[WeightedBatch]:
+        """Yield every client's batches for its gradient at the start, `[clients, batch, ...]`. Raises ClientError."""
         try:
-            for batches in zip(*full, strict=True):
+            for batches in zip(*(task.batches_at_start() for task in self.tasks), strict=True):
                 x, y, shares = zip(*batches, strict=True)
-                yield torch.stack(x), torch.stack(y), shares[0]
+                yield torch.stack(x), torch.stack(y), shares
         except Exception as error:
             raise client_error([self], error) from error
 
@@ -155,7 +150,7 @@ def slots_of(blocks: Sequence[ClientBlock]) -> list[int]:
     return [slot for block in blocks for slot in range(block.slot, block.end)]
 
 
-def neighbours(blocks: Sequence[ClientBlock]) -> bool:
+def are_neighbours(blocks: Sequence[ClientBlock]) -> bool:
     """Return True if the blocks' slots are contiguous."""
     return blocks[-1].end - blocks[0].slot == sum(len(block.tasks) for block in blocks)
 
@@ -175,29 +170,23 @@ def rows_to_keep(blocks: Sequence[ClientBlock]) -> list[tuple[int, dict[int, Sna
     return [(row, snapshots, k) for row, (k, task, snapshots) in enumerate(clients) if k in task.snapshots]
 
 
-def row_ends(
-    blocks: Sequence[ClientBlock], row_slice: RowSlice, start: Tensor, buffers: Sequence[Tensor]
+def results_of(
+    blocks: Sequence[ClientBlock], rows: LocalRows, start: Tensor, buffers: Sequence[Tensor]
 ) -> ClientResults:
-    """Return the results of clients whose rows are in `row_slice`. All have the same fields, and no buffer was
-    changed."""
+    """Return the results of clients in `rows`. Their steps are of one variant, and no buffer was changed."""
     update, clients = blocks[0].tasks[0].update, [task.client for task in tasks_of(blocks)]
     block_of_client = [block for block in blocks for _ in block.tasks]
     buffer_deltas = buffer_displacement(buffers, buffers) if buffers else None
     return ClientResults(
         client_ids=clients,
-        delta=row_slice.z
-        - (row_slice.field("begin") if row_slice.variant.constant or update.start is not None else start),
         num_steps=[block.k for block in block_of_client],
         backward_passes=[block.k * update.backward_passes + block.extra_backward_passes for block in block_of_client],
-        losses=row_slice.losses.clone(),
+        losses=rows.losses.clone(),
         num_samples=[block.num_samples for block in block_of_client],
         buffers=None if buffer_deltas is None else buffer_deltas.expand(len(clients), -1),
-        dual=None if update.dual is None else row_slice.field("dual").clone(),
-        eps=None if update.dual is None else row_slice.field("eps").clone(),
-        gradient=row_slice.field("gradient").clone() if update.full_gradient or update.pilot is not None else None,
-        norms=None if update.pilot is None else torch.cat([block.norms for block in blocks if block.norms is not None]),
         snapshots=[snapshots for block in blocks for snapshots in block.snapshots],
         start=_starts(tasks_of(blocks)),
+        **rows.results(start),
     )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastsam.fed.executors.client_block import ClientBlock
 from fastsam.fed.executors.cuda import Cuda
+from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.replay import Function, Replays
-from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.task import Setup
 
 MAX_GRAPHS = 16  # graphs, each with its own memory; later sorts train step by step
@@ -51,15 +51,15 @@ class EpochGraphs:
         self.cuda.synchronize()
         self._graphs.clear()
 
-    def train(self, block: ClientBlock, row_slice: RowSlice, replays: Replays, step: Step) -> bool:
-        """Run the block's next epoch in the rows of `row_slice`, whose variant is set. Return False if its steps must
+    def train(self, block: ClientBlock, rows: LocalRows, replays: Replays, step: Step) -> bool:
+        """Run the block's next epoch in the rows of `rows`, whose variant is set. Return False if its steps must
         be taken one by one."""
         if block.k % block.epoch or block.gatherer is None or block.tasks[0].setup.population.clients.store is None:
             return False
         if any(task.snapshots for task in block.tasks) or block.k + block.epoch > block.steps:
             return False
-        ends = row_slice.s is not None and block.k + block.epoch == block.steps
-        key = (row_slice.part.start, row_slice.part.stop, row_slice.variant, block.tasks[0].samples, ends)
+        ends = rows.variant.has_dual and block.k + block.epoch == block.steps
+        key = (rows.part.start, rows.part.stop, rows.variant, block.tasks[0].samples, ends)
         epoch = self._graphs.get(key)
         functions = () if epoch is not None else self._functions(key, block, replays)
         if functions is None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.row_state import RowSlice, RowState
+from fastsam.fed.executors.local_rows import LocalRows
+from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.update.local_update import LocalUpdate
 from fastsam.fed.update.model_copy import Replica
@@ -25,36 +25,35 @@ class SecondModel:
     def __init__(self, setup: Setup) -> None:
         if setup.options.optimizer is not None:
             raise ValueError("optimizer does not serve second models. Use another algorithm, or leave optimizer out")
-        rows = RowState(setup, 1)
-        self._row_slice = RowSlice(rows, slice(0, 1))
-        self._numbers = rows.hparams[0, 0]
-        self._numbers.copy_(torch.tensor(rows.numbers(LocalUpdate(), 0.0), dtype=torch.float64))
-        self.w = self._row_slice.z[0]
+        memory = RowMemory(setup, 1)
+        memory.write_numbers(slice(0, 1), [LocalUpdate()], 0.0)
+        self._rows, self._numbers = LocalRows(memory, slice(0, 1)), memory.hparams[0, 0]
+        self.w = self._rows.z[0]
 
     def begin(self, start: Tensor, lr: Tensor) -> None:
         """Begin a client's round at the weights `start`, `[row_size]`, without momentum. `lr` is a scalar tensor."""
         self._numbers[HParam.LR] = lr
-        self._row_slice.begin(start)
+        self._rows.restart(start)
 
     def update(self, gradients: Gradients, weight: Tensor | float = 1.0) -> None:
         """Take a step along `weight` times the gradients, with the run's clipping, momentum and weight decay."""
         self._numbers[HParam.G2_COEF] = weight
-        self._row_slice.update(gradients, None)
+        self._rows.update(gradients, None)
 
 
 class Teachers:
     """The teachers of the clients that train in one row, models in evaluation mode. Each is made when it is first
     needed."""
 
-    def __init__(self, setup: Setup, row_slice: RowSlice) -> None:
-        self._setup, self._row_slice = setup, row_slice
+    def __init__(self, setup: Setup, rows: LocalRows) -> None:
+        self._setup, self._rows = setup, rows
         self._models: dict[int, tuple[Replica, Tensor, Sequence[Tensor]]] = {}  # with their weights and buffers
 
     def get(self, index: int, weights: Tensor, buffers: Sequence[Tensor]) -> nn.Module:
         """Return teacher `index` with these weights `[row_size]` and buffers, which are copied if it has others."""
         entry = self._models.get(index)
         if entry is None:
-            row = self._row_slice.field(f"teacher {index}")[0]
+            row = self._rows.field(f"teacher {index}")[0]
             replica = Replica(self._setup.model, self._setup.layout, row)
             replica.module.eval()
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ class Gradients:
         """Return the norms of the gradients of each row, float64 `[rows]`."""
         squares = [g.reshape(rows, -1).double().square().sum(1) for g in self.tensors]
         return torch.stack(squares).sum(0).sqrt()
+
+    def of_rows(self, rows: slice) -> Gradients:
+        """Return the gradients `[rows, *shape]` of some rows."""
+        return Gradients([g[rows] for g in self.tensors], self.slots, self.table)
 
     def like(self, template: Gradients) -> list[Tensor]:
         """Return these gradients for the parameters of `template`, zeros for missing ones."""
@@ -87,23 +92,15 @@ class Passes:
                 "another algorithm"
             )
 
-    def mean_gradient(self, batches: Iterable[tuple[Any, Any, float]], out: Tensor, norms: Tensor | None = None) -> int:
-        """Write the mean gradient over batches with these shares, in evaluation mode, into `out` `[row_size]`, and add
-        the mean of their norms to `norms`, float64 `[1]`. Return the number of batches."""
-        views, num_batches = self.layout.views(out.zero_()), 0
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Run the passes inside in evaluation mode."""
         training = self.replica.module.training
         self.replica.module.eval()
         try:
-            for x, y, share in batches:
-                _, gradients = self.run(x, y)
-                for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
-                    views[slot].add_(g, alpha=share)
-                if norms is not None:
-                    norms.add_(gradients.norms(1), alpha=share)
-                num_batches += 1
+            yield
         finally:
             self.replica.module.train(training)
-        return num_batches
 
     def _gradients(self) -> Gradients:
         parameters = self.replica.parameters

@@ -17,7 +17,7 @@ from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.recording import difference, python_state
 from fastsam.fed.executors.streams import Lane, Streams
 from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.update.local_update import ClientResults, LocalUpdate
+from fastsam.fed.update.local_update import ClientResults
 from fastsam.fed.update.model_copy import Replica
 
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
@@ -34,7 +34,7 @@ class CapturableTrainer(ClientTrainer):
     """
 
     def __init__(self, setup: Setup, random: PassRandomness) -> None:
-        super().__init__(setup, random)
+        super().__init__(setup, random, copies=True)
         self.counter = torch.zeros(1, dtype=torch.int64, device=setup.device)
         self.loss_buffer: Tensor | None = None  # losses, in the order of the steps
         self.places = torch.zeros(0, dtype=torch.int64, device=setup.device)  # 0, 1, ...: one for each of them
@@ -43,18 +43,6 @@ class CapturableTrainer(ClientTrainer):
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         super().open(task, start, buffers)
         self.counter.zero_()
-        if task.update.dual is not None:
-            self.eps = self.row_slice.field("eps")
-
-    def _begin(self, update: LocalUpdate) -> None:
-        super()._begin(update)
-        if self.row_slice.q is not None and update.gradient_offset is not None:
-            self.row_slice.q = self.row_slice.field("gradient_offset").copy_(self.row_slice.q)
-        if self.row_slice.s is not None and update.server_perturbation is not None:
-            self.row_slice.s = self.row_slice.field("server_perturbation").copy_(self.row_slice.s)
-        self.row_slice.vectors = {
-            name: self.row_slice.field(name).copy_(v) for name, v in self.row_slice.vectors.items()
-        }
 
     def _make_room(self, dtype: torch.dtype) -> None:
         """Allocate a buffer for the losses of a client, long enough for every client of the run."""
@@ -63,10 +51,8 @@ class CapturableTrainer(ClientTrainer):
         self.loss_buffer = torch.zeros(steps, dtype=dtype, device=self.z.device)
         self.places = torch.arange(steps, device=self.z.device)
 
-    def step(self, k: int, x: Tensor, y: Tensor) -> None:
-        if self.eps is not None:
-            self.eps.zero_()  # the last step's eps remains, without parameters that had no gradient in it
-        super().step(k, x, y)
+    def step(self, x: Tensor, y: Tensor) -> None:
+        super().step(x, y)
         loss = self.losses.pop()
         if self.loss_buffer is None:
             self._make_room(loss.dtype)
@@ -176,7 +162,7 @@ class Graph(Streams):
         for lane in busy:
             with self.cuda.use(lane.stream), lane.row.client_errors:
                 batch = next(lane.row.batches, None)
-                if batch is not None and lane.row.row_slice.variant.has_schedule:
+                if batch is not None and lane.row.rows.variant.has_schedule:
                     lane.row.set_schedule()
             if batch is None:
                 finished_lanes.append(lane)
@@ -201,18 +187,18 @@ class Graph(Streams):
         row = lane.row
         assert isinstance(row, CapturableTrainer)
         keeps_snapshot = row.k in row.task.snapshots or not all(map(fills, batch))
-        return None if keeps_snapshot else (row.row_slice.variant, shape_of(batch))
+        return None if keeps_snapshot else (row.rows.variant, shape_of(batch))
 
     def _own_step(self, lane: Lane, batch: Batch) -> None:
         row, sort = lane.row, self._sort(lane, batch)
         assert isinstance(row, CapturableTrainer)
         with self.cuda.use(lane.stream), row.client_errors:
             if sort is None:
-                row.step(row.k, *batch)
+                row.step(*batch)
                 return
             self._copy([(row, batch)])
             inputs = row.static(batch)
-            self._replay((row, sort), lambda: row.step(-1, *inputs), lane.stream)
+            self._replay((row, sort), lambda: row.step(*inputs), lane.stream)
 
     def _joint_step(self, ready: Sequence[tuple[Lane, Batch]], key: Hashable) -> None:
         for lane, _ in ready:
@@ -254,7 +240,7 @@ class Graph(Streams):
             row = lane.row
             assert isinstance(row, CapturableTrainer)
             with self.cuda.use(lane.stream), row.client_errors:
-                row.step(-1, *row.static(batch))
+                row.step(*row.static(batch))
         for lane, _ in ready:
             self.joint.wait_stream(lane.stream)
 

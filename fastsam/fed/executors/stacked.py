@@ -20,8 +20,9 @@ from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import copy_with_strides
+from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.replay import Replays, agree
-from fastsam.fed.executors.row_state import RowSlice, RowState
+from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.update.model_copy import Replica
@@ -81,18 +82,18 @@ class StackedPasses:
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
-    def run(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def run(self, rows: LocalRows, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """Run a pass on x and y, `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use
         is left out of the gradients."""
-        result = self.replays.run(row_slice.leaves, x, y)
+        result = self.replays.run(rows.leaves, x, y)
         if result is None:
-            return self.plain(row_slice, x, y)
+            return self.plain(rows, x, y)
         losses, grads, slots = result
         return losses, Gradients(grads, slots, self.layout.subtable(slots))
 
-    def plain(self, row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def plain(self, rows: LocalRows, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """Run a pass through the model's Python code, torch.vmap and autograd. This is the meaning of `run`."""
-        losses, grads = self.gradients(row_slice.leaves, x, y)
+        losses, grads = self.gradients(rows.leaves, x, y)
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
         return losses, Gradients(present, slots, self.layout.subtable(slots))
@@ -209,40 +210,40 @@ def why_not(setup: Setup) -> str | None:
         return f"torch.vmap cannot map the model or the loss over clients ({type(error).__name__}: {first})"
 
 
-def _trial_rows(setup: Setup) -> tuple[Replica, RowSlice]:
+def _trial_rows(setup: Setup) -> tuple[Replica, LocalRows]:
     """Return a copy of the model in training mode, and two rows of other weights."""
     replica = Replica.new(setup.model, setup.layout, setup.device)
     replica.module.train()
-    row_slice = RowSlice(RowState(setup, 2), slice(0, 2))
-    row_slice.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
-    return replica, row_slice
+    rows = LocalRows(RowMemory(setup, 2), slice(0, 2))
+    rows.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
+    return replica, rows
 
 
 def has_row_program(setup: Setup) -> bool:
     """Return True if clients with batches like the example have a row program. Only for models that can be stacked."""
     if setup.example is None:
         return False
-    replica, row_slice = _trial_rows(setup)
+    replica, rows = _trial_rows(setup)
     replays = StackedPasses(replica, setup.layout, setup).replays
     x, y = (torch.stack([part, part]) for part in setup.example)
-    replays.run(row_slice.leaves, x, y)
+    replays.run(rows.leaves, x, y)
     return replays.has_row_pass(x, y)
 
 
 def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     layout = setup.layout
-    replica, row_slice = _trial_rows(setup)
+    replica, rows = _trial_rows(setup)
     batches = [(x, y), (x.flip(0), y.flip(0))]
     x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-    losses, stacked_grads = StackedPasses(replica, layout, setup).plain(row_slice, x, y)
+    losses, stacked_grads = StackedPasses(replica, layout, setup).plain(rows, x, y)
     plain = Passes(replica, layout, setup.loss)
     for row, batch in enumerate(batches):
-        replica.row.copy_(row_slice.z[row])
+        replica.row.copy_(rows.z[row])
         loss, gradients = plain.run(*batch)
         if gradients.slots != stacked_grads.slots:
             return "a stacked step gives gradients to other parameters than a plain one"
-        rows = [g[row] for g in stacked_grads.tensors]
-        if not agree(loss, gradients.tensors, losses[row], rows, _TRIAL_TOLERANCE):
+        row_gradients = [g[row] for g in stacked_grads.tensors]
+        if not agree(loss, gradients.tensors, losses[row], row_gradients, _TRIAL_TOLERANCE):
             return (
                 "a stacked step gives other losses or gradients than a plain one: the forward pass is not a function "
                 "of its inputs"

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.arena import Layout
+from fastsam.fed.clients.batch_loss import PairLoss, split_pair
+from fastsam.fed.clients.labels import ignored_label, num_labels
 from fastsam.fed.clients.population import Loss, Population, apply_augment
 from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
@@ -97,6 +99,12 @@ class Setup:
     def device(self) -> torch.device:
         """The device of training."""
         return self.population.device
+
+    @cached_property
+    def ignored(self) -> int | None:
+        """The label that the loss ignores, if clients may have it. A mean over batches is then over labels."""
+        ignored, labels = ignored_label(self.loss), self.population.clients.labels_together()
+        return None if ignored is None or (labels is not None and not bool((labels[0] == ignored).any())) else ignored
 
     def orders(self, round: int, clients: Sequence[int], epoch: int) -> Tensor:
         """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. The
@@ -270,20 +278,32 @@ class Task:
         order = self.orders[epoch] if self.orders else self.setup.orders(self.round, [self.client], epoch)[0]
         return order[: sum(self.epoch_sizes())] if self.setup.options.drop_last else order
 
-    def full_batches(self) -> Iterator[tuple[Any, Any, float]]:
-        """Yield all samples once in batches, in stored order, with the share of each batch."""
-        size = self.setup.options.batch_size
+    def batches_at_start(self) -> Iterator[tuple[Any, Any, float]]:
+        """Yield the batches of a gradient before the first step, with the share of each in the mean: a pilot's, or all
+        samples. Samples without a label that counts have no share."""
+        pilot = self.update.pilot
+        if pilot is not None:
+            share = 1 / min(pilot.batches, len(self.batch_sizes()))
+            yield from ((x, y, share) for x, y in islice(self.batches(), pilot.batches))
+            return
+        counts = [n for _, _, n in self._full_batches()] if self.setup.ignored is not None else None
+        total = self.samples if counts is None else max(1, sum(counts))
+        yield from ((x, y, n / total) for x, y, n in self._full_batches())
+
+    def full_batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yield all samples once in batches, in stored order."""
+        yield from ((x, y) for x, y, _ in self._full_batches())
+
+    def _full_batches(self) -> Iterator[tuple[Any, Any, int]]:
+        """Yield all samples once in batches, in stored order, with the number of labels that count."""
+        size, ignored = self.setup.options.batch_size, self.setup.ignored
         if self.dataset is not None:
-            yield from ((batch, None, n / self.samples) for batch, n in self.dataset.batches(size))
+            has_labels = isinstance(self.setup.loss, PairLoss)
+            for batch, n in self.dataset.batches(size):
+                yield batch, None, num_labels(split_pair(batch)[1] if has_labels else None, n, ignored)
             return
         for x, y in zip(self.x.split(size), self.y.split(size), strict=True):
-            yield x, y, len(y) / self.samples
-
-    def first(self, batches: int) -> Iterator[tuple[Any, Any, float]]:
-        """Yield at most `batches` first batches, with the share of each in their mean."""
-        share = 1 / min(batches, len(self.batch_sizes()))
-        for x, y in islice(self.batches(), batches):
-            yield x, y, share
+            yield x, y, num_labels(y, len(y), ignored)
 
 
 def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
@@ -291,3 +311,13 @@ def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, in
     less samples than a batch has one batch in any case."""
     num_full, last_size = divmod(samples, batch_size)
     return num_full, 0 if drop_last and num_full else last_size
+
+
+def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
+    """Return a vector of the local updates of tasks, all of one kind, in their order: `[row_size]` if all share it,
+    else `[tasks, row_size]`."""
+    first, last = tasks[0], tasks[-1]
+    v: Tensor | None = getattr(first.update, name)
+    if v is None or all(task.update is first.update for task in tasks):
+        return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
+    return torch.stack([vector for task in tasks if (vector := task.vector(name)) is not None])

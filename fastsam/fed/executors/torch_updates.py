@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.row_state import RowSlice, RowState
-from fastsam.fed.update.local_update import LocalUpdate
+from fastsam.fed.executors.local_rows import LocalRows
+from fastsam.fed.executors.row_memory import RowMemory
+from fastsam.fed.executors.task import Task
 from fastsam.fed.update.variant import StepVariant
 
-SUPPORTED = frozenset({"gradient", "adaptive gradient", "has_q", "has_phi"})
+SUPPORTED = frozenset({"gradient", "adaptive gradient", "has_q", "has_phi", "has_full_gradient", "has_start"})
 
 
-class TorchUpdates(RowSlice):
+class TorchRows(LocalRows):
     """A row whose updates are steps of an optimizer of torch. The optimizer and its state are new for each client.
 
     The optimizer gets `a*g2 + q + phi*w` of the local update rule as gradient. The kernels perturb the weights.
@@ -24,9 +26,9 @@ class TorchUpdates(RowSlice):
         parameters: parameters of the model, which view the row.
     """
 
-    def __init__(self, rows: RowState) -> None:
-        super().__init__(rows, slice(0, 1))
-        make = rows.options.optimizer
+    def __init__(self, memory: RowMemory, part: slice, copies: bool = False) -> None:
+        super().__init__(memory, part, copies)
+        make = memory.options.optimizer
         assert make is not None
         self._make = make
         self._optimizer: torch.optim.Optimizer | None = None
@@ -34,7 +36,7 @@ class TorchUpdates(RowSlice):
         self.parameters: list[nn.Parameter] = []
 
     def set_variant(self, variant: StepVariant) -> None:
-        """See `RowSlice.set_variant`.
+        """See `LocalRows.set_variant`.
 
         Raises ValueError for a variant that is neither a plain step nor a step of SAM.
         """
@@ -46,17 +48,19 @@ class TorchUpdates(RowSlice):
             )
         super().set_variant(variant)
 
-    def set_constants(self, update: LocalUpdate, lr: float) -> None:
-        """Set the numbers of the next steps."""
-        self._lr, self._a, self._phi = lr, update.perturbed_weight, update.proximal_coefficient
+    def begin(self, tasks: Sequence[Task], start: Tensor) -> None:
+        """See `LocalRows.begin`."""
+        super().begin(tasks, start)
+        update = tasks[0].update
+        self._lr, self._a, self._phi = tasks[0].lr, update.perturbed_weight, update.proximal_coefficient
 
-    def begin(self, start: Tensor) -> None:
-        """See `RowSlice.begin`. The next update makes a new optimizer."""
-        super().begin(start)
+    def restart(self, start: Tensor) -> None:
+        """See `LocalRows.restart`. The next update makes a new optimizer."""
+        super().restart(start)
         self._optimizer = None
 
     def update(self, grads: Gradients, first: Gradients | None) -> None:
-        """See `RowSlice.update`."""
+        """See `LocalRows.update`."""
         if self.w is not None:
             self.z.copy_(self.w)
         if self._optimizer is None:

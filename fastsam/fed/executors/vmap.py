@@ -19,23 +19,22 @@ from fastsam.fed.executors.client_block import (
     block_of,
     client_error,
     next_batch,
-    row_ends,
+    results_of,
     rows_to_keep,
     runs,
     slots_of,
 )
 from fastsam.fed.executors.gradient_passes import Gradients
+from fastsam.fed.executors.local_rows import KeptRow, LocalRows
 from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.row_state import RowSlice
 from fastsam.fed.executors.rowprograms import RowPass
-from fastsam.fed.executors.stacked_rows import StackedRows, vectors_of
-from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.update.local_update import ClientResults, Snapshot
+from fastsam.fed.executors.stacked_rows import StackedRows
+from fastsam.fed.executors.task import Setup, Task, vectors_of
+from fastsam.fed.update.local_update import ClientResults
 from fastsam.fed.update.model_copy import Replica
 from fastsam.fed.update.pilot import Pilot
 
 _SLOT = attrgetter("slot")
-KeptRow = tuple[int, dict[int, Snapshot], int]  # see `rows_to_keep`
 
 
 class Vmap(Executor):
@@ -61,7 +60,7 @@ class Vmap(Executor):
         self.slots = setup.options.slots or stacked.slots_of(setup)
         self.numbers = f"vmap, {self.slots} slots"
         self.rows = StackedRows(setup, self.slots)
-        self.replica = Replica(setup.model, setup.layout, self.rows.rows.field("z")[0])
+        self.replica = Replica(setup.model, setup.layout, self.rows.memory.field("z")[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
         self.random = NoRandomness(setup.device)
         # A capture that fails is the end of a run.
@@ -104,40 +103,32 @@ class Vmap(Executor):
         new = list(islice(tasks, len(free)))
         result: list[ClientBlock] = []
         updates = {id(task.update): task.update for task in new}
-        sorts = {
-            key: (update.constants.variant, update.full_gradient, update.pilot, update.start is None)
-            for key, update in updates.items()
-        }
+        sorts = {key: (update.constants.variant, update.pilot) for key, update in updates.items()}
         for part in runs([(free[i] - i, sorts[id(task.update)]) for i, task in enumerate(new)]):
-            group, slots, (variant, full_gradient, pilot, _) = new[part], free[part], sorts[id(new[part.start].update)]
+            group, slots, (variant, pilot) = new[part], free[part], sorts[id(new[part.start].update)]
             blocks = [
                 block_of(group[members], slots[members.start], variant, self._shape_numbers)
                 for members in runs(gather_keys(group))
             ]
-            self.rows.begin(blocks, self.start)
-            if full_gradient or pilot is not None:
-                self._first_gradients(blocks, pilot)
+            rows = self.rows.begin(blocks, self.start)
+            if variant.has_first_gradient:
+                self._first_gradients(blocks, rows, pilot)
             if variant.constant and (e := vectors_of(group, "direction_vector")) is not None:
-                self.rows.row_slice(blocks).start_shifted(e)
+                rows.start_shifted(e)
             result += blocks
         return result
 
-    def _first_gradients(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
-        """Write each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, to the
-        field "gradient". With a pilot set the radii that it computes from them."""
-        row_slice = self.rows.row_slice(blocks)
-        gradients = row_slice.field("gradient").zero_()
-        if pilot is None:
-            self._add_batches(blocks, None)
-            return
-        for block in blocks:
-            block.norms = torch.zeros(len(block.tasks), dtype=torch.float64, device=gradients.device)
-        self._add_batches(blocks, pilot)
-        row_slice.set_radius(pilot, torch.cat([block.norms for block in blocks if block.norms is not None]), gradients)
+    def _first_gradients(self, blocks: list[ClientBlock], rows: LocalRows, pilot: Pilot | None) -> None:
+        """Compute each client's mean gradient at the start, over all its samples or a pilot's batches, in evaluation
+        mode. With a pilot set the radii that it computes from them."""
+        rows.clear_first()
+        self._add_batches(blocks)
+        if pilot is not None:
+            rows.set_radius(pilot)
 
-    def _add_batches(self, blocks: list[ClientBlock], pilot: Pilot | None) -> None:
+    def _add_batches(self, blocks: list[ClientBlock]) -> None:
         """Add the gradients at the start of clients, in groups of batches of one shape."""
-        queue = [(block, block.at_start(pilot)) for block in blocks]
+        queue = [(block, block.at_start()) for block in blocks]
         self.replica.module.eval()
         try:
             while queue:
@@ -166,24 +157,24 @@ class Vmap(Executor):
         blocks = [block for block, _ in pairs]
         x, y = (torch.cat(part) for part in zip(*((x, y) for _, (x, y, _) in pairs), strict=True))
         _, gradients = self._pass(blocks, self.rows.gather(blocks), x, y)
-        views, row = self.layout.views(self.rows.rows.field("gradient")), 0
-        norms = gradients.norms(len(x)) if blocks[0].norms is not None else None
-        for block, (_, _, share) in pairs:
+        row = 0
+        for block, (_, _, shares) in pairs:
             block.extra_backward_passes += 1
-            rows = slice(row, row := row + len(block.tasks))
-            for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
-                views[slot][block.slot : block.end].add_(g[rows], alpha=share)
-            if block.norms is not None and norms is not None:
-                block.norms.add_(norms[rows], alpha=share)
+            rows, end = self.rows.neighbours([block]), row + len(block.tasks)
+            if len(set(shares)) == 1:
+                rows.add_first(gradients.of_rows(slice(row, end)), shares[0])
+            else:
+                for i, share in enumerate(shares):
+                    rows.add_first(gradients.of_rows(slice(row + i, row + i + 1)), share, slice(i, i + 1))
+            row = end
 
     def _close(self, blocks: list[ClientBlock]) -> Iterator[ClientResults]:
         """Yield the results of finished clients, in groups with the same fields."""
         groups: dict[object, list[ClientBlock]] = {}
         for block in blocks:
-            update = block.tasks[0].update
-            groups.setdefault((block.variant, update.start is None, update.full_gradient), []).append(block)
+            groups.setdefault(block.variant, []).append(block)
         for group in groups.values():
-            yield row_ends(group, self.rows.gather(group), self.start, self.buffers)
+            yield results_of(group, self.rows.gather(group), self.start, self.buffers)
 
     # --- steps ---
 
@@ -211,9 +202,9 @@ class Vmap(Executor):
         """Take the next epoch of a block by a captured graph. Return False without a graph."""
         if self.epochs is None or len(blocks) > 1 or blocks[0].variant.has_schedule:
             return False
-        row_slice, replays = self.rows.gather(blocks), self.passes.replays
+        rows, replays = self.rows.gather(blocks), self.passes.replays
         return self.epochs.train(
-            blocks[0], row_slice, replays, lambda x, y, ends: self._local_step(blocks, row_slice, x, y, ends)
+            blocks[0], rows, replays, lambda x, y, is_last: self._local_step(blocks, rows, x, y, is_last)
         )
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> bool:
@@ -224,9 +215,9 @@ class Vmap(Executor):
         joins = row_pass.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None
         for group in [blocks] if joins else [[block] for block in blocks]:
             try:
-                row_slice = self.rows.gather(group)
-                row_pass.train(group, row_slice)
-                self.rows.put_back(group, row_slice)
+                rows = self.rows.gather(group)
+                row_pass.train(group, rows)
+                self.rows.put_back(group, rows)
             except Exception as error:
                 raise client_error(group, error) from error
         return True
@@ -234,49 +225,35 @@ class Vmap(Executor):
     def _step(self, blocks: list[ClientBlock]) -> None:
         """Take one step of clients whose batches have one shape."""
         x, y = next_batch(blocks)
-        row_slice, rows = self.rows.gather(blocks), rows_to_keep(blocks)
-        for i, snapshots, k in rows:
-            snapshots[k] = row_slice.snapshot(i)
-        self._local_step(blocks, row_slice, x, y, any(block.k + 1 == block.steps for block in blocks), rows)
-        self.rows.put_back(blocks, row_slice)
+        rows, is_last = self.rows.gather(blocks), any(block.k + 1 == block.steps for block in blocks)
+        self._local_step(blocks, rows, x, y, is_last, rows_to_keep(blocks))
+        self.rows.put_back(blocks, rows)
         for block in blocks:
             block.k += 1
 
     def _local_step(
         self,
         blocks: list[ClientBlock],
-        row_slice: RowSlice,
+        rows: LocalRows,
         x: Tensor,
         y: Tensor,
-        ends: bool,
-        rows: Sequence[KeptRow] = (),
+        is_last: bool,
+        kept: Sequence[KeptRow] = (),
     ) -> None:
-        """Take a step of the blocks' rows on the device.
+        """Take a step of the blocks' rows on the device, and add up the losses.
 
         Args:
             blocks: the clients.
-            row_slice: their rows.
+            rows: their rows.
             x, y: batches `[rows, batch, ...]`.
-            ends: it is the last step of some clients.
-            rows: rows whose perturbation is copied for snapshots.
+            is_last: it is the last step of some clients.
+            kept: rows that are copied before the step.
         """
-        if row_slice.variant.uses_path:
-            row_slice.perturb_along_path()
-            for i, snapshots, k in rows:
-                snapshots[k] = snapshots[k].with_perturbation(row_slice.z[i])
-        losses, first = self._pass(blocks, row_slice, x, y)
-        if row_slice.variant.two_passes:
-            row_slice.perturb(first, row_slice.field("eps") if ends and row_slice.s is not None else None)
-            for i, snapshots, k in rows:
-                snapshots[k] = snapshots[k].with_perturbation(row_slice.z[i])
-            _, second = self._pass(blocks, row_slice, x, y)
-            row_slice.update(second, first)
-        else:
-            row_slice.update(first, None)
-        row_slice.losses.add_(losses.double() * y.shape[1])
+        losses = rows.step(lambda x, y, is_second: self._pass(blocks, rows, x, y), x, y, kept, is_last)
+        rows.losses.add_(losses.double() * y.shape[1])
 
-    def _pass(self, blocks: list[ClientBlock], row_slice: RowSlice, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def _pass(self, blocks: list[ClientBlock], rows: LocalRows, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         try:
-            return self.passes.run(row_slice, x, y)
+            return self.passes.run(rows, x, y)
         except Exception as error:
             raise client_error(blocks, error) from error

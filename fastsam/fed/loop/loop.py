@@ -5,7 +5,7 @@ One round:  Loop._draw -> Cohort.tasks (Algorithm.init_client, local_update) -> 
             -> Cohort.all_reduce -> Stage.process_aggregate -> Algorithm.step_server -> Stage.process_buffers
             -> Evaluator -> Stage.measure, Stage.record -> RunDirectory.log and save
 One client: executors.local_work.train -> ClientTrainer.open -> next_step for each batch (Passes.run for a gradient,
-            RowSlice.perturb, Passes.run again, RowSlice.update) -> ClientTrainer.close
+            LocalRows.perturb, Passes.run again, LocalRows.update) -> ClientTrainer.close
 
 `Cohort.tasks` is lazy: a client's task is made when the executor takes it. Algorithms are called by way of `Contract`.
 """

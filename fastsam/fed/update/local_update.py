@@ -66,13 +66,11 @@ class Constants:
         mix: weights of the two gradients.
         variant: which kernels a step calls.
         vectors: names of the vectors that are given.
-        has_first_gradient: a gradient is computed before the first step, over all samples or a pilot's batches.
     """
 
     mix: GradCoefficients
     variant: StepVariant
     vectors: tuple[str, ...]
-    has_first_gradient: bool
 
 
 @dataclass(frozen=True)
@@ -195,9 +193,10 @@ def _make_constants(update: LocalUpdate, names: Sequence[str]) -> Constants:
         update.anchor_weight,
         "pilot" in names,
         "rho_scale" in names,
+        bool(update.full_gradient),
+        "start" in names,
     )
-    vectors = tuple(name for name in VECTORS if name in names)
-    return Constants(mix, variant, vectors, update.full_gradient or "pilot" in names)
+    return Constants(mix, variant, tuple(name for name in VECTORS if name in names))
 
 
 _variant = lru_cache(maxsize=256)(StepVariant)

@@ -39,6 +39,8 @@ class StepVariant:
         anchor_weight: share by which the perturbed point is pulled towards the anchor.
         has_pilot: gradients at the start find the radius.
         has_rho_scale: the radius is different in every weight.
+        has_full_gradient: the gradient over all samples is taken at the start.
+        has_start: the local steps begin elsewhere than at the global model.
     """
 
     direction: Direction = Direction.NONE
@@ -52,6 +54,8 @@ class StepVariant:
     anchor_weight: float = 0.0
     has_pilot: bool = False
     has_rho_scale: bool = False
+    has_full_gradient: bool = False
+    has_start: bool = False
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -80,6 +84,16 @@ class StepVariant:
         return self.direction is Direction.PATH
 
     @cached_property
+    def has_dual(self) -> bool:
+        """True if the direction has a dual and the server's perturbation."""
+        return self.direction is Direction.GRADIENT_MINUS_DUAL
+
+    @cached_property
+    def has_first_gradient(self) -> bool:
+        """True if a gradient is computed before the first step."""
+        return self.has_full_gradient or self.has_pilot
+
+    @cached_property
     def vectors(self) -> tuple[str, ...]:
         """Names of the vectors that the steps only read, in addition to the gradient offset and the server's
         perturbation."""
@@ -97,5 +111,7 @@ class StepVariant:
 
     @cached_property
     def memory(self) -> tuple[str, ...]:
-        """Names of the fields that a step leaves to the next one, zero at the start."""
+        """Names of the fields that a step leaves to the next one or to the results, zero at the start."""
+        if self.has_dual:
+            return ("eps",)
         return ("path",) if self.uses_path else ("last",) if self.uses_last_gradient else ()

@@ -44,7 +44,10 @@ VARIANTS = {
     "anchor_weight": {"direction": D.GRADIENT, "rho": 0.3, "anchor": ones, "anchor_weight": 0.3},
     "has_pilot": {"direction": D.GRADIENT, "pilot": fed.Pilot(1, lambda norms, gradients: 0.3 / (1 + norms))},
     "has_rho_scale": {"direction": D.GRADIENT, "rho": 0.3, "rho_scale": ones},
+    "has_full_gradient": {"full_gradient": True},
+    "has_start": {"start": w},
 }
+SERVED_BY_TORCH = ("direction", "has_q", "has_phi", "has_full_gradient", "has_start")
 
 
 def train(executor, update, **options):
@@ -62,7 +65,7 @@ def test_every_option_and_variant_has_a_case():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_executors_agree_or_refuse(variant, option, executor):
     """Nothing is ignored: an executor trains as `sequential` does, or refuses the option by name."""
-    if option == "optimizer" and variant not in ("direction", "has_q", "has_phi"):
+    if option == "optimizer" and variant not in SERVED_BY_TORCH:
         with pytest.raises(ValueError, match="optimizer needs plain local steps, or steps of SAM"):
             train(executor, VARIANTS[variant], **OPTIONS[option])
         return

@@ -96,9 +96,9 @@ def test_row_programs_take_it(monkeypatch):
     """Step by step, in single precision: they agree with the plain executor, and serve."""
     calls: list[int] = []
 
-    def count_rows(own, blocks, row_slice):
+    def count_rows(own, blocks, rows):
         old_k = blocks[0].k
-        train(own, blocks, row_slice)
+        train(own, blocks, rows)
         calls.append(blocks[0].k - old_k)
 
     train = RowPass.train
@@ -187,14 +187,13 @@ FALLS = {"rho_end_factor": 0.1}
     [
         ("update.local_update", "LocalUpdate.radius", "(1 - self.rho_end_factor) * k",
             "(1 - self.rho_end_factor) * (k + 1)", D.GRADIENT, FALLS, "sequential"),
-        ("executors.row_state", "RowSlice.set_schedule", "self.hparams[:, 0, HParam.RHO].copy_(radii)", "pass",
+        ("executors.local_rows", "LocalRows.set_schedule", "self.hparams[:, 0, HParam.RHO].copy_(radii)", "pass",
             D.GRADIENT, FALLS, "vmap"),
-        ("executors.row_state", "RowSlice._perturb_by_direction", 'self.vectors["rho_scale"].sign()',
+        ("executors.local_rows", "LocalRows._perturb_by_direction", 'self.vectors["rho_scale"].sign()',
             'self.vectors["rho_scale"]', D.GRADIENT, SCALED, "sequential"),
-        ("executors.row_state", "RowSlice._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
-        ("executors.row_state", "RowSlice._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
-        ("executors.stacked_rows", "StackedRows.begin",
-            '("gradient_offset", "dual", "server_perturbation", *blocks[0].variant.vectors)', '("gradient_offset",)',
+        ("executors.local_rows", "LocalRows._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
+        ("executors.local_rows", "LocalRows._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
+        ("executors.local_rows", "LocalRows._vector", "self.field(name).copy_(v)", "self.field(name)",
             D.GRADIENT, SCALED, "vmap"),
         ("update.parameter_layout", "ParameterLayout.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED,
             "sequential"),

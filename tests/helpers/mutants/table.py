@@ -97,7 +97,7 @@ algorithms.mimelite MimeLite.step_server: self._fresh * aggregate.mean('G') => a
 algorithms.mimelite MimeLite.step_server: self._fresh => -self._fresh @ mimelite-heavy
 algorithms.mimelite MimeLite.step_server: 1 - self.beta => 0 @ mimelite
 algorithms.mimelite MimeLite._fresh: self.beta if self.momentum_form == 'convex' else 1.0 => self.beta @ mimelite-heavy
-executors.task Task.full_batches: len(y) => 1 @ mimelite
+executors.task Task._full_batches: num_labels(y, len(y), ignored) => 1 @ mimelite
 # FedDyn, FedLESAM_D, FedSMOO, FedSpeed, FedProx: the proximal half
 algorithms.feddyn attraction: client['h_i'] => -client['h_i'] @ feddyn
 algorithms.feddyn attraction: client['h_i'] - server['w'] => client['h_i'] + server['w'] @ feddyn
@@ -181,9 +181,9 @@ algorithms.fedsol FedSOL.train_client: first_objective=partial(self.proximal_div
 algorithms.fedsol FedSOL.local_update: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
 executors.gradient_passes Passes.run_objective: check_scalar(objective(outputs)) => loss + objective(outputs) @ fedsol
 executors.client_trainer ClientTrainer.run_pass: self.penalty is None => True @ fedgmt
-executors.row_state RowSlice._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
+executors.local_rows LocalRows._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
     torch.sub(self.w, self.field('origin'), out=self.field('direction')) @ fedsol
-executors.row_state RowSlice._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
+executors.local_rows LocalRows._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
     torch.linalg.vector_norm(far, dim=-1, keepdim=True) @ fedsol
 # MOON
 algorithms.moon MOON.contrast: s_old - s => s - s_old @ moon
@@ -213,8 +213,8 @@ algorithms.fedwmsam FedWMSAM.step_server: 1 + aggregate.mean('cos') => 1 - aggre
 algorithms.fedwmsam FedWMSAM.step_server: (1 + aggregate.mean('cos')).clamp(MIN_TARGET, MAX_TARGET) =>
     1 + aggregate.mean('cos') @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
-executors.row_state RowSlice.perturb_along_path: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
-executors.row_state RowSlice._add_drift: d.mul_(self.variant.drift_weight) => d @ fedwmsam
+executors.local_rows LocalRows.perturb_along_path: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
+executors.local_rows LocalRows._add_drift: d.mul_(self.variant.drift_weight) => d @ fedwmsam
 # FedTOGA
 algorithms.fedtoga FedTOGA.local_update: self.kappa * D => D @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: self.beta * D => D @ fedtoga
@@ -223,7 +223,7 @@ algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, aggregate
     (-aggregate.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
     aggregate.mean('delta').to(server['D'].dtype)} @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: rho=rho => rho=0.0 @ fedtoga
-executors.row_state RowSlice._select: map(self.field, variant.memory) => () @ fedtoga
+executors.local_rows LocalRows._select: map(self.field, variant.memory) => () @ fedtoga
 # FedGF
 algorithms.fedgf FedGF.local_update: max(1, min(round.index, self.window)) => self.window @ fedgf
 algorithms.fedgf FedGF.local_update: min(round.index, self.window) => round.index @ fedgf-window
@@ -248,10 +248,10 @@ algorithms.fedscam FedSCAM.finish_client: (1 + self.beta * c).clamp(min=0) => (1
 algorithms.fedscam FedSCAM.finish_client: 1 + self.beta * c => 1 - self.beta * c @ fedscam
 algorithms.fedscam FedSCAM.finish_client: self.gamma => 0 @ fedscam
 algorithms.fedscam FedSCAM.step_server: new_state['w'].double() => 2 * new_state['w'].double() @ fedscam
-executors.task Task.first: min(batches, len(self.batch_sizes())) => batches @ fedscam
-executors.task Task.first: islice(self.batches(), batches) => self.batches() @ fedscam
-executors.gradient_passes Passes.mean_gradient: norms.add_(gradients.norms(1), alpha=share) =>
-    norms.copy_(gradients.norms(1)) @ fedscam
+executors.task Task.batches_at_start: min(pilot.batches, len(self.batch_sizes())) => pilot.batches @ fedscam
+executors.task Task.batches_at_start: islice(self.batches(), pilot.batches) => self.batches() @ fedscam
+executors.local_rows LocalRows.add_first: self.norms[rows].add_(gradients.norms(len(self.z[rows])), alpha=share) =>
+    self.norms[rows].copy_(gradients.norms(len(self.z[rows]))) @ fedscam
 executors.gradient_passes Gradients.norms: torch.stack(squares).sum(0).sqrt() => torch.stack(squares).sum(0) @ fedscam
 algorithms.fedscam FedSCAM.local_update: self.pilots => 1 @ fedscam
 # FedSMOO
@@ -285,8 +285,7 @@ algorithms.fedsam FedSAM.local_update: self.eta => 0.0 @ fedsam-asam
 fastsam_kernels.reference perturb_: t * t * direction => t * direction @ fedsam-asam
 fastsam_kernels.reference norm_: (w.to(dtype).abs() + h[HParam.ETA]) * direction => direction @ fedsam-asam
 fastsam_kernels.reference perturb_: w + scale * direction => w - scale * direction @ fedsam
-executors.client_trainer ClientTrainer._sharp_step: self.row_slice.update(second, first) =>
-    self.row_slice.update(first, second) @ fedsam
+executors.local_rows LocalRows.step: self.update(second, first) => self.update(first, second) @ fedsam
 algorithms.schedule formula: {'round': float(index + 1), **variables} =>
     {'round': float(index), **variables} @ fedsam-schedule
 # FedGSAM
@@ -310,13 +309,10 @@ algorithms.fedlesam LocalEstimate.step_server: {**new_state, 'w_old': server['w'
     fedlesam-last-round
 algorithms.fedlesam LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
     server.get('w_old') => False or server.get('w_old') @ fedlesam
-executors.row_state RowSlice.start_shifted: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
-executors.row_state RowSlice.start_shifted: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
-executors.row_state RowSlice.start_shifted: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
-executors.client_trainer ClientTrainer.results: self.row_slice.field('begin') if update.direction is Direction.CONSTANT
-    else self.start =>
-    self.start
-    @ fedlesam
+executors.local_rows LocalRows.start_shifted: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
+executors.local_rows LocalRows.start_shifted: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
+executors.local_rows LocalRows.start_shifted: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
+executors.local_rows LocalRows.results: self.field('begin') if has_begin else start => start @ fedlesam
 # FedRobust
 algorithms.fedrobust InputMap.ascend: 2 * self.lam * (Lam - identity) => self.lam * (Lam - identity) @ fedrobust
 algorithms.fedrobust InputMap.ascend: 2 * self.lam * (Lam - identity) => 2 * self.lam * Lam @ fedrobust
@@ -341,8 +337,8 @@ fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PROX_MU]) => 
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(is_decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd reference_update: h[DAMPENING] => mu @ fedavg momentum
-executors.row_state RowSlice._select: [self.momentum, *map(self.field, variant.memory)] => [] @ fedavg momentum
-executors.row_state RowState.numbers: perturbation(update.direction, update.rho, update.eta, NU) =>
+executors.local_rows LocalRows._select: [self.momentum, *map(self.field, variant.memory)] => [] @ fedavg momentum
+executors.row_memory RowMemory.numbers: perturbation(update.direction, update.rho, update.eta, NU) =>
     perturbation(update.direction, update.rho, update.eta, 0.0) @ fedsam
 """)
 

@@ -13,13 +13,16 @@ from fastsam.arena import Layout
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.batch_gatherer import SampleIndices
 from fastsam.fed.executors.client_block import ClientBlock
-from fastsam.fed.executors.row_state import RowSlice
+from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.rowprograms.writer import Writer
 from fastsam.fed.update.local_update import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
 _SUPPORTED = frozenset(
-    {"gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "has_pilot"}
+    {
+        *("gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "has_pilot"),
+        *("has_full_gradient", "has_start"),
+    }
 )
 
 
@@ -64,22 +67,22 @@ class RowPass:
         and no row can raise."""
         return self.program.device.type == "cuda"
 
-    def train(self, blocks: Sequence[ClientBlock], row_slice: RowSlice) -> None:
+    def train(self, blocks: Sequence[ClientBlock], rows: LocalRows) -> None:
         """Take the next steps of each block while their shape is the same, and add up the losses.
 
         Args:
             blocks: the clients. Several blocks come from one store, and their batches have one size.
-            row_slice: their rows, with the variant set.
+            rows: their rows, with the variant set.
         """
         counts, batch = [block.equal_shape_steps[0] for block in blocks], blocks[0].equal_shape_steps[1]
         (x, y, places), steps = _spans(blocks, counts)
-        two_passes = row_slice.variant.two_passes
+        two_passes = rows.variant.two_passes
         self.program.steps_(
-            row_slice.leaves, self.constants, x, y, places, batch, row_slice.z, row_slice.w, row_slice.layout.table,
-            row_slice.hparams, row_slice.losses, momentum=row_slice.momentum, q=row_slice.q, shift=row_slice.shift,
-            steps=steps, sumsq=row_slice.sumsq if two_passes else None, sumsq_v=row_slice.sumsq_v,
-            adaptive=row_slice.variant.direction is Direction.ADAPTIVE_GRADIENT,
-            keeps_first=two_passes and row_slice.variant.keeps_first,
+            rows.leaves, self.constants, x, y, places, batch, rows.z, rows.w, rows.layout.table,
+            rows.hparams, rows.losses, momentum=rows.momentum, q=rows.q, shift=rows.shift,
+            steps=steps, sumsq=rows.sumsq if two_passes else None, sumsq_v=rows.sumsq_v,
+            adaptive=rows.variant.direction is Direction.ADAPTIVE_GRADIENT,
+            keeps_first=two_passes and rows.variant.keeps_first,
         )  # fmt: skip
         for block, count in zip(blocks, counts, strict=True):
             block.k += count

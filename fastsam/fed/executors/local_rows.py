@@ -1,105 +1,76 @@
-"""The arithmetic of the local update rule on rows of an arena: the kernels of a local step and their operands.
+"""The local step of n rows: the operands of the local update rule, its kernels in their order, and the results.
 
+    begin               writes the start, the hyperparameters and the vectors of a round
+    step                [perturb_along_path,] a pass, [perturb, a second pass,] update
     perturb             norm_, perturb_ along the first gradient, or along a direction made of it by torch's operations;
                         dual_norm_, dual_perturb_ with a dual (FedSMOO)
     perturb_along_path  norm_, perturb_ along a direction without a gradient, before the only pass
     start_shifted       norm_, perturb_ once a round, for a constant perturbation
     update              inner_ for GSAM, update_norm_ with clipping, then update_ with the rule of SGD
+    results             what a round has changed, in new memory
 
-`ClientTrainer` runs them on one row, `vmap` and `graph` on several.
+`ClientTrainer` has one row, `vmap` n. A row program (`rowprograms/`) takes the same steps natively. Which rows step at
+what time, and on which batches, is decided by the executors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsam import ops
-from fastsam.arena import Arena
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.task import LocalOptions, Setup
-from fastsam.fed.update.local_update import NU, Direction, LocalUpdate, Snapshot
+from fastsam.fed.executors.row_memory import RowMemory
+from fastsam.fed.executors.task import Task, vectors_of
+from fastsam.fed.update.local_update import Direction, LocalUpdate, Snapshot
 from fastsam.fed.update.pilot import Pilot
 from fastsam.fed.update.variant import StepVariant
-from fastsam.step import perturbation, set_gsam_coefficients_
-from fastsam_kernels.hparams import NUM_HPARAMS, HParam
-from fastsam_kernels.rules import sgd
+from fastsam.step import set_gsam_coefficients_
+from fastsam_kernels.hparams import HParam
 
 _MIN_NORM = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
 
-
-class RowState:
-    """The state of `rows` rows, each with its own constants of the local update rule.
-
-    Attributes:
-        hparams: hyperparameters, float64 `[rows, 1, NUM_HPARAMS]`.
-        losses: sums of the losses of each row, float64 `[rows]`.
-        sumsq_v: squared norms of the update directions, float64 `[rows]`, or None if the run does not clip.
-    """
-
-    def __init__(self, setup: Setup, rows: int) -> None:
-        self.layout, self.options, self.dtype, self.device = setup.layout, setup.options, setup.dtype, setup.device
-        self.kernels = ops.bind(setup.backend, setup.device, setup.dtype)
-        self.arena = Arena(setup.layout, rows, setup.device)
-        self.hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64, device=setup.device)
-        self._common = _common(setup.options)
-        self.losses = torch.zeros(rows, dtype=torch.float64, device=setup.device)
-        self.sumsq = torch.zeros(rows, dtype=torch.float64, device=setup.device)
-        self.sumsq_v = torch.zeros_like(self.sumsq) if setup.options.clip_norm is not None else None
-        self.inner = torch.zeros(rows, 2, dtype=torch.float64, device=setup.device)
-
-    def field(self, name: str) -> Tensor:
-        return self.arena.field(name, self.dtype)
-
-    def numbers(self, update: LocalUpdate, lr: float) -> tuple[float, ...]:
-        """Return a row of `hparams`."""
-        values = self._common.copy()
-        radius = perturbation(update.direction, update.rho, update.eta, NU)
-        for column, value in (*radius, *update.constants.mix.columns()):
-            values[column] = value
-        values[HParam.PENALTY] = update.penalty
-        values[HParam.LR] = lr
-        values[HParam.PROX_MU] = update.proximal_coefficient
-        return tuple(values)
+# A forward and backward pass on a batch: function of x, y, and whether it is the second pass of a step, at perturbed
+# weights. It returns the losses and the gradients.
+Pass = Callable[[Any, Any, bool], tuple[Tensor, Gradients]]
+KeptRow = tuple[int, dict[int, Snapshot], int]  # a row that is copied: its index, the client's copies, and the step
 
 
-def _common(options: LocalOptions) -> list[float]:
-    """Return the hyperparameters that all rows of a run share."""
-    values = [0.0] * NUM_HPARAMS
-    values[HParam.DECAY] = options.weight_decay
-    values[HParam.CLIP] = options.clip_norm or 0.0
-    values[HParam.CLIP_INCLUDES_PROX] = float(options.clip_scope == "full")
-    values[sgd.MOMENTUM] = options.momentum
-    return values
+class LocalRows:
+    """Some neighbouring rows of a `RowMemory`, whose steps are of one variant.
 
-
-class RowSlice:
-    """Some neighbouring rows of a `RowState` and their steps, all of one variant, which `set_variant` sets.
+    Args:
+        memory: the memory.
+        part: the rows.
+        copies: every vector of a round is copied into a field, so that captured steps and other windows of the memory
+            find it there. Otherwise the only row reads vectors where they are.
 
     Attributes:
         z: `[rows, row_size]`, the weights that autograd sees.
         w: the unperturbed weights, for steps that perturb by a gradient.
-        q, shift, s: further operands of the kernels, `[rows, row_size]`. The rows of s may be one.
+        q, s: further operands of the kernels, `[rows, row_size]`. The rows of s may be one.
         vectors: further vectors by name (`StepVariant.vectors`).
+        losses: running sums of the losses, float64 `[rows]`.
+        norms: with a pilot the mean norms of its gradients, float64 `[rows]`.
     """
 
-    def __init__(self, rows: RowState, part: slice) -> None:
-        self.rows, self.part = rows, part
-        self.kernels, self.layout = rows.kernels, rows.layout
-        self.z, self.hparams, self.losses = self.field("z"), rows.hparams[part], rows.losses[part]
-        self.sumsq, self.inner = rows.sumsq[part], rows.inner[part]
-        self.momentum = self.field("momentum") if rows.options.momentum else None
-        self.sumsq_v = None if rows.sumsq_v is None else rows.sumsq_v[part]
+    def __init__(self, memory: RowMemory, part: slice, copies: bool = False) -> None:
+        self.memory, self.part, self.copies = memory, part, copies
+        self.kernels, self.layout = memory.kernels, memory.layout
+        self.z, self.hparams, self.losses = self.field("z"), memory.hparams[part], memory.losses[part]
+        self.norms, self.sumsq, self.inner = memory.norms[part], memory.sumsq[part], memory.inner[part]
+        self.momentum = self.field("momentum") if memory.options.momentum else None
+        self.sumsq_v = None if memory.sumsq_v is None else memory.sumsq_v[part]
         self.s: Tensor | None = None
         self.vectors: dict[str, Tensor] = {}
         self._select(LocalUpdate().constants.variant)
 
     def field(self, name: str) -> Tensor:
-        return self.rows.field(name)[self.part]
+        return self.memory.field(name)[self.part]
 
     @cached_property
     def leaves(self) -> list[Tensor]:
@@ -107,8 +78,7 @@ class RowSlice:
         return [view.detach().requires_grad_() for view in self.layout.views(self.z)]
 
     def set_variant(self, variant: StepVariant) -> None:
-        """Take the fields that steps of `variant` work on, if the last steps were of another one. An owner may put
-        another tensor than the field in `q`."""
+        """Take the fields that steps of `variant` work on, if the last steps were of another one."""
         if variant is not self.variant:
             self._select(variant)
 
@@ -122,51 +92,98 @@ class RowSlice:
         shift = self.shift
         self._shift = {} if shift is None else {"shift": shift}
         starts = [self.z, self.w, self.field("origin") if variant.needs_origin else None]
+        if self.copies:
+            self.s = self.field("server_perturbation") if variant.has_dual else None
+            self.vectors = {name: self.field(name) for name in variant.vectors}
         self._starts = [field for field in starts if field is not None]
         zeros = [self.momentum, *map(self.field, variant.memory)]
         self._zeros = [field for field in zeros if field is not None]
         self._perturb, self._prepare = self._perturbation(), self._preparation()  # not bound: each would be a cycle
 
-    def _perturbation(self) -> Callable[[RowSlice, Gradients, Tensor | None], None]:
+    def _perturbation(self) -> Callable[[LocalRows, Gradients, Tensor | None], None]:
         """Return the method that perturbs by a first gradient."""
         variant = self.variant
         if variant.direction is Direction.GRADIENT_MINUS_DUAL:
-            return RowSlice._perturb_by_dual
+            return LocalRows._perturb_by_dual
         is_plain = variant.direction in (Direction.GRADIENT, Direction.ADAPTIVE_GRADIENT)
         if is_plain and not (variant.has_rho_scale or variant.anchor_weight):
-            return RowSlice._perturb_by_gradient
-        return RowSlice._perturb_by_direction
+            return LocalRows._perturb_by_gradient
+        return LocalRows._perturb_by_direction
 
-    def _preparation(self) -> Callable[[RowSlice, Gradients, Gradients | None], list[Tensor] | None] | None:
+    def _preparation(self) -> Callable[[LocalRows, Gradients, Gradients | None], list[Tensor] | None] | None:
         """Return the method that prepares an update, or None if nothing has to be prepared."""
         variant = self.variant
         reads_first = variant.keeps_first or variant.surrogate or variant.uses_last_gradient
         if self.sumsq_v is not None or reads_first or variant.uses_path or variant.anchor_weight:
-            return RowSlice._prepare_update
-        return RowSlice._restore_unused if variant.two_passes else None
+            return LocalRows._prepare_update
+        return LocalRows._restore_unused if variant.two_passes else None
 
     @property
     def folds_shift(self) -> bool:
         """True if a constant perturbation p is folded into q as `-coefficient*p`, for the terms that belong to `w`."""
-        options = self.rows.options
+        options = self.memory.options
         inside = self.variant.has_phi or (options.clip_norm is None and options.weight_decay > 0)
         return inside and (options.clip_scope == "full" or options.clip_norm is None)
 
     @property
     def shift(self) -> Tensor | None:
         """p, where a constant perturbation cannot be folded into q: clipping does not scale the decay."""
-        options = self.rows.options
+        options = self.memory.options
         outside = options.weight_decay > 0 or (options.clip_scope != "full" and self.variant.has_phi)
         return self.field("p") if self.variant.constant and options.clip_norm is not None and outside else None
 
     # --- the beginning of a round ---
 
-    def begin(self, start: Tensor) -> None:
+    def begin(self, tasks: Sequence[Task], start: Tensor) -> None:
+        """Begin a round of one client per row, whose steps are of one variant.
+
+        Args:
+            tasks: tasks of the clients, with their vectors and numbers.
+            start: weights at the start, `[row_size]` or `[rows, row_size]`.
+        """
+        update = tasks[0].update
+        is_shared = len(tasks) == 1 or all(task.update is update for task in tasks)
+        updates = [update] if is_shared else [task.update for task in tasks]
+        self.memory.write_numbers(self.part, updates, tasks[0].lr)
+        self.set_variant(update.constants.variant)
+        self.restart(start)
+        if self.copies and self.variant.has_start:
+            self.field("begin").copy_(start)
+        if update.constants.vectors:
+            self._read_vectors(tasks)
+
+    def restart(self, start: Tensor) -> None:
         """Write the weights of the start (`[row_size]`, or `[rows, row_size]`) to every row, and clear the momentum."""
         for field in self._starts:
             field.copy_(start)
         for field in self._zeros:
             field.zero_()
+
+    def _read_vectors(self, tasks: Sequence[Task]) -> None:
+        """Put the vectors of the local updates where the kernels read them."""
+        variant = self.variant
+        if (q := self._vector(tasks, "gradient_offset")) is not None:
+            self.q = q
+        if variant.has_dual and (dual := vectors_of(tasks, "dual")) is not None:
+            self.s = self._vector(tasks, "server_perturbation")
+            self.field("dual").copy_(dual)
+        if variant.vectors:
+            self.vectors = {name: v for name in variant.vectors if (v := self._vector(tasks, name)) is not None}
+
+    def _vector(self, tasks: Sequence[Task], name: str) -> Tensor | None:
+        """Return a vector of the local updates, `[rows, row_size]`, as the kernels read it."""
+        v = vectors_of(tasks, name)
+        if v is None:
+            return None
+        return self.field(name).copy_(v) if self.copies else v.view(-1, self.z.shape[1])
+
+    def own_gradient_offset(self) -> Tensor:
+        """Return the field into which a loop may write its gradient offset, `[rows, row_size]`. It has the values of
+        the local update's vector, and the next updates read it."""
+        field = self.field("gradient_offset")
+        if self.q is not field and self.q is not None:
+            self.q = field.copy_(self.q)
+        return field
 
     def start_shifted(self, e: Tensor) -> None:
         """Start at `w^t + p` with `p = rho*e/(||e|| + nu)`, for e `[row_size]` or `[rows, row_size]`."""
@@ -182,10 +199,9 @@ class RowSlice:
             offset, correction = self.field("gradient_offset"), p * -inside.to(p.dtype)
             self.q = offset.copy_(correction if not self.variant.has_q or self.q is None else correction.add_(self.q))
 
-    def set_radius(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
-        """Set the radii that the pilot computes from the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of
-        the rows."""
-        self.hparams[:, 0, HParam.RHO].copy_(pilot.radii(norms, gradients))
+    def set_radius(self, pilot: Pilot) -> None:
+        """Set the radii that the pilot computes from the mean norms and gradients at the start."""
+        self.hparams[:, 0, HParam.RHO].copy_(pilot.radii(self.norms, self.field("gradient")))
 
     def snapshot(self, row: int) -> Snapshot:
         """Return a copy of a row before a step, for measures along the path."""
@@ -194,7 +210,54 @@ class RowSlice:
         p = self.field("p")[row].clone()
         return Snapshot(self.z[row] - p, p)
 
+    # --- the gradient at the start ---
+
+    def clear_first(self) -> None:
+        """Set the field of the mean gradient at the start, and the mean norms, to zero."""
+        self.field("gradient").zero_()
+        self.norms.zero_()
+
+    def add_first(self, gradients: Gradients, share: float, rows: slice = slice(None)) -> None:
+        """Add gradients at the start, of all rows or some, to their means with a weight of `share`. A batch without a
+        label has the weight 0 and no gradient."""
+        if not share:
+            return
+        views = self.layout.views(self.field("gradient")[rows])
+        for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
+            views[slot].add_(g, alpha=share)
+        if self.variant.has_pilot:
+            self.norms[rows].add_(gradients.norms(len(self.z[rows])), alpha=share)
+
     # --- a step ---
+
+    def step(self, run: Pass, x: Any, y: Any, kept: Sequence[KeptRow] = (), writes_eps: bool = False) -> Tensor:
+        """Take a local step, and return the losses of its first pass.
+
+        Args:
+            run: the passes.
+            x, y: the batch.
+            kept: rows that are copied before the step, with their perturbation.
+            writes_eps: store the perturbation of a step with a dual, for the results.
+        """
+        for i, snapshots, k in kept:
+            snapshots[k] = self.snapshot(i)
+        if self.variant.uses_path:
+            self.perturb_along_path()
+            self._keep_perturbations(kept)
+        losses, first = run(x, y, False)
+        if not self.variant.two_passes:
+            self.update(first, None)
+            return losses
+        self.perturb(first, self.field("eps").zero_() if writes_eps and self.variant.has_dual else None)
+        self._keep_perturbations(kept)
+        _, second = run(x, y, True)
+        self.update(second, first)
+        return losses
+
+    def _keep_perturbations(self, kept: Sequence[KeptRow]) -> None:
+        """Add the present perturbation to the copies of rows."""
+        for i, snapshots, k in kept:
+            snapshots[k] = snapshots[k].with_perturbation(self.z[i])
 
     def set_schedule(self, numbers: Sequence[tuple[float, float]]) -> None:
         """Set the learning rate and the radius of the next step, for each row. A radius that a pilot found stays."""
@@ -332,3 +395,17 @@ class RowSlice:
                 self.sumsq_v, [self.z], self.w, grads.tensors, grads.table, self.hparams, g1=g1, q=self.q
             )
         return g1
+
+    # --- the end of a round ---
+
+    def results(self, start: Tensor) -> dict[str, Any]:
+        """Return the vectors of `ClientResults` of a round from the weights `start`, in new memory."""
+        variant = self.variant
+        has_begin = variant.constant or (self.copies and variant.has_start)
+        return {
+            "delta": self.z - (self.field("begin") if has_begin else start),
+            "dual": self.field("dual").clone() if variant.has_dual else None,
+            "eps": self.field("eps").clone() if variant.has_dual else None,
+            "gradient": self.field("gradient").clone() if variant.has_first_gradient else None,
+            "norms": self.norms.clone() if variant.has_pilot else None,
+        }
