@@ -41,7 +41,11 @@ def refusal(setup: Setup, supported_options: frozenset[str] = SGD_OPTIONS) -> st
     """Return the reason why an executor that takes steps of several clients together cannot serve a run, or None."""
     if setup.loop:
         return f"{setup.loop} trains each client in a loop of its own (train_client), and such loops are not stacked"
+    if setup.rule is not None:
+        supported_options |= {"optimizer"}
     unsupported_options = sorted((needs_of(setup.options) & STEP_OPTIONS) - supported_options)
+    if unsupported_options == ["optimizer"]:
+        return "it serves the optimizers SGD, Adam, AdamW, Adagrad, RMSprop and Lion, each by name or as a partial"
     return f"it does not serve the options {', '.join(unsupported_options)}" if unsupported_options else None
 
 

@@ -59,8 +59,8 @@ class ClientTrainer:
 
     def __init__(self, setup: Setup, random: PassRandomness | None = None, copies: bool = False) -> None:
         self.setup, memory = setup, RowMemory(setup, 1)
-        # An optimizer of torch makes the updates if the run has one, else the kernels.
-        kind = LocalRows if setup.options.optimizer is None else TorchRows
+        # An optimizer of torch makes the updates if the kernels do not have its rule.
+        kind = TorchRows if setup.rule is None else LocalRows
         self.rows = kind(memory, slice(0, 1), copies)
         self.z = self.rows.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])

@@ -23,8 +23,11 @@ class SecondModel:
     """
 
     def __init__(self, setup: Setup) -> None:
-        if setup.options.optimizer is not None:
-            raise ValueError("optimizer does not serve second models. Use another algorithm, or leave optimizer out")
+        if setup.rule is None:
+            raise ValueError(
+                "a second model needs one of the kernels' optimizers, SGD, Adam, AdamW, Adagrad, RMSprop or Lion. Use "
+                "one of them, or another algorithm"
+            )
         memory = RowMemory(setup, 1)
         memory.write_numbers(slice(0, 1), [LocalUpdate()], 0.0)
         self._rows, self._numbers = LocalRows(memory, slice(0, 1)), memory.hparams[0, 0]

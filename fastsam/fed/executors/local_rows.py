@@ -63,7 +63,9 @@ class LocalRows:
         self.kernels, self.layout = memory.kernels, memory.layout
         self.z, self.hparams, self.losses = self.field("z"), memory.hparams[part], memory.losses[part]
         self.norms, self.sumsq, self.inner = memory.norms[part], memory.sumsq[part], memory.inner[part]
-        self.momentum = self.field("momentum") if memory.options.momentum else None
+        self.rule = memory.rule
+        self.counts = None if memory.counts is None else memory.counts[part]
+        self.state = [None if name is None else self.field(name) for name in self.rule.fields]
         self.sumsq_v = None if memory.sumsq_v is None else memory.sumsq_v[part]
         self.s: Tensor | None = None
         self.vectors: dict[str, Tensor] = {}
@@ -96,8 +98,9 @@ class LocalRows:
             self.s = self.field("server_perturbation") if variant.has_dual else None
             self.vectors = {name: self.field(name) for name in variant.vectors}
         self._starts = [field for field in starts if field is not None]
-        zeros = [self.momentum, *map(self.field, variant.memory)]
-        self._zeros = [field for field in zeros if field is not None]
+        fields = [*zip(self.state, self.rule.initial_values, strict=True), (self.counts, 0.0)]
+        fields += [(self.field(name), 0.0) for name in variant.memory]
+        self._fills = [(field, value) for field, value in fields if field is not None]
         self._perturb, self._prepare = self._perturbation(), self._preparation()  # not bound: each would be a cycle
 
     def _perturbation(self) -> Callable[[LocalRows, Gradients, Tensor | None], None]:
@@ -122,14 +125,14 @@ class LocalRows:
     def folds_shift(self) -> bool:
         """True if a constant perturbation p is folded into q as `-coefficient*p`, for the terms that belong to `w`."""
         options = self.memory.options
-        inside = self.variant.has_phi or (options.clip_norm is None and options.weight_decay > 0)
+        inside = self.variant.has_phi or (options.clip_norm is None and self.rule.decay > 0)
         return inside and (options.clip_scope == "full" or options.clip_norm is None)
 
     @property
     def shift(self) -> Tensor | None:
         """p, where a constant perturbation cannot be folded into q: clipping does not scale the decay."""
         options = self.memory.options
-        outside = options.weight_decay > 0 or (options.clip_scope != "full" and self.variant.has_phi)
+        outside = self.rule.decay > 0 or (options.clip_scope != "full" and self.variant.has_phi)
         return self.field("p") if self.variant.constant and options.clip_norm is not None and outside else None
 
     # --- the beginning of a round ---
@@ -153,11 +156,12 @@ class LocalRows:
             self._read_vectors(tasks)
 
     def restart(self, start: Tensor) -> None:
-        """Write the weights of the start (`[row_size]`, or `[rows, row_size]`) to every row, and clear the momentum."""
+        """Write the weights of the start (`[row_size]`, or `[rows, row_size]`) to every row, and the initial values to
+        the state of the rule."""
         for field in self._starts:
             field.copy_(start)
-        for field in self._zeros:
-            field.zero_()
+        for field, value in self._fills:
+            field.fill_(value)
 
     def _read_vectors(self, tasks: Sequence[Task]) -> None:
         """Put the vectors of the local updates where the kernels read them."""
@@ -366,8 +370,8 @@ class LocalRows:
         """Update `z`, and `w` if the steps have it."""
         g1 = None if self._prepare is None else self._prepare(self, grads, first)
         self.kernels.update_(
-            [self.z], self.w, grads.tensors, grads.table, self.hparams, "sgd", [self.momentum],
-            g1=g1, sumsq_v=self.sumsq_v, write_master=self.w is not None, q=self.q, **self._shift,
+            [self.z], self.w, grads.tensors, grads.table, self.hparams, self.rule.name, self.state,
+            steps=self.counts, g1=g1, sumsq_v=self.sumsq_v, write_master=self.w is not None, q=self.q, **self._shift,
         )  # fmt: skip
 
     def _restore_unused(self, grads: Gradients, first: Gradients | None) -> None:

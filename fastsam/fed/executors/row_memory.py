@@ -11,10 +11,10 @@ from fastsam import ops
 from fastsam.arena import Arena
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.task import LocalOptions, Setup
+from fastsam.fed.update.local_rule import LocalRule, sgd_rule
 from fastsam.fed.update.local_update import NU, Constants, LocalUpdate
 from fastsam.step import perturbation
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
-from fastsam_kernels.rules import sgd
 
 
 class RowMemory:
@@ -23,6 +23,8 @@ class RowMemory:
     Attributes:
         hparams: hyperparameters, float64 `[rows, 1, NUM_HPARAMS]`.
         losses: sums of the losses of each row, float64 `[rows]`.
+        rule: rule of the updates.
+        counts: number of steps of each row and parameter, float32 `[rows, slots]`, or None if the rule does not count.
         norms: mean norms of a pilot's gradients, float64 `[rows]`.
         sumsq_v: squared norms of the update directions, float64 `[rows]`, or None if the run does not clip.
     """
@@ -32,7 +34,11 @@ class RowMemory:
         self.kernels = ops.bind(setup.backend, setup.device, setup.dtype)
         self.arena = Arena(setup.layout, rows, setup.device)
         self.hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64, device=setup.device)
-        self._common = _common(setup.options)
+        # Without a rule an optimizer of torch makes the updates, and the kernels only perturb.
+        self.rule = setup.rule or sgd_rule(0.0, 0.0)
+        self._common = _common(setup.options, self.rule)
+        counts_steps, slots = self.rule.counts_steps, len(setup.layout.segments)
+        self.counts = torch.zeros(rows, slots, device=setup.device) if counts_steps else None
         self.losses = torch.zeros(rows, dtype=torch.float64, device=setup.device)
         self.norms = torch.zeros(rows, dtype=torch.float64, device=setup.device)
         self.sumsq = torch.zeros(rows, dtype=torch.float64, device=setup.device)
@@ -67,11 +73,11 @@ class RowMemory:
         return tuple(values)
 
 
-def _common(options: LocalOptions) -> list[float]:
+def _common(options: LocalOptions, rule: LocalRule) -> list[float]:
     """Return the hyperparameters that all rows of a run share."""
     values = [0.0] * NUM_HPARAMS
-    values[HParam.DECAY] = options.weight_decay
+    for column, value in rule.columns.items():
+        values[column] = value
     values[HParam.CLIP] = options.clip_norm or 0.0
     values[HParam.CLIP_INCLUDES_PROX] = float(options.clip_scope == "full")
-    values[sgd.MOMENTUM] = options.momentum
     return values

@@ -16,7 +16,7 @@ from fastsam.fed.executors.task import Setup, vectors_of
 
 _INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
 # The fields that a step writes. The others are only read.
-_UPDATED_FIELDS = ("z", "w", "momentum", "dual", "eps", "path", "last")
+_UPDATED_FIELDS = ("z", "w", "dual", "eps", "path", "last")
 
 
 class StackedRows:
@@ -61,8 +61,8 @@ class StackedRows:
         rows = LocalRows(self.scratch, slice(0, len(index)), copies=True)
         for name in self.memory.arena.names:
             torch.index_select(self.memory.field(name), 0, index, out=rows.field(name))
-        for name in ("hparams", "losses", "norms"):
-            torch.index_select(getattr(self.memory, name), 0, index, out=getattr(rows, name))
+        for source, copy in zip(_others(self.memory), _others(rows), strict=True):
+            torch.index_select(source, 0, index, out=copy)
         rows.set_variant(blocks[0].variant)
         return rows
 
@@ -71,10 +71,12 @@ class StackedRows:
         if rows.memory is self.memory:
             return
         index = self._index(blocks)
-        for name in _UPDATED_FIELDS:
+        for name in (*_UPDATED_FIELDS, *filter(None, rows.rule.fields)):
             if name in self.memory.arena or name in rows.memory.arena:
                 self.memory.field(name).index_copy_(0, index, rows.field(name))
         self.memory.losses.index_copy_(0, index, rows.losses)
+        if self.memory.counts is not None and rows.counts is not None:
+            self.memory.counts.index_copy_(0, index, rows.counts)
 
     def _index(self, blocks: Sequence[ClientBlock]) -> Tensor:
         slots = tuple(slots_of(blocks))
@@ -83,3 +85,9 @@ class StackedRows:
                 self._indices.clear()
             self._indices[slots] = to_device(torch.tensor(slots), self.setup.device)
         return self._indices[slots]
+
+
+def _others(rows: RowMemory | LocalRows) -> list[Tensor]:
+    """Return the tensors of rows that are not in the arena."""
+    tensors = rows.hparams, rows.losses, rows.norms, rows.counts
+    return [t for t in tensors if t is not None]

@@ -18,6 +18,7 @@ from fastsam.fed.clients.population import Loss, Population, apply_augment
 from fastsam.fed.clients.samples import ClientDataset
 from fastsam.fed.common import seeds
 from fastsam.fed.common.transfer import to_device
+from fastsam.fed.update.local_rule import LocalRule, optimizer_rule, sgd_rule
 from fastsam.fed.update.local_update import LocalUpdate
 
 BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
@@ -99,6 +100,14 @@ class Setup:
     def device(self) -> torch.device:
         """The device of training."""
         return self.population.device
+
+    @cached_property
+    def rule(self) -> LocalRule | None:
+        """The rule of the kernels for the updates, or None if an optimizer of torch makes them."""
+        options = self.options
+        if options.optimizer is None:
+            return sgd_rule(options.momentum, options.weight_decay)
+        return optimizer_rule(options.optimizer)
 
     @cached_property
     def ignored(self) -> int | None:

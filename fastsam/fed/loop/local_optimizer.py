@@ -14,6 +14,7 @@ from torch import nn
 
 from fastsam.fed.common.checks import nearest, number
 from fastsam.fed.loop.rates import Rate
+from fastsam.optim import Lion
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 DEFAULT_LR = 0.1  # SGD's own default in torch (1e-3) is far below the rates of the papers
@@ -35,8 +36,9 @@ class OptimizerFacts:
 
 
 def optimizer_of(optimizer: str | Optimizer | None) -> Optimizer | None:
-    """Return an optimizer class by its name in `torch.optim`, or `optimizer` itself. Raises ValueError otherwise."""
-    classes = {name: c for name, c in vars(torch.optim).items() if isinstance(c, type)}
+    """Return an optimizer class by its name in `torch.optim`, or "Lion", or `optimizer` itself. Raises ValueError
+    otherwise."""
+    classes = {name: c for name, c in vars(torch.optim).items() if isinstance(c, type)} | {"Lion": Lion}
     if isinstance(optimizer, str) and optimizer in classes:
         return classes[optimizer]
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):

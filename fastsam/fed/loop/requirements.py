@@ -16,6 +16,8 @@ from fastsam.fed.clients.loss_kind import LossKind
 from fastsam.fed.clients.set_loss import LIMIT
 from fastsam.fed.executors.torch_updates import SUPPORTED
 from fastsam.fed.measures.options import OF_GRADIENTS
+from fastsam.fed.update.local_rule import LocalRule, optimizer_rule
+from fastsam.fed.update.variant import StepVariant
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 MIN_COHORT = 3  # least clients of a round with a majority against one client
@@ -106,10 +108,22 @@ def _of_steps(facts: Facts) -> Iterator[Contradiction]:
     if problem:
         needs = "a local rate and momentum that are known, because it computes with them"
         yield facts.name, needs, problem, "Use optimizer=partial(torch.optim.SGD, lr=0.1), say, or another algorithm"
-    unmet_needs = () if facts.update is None else sorted(facts.update.constants.variant.needs - SUPPORTED)
+    if facts.update is not None:
+        yield from _of_rule(facts, optimizer_rule(settings.optimizer), facts.update.constants.variant)
+
+
+def _of_rule(facts: Facts, rule: LocalRule | None, variant: StepVariant) -> Iterator[Contradiction]:
+    """Yield the contradictions of the optimizer's rule, None for a class of torch that the kernels do not have."""
+    unmet_needs = sorted(variant.needs - SUPPORTED) if rule is None else ()
     if unmet_needs:
         lack = f"{facts.name} has steps with {', '.join(unmet_needs)}"
-        yield "optimizer", "plain local steps, or steps of SAM", lack, "Use another algorithm, or leave optimizer out"
+        needs = "plain local steps, or steps of SAM, because it is not one of the kernels' rules"
+        remedy = "Use SGD, Adam, AdamW, Adagrad, RMSprop or Lion, or another algorithm"
+        yield "optimizer", needs, lack, remedy
+    if rule is not None and rule.is_decoupled and rule.decay and variant.constant:
+        lack = f"the steps of {facts.name} are at weights that are shifted for the whole round"
+        needs = "weights that shrink by themselves, because its weight decay is decoupled"
+        yield "optimizer", needs, lack, "Use weight_decay=0, an optimizer with coupled decay such as Adam, or FedSAM"
 
 
 def _of_server(facts: Facts) -> Iterator[Contradiction]:

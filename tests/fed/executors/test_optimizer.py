@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastsam import fed
+from fastsam import Lion, fed
+from fastsam.fed.algorithms.base import has_loop
 from fastsam.fed.algorithms.fednova import weight_of_gradients
 from fastsam.fed.loop.options import Settings
 from tests.helpers import oracle
@@ -72,6 +73,47 @@ def test_against_plain_torch(optimizer, algorithm, rho, mu):
     make = partial(optimizer, lr=0.02)
     assert oracle.difference(train(algorithm, make), twin(make, rho, mu)) < 1e-12
     assert oracle.difference(train(algorithm, make, executor="threads"), twin(make, rho, mu)) < 1e-12
+
+
+RULES = {
+    "SGD, Nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, dampening": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.2),  # by its own step
+    "Adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.1),
+    "AdamW": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
+    "AdamW, amsgrad": partial(torch.optim.AdamW, lr=0.02, amsgrad=True),  # by its own step
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, lr_decay=0.1, weight_decay=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "Lion": partial(Lion, lr=0.01, weight_decay=0.1),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),  # by its own step
+}
+TORCH_STEPS = ("SGD, dampening", "AdamW, amsgrad", "Adadelta")
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("executor", ["sequential", "threads", "streams", "graph", "vmap"])
+@pytest.mark.parametrize("name", RULES)
+def test_every_executor_trains_with_every_rule(name, executor):
+    """Clients of unequal sizes, plain and with steps of SAM, against a loop with the optimizer of torch."""
+    if name in TORCH_STEPS and executor in ("graph", "vmap"):
+        with pytest.raises(ValueError, match="it serves the optimizers SGD, Adam, AdamW, Adagrad, RMSprop and Lion"):
+            train(fed.FedAvg(), RULES[name], executor=executor)
+        return
+    for algorithm, rho in ((fed.FedAvg(), 0.0), (fed.FedSAM(rho=0.3), 0.3)):
+        result = train(algorithm, RULES[name], executor=executor, slots=3)
+        assert oracle.difference(result, twin(RULES[name], rho, 0.0)) < 1e-12, algorithm
+
+
+def test_names_of_rules():
+    assert oracle.difference(train(fed.FedAvg(), "Lion"), train(fed.FedAvg(), partial(Lion, lr=OPTIONS["lr"]))) == 0
+
+
+@pytest.mark.parametrize("algorithm", [fed.FedSMOO(rho=0.1), fed.FedWMSAM(), fed.FedGSAM(), fed.FedSpeed(), fed.APFL()])
+def test_a_rule_serves_all_directions(algorithm):
+    """The executors agree, also in loops and second models."""
+    plain = train(algorithm, RULES["AdamW"])
+    assert oracle.difference(plain, train(algorithm, RULES["AdamW"], executor="threads")) == 0
+    if not has_loop(algorithm):
+        assert oracle.difference(plain, train(algorithm, RULES["AdamW"], executor="vmap", slots=3)) < 1e-12
 
 
 def test_a_class_takes_the_runs_learning_rate():

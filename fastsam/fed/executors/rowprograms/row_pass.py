@@ -56,7 +56,10 @@ class RowPass:
         and no row is copied before a step.
         """
         x, y = block.samples
-        if block.gatherer is None or any(task.snapshots for task in block.tasks):
+        rule = block.tasks[0].setup.rule
+        if block.gatherer is None or rule is None or not rule.is_heavy_ball:
+            return False
+        if any(task.snapshots for task in block.tasks):
             return False
         is_native = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
         return is_native and block.variant.needs <= _SUPPORTED
@@ -79,7 +82,7 @@ class RowPass:
         two_passes = rows.variant.two_passes
         self.program.steps_(
             rows.leaves, self.constants, x, y, places, batch, rows.z, rows.w, rows.layout.table,
-            rows.hparams, rows.losses, momentum=rows.momentum, q=rows.q, shift=rows.shift,
+            rows.hparams, rows.losses, momentum=rows.state[0], q=rows.q, shift=rows.shift,
             steps=steps, sumsq=rows.sumsq if two_passes else None, sumsq_v=rows.sumsq_v,
             adaptive=rows.variant.direction is Direction.ADAPTIVE_GRADIENT,
             keeps_first=two_passes and rows.variant.keeps_first,
