@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +40,16 @@ def predict_dict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torc
     return model(batch["x"]), batch["y"]
 
 
-def train(features: Features, executor: str) -> fed.Result:
-    """Run fastsam with features."""
+def train(features: Features, executor: str, folder: Path) -> fed.Result:
+    """Run fastsam with features, in a new run directory in `folder` if the run is resumed before the last round."""
+    if not features.resumed:
+        return run(features, executor)
+    path = folder / executor
+    run(features, executor, rounds=ROUNDS - 1, run_dir=path)
+    return run(features, executor, run_dir=path, resume=True)
+
+
+def run(features: Features, executor: str, rounds: int = ROUNDS, **options: Any) -> fed.Result:
     kind, (clients, test) = MODELS[features.model], data_of(features)
     data: list[Any] = list(clients)
     loss: Any = LOSSES[features.loss]
@@ -50,7 +59,7 @@ def train(features: Features, executor: str) -> fed.Result:
         loss = fed.BatchLoss(loss_of_dict, predict_dict)
     keywords = OPTIMIZERS[features.optimizer][1] | SCHEDULES[features.schedule][1]
     return fed.run(
-        kind.make(), data, algorithm_of(features), rounds=ROUNDS, local_epochs=EPOCHS, batch_size=BATCH, test=test_set,
+        kind.make(), data, algorithm_of(features), rounds=rounds, local_epochs=EPOCHS, batch_size=BATCH, test=test_set,
         sampler=lambda t, generator: ACTIVE[t], loss=loss, executor=executor, weighting=features.weighting,
         client_test_split="iid", metrics=METRICS[features.metric], slots=3,
         local_parameters=kind.head if features.personal else None,
@@ -58,6 +67,7 @@ def train(features: Features, executor: str) -> fed.Result:
         privacy=fed.Privacy(clip=CLIP) if features.clip else None,
         buffers="average" if features.model == "batch norm" else None,
         measures=[] if features.measure == "none" else [features.measure], **keywords,
+        **options,
     )  # fmt: skip
 
 
@@ -90,25 +100,25 @@ def refusal(features: Features) -> str | None:
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < QUICK else pytest.mark.slow) for s in range(ALL)])
-def test_features_together(seed: int) -> None:
+def test_features_together(seed: int, tmp_path: Path) -> None:
     features = draw(seed)
     print(features)
-    compare(features)
+    compare(features, tmp_path)
 
 
-def compare(features: Features) -> None:
+def compare(features: Features, folder: Path) -> None:
     """Compare a run with the plain loop: weights, losses, traffic and numbers over clients."""
     pattern = refusal(features)
     if pattern is not None:
         with pytest.raises(ValueError, match=pattern):
-            train(features, "sequential")
+            train(features, "sequential", folder)
         return
     try:
-        result = train(features, features.executor)
+        result = train(features, features.executor, folder)
     except ValueError as error:
         if "cannot serve here" not in str(error):
             raise
-        result = train(features, "sequential")
+        result = train(features, "sequential", folder)
     algorithm = algorithm_of(features)
     vectors = algorithm.download_vectors, algorithm.upload_vectors
     plain = Run(features, ACTIVE, slices_of(features), vectors)

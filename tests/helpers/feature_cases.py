@@ -39,6 +39,7 @@ class Features:
     sizes: str = "unequal"
     weighting: str = "uniform"
     measure: str = "none"
+    resumed: bool = False
     executor: str = "sequential"
 
 
@@ -135,7 +136,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS), "loss": tuple(LOSSES), "algorithm": tuple(ALGORITHMS), "personal": (False, True),
     "compression": (False, True), "clip": (False, True), "metric": tuple(METRICS), "schedule": tuple(SCHEDULES),
     "optimizer": tuple(OPTIMIZERS), "sizes": tuple(SIZES), "weighting": ("uniform", "samples"),
-    "measure": ("none", "train", "consistency"), "executor": EXECUTORS,
+    "measure": ("none", "train", "consistency"), "resumed": (False, True), "executor": EXECUTORS,
 }  # fmt: skip
 
 
