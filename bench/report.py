@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import ROOT, joint
 from bench import record as records
-from bench.accuracy.report import pieces
+from bench.accuracy.report import evidence_table, pieces
 from bench.accuracy.training import contenders
 from bench.contenders import VARIANTS
 from bench.fed import decisions
@@ -89,6 +89,10 @@ COLUMNS: dict[str, Sequence[Column]] = {
         Column("time a step", "cost"), Column("steps in SGD's time", "time.steps", str),
         Column("accuracy then", "time.mean", digits(1, 100)),
         Column("standard deviation", "time.std", digits(1, 100)),
+    ),
+    "evidence": (
+        Column("chosen", "chosen", str), Column("steps", "steps.steps", str),
+        Column("accuracy", "steps.mean", digits(1, 100)), Column("standard deviation", "steps.std", digits(1, 100)),
     ),
     **dict.fromkeys(
         decisions.FINDINGS,
@@ -204,7 +208,14 @@ def _accuracy(record: Record) -> Iterator[str]:
     yield from _cases(tasks)
 
 
-PAGES: dict[str, Callable[[Record], Iterator[str]]] = {"kernels": _kernels, "accuracy": _accuracy}
+def _evidence(record: Record) -> Iterator[str]:
+    yield evidence_table(record["cases"])
+    yield from _cases(record)
+
+
+PAGES: dict[str, Callable[[Record], Iterator[str]]] = {
+    "kernels": _kernels, "accuracy": _accuracy, "evidence": _evidence,
+}  # fmt: skip
 
 
 def markdown(record: Record) -> str:
@@ -218,6 +229,8 @@ def short(record: Record) -> str:
     cases = [{**case, "rows": visible_rows(case)} for case in record["cases"]]
     if name == "accuracy":
         parts = list(pieces({**record, "cases": cases}))
+    elif name == "evidence":
+        parts = [evidence_table(cases)]
     elif name == "ncu":
         parts = list(_cases(record))
     elif name == "decide":

@@ -1,4 +1,4 @@
-"""The tables of docs/variants_measured.md from the record of `python -m bench accuracy`.
+"""The tables of docs/variants_measured.md from the records of `python -m bench accuracy` and `evidence`.
 
 They have means, spreads, and differences of runs with the same seed. Nothing here trains.
 """
@@ -12,6 +12,7 @@ from fastsam.lab.report.table import Table
 
 PROTOCOLS = {"steps": "with the number of steps of SGD", "time": "in SGD's time"}
 Task = Mapping[str, Any]  # a case, with `who`: its rows by name
+Record = Mapping[str, Any]
 
 
 def difference(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
@@ -62,3 +63,24 @@ def differences(tasks: Sequence[Task], protocol: str, per_task: bool) -> str:
         for variant in ranking
     ]
     return Table("", ["variant", *columns], rows).markdown()
+
+
+def evidence_table(tasks: Sequence[Record]) -> str:
+    """Return contenders down and tasks across; a cell has the accuracy in percent and the difference to SGD.
+
+    Raises ValueError if a task lacks a contender of the first task.
+    """
+    columns = [{row["name"]: row["steps"]["accuracy"] for row in task["rows"]} for task in tasks]
+    for task, column in zip(tasks, columns, strict=True):
+        if missing_names := sorted(columns[0].keys() - column.keys() | {"SGD"} - column.keys()):
+            raise ValueError(
+                f"task {task['name']!r} lacks {', '.join(missing_names)}: run the command again with --add"
+            )
+    names = ["SGD", *(name for name in columns[0] if name != "SGD")]
+    rows = [[f"`{name}`", *(_evidence_cell(column, name) for column in columns)] for name in names]
+    return Table("", ["", *(task["title"] for task in tasks)], rows).markdown()
+
+
+def _evidence_cell(column: Mapping[str, Sequence[float]], name: str) -> str:
+    mean = f"{100 * statistics.fmean(column[name]):.1f}"
+    return mean if name == "SGD" else f"{mean}, {cell(*difference(column[name], column['SGD']))}"
