@@ -202,7 +202,7 @@ REAL_TASKS = {
     )
     for name, title, batch, settings in (
         ("digits", "digits", 32, (digits, lambda: strided_cnn(8, 1), 500, 300)),
-        ("mnist", "MNIST", 64, (mnist, lambda: strided_cnn(28, 2), 2000, 500)),
+        ("mnist", "MNIST", 32, (mnist, lambda: strided_cnn(28, 2), 1000, 400)),
     )
     for percent in (0, 20, 40)
 }
