@@ -2,8 +2,8 @@
 
 From the result files come `speed.svg` (all panels), `step.svg`, `rounds.svg`, `variants-wrong.svg` and
 `variants-right.svg`; from docs/pictures/surfaces.json (tools/surfaces.py) `surfaces-sgd.svg` and `surfaces-sam.svg`.
-tools/diagrams.py has the diagrams. Panels in files of their own stand side by side on a wide page. On a phone, whose
-page is as wide as one panel, they stand one below the other.
+tools/diagrams.py has the diagrams. The last four files have a panel each, as wide as the page of a phone. A wide page
+has two of them in a row, a phone one below the other.
 """
 
 from __future__ import annotations

@@ -19,16 +19,16 @@ from fastsam import SAM, variants
 
 PROCESSES = 2
 SEEDS, TUNING_SEEDS = tuple(range(8)), (1000, 1001)
-DECAYS = (5e-4, 5e-3, 2e-2)
-RHOS = (0.02, 0.05, 0.1)
+DECAYS = (5e-3, 2e-2, 5e-2)
+RHOS = (0.03, 0.1, 0.2)
 
 # The slowest come first, so that both processes end at about the same time.
 CONTENDERS = {
     "GSAM": Contender(lambda rho: variants.GSAM(rho), RHOS),
     "SAM": Contender(lambda rho: SAM(rho), RHOS),
-    "ASAM": Contender(lambda rho: SAM(rho, adaptive=True), (0.2, 0.5, 1.0)),
+    "ASAM": Contender(lambda rho: SAM(rho, adaptive=True), (0.3, 1.0, 2.0)),
     "SGD, twice the steps": Contender(None, DECAYS, "weight decay", share=2.0),
-    "MSAM": Contender(lambda rho: variants.MSAM(rho), (0.1, 0.3, 1.0)),
+    "MSAM": Contender(lambda rho: variants.MSAM(rho), (0.3, 1.0, 2.0)),
     "SGD": Contender(None, DECAYS, "weight decay"),
 }
 

@@ -195,14 +195,20 @@ TASKS = {
     "text": Task("next character", text, NextCharacter, train=150, steps=100, lrs=(0.1, 0.3), batch=16),
 }
 
-REAL_LRS = (0.02, 0.05, 0.1)
+REAL_LRS = (0.01, 0.02, 0.05)  # at 0.1 one of eight runs of SGD diverged
 REAL_TASKS = {
     f"{name}-{percent}": Task(
-        f"{title}, {f'{percent} % wrong' if percent else 'right labels'}", *settings, REAL_LRS, percent / 100, batch
+        f"{title}, {f'{percent} % wrong' if percent else 'right labels'}",
+        load,
+        model,
+        500,
+        300,
+        REAL_LRS,
+        percent / 100,
     )
-    for name, title, batch, settings in (
-        ("digits", "digits", 32, (digits, lambda: strided_cnn(8, 1), 500, 300)),
-        ("mnist", "MNIST", 32, (mnist, lambda: strided_cnn(28, 2), 1000, 400)),
+    for name, title, load, model in (
+        ("digits", "digits", digits, lambda: strided_cnn(8, 1)),
+        ("mnist", "MNIST", mnist, lambda: strided_cnn(28, 2)),
     )
     for percent in (0, 20, 40)
 }
