@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from bench import ncu, ops, steps, whole_steps
-from bench.accuracy import evidence
+from bench.accuracy import clients, evidence
 from bench.accuracy import training as accuracy
 from bench.accuracy.tasks import REAL_TASKS, TASKS
 from bench.case import Case, Options
@@ -88,10 +88,13 @@ def worth(options: Options) -> Iterator[Case]:
 
 
 def proof(options: Options) -> Iterator[Case]:
-    """Yield the accuracy of SGD, SAM and three variants on scanned digits, with right and with wrong labels."""
+    """Yield the accuracy of SGD, SAM and variants on scanned digits, then of clients with and without SAM."""
     if names := options.select(evidence.CONTENDERS):
         for task in REAL_TASKS:
             yield Case("evidence", task, names, partial(evidence.measure, task, names, options.quick))
+    if names := options.select(clients.ALGORITHMS):
+        for task in REAL_TASKS:
+            yield Case("clients", task, names, partial(clients.measure, task, names, options.quick))
 
 
 def profile(options: Options) -> Iterator[Case]:

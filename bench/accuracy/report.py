@@ -11,6 +11,7 @@ from typing import Any
 from fastsam.lab.report.table import Table
 
 PROTOCOLS = {"steps": "with the number of steps of SGD", "time": "in SGD's time"}
+BASELINES = {"evidence": "SGD", "clients": "FedAvg"}  # parts of the evidence
 Task = Mapping[str, Any]  # a case, with `who`: its rows by name
 Record = Mapping[str, Any]
 
@@ -65,22 +66,29 @@ def differences(tasks: Sequence[Task], protocol: str, per_task: bool) -> str:
     return Table("", ["variant", *columns], rows).markdown()
 
 
-def evidence_table(tasks: Sequence[Record]) -> str:
-    """Return contenders down and tasks across; a cell has the accuracy in percent and the difference to SGD.
+def evidence_tables(cases: Sequence[Record]) -> Iterator[str]:
+    """Yield a table in Markdown for each part of the evidence that was measured."""
+    for part, baseline in BASELINES.items():
+        if tasks := [case for case in cases if case["part"] == part]:
+            yield f"Accuracy in percent, and the difference to {baseline}:\n\n{_evidence_table(tasks, baseline)}"
+
+
+def _evidence_table(tasks: Sequence[Record], baseline: str) -> str:
+    """Return contenders down and tasks across, the baseline first, then the reverse order of their measurement.
 
     Raises ValueError if a task lacks a contender of the first task.
     """
     columns = [{row["name"]: row["steps"]["accuracy"] for row in task["rows"]} for task in tasks]
     for task, column in zip(tasks, columns, strict=True):
-        if missing_names := sorted(columns[0].keys() - column.keys() | {"SGD"} - column.keys()):
+        if missing_names := sorted(columns[0].keys() - column.keys() | {baseline} - column.keys()):
             raise ValueError(
                 f"task {task['name']!r} lacks {', '.join(missing_names)}: run the command again with --add"
             )
-    names = ["SGD", *(name for name in columns[0] if name != "SGD")]
-    rows = [[f"`{name}`", *(_evidence_cell(column, name) for column in columns)] for name in names]
+    names = [baseline, *(name for name in reversed(columns[0]) if name != baseline)]
+    rows = [[f"`{name}`", *(_evidence_cell(column, name, baseline) for column in columns)] for name in names]
     return Table("", ["", *(task["title"] for task in tasks)], rows).markdown()
 
 
-def _evidence_cell(column: Mapping[str, Sequence[float]], name: str) -> str:
+def _evidence_cell(column: Mapping[str, Sequence[float]], name: str, baseline: str) -> str:
     mean = f"{100 * statistics.fmean(column[name]):.1f}"
-    return mean if name == "SGD" else f"{mean}, {cell(*difference(column[name], column['SGD']))}"
+    return mean if name == baseline else f"{mean}, {cell(*difference(column[name], column[baseline]))}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import report
-from bench.accuracy import evidence, tasks
+from bench.accuracy import clients, evidence, tasks
 from bench.accuracy.report import cell, difference
 from bench.accuracy.tasks import REAL_TASKS, TASKS, corrupt_labels
 from bench.accuracy.training import contenders, run, tune
@@ -106,6 +106,7 @@ def test_the_page_has_paired_differences_and_every_task() -> None:
 
 def test_evidence_tunes_every_contender_alike_on_other_seeds() -> None:
     assert {len(contender.values) for contender in evidence.CONTENDERS.values()} == {3}
+    assert {len(clients.RHOS), len(clients.DECAYS)} == {3}
     assert not set(evidence.SEEDS) & set(evidence.TUNING_SEEDS) and len(evidence.SEEDS) == 8
     assert sorted((task.title, task.noise) for task in REAL_TASKS.values()) == [
         ("MNIST, 20 % wrong", 0.2), ("MNIST, 40 % wrong", 0.4), ("MNIST, right labels", 0.0),
@@ -132,7 +133,13 @@ def test_the_table_of_evidence_has_accuracies_and_differences_to_sgd() -> None:
     case = {"part": "evidence", "name": "a", "title": "one", "noise": 0.0, "train": 7, "steps": 10, "rows": rows}
     other = case | {"name": "b", "title": "two"}
     text = report.short(record_of("evidence", case, other))
-    assert "| | one | two |" in text
+    assert "| | one | two |" in text and "difference to SGD" in text and "FedAvg" not in text
     assert "| `SGD` | 60.0 | 60.0 |\n| `SAM` | 70.3, **+10.3 ± 0.3** | 70.3, **+10.3 ± 0.3** |" in text
     with pytest.raises(ValueError, match="'b' lacks SAM"):
         report.markdown(record_of("evidence", case, other | {"rows": rows[1:]}))
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedSAM"])
+def test_a_run_of_clients_learns_and_repeats(name: str) -> None:
+    accuracies = [clients.run("digits-0", name, 0.1, 0.0 if name == "FedAvg" else 0.1, 3, 6, False) for _ in "ab"]
+    assert accuracies[0] == accuracies[1] > 0.3, "chance is 0.1"
