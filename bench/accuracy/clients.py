@@ -20,7 +20,7 @@ from fastsam.fed.data.federated import split_data
 
 CLIENTS, ALPHA, COHORT, EPOCHS, BATCH, WIDTH = 25, 0.1, 0.2, 5, 16, 32
 ROUNDS, QUICK_ROUNDS = 50, 3
-LAST = 5  # the accuracy of a run is the mean of so many last rounds
+LAST = 5  # number of last rounds whose mean is the accuracy of a run
 LRS, RHOS, DECAYS = (0.02, 0.05, 0.1, 0.2), (0.03, 0.1, 0.3), (0.0, 1e-3, 1e-2)
 
 

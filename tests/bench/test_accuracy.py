@@ -137,6 +137,19 @@ def test_the_table_of_evidence_has_accuracies_and_differences_to_sgd() -> None:
     assert "| `SGD` | 60.0 | 60.0 |\n| `SAM` | 70.3, **+10.3 ± 0.3** | 70.3, **+10.3 ± 0.3** |" in text
     with pytest.raises(ValueError, match="'b' lacks SAM"):
         report.markdown(record_of("evidence", case, other | {"rows": rows[1:]}))
+    with pytest.raises(ValueError, match="'a' lacks SGD"):
+        report.markdown(record_of("evidence", case | {"rows": rows[:1]}))
+
+
+def test_an_algorithm_with_sam_is_compared_with_itself_without_it() -> None:
+    accuracies = {"FedSMOO": 0.9, "FedSAM": 0.8, "FedDyn": 0.7, "FedAvg": 0.6}
+    rows = [_row(name, [value, value + 0.01, value - 0.01]) for name, value in accuracies.items()]
+    case = {"part": "clients", "name": "a", "title": "one", "noise": 0.0, "train": 7, "rows": rows}
+    lines = report.short(record_of("evidence", case)).splitlines()[4:8]
+    assert lines == [
+        "| `FedAvg` | 60.0 |", "| `FedSAM` | 80.0, **+20.0 ± 0.0** |",
+        "| `FedDyn` | 70.0 |", "| `FedSMOO` | 90.0, **+20.0 ± 0.0** |",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedSAM"])
