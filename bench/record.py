@@ -14,7 +14,7 @@ from bench import ROOT, environment
 from fastsam.fed.common.atomic_files import write_bytes
 
 RESULTS = ROOT / "bench" / "results"
-KINDS = ("step", "variants", "kernels", "federated", "accuracy", "ncu", "decide")
+KINDS = ("step", "variants", "kernels", "federated", "accuracy", "evidence", "ncu", "decide")
 FORMAT = "fastsam.bench.{}/2"
 HOW = ("command", "date", "commit")
 

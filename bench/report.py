@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import ROOT, joint
 from bench import record as records
-from bench.accuracy.report import pieces
+from bench.accuracy.report import BASELINES, evidence_tables, pieces
 from bench.accuracy.training import contenders
 from bench.contenders import VARIANTS
 from bench.fed import decisions
@@ -91,6 +91,13 @@ COLUMNS: dict[str, Sequence[Column]] = {
         Column("standard deviation", "time.std", digits(1, 100)),
     ),
     **dict.fromkeys(
+        BASELINES,
+        (
+            Column("chosen", "chosen", str), Column("steps or rounds", "steps.steps", str),
+            Column("accuracy", "steps.mean", digits(1, 100)), Column("standard deviation", "steps.std", digits(1, 100)),
+        ),
+    ),
+    **dict.fromkeys(
         decisions.FINDINGS,
         (
             Column("bits equal", "equal", str), Column("ms a round", "seconds", digits(1, 1e3)),
@@ -139,7 +146,8 @@ def visible_rows(case: Record) -> Sequence[Row]:
 def heading(case: Record) -> str:
     """Return the title of a case with its facts."""
     facts = [f"{case['tensors']} tensors, {case['parameters']:,} parameters"] if "tensors" in case else []
-    facts += [f"{case['train']} training samples, {case['steps']} steps"] if "train" in case else []
+    facts += [f"{case['train']} training samples"] if "train" in case else []
+    facts += [f"{case['steps']} steps"] if "train" in case and "steps" in case else []
     facts += [f"{case['rounds']} rounds"] if "rounds" in case else []
     facts += [f"copy at {case['copy']['median'] / 1e9:.1f} GB/s"] if "copy" in case else []
     facts += [f"{case['busy']:.2f} processors busy"] if "busy" in case else []
@@ -204,7 +212,14 @@ def _accuracy(record: Record) -> Iterator[str]:
     yield from _cases(tasks)
 
 
-PAGES: dict[str, Callable[[Record], Iterator[str]]] = {"kernels": _kernels, "accuracy": _accuracy}
+def _evidence(record: Record) -> Iterator[str]:
+    yield from evidence_tables(record["cases"])
+    yield from _cases(record)
+
+
+PAGES: dict[str, Callable[[Record], Iterator[str]]] = {
+    "kernels": _kernels, "accuracy": _accuracy, "evidence": _evidence,
+}  # fmt: skip
 
 
 def markdown(record: Record) -> str:
@@ -218,6 +233,8 @@ def short(record: Record) -> str:
     cases = [{**case, "rows": visible_rows(case)} for case in record["cases"]]
     if name == "accuracy":
         parts = list(pieces({**record, "cases": cases}))
+    elif name == "evidence":
+        parts = list(evidence_tables(cases))
     elif name == "ncu":
         parts = list(_cases(record))
     elif name == "decide":

@@ -138,9 +138,11 @@ def _note_missing_kernels(reasons: list[str]) -> None:
     if not _has_warned:
         _has_warned = True
         hint = importlib.import_module("fastsam_kernels.native").build_hint()
+        obstacle = importlib.import_module("fastsam_kernels.build").why_not()  # the hint has it already
+        details = "; ".join(reason for reason in reasons if not obstacle or obstacle not in reason)
         note = (
-            f"fastsam runs without its compiled kernels, on torch's multi-tensor functions ({'; '.join(reasons)}). "
-            f"{hint}"
+            f"fastsam runs without its compiled kernels, on torch's multi-tensor functions"
+            f"{f' ({details})' * bool(details)}. {hint}"
         )
         frame, level = sys._getframe(1), 2
         while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:

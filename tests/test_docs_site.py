@@ -160,7 +160,7 @@ def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", notebooks.PAGES)
 def test_the_notebooks_are_their_pages(name: str) -> None:
-    """Their code is the page's, and every cell that prints has its output."""
+    """Their code is the page's, every cell that prints has its output, and the page has the same outputs."""
     cells = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     expected = [block.code.strip() for block in blocks(f"docs/{name}.md") if block.language == "python"]
@@ -169,8 +169,19 @@ def test_the_notebooks_are_their_pages(name: str) -> None:
     assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], repeat
     for cell in code:
         assert bool(cell["outputs"]) == ("print(" in "".join(cell["source"])), repeat
+    document = {"cells": cells}
+    assert notebooks.page(text_of(f"docs/{name}.md"), notebooks.outputs(document)) == text_of(f"docs/{name}.md"), repeat
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     assert all(text in text_of(f"docs/{name}.md") for text in texts), repeat
+
+
+def test_a_tutorial_gets_its_printed_lines_once() -> None:
+    code = "```python\nprint(1)\n```\n"
+    text = f"{code}\nProse.\n\n```python\nx = 1\n```\n\n```\nmake demo\n```\n"
+    first, second = (f"{code}\n```text\n{number}\n```\n{text.removeprefix(code)}" for number in (1, 2))
+    assert notebooks.page(text, ["1\n", ""]) == first
+    assert notebooks.page(first, ["2\n", ""]) == second
+    assert notebooks.cells(first) == notebooks.cells(text)
 
 
 @pytest.mark.slow

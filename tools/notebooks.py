@@ -1,7 +1,8 @@
-"""Writes the tutorials' notebooks with their outputs: python tools/notebooks.py
+"""Writes the tutorials' notebooks, and the outputs and figures of their pages: python tools/notebooks.py
 
 A notebook has the cells of its page: each fenced block of Python is a code cell, the text between is Markdown. The code
-runs in one namespace, in a temporary folder, and its printed lines become the outputs.
+runs in one namespace, in a temporary folder. Its printed lines become the outputs of the cell, and in the page a block
+of text after the code. A file `curves.svg` that the code saves becomes the figure of the page.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import io
 import json
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("tutorial_optimizer", "tutorial_federated")
-_PYTHON = re.compile(r"^```python\n(.*?)^```\n?", re.M | re.S)
+FIGURE = "curves.svg"
+_PYTHON = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n.*?^```\n)?", re.M | re.S)  # code, and its output
 
 
 def cells(text: str) -> list[dict[str, Any]]:
@@ -48,17 +53,39 @@ def run(code_cells: list[dict[str, Any]]) -> None:
             cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": _lines(text)}]
 
 
-def notebook(text: str) -> dict[str, Any]:
-    """Return the notebook of a page, executed in a temporary folder."""
+def notebook(text: str, figure: Path | None = None) -> dict[str, Any]:
+    """Return the notebook of a page, executed in a temporary folder. A saved figure is copied to `figure`."""
     blocks, start = cells(text), Path.cwd()
+    matplotlib.use("Agg")
+    style = {"svg.fonttype": "none", "svg.hashsalt": "fastsam", "figure.figsize": (3.7, 3.0), "font.size": 9}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            run([cell for cell in blocks if cell["cell_type"] == "code"])
+            with matplotlib.rc_context(style | {"figure.autolayout": True}):
+                run([cell for cell in blocks if cell["cell_type"] == "code"])
         finally:
             os.chdir(start)
+        if figure and (Path(folder) / FIGURE).exists():
+            shutil.copy(Path(folder) / FIGURE, figure)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return {"cells": blocks, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+
+
+def outputs(document: dict[str, Any]) -> list[str]:
+    """Return the output of each code cell, "" for a cell that prints nothing."""
+    code = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+    return ["".join(line for item in cell["outputs"] for line in item["text"]) for cell in code]
+
+
+def page(text: str, printed: list[str]) -> str:
+    """Return the page with the printed lines after each block of Python."""
+    left = iter(printed)
+
+    def block(match: re.Match[str]) -> str:
+        lines = next(left)
+        return f"```python\n{match[1]}```\n" + (f"\n```text\n{lines}```\n" if lines else "")
+
+    return _PYTHON.sub(block, text)
 
 
 def _lines(text: str) -> list[str]:
@@ -66,10 +93,12 @@ def _lines(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Write both notebooks next to their pages."""
+    """Write both notebooks next to their pages, and the outputs into the pages."""
     for name in PAGES:
-        document = notebook((ROOT / "docs" / f"{name}.md").read_text())
-        (ROOT / "docs" / f"{name}.ipynb").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        path = ROOT / "docs" / f"{name}.md"
+        document = notebook(path.read_text(), ROOT / "docs" / "pictures" / f"{name}.svg")
+        path.with_suffix(".ipynb").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        path.write_text(page(path.read_text(), outputs(document)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Draws the pictures of README and of the pages: `make pictures`.
 
-From the result files come `speed.svg` (both panels), `step.svg`, `rounds.svg` and `variants.svg`; from
-docs/pictures/surfaces.json (tools/surfaces.py) `surfaces.svg`. tools/diagrams.py has the diagrams.
+From the result files come `speed.svg` (all panels), `step.svg`, `rounds.svg`, `variants-wrong.svg` and
+`variants-right.svg`; from docs/pictures/surfaces.json (tools/surfaces.py) `surfaces-sgd.svg` and `surfaces-sam.svg`.
+tools/diagrams.py has the diagrams. The last four files have a panel each, as wide as the page of a phone. A wide page
+has two of them in a row, a phone one below the other.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ ROUND_NAMES = {
     "bare loop": "a plain PyTorch loop",
 }
 OUR_COLOUR, PEER_COLOUR = ("#0b5fa5", "#9aa0a6")
+PHONE = 3.7  # inches, 355 pixels: the width of a page on a phone
 STYLE = diagrams.STYLE | {"axes.spines.top": False, "axes.spines.right": False}
 
 Bars = dict[str, dict[str, float]]  # {problem: {contender: value}}
@@ -148,7 +151,7 @@ def draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], title: st
         axes.plot(time, gain, marker="v" if note else "o", markersize=5, color=OUR_COLOUR if one_pass else PEER_COLOUR)
         axes.plot([time, 3.02], [gain, height], color=PEER_COLOUR, linewidth=0.4, zorder=0)
         axes.text(3.05, height, f"{name}{note}", va="center", color=OUR_COLOUR if one_pass else "black")
-    axes.set_xlim(0.7, 3.0)
+    axes.set_xlim(0.4, 3.0)
     axes.set_xlabel("time of a step, SGD = 1")
     axes.set_ylabel("gain over SGD, percentage points")
     axes.set_title(title, loc="left", fontsize=10)
@@ -187,17 +190,25 @@ def rounds_panel(axes: Axes) -> None:
     draw_bars(axes, round_bars(), "Rounds of FedAvg per second:\nmore is better")
 
 
-def variants_panels() -> list[Panel]:
-    """Return the panels of accuracy against time."""
-    return [lambda axes, t=title, p=points: draw_points(axes, p, t) for title, points in variant_points().items()]
+def variants_panels() -> dict[str, Panel]:
+    """Return the panels of accuracy against time by file."""
+    return {
+        f"variants-{title.split()[0].lower()}.svg": lambda axes, t=title, p=points: draw_points(axes, p, t)
+        for title, points in variant_points().items()
+    }
 
 
-def surface_panels() -> list[Panel]:
-    """Return a panel for each trained model."""
+def surface_panels() -> dict[str, Panel]:
+    """Return a panel for each trained model by file."""
     grids = json.loads((ROOT / SURFACES).read_text())
     values = [value for grid in grids.values() for row in grid for value in row]
     low, high = (min(values), max(values))
-    return [lambda axes, n=name, g=grid: draw_surface(axes, g, n, low, high) for name, grid in grids.items()]
+    return {
+        f"surfaces-{name.partition(',')[0].lower()}.svg": lambda axes, n=name, g=grid: draw_surface(
+            axes, g, n, low, high
+        )
+        for name, grid in grids.items()
+    }
 
 
 def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2) -> None:
@@ -217,8 +228,8 @@ def main(folder: Path = FOLDER) -> None:
     write(folder / "speed.svg", step_panel, whole_panel, rounds_panel, width=4.4)
     write(folder / "step.svg", step_panel)
     write(folder / "rounds.svg", rounds_panel)
-    write(folder / "variants.svg", *variants_panels())
-    write(folder / "surfaces.svg", *surface_panels(), width=3.6, height=3.6)
+    for name, panel in (variants_panels() | surface_panels()).items():
+        write(folder / name, panel, width=PHONE, height=4.2 if name.startswith("variants") else PHONE)
     diagrams.main(folder)
 
 

@@ -1,4 +1,4 @@
-"""Computes the loss surfaces of docs/pictures/surfaces.svg: python tools/surfaces.py, half a minute.
+"""Computes the loss surfaces of docs/pictures/surfaces-*.svg: python tools/surfaces.py, half a minute.
 
 An MLP is trained on the digits with SGD and with SAM, from the same weights and batches. Around both ends the training
 loss is taken on a grid. The grids go into docs/pictures/surfaces.json.

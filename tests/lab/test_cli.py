@@ -1,6 +1,7 @@
 """The `fastsam` command: results and messages of runs and comparisons, of bad input, and of Ctrl-C."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -85,6 +86,24 @@ def test_compare_runs_every_algorithm_and_seed(cwd: Path, capsys: pytest.Capture
     assert "| mofedsam |" in (cwd / "cmp" / "report.md").read_text()
     for name in runs:
         assert len(metrics(cwd / "cmp" / name)) == 2
+
+
+def test_a_terminal_breaks_sentences_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    shown = {}
+    for is_terminal in (True, False):
+        output = io.StringIO()
+        console = Console(file=output, width=60, force_terminal=is_terminal, color_system=None, highlight=False)
+        monkeypatch.setattr(cli, "_console", lambda c=console: c)
+        words = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--seeds", "0,1", "--rounds", "1"]
+        assert cli.main(words) == 0
+        shown[is_terminal] = output.getvalue()
+    (sentence,) = re.findall(r"^fedsam: .*$", shown[False], re.M)
+    assert len(sentence) > 60 and sentence not in shown[True]
+    lines = [line.strip() for line in shown[True].splitlines()]
+    first = next(n for n, line in enumerate(lines) if line.startswith("fedsam: "))
+    assert " ".join(lines[first : first + 2]) == sentence
 
 
 def test_compare_refuses_an_existing_directory_without_resume(cwd: Path, capsys: pytest.CaptureFixture) -> None:

@@ -49,6 +49,19 @@ def test_auto_never_takes_the_reference() -> None:
         assert foreach.available == (device == "cpu" or torch.cuda.is_available())
 
 
+def test_the_note_names_a_missing_compiler_once(without_kernels: pytest.MonkeyPatch) -> None:
+    reason = "no C++ compiler: install one"
+    without_kernels.setattr(build, "why_not", lambda: reason)
+    table = [b for b in backends.BACKENDS if b.name != "native"]
+    plain_install = replace(
+        backends.BACKENDS[0], name="native", device="cpu", why_not=lambda: f"installed without: {reason}"
+    )
+    without_kernels.setattr(backends, "BACKENDS", (plain_install, *table))
+    with pytest.warns(UserWarning, match="without its compiled kernels") as output:
+        backends.select("auto", CPU, torch.float32)
+    assert str(output[0].message).count(reason) == 1 and "python -m fastsam_kernels.build" in str(output[0].message)
+
+
 def test_the_note_comes_once_with_the_command(without_kernels: pytest.MonkeyPatch) -> None:
     without_kernels.setattr(build, "why_not", lambda: None)
     with pytest.warns(UserWarning, match=re.escape("`python -m fastsam_kernels.build` builds them")) as output:
