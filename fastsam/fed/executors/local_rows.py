@@ -145,8 +145,7 @@ class LocalRows:
             start: weights at the start, `[row_size]` or `[rows, row_size]`.
         """
         update = tasks[0].update
-        is_shared = len(tasks) == 1 or all(task.update is update for task in tasks)
-        updates = [update] if is_shared else [task.update for task in tasks]
+        updates = [update] if all(task.update is update for task in tasks) else [task.update for task in tasks]
         self.memory.write_numbers(self.part, updates, tasks[0].lr)
         self.set_variant(update.constants.variant)
         self.restart(start)
@@ -404,12 +403,8 @@ class LocalRows:
 
     def results(self, start: Tensor) -> dict[str, Any]:
         """Return the vectors of `ClientResults` of a round from the weights `start`, in new memory."""
-        variant = self.variant
-        has_begin = variant.constant or (self.copies and variant.has_start)
-        return {
-            "delta": self.z - (self.field("begin") if has_begin else start),
-            "dual": self.field("dual").clone() if variant.has_dual else None,
-            "eps": self.field("eps").clone() if variant.has_dual else None,
-            "gradient": self.field("gradient").clone() if variant.has_first_gradient else None,
-            "norms": self.norms.clone() if variant.has_pilot else None,
-        }
+        has_begin = self.variant.constant or (self.copies and self.variant.has_start)
+        results = {name: self.field(name).clone() for name in self.variant.results}
+        if self.variant.has_pilot:
+            results["norms"] = self.norms.clone()
+        return {"delta": self.z - (self.field("begin") if has_begin else start), **results}

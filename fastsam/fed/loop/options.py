@@ -87,8 +87,8 @@ class Settings:
         choices=("full", "linear"))
     optimizer: str | Optimizer | None = option(None,
         "optimizer of the local steps: a class of torch.optim by name ('AdamW'), 'Lion', or a functools.partial of a "
-        "class, in a config its import path; the lr of a partial is the run's lr; its state begins anew for each client "
-        "and round; none: SGD")
+        "class, in a config its import path; the lr of a partial is the run's lr; its state begins anew for each "
+        "client and round; none: SGD")
     server_lr: Rate = option(1.0,
         "learning rate of the server, a factor on the mean delta; or a formula such as '1/sqrt(round)', in Python also "
         "a function of t",

@@ -94,6 +94,11 @@ class StepVariant:
         return self.has_full_gradient or self.has_pilot
 
     @cached_property
+    def results(self) -> tuple[str, ...]:
+        """Names of the fields that are results of a round, in addition to delta."""
+        return ("dual", "eps") * self.has_dual + ("gradient",) * self.has_first_gradient
+
+    @cached_property
     def vectors(self) -> tuple[str, ...]:
         """Names of the vectors that the steps only read, in addition to the gradient offset and the server's
         perturbation."""
