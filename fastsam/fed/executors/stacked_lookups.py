@@ -73,4 +73,10 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
 
 
+def _refuse(*args: Any, **kwargs: Any) -> Tensor:
+    """Raise RuntimeError for an operation whose rule under vmap mixes rows."""
+    raise RuntimeError("index_fill of several rows fills elements of other rows. Use torch.where or scatter")
+
+
 _LOOKUPS: dict[Any, Any] = {F.embedding: _embedding, torch.embedding: _table_lookup, F.one_hot: _one_hot}
+_LOOKUPS |= dict.fromkeys((torch.index_fill, Tensor.index_fill, Tensor.index_fill_), _refuse)

@@ -68,6 +68,13 @@ def test_gradients_are_those_of_single_clients(name: str, replays: bool, monkeyp
     assert (plain - stacked).abs().max() <= 1e-10
 
 
+def test_an_operation_that_would_mix_rows_is_refused() -> None:
+    """torch's batching rule of index_fill takes an index of -1 of one row for an element of the row before."""
+    model = Words(lambda x, weight: weight.index_fill(0, x[:, 0], 0.0)[x])
+    with pytest.raises(ValueError, match="executor 'vmap' cannot serve here: .*index_fill of several rows"):
+        train(model, "vmap")
+
+
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("index", [WORDS, -1])
 def test_an_index_outside_of_the_table_raises(index: int, name: str) -> None:
