@@ -223,7 +223,7 @@ algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, aggregate
     (-aggregate.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
     aggregate.mean('delta').to(server['D'].dtype)} @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: rho=rho => rho=0.0 @ fedtoga
-executors.local_rows LocalRows._select: map(self.field, variant.memory) => () @ fedtoga
+executors.local_rows LocalRows._select: variant.memory => () @ fedtoga
 # FedGF
 algorithms.fedgf FedGF.local_update: max(1, min(round.index, self.window)) => self.window @ fedgf
 algorithms.fedgf FedGF.local_update: min(round.index, self.window) => round.index @ fedgf-window
@@ -337,7 +337,7 @@ fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PROX_MU]) => 
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(is_decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd reference_update: h[DAMPENING] => mu @ fedavg momentum
-executors.local_rows LocalRows._select: [self.momentum, *map(self.field, variant.memory)] => [] @ fedavg momentum
+executors.local_rows LocalRows._select: zip(self.state, self.rule.initial_values, strict=True) => () @ fedavg momentum
 executors.row_memory RowMemory.numbers: perturbation(update.direction, update.rho, update.eta, NU) =>
     perturbation(update.direction, update.rho, update.eta, 0.0) @ fedsam
 """)
