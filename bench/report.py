@@ -258,7 +258,9 @@ def made_by(record: Record, brief: bool = False) -> str:
     text = f"Made by `{command}` on {e['date'][:10]}, commit `{commit(e)}`; {device}; "
     text += f"Python {v['python']}, {versions}."
     if additions := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
-        text += f" Added to by {f'{len(additions)} later commands' if brief else ', '.join(additions)}."
+        last = f"{len(additions)} later commands, the last on {record['added'][-1]['date'][:10]}, commit "
+        last += f"`{commit(record['added'][-1])}`"
+        text += f" Added to by {last if brief else ', '.join(additions)}."
     lines = [text, *(notes if brief else reasons)(record["cases"])]
     if record["left_out"] and not brief:
         lines.append(f"Cases for which no time was left: {len(record['left_out'])}.")

@@ -59,9 +59,12 @@ def whole_bars() -> Bars:
 
 
 def round_bars(num_cores: int) -> Bars:
-    """Return the rounds per second of FedAvg by model, relative to a plain PyTorch loop, in the race on `num_cores` cores.
+    """Return the rounds per second of FedAvg by model in a race, relative to a plain PyTorch loop.
 
     Rows with another number of cores are left out, except rows whose name says that they have one core.
+
+    Args:
+        num_cores: number of cores of the race.
     """
     result = {}
     for case in _cases("federated"):

@@ -81,6 +81,7 @@ def entries_of_two_cores(load: Workload, peers: Mapping[str, str]) -> list[Entry
     """Return contenders on two cores, and next to them contenders that train one client after another on one core."""
     two = {"threads": 2, "cores": 2}
     result = [Entry(f"bare loop{ONE_CORE}", "bare:tensors", load, ours=False)]
+    result += [Entry("bare loop, two threads", "bare:tensors", load, ours=False, **two)]
     for label, contender in (("fastsam", "ours"), ("fastsam plain", "plain")):
         result += [Entry(f"{label}, auto", f"{contender}:auto", load, longer=_longer(load, "auto"), **two)]
     result += [Entry("fastsam, threads", "ours:threads", load, **two)]

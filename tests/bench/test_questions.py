@@ -54,7 +54,7 @@ QUICK = {
     "variants": ["--cases", "small_cnn"],
     "kernels": ["--cases", "steps/50k", "norm-50k-*"],
     "accuracy": ["--cases", "cancer", "--rows", "SAM"],
-    "federated": ["--cases", "speed/MLP, fedavg", "--rows", "fastsam, sequential"],
+    "federated": ["--cases", "speed-1/MLP, fedavg", "--rows", "fastsam, sequential"],
 }
 
 
