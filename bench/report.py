@@ -323,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one in map(records.read, arguments.results):
             name = records.name_of(one)
             cases_by_name[name] = records.join(cases_by_name[name], one) if name in cases_by_name else one
+        if arguments.publish and (names := [name for name, one in cases_by_name.items() if one["quick"]]):
+            raise ValueError(f"{', '.join(names)}: measured with --quick. Published figures need a full run")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -102,6 +102,15 @@ def test_publishing_stores_the_file_and_writes_its_pages(
     assert plots.draw(record_of("federated"), tmp_path) == []
 
 
+def test_quick_figures_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    (tmp_path / "new.json").write_text(json.dumps({**federated_record(), "quick": True}))
+    assert report.main([str(tmp_path / "new.json"), "--publish"]) == 1
+    assert "measured with --quick" in capsys.readouterr().err and not (tmp_path / "results").exists()
+
+
 def test_tables_of_a_gpu(tmp_path: Path) -> None:
     """Replayed figures before eager ones, launches and host times."""
 
