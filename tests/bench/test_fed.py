@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ import torch
 
 from bench import ROOT
 from bench import __main__ as command
-from bench.fed import cases, cores, on_gpu, overhead, process, share
+from bench.fed import cases, cores, on_gpu, overhead, peers, process, share
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
 from bench.fed.worker import Chunks
 from bench.fed.workload import Workload
+from bench.timing import intra_op_threads
 from fastsam import fed
 
 LOAD = Workload("mlp")
@@ -190,14 +192,32 @@ def test_a_row_that_used_more_than_it_was_given_is_refused(pretender: str, monke
 
 @pytest.mark.of_each_kind
 def test_contenders_have_the_cores_of_their_race() -> None:
-    peers = dict.fromkeys(("flower", "pfl", "fedlab", "fedjax", "blazefl"), sys.executable)
+    pythons = dict.fromkeys(("flower", "pfl", "fedlab", "fedjax", "blazefl"), sys.executable)
     for model in ("mlp", "cnn"):
-        one, two = (make(Workload(model), peers) for make in (cases.entries_of_one_core, cases.entries_of_two_cores))
-        assert {(e.cores, e.threads) for e in one} == {(1, 1)} and {*peers} < {e.label for e in one}
+        one, two = (make(Workload(model), pythons) for make in (cases.entries_of_one_core, cases.entries_of_two_cores))
+        assert {(e.cores, e.threads) for e in one} == {(1, 1)} and {*pythons} < {e.label for e in one}
         assert {e.cores for e in two if e.label.endswith(cases.ONE_CORE)} == {1}
         assert {(e.cores, e.threads) for e in two if not e.label.endswith(cases.ONE_CORE)} == {(2, 2)}
         labels = {f"{name}{cases.ONE_CORE}" for name in ("bare loop", "pfl", "fedlab", "fedjax")}
         assert labels == {e.label for e in two if e.cores == 1}
+
+
+@pytest.mark.of_each_kind
+def test_simulators_that_train_at_once_know_their_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their libraries are mocks: Ray would take all processors of the machine, whatever the affinity is."""
+    names = ("flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy", "flwr.simulation")
+    modules = {name: mock.MagicMock() for name in (*names, "blazefl")}
+    modules["flwr.serverapp.strategy"].FedAvg = object
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for number in {1, cores.available()}:
+        with cores.restrict(number), intra_op_threads(1):
+            peers.flower(LOAD, 1, int)
+            peers.blazefl(LOAD, 1, int)
+        config = modules["flwr.simulation"].run_simulation.call_args.kwargs["backend_config"]
+        assert config["init_args"] == {"num_cpus": number} and config["client_resources"]["num_cpus"] == 1
+        trainer = modules["blazefl"].contrib.FedAvgThreadPoolClientTrainer
+        assert trainer.call_args.kwargs["num_parallels"] == number
 
 
 def test_a_plain_install_has_no_compiled_kernels() -> None:
