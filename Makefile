@@ -27,7 +27,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo docs pictures recording test test-cuda test-slow test-sanitize attack test-malloc test-peers \
-  test-integrations check format bench bench-kernels bench-accuracy bench-evidence bench-fed wheels gpu gpu-carry clean
+  test-integrations check format bench bench-kernels bench-accuracy bench-evidence bench-fed \
+  figures wheels gpu gpu-carry clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -236,6 +237,13 @@ bench-fed: $(READY) $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside
 	@$(BIN)/python -m bench federated --out $(or $(OUT),runs/bench-fed) \
 	  $$(for peer in $(PEER_NAMES); do \
 	    test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
+
+# Publishing is a separate step of the other benchmarks, because a busy machine's figures are worth nothing.
+figures: $(READY) ## measure all that README shows, then write its tables, pages and pictures
+	@$(BIN)/python -m bench step --out runs/figures
+	@$(MAKE) bench-fed OUT=runs/figures
+	@$(BIN)/python -m bench.report runs/figures/step.json runs/figures/federated.json --publish >/dev/null
+	@$(MAKE) pictures
 
 # torch's libraries are loaded by `import torch` and never copied into a wheel.
 wheels: $(VENV)/.has-tests ## the sdist, the pure wheel and the compiled one, into OUT=dist. PLAT=manylinux_2_28_x86_64

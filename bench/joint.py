@@ -43,7 +43,8 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("eager.to.copied", "Time of the optimizer part of a step; the copied SAM class is 1"),
     ),
     "variants": (Figure("eager.to.SAM", "Time of the optimizer part of a step; `SAM` is 1"),),
-    "speed": (Figure("speed", "Rounds per second; the bare loop is 1"),),
+    "speed-1": (Figure("speed", "Rounds per second on one core; the bare loop is 1"),),
+    "speed-2": (Figure("speed", "Rounds per second on two cores; the bare loop on one core is 1"),),
     "overhead": (Figure("round", "Time of a round; FedAvg is 1"),),
     "ranks": (Figure("speed", "Rounds per second; one rank is 1"),),
     "growth": (Figure("speed", "Rounds per second; the first size is 1"),),
@@ -52,21 +53,23 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "busy": (Figure("busy", "Part of a round in which the device is busy", "{:.0%}".format),),
 }
 FURTHER = {
-    "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", digits(1))
+    "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", digits(1)),
+    "steps": Figure("replayed.fraction", "Speed of a replayed step; the floor, 40 bytes per parameter, is 1"),
 }
 LINES = ("ranks", "growth", "share")  # cases that have different contenders: a line each
 
 
 def tables(cases: Sequence[Record]) -> Iterator[str]:
-    """Yield one table, or some lines, for each part in the order of the cases."""
-    for part, group in groupby(cases, key=lambda case: str(case["part"])):
+    """Yield one table, or some lines, for each part, in the order of `FIGURES`."""
+    order = list(FIGURES)
+    for part, group in groupby(sorted(cases, key=lambda c: order.index(c["part"])), lambda case: str(case["part"])):
         members = list(group)
         figure = next(
             (one for one in FIGURES[part] if any(median(row, one.path) is not None for row in _rows(members))), None
         )
         if figure is None:
-            yield f"{FIGURES[part][-1].words}: not measured."
-        elif part in LINES:
+            continue
+        if part in LINES:
             yield "\n".join([f"{figure.words}:\n", *(line(case, figure) for case in members)])
         else:
             separate = [case for case in members if _shares_no_row(case, members)] if len(members) > 1 else []

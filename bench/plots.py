@@ -1,6 +1,6 @@
 """The plots of the pages, drawn from results files."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ OURS = ("#0b5fa5", "#7fb2dd", "#b9d6ee", "#2b8cbe", "#08306b")
 PEERS = ("#e8890c", "#8c6bb1", "#5aa469", "#c9a227", "#d9694f", "#9a9a9a", "#6d6d6d", "#3d3d3d")
 
 
-def draw(record: Record, folder: Path) -> list[Path]:
-    """Draw what there are figures for, as PNG into a folder, and return the files."""
+def draw(record: Record, folder: Path, names: Collection[str] | None = None) -> list[Path]:
+    """Draw what there are figures for, as PNG into a folder, and return the files; with `names` only these files."""
     name, e, paths = name_of(record), record["environment"], []
     make = PLOTS.get(name.partition("-")[0])
     if make is None or not record["cases"]:
@@ -25,6 +25,10 @@ def draw(record: Record, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     device = (e["machine"].get("gpus") or [e["machine"]["cpu"]])[0]
     for stem, canvas in make(record):
+        path = folder / f"{stem}{'-cuda' * name.endswith('-cuda')}.png"
+        if names is not None and path.name not in names:
+            pyplot.close(canvas)
+            continue
         labels: dict[str, Any] = {}
         for axis in canvas.axes:
             axis.grid(linewidth=0.3)
@@ -32,8 +36,8 @@ def draw(record: Record, folder: Path) -> list[Path]:
             labels |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         canvas.legend(labels.values(), labels, loc="outside lower center", fontsize=8, ncols=3, frameon=False)
         canvas.suptitle(f"{device}, torch {e['versions']['torch']}, {e['date'][:10]}", fontsize=10)
-        paths.append(folder / f"{stem}{'-cuda' * name.endswith('-cuda')}.png")
-        canvas.savefig(paths[-1], dpi=120)
+        canvas.savefig(path, dpi=120)
+        paths.append(path)
         pyplot.close(canvas)
     return paths
 
@@ -92,15 +96,12 @@ def _kernels(record: Record) -> Iterator[tuple[str, Any]]:
 
 
 def _federated_plots(record: Record) -> Iterator[tuple[str, Any]]:
-    """Plot speeds as bars, a group per race; growth as lines."""
-    speed, growth = ([case for case in record["cases"] if case["part"] == part] for part in ("speed", "growth"))
-    if not speed and not growth:
+    """Plot growth as lines. tools/pictures.py draws the races."""
+    growth = [case for case in record["cases"] if case["part"] == "growth"]
+    if not growth:
         return
-    canvas, axes = _axes(2, max(len(growth), 1), (12.0, 8.8))
-    for axis in axes[0]:
-        axis.remove()
-    _bars(canvas.add_subplot(axes[0, 0].get_gridspec()[0, :]), speed, "speed", "rounds per second, bare loop = 1")
-    for axis, case in zip(axes[1], growth, strict=False):
+    canvas, axes = _axes(1, len(growth), (12.0, 4.4))
+    for axis, case in zip(axes[0], growth, strict=True):
         good = [row for row in case["rows"] if not has_failed(row)]
         summaries = [row["seconds"] for row in good]
         options = {"yerr": _spread(summaries), "marker": "o", "markersize": 3}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import ROOT, joint
+from bench import ROOT, joint, plots, readme
 from bench import record as records
 from bench.accuracy.report import BASELINES, evidence_tables, pieces
 from bench.accuracy.training import contenders
@@ -24,7 +24,6 @@ from bench.ncu import METRICS
 from bench.record import RESULTS, Record, Row, figure, has_failed, median
 from fastsam.lab.report.table import Table
 
-UNMEASURED = "Not measured."
 LAYOUTS = ("scattered", "flat")
 
 
@@ -69,10 +68,13 @@ STEPS = (
     Column("pytorch-optimizer's, ours = 1", "peer.to.ours", digits(1)),
 )  # fmt: skip
 SPEED = Column("rounds per second, relative", "speed", quartiles=True)
-RACE = (SPEED, Column("peak memory", "peak_mib", "{:.0f} MiB".format))
+RACE = (
+    SPEED, Column("peak memory", "peak_mib", "{:.0f} MiB".format), Column("cores", "cores", str),
+    Column("processors in use", "processors"),
+)  # fmt: skip
 COLUMNS: dict[str, Sequence[Column]] = {
     **dict.fromkeys(("step", "steps", "whole", "variants", "ops"), STEPS),
-    **dict.fromkeys(("speed", "growth", "ranks"), RACE),
+    **dict.fromkeys(("speed-1", "speed-2", "growth", "ranks"), RACE),
     "overhead": (
         Column("seconds of a local step, FedAvg = 1", "step", digits(3), quartiles=True),
         Column("of a round", "round", digits(3), quartiles=True),
@@ -160,19 +162,25 @@ def case_text(case: Record) -> str:
     return "\n".join(["", heading(case), "", case_table(case).text(), *reasons([case])])
 
 
-def reasons(cases: Sequence[Record], brief: bool = False) -> list[str]:
-    """Return why rows have no figures, a line each, with `brief` only of rows that failed; and notes to figures."""
-    failures = [row for case in cases for row in case["rows"] if has_failed(row) and not (brief and row.get("absent"))]
+def reasons(cases: Sequence[Record]) -> list[str]:
+    """Return why rows have no figures, and the notes to figures, a line each."""
+    failures = [row for case in cases for row in case["rows"] if has_failed(row)]
     sentences = (f"Not measured: {r.get('title', r['name'])}: {r.get('problem') or r['absent']}." for r in failures)
-    notes = (f"{case['title']}, {r['name']}: {r['note']}." for case in cases for r in case["rows"] if "note" in r)
-    return list(dict.fromkeys([*sentences, *notes]))
+    return list(dict.fromkeys([*sentences, *notes(cases)]))
+
+
+def notes(cases: Sequence[Record]) -> list[str]:
+    """Return the notes to figures, a line each."""
+    return [
+        f"{case['title']}, {row['name']}: {row['note']}." for case in cases for row in case["rows"] if "note" in row
+    ]
 
 
 def _cases(record: Record) -> Iterator[str]:
     for case in record["cases"]:
         yield f"**{heading(case)}**\n\n{case_table(case).markdown()}"
     if records.name_of(record) == "federated":
-        yield "![speeds of federated rounds, and how time grows](../bench/results/federated.png)"
+        yield "![how the time of a round grows](../bench/results/federated.png)"
 
 
 def _kernels(record: Record) -> Iterator[str]:
@@ -254,9 +262,9 @@ def short(record: Record) -> str:
 
 
 def made_by(record: Record, brief: bool = False) -> str:
-    """Return how and when a record was made, and why rows have no figures.
+    """Return the origin of a record, the notes to its figures, and the reasons of rows without figures.
 
-    With `brief` there are fewer facts: no options of commands, and no rows that cannot run on the device.
+    With `brief` there are fewer facts: no options of commands, and nothing about figures that are not there.
     """
     e, m, v = record["environment"], record["environment"]["machine"], record["environment"]["versions"]
     caches = ", ".join(f"{level} {size}" for level, size in m.get("caches", {}).items())
@@ -267,9 +275,11 @@ def made_by(record: Record, brief: bool = False) -> str:
     text = f"Made by `{command}` on {e['date'][:10]}, commit `{commit(e)}`; {device}; "
     text += f"Python {v['python']}, {versions}."
     if additions := [f"`{one['command']}` (commit `{commit(one)}`)" for one in record["added"]]:
-        text += f" Added to by {f'{len(additions)} later commands' if brief else ', '.join(additions)}."
-    lines = [text, *reasons(record["cases"], brief)]
-    if record["left_out"]:
+        last = f"{len(additions)} later commands, the last on {record['added'][-1]['date'][:10]}, commit "
+        last += f"`{commit(record['added'][-1])}`"
+        text += f" Added to by {last if brief else ', '.join(additions)}."
+    lines = [text, *(notes if brief else reasons)(record["cases"])]
+    if record["left_out"] and not brief:
         lines.append(f"Cases for which no time was left: {len(record['left_out'])}.")
     return "\n".join(lines)
 
@@ -282,6 +292,10 @@ def commit(e: Record) -> str:
 # --- pages ---
 
 _PLACE = re.compile(r"(<!-- (\w+):(\S+(?: \w+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+
+
+_PICTURE = re.compile(r"!\[[^\]]*\]\(\S*bench/results/([\w-]+\.png)\)")
+README_PLACE = "bench:readme"
 
 
 def fill(text: str, pieces: Mapping[str, str]) -> str:
@@ -301,10 +315,17 @@ def places(text: str) -> list[str]:
 
 def pages() -> dict[Path, str]:
     """Return every page as bench/results would have it."""
-    files = {name: RESULTS / f"{name}.json" for kind in records.KINDS for name in (kind, f"{kind}-cuda")}
-    pieces = {f"bench:{n}": short(records.read(p)) if p.exists() else UNMEASURED for n, p in files.items()}
     texts = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    files = {f"bench:{name}": RESULTS / f"{name}.json" for kind in records.KINDS for name in (kind, f"{kind}-cuda")}
+    pieces = {name: short(records.read(path)) for name, path in files.items() if path.exists()}
+    if any(README_PLACE in places(text) for text in texts.values()):
+        pieces[README_PLACE] = readme.text(RESULTS)
     return {path: fill(text, pieces) for path, text in texts.items() if places(text)}
+
+
+def shown_pictures() -> set[str]:
+    """Return the names of the pictures of bench/results that pages show."""
+    return {name for path in (ROOT / "docs").glob("*.md") for name in _PICTURE.findall(path.read_text())}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -319,6 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one in map(records.read, arguments.results):
             name = records.name_of(one)
             cases_by_name[name] = records.join(cases_by_name[name], one) if name in cases_by_name else one
+        if arguments.publish and (names := [name for name, one in cases_by_name.items() if one["quick"]]):
+            raise ValueError(f"{', '.join(names)}: measured with --quick. Published figures need a full run")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -326,10 +349,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(markdown(record))
         if arguments.publish:
             records.write(record, RESULTS / f"{name}.json")
-        for folder in filter(None, (arguments.plot, RESULTS if arguments.publish else None)):
-            from bench import plots
-
-            plots.draw(record, folder)
+        if arguments.plot:
+            plots.draw(record, arguments.plot)
+        if arguments.publish:
+            plots.draw(record, RESULTS, shown_pictures())
     if arguments.publish:
         for path, text in pages().items():
             path.write_text(text)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fastsam.fed.executors.base import registry
 from tests.helpers.pages import PAGES, links, text_of
-from tools import diagrams, pictures, recording
+from tests.helpers.places import ROOT
+from tools import diagrams, pictures, recording, speeds
 
-BARS = {
-    "speed.svg": ("step_bars", "whole_bars", "round_bars"),
-    "step.svg": ("step_bars",),
-    "rounds.svg": ("round_bars",),
+Bars = Callable[[], speeds.Bars]
+ONE, TWO = partial(speeds.round_bars, 1), partial(speeds.round_bars, 2)
+BARS: dict[str, list[Bars]] = {
+    "speed.svg": [speeds.step_bars, speeds.whole_bars, ONE, TWO],
+    "step.svg": [speeds.step_bars],
+    "rounds.svg": [ONE, TWO],
+    "gpu.svg": [
+        partial(speeds.gpu_step_bars, "eager"),
+        partial(speeds.gpu_step_bars, "replayed"),
+        speeds.gpu_round_bars,
+    ],
 }
 PANELS = ["variants-wrong.svg", "variants-right.svg", "surfaces-sgd.svg", "surfaces-sam.svg"]
 OTHERS = [recording.FILE.name, "tutorial_federated.svg"]  # of tools/recording.py and tools/notebooks.py
@@ -26,18 +37,45 @@ PHONE = 390 - 2 * 16  # pixels of a phone's page without its margins
 @pytest.mark.parametrize("name", BARS)
 def test_a_picture_shows_the_measured_numbers(name: str) -> None:
     shown_numbers = re.findall(r">(\d+\.\d\d)</text>", (pictures.FOLDER / name).read_text())
-    bars = [getattr(pictures, results)() for results in BARS[name]]
+    bars = [numbers() for numbers in BARS[name]]
     expected = [f"{value:.2f}" for panel in bars for values in panel.values() for value in values.values()]
     assert shown_numbers == expected, "the picture is older than bench/results: `make pictures` draws it again"
 
 
 def test_each_contender_of_the_picture_was_measured() -> None:
-    assert all(set(values) == set(pictures.STEP_NAMES.values()) for values in pictures.step_bars().values())
-    full_size = set(pictures.STEP_NAMES.values()) - {"torch.compile", "foreach by hand"}
-    assert (
-        all(set(values) == full_size for values in pictures.whole_bars().values()) and len(pictures.whole_bars()) == 3
-    )
-    assert all(set(values) == set(pictures.ROUND_NAMES.values()) for values in pictures.round_bars().values())
+    assert all(set(values) == set(speeds.STEP_NAMES.values()) for values in speeds.step_bars().values())
+    full_size = set(speeds.STEP_NAMES.values()) - {"torch.compile", "foreach by hand"}
+    assert all(set(values) == full_size for values in speeds.whole_bars().values()) and len(speeds.whole_bars()) == 3
+    gpu_names = set(speeds.GPU_STEP_NAMES.values())
+    assert all(set(values) == gpu_names for values in speeds.gpu_step_bars("eager").values())
+    for num_cores, ours in ((1, ("vmap", "sequential")), (2, ("auto", "auto"))):
+        for values, executor in zip(speeds.round_bars(num_cores).values(), ours, strict=True):
+            names = [name.removesuffix(speeds.ONE_CORE) for name in values]
+            fastsam = [f"{speeds.COMPILED}, {executor}", f"{speeds.PLAIN}, {executor}"]
+            assert names == [*fastsam, *speeds.ROUND_NAMES.values()]
+            num_of_one_core = sum(name.endswith(speeds.ONE_CORE) for name in values)
+            assert num_of_one_core == (4 if num_cores == 2 else 0)  # FedJAX, FedLab, pfl and the loop
+    assert list(speeds.gpu_round_bars()["MLP, 100 clients"]) == ["fastsam compiled, vmap", speeds.LOOP]
+
+
+def test_a_chart_of_rounds_takes_only_rows_of_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(name: str, cores: int, speed: float) -> dict[str, object]:
+        return {"name": name, "cores": cores, "speed": {"median": speed}}
+
+    rows = [row("fastsam, auto", 2, 4.0), row("pfl, one core", 1, 0.5), row("pfl", 1, 0.6), row("flower", 3, 9.0)]
+    rows += [{"name": "blazefl", "cores": 2, "problem": "it used 2.50 processors"}, row("bare loop, one core", 1, 1.0)]
+    cases = [{"part": "speed-2", "title": "CNN, fedavg", "rows": rows}]
+    cases += [{"part": "speed-1", "title": "CNN, fedavg", "rows": [row("fastsam, vmap", 2, 7.0), row("pfl", 1, 0.7)]}]
+    (tmp_path / "federated.json").write_text(json.dumps({"cases": cases}))
+    monkeypatch.setattr(speeds, "RESULTS", tmp_path)
+    two = {"fastsam compiled, auto": 4.0, "pfl, one core": 0.5, f"{speeds.LOOP}, one core": 1.0}
+    assert speeds.round_bars(2) == {"CNN": two} and speeds.round_bars(1) == {"CNN": {"pfl": 0.7}}
+
+
+def test_the_faster_executor_is_named() -> None:
+    times = {"fastsam, vmap": 2.0, "fastsam, sequential": 3.0, "fastsam plain, vmap": 1.0}
+    expected = {"fastsam compiled, sequential": 3.0, "fastsam plain, vmap": 1.0}
+    assert speeds._our_speeds(times, speeds.EXECUTORS[1]) == expected
 
 
 def test_the_picture_of_variants_has_the_measured_ones() -> None:
@@ -85,6 +123,8 @@ def test_the_trees_end_at_what_there_is() -> None:
 def test_every_picture_is_on_a_page() -> None:
     names = {target.rpartition("/")[2] for page in PAGES for target in links(page) if target.endswith(".svg")}
     assert names == {*ALL, *OTHERS, "logo.svg"}
+    names = {target.rpartition("/")[2] for page in PAGES for target in links(page) if target.endswith(".png")}
+    assert names == {path.name for path in (ROOT / "bench" / "results").glob("*.png")}
 
 
 def test_the_same_numbers_give_the_same_file(tmp_path) -> None:

@@ -1,9 +1,9 @@
 """Draws the pictures of README and of the pages: `make pictures`.
 
-From the result files come `speed.svg` (all panels), `step.svg`, `rounds.svg`, `variants-wrong.svg` and
+From the result files come `speed.svg`, `step.svg`, `rounds.svg`, `gpu.svg`, `variants-wrong.svg` and
 `variants-right.svg`; from docs/pictures/surfaces.json (tools/surfaces.py) `surfaces-sgd.svg` and `surfaces-sam.svg`.
-tools/diagrams.py has the diagrams. The last four files have a panel each, as wide as the page of a phone. A wide page
-has two of them in a row, a phone one below the other.
+tools/speeds.py has the numbers of the bars, and tools/diagrams.py the diagrams. The files of variants and surfaces have
+a panel each, as wide as the page of a phone. A wide page has two of them in a row, a phone one below the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import matplotlib
 
@@ -22,78 +21,29 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
 from bench.accuracy.training import contenders
-from tools import diagrams
+from tools import diagrams, speeds
+from tools.speeds import COMPILED, Bars
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
-STEP, FEDERATED = ("bench/results/step.json", "bench/results/federated.json")
 ACCURACY, SURFACES = ("bench/results/accuracy.json", "docs/pictures/surfaces.json")
-STEP_NAMES = {  # as the result file has it: as the picture shows it
-    "fastsam_native": "fastsam",
-    "compiled": "torch.compile",
-    "foreach": "foreach by hand",
-    "pytorch_optimizer": "pytorch-optimizer",
-    "copied": "the copied SAM class",
-}
-ROUND_NAMES = {
-    "fastsam, auto": "fastsam",
-    "fedjax": "FedJAX",
-    "fedlab": "FedLab",
-    "pfl": "pfl",
-    "blazefl": "BlazeFL",
-    "flower": "Flower",
-    "bare loop": "a plain PyTorch loop",
-}
-OUR_COLOUR, PEER_COLOUR = ("#0b5fa5", "#9aa0a6")
+OUR_COLOUR, PLAIN_COLOUR, PEER_COLOUR = ("#0b5fa5", "#7fb2dd", "#9aa0a6")
 PHONE = 3.7  # inches, 355 pixels: the width of a page on a phone
 STYLE = diagrams.STYLE | {"axes.spines.top": False, "axes.spines.right": False}
 
-Bars = dict[str, dict[str, float]]  # {problem: {contender: value}}
-
-
-def step_bars() -> Bars:
-    """Return the time of the optimizer part of a step by model, relative to the copied class; one thread."""
-    cases = json.loads((ROOT / STEP).read_text())["cases"]
-    return {case["title"].removesuffix(", 1 thread"): _relative(case) for case in cases if case.get("threads") == 1}
-
-
-def whole_bars() -> Bars:
-    """Return the time of a whole training step by model, relative to the copied class."""
-    cases = json.loads((ROOT / STEP).read_text())["cases"]
-    return {case["title"].removesuffix(", batch of 16"): _relative(case) for case in cases if case["part"] == "whole"}
-
-
-def _relative(case: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        STEP_NAMES[row["name"]]: row["eager"]["to"]["copied"]["median"]
-        for row in case["rows"]
-        if row["name"] in STEP_NAMES and "eager" in row
-    }
-
-
-def round_bars() -> Bars:
-    """Return the rounds per second of FedAvg by model, relative to a plain PyTorch loop."""
-    cases = json.loads((ROOT / FEDERATED).read_text())["cases"]
-    speeds_by_model = {}
-    for case in (case for case in cases if case["part"] == "speed"):
-        model, algorithm = case["title"].split(", ")
-        if algorithm == "fedavg":
-            speeds = {row["name"]: row["speed"]["median"] for row in case["rows"] if "speed" in row}
-            speeds_by_model[model] = {title: speeds[label] for label, title in ROUND_NAMES.items() if label in speeds}
-    return speeds_by_model
-
 
 def draw_bars(axes: Axes, bars: Bars, title: str) -> None:
-    """Draw one group of bars per problem, each bar with its number."""
+    """Draw one group of bars per problem, each bar with its number. Each problem has its own scale."""
     height, ticks, labels = 0.0, [], []
-    widest = max(max(values.values()) for values in bars.values())
     for problem, values in bars.items():
         axes.text(0, height - 0.85, problem, fontweight="bold", va="center")
+        widest = max(values.values())
         for name, value in values.items():
-            is_ours = name == "fastsam"
-            axes.barh(height, value, height=0.78, color=OUR_COLOUR if is_ours else PEER_COLOUR)
+            is_ours = name.startswith("fastsam")
+            colour = OUR_COLOUR if name.startswith(COMPILED) else PLAIN_COLOUR if is_ours else PEER_COLOUR
+            axes.barh(height, value / widest, height=0.78, color=colour)
             weight = "bold" if is_ours else "normal"
-            axes.text(value + 0.015 * widest, height, f"{value:.2f}", va="center", fontweight=weight)
+            axes.text(value / widest + 0.015, height, f"{value:.2f}", va="center", fontweight=weight)
             ticks.append(height)
             labels.append(name)
             height += 1
@@ -101,7 +51,7 @@ def draw_bars(axes: Axes, bars: Bars, title: str) -> None:
     axes.set_yticks(ticks, labels)
     axes.tick_params(length=0)
     axes.set_ylim(height - 1.7, -1.5)
-    axes.set_xlim(0, 1.14 * widest)
+    axes.set_xlim(0, 1.14)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
     axes.set_title(title, loc="left", fontsize=10)
@@ -177,17 +127,39 @@ Panel = Callable[[Axes], None]
 
 def step_panel(axes: Axes) -> None:
     """Draw the optimizer part of a step."""
-    draw_bars(axes, step_bars(), "Optimizer part of a SAM step:\nless time is better")
+    draw_bars(axes, speeds.step_bars(), "Optimizer part of a SAM step, one thread:\nless time is better")
 
 
 def whole_panel(axes: Axes) -> None:
     """Draw whole training steps."""
-    draw_bars(axes, whole_bars(), "Whole training step with SAM:\nless time is better")
+    draw_bars(axes, speeds.whole_bars(), "Whole training step with SAM, one thread:\nless time is better")
 
 
 def rounds_panel(axes: Axes) -> None:
-    """Draw the speed of federated rounds."""
-    draw_bars(axes, round_bars(), "Rounds of FedAvg per second:\nmore is better")
+    """Draw the speed of federated rounds on one core."""
+    draw_bars(axes, speeds.round_bars(1), "Rounds of FedAvg per second on one core:\nmore is better")
+
+
+def two_cores_panel(axes: Axes) -> None:
+    """Draw the speed of federated rounds on two cores."""
+    draw_bars(axes, speeds.round_bars(2), "Rounds of FedAvg per second on two cores:\nmore is better")
+
+
+def gpu_step_panel(axes: Axes) -> None:
+    """Draw the optimizer part of a step on a GPU."""
+    draw_bars(
+        axes, speeds.gpu_step_bars("eager"), f"Optimizer part of a SAM step, {speeds.gpu_name()}:\nless time is better"
+    )
+
+
+def gpu_captured_panel(axes: Axes) -> None:
+    """Draw the optimizer part of a captured step on a GPU."""
+    draw_bars(axes, speeds.gpu_step_bars("replayed"), "The same part, captured in a CUDA graph:\nless time is better")
+
+
+def gpu_rounds_panel(axes: Axes) -> None:
+    """Draw the speed of federated rounds on a GPU."""
+    draw_bars(axes, speeds.gpu_round_bars(), "Rounds of FedAvg per second, GPU:\nmore is better")
 
 
 def variants_panels() -> dict[str, Panel]:
@@ -211,13 +183,15 @@ def surface_panels() -> dict[str, Panel]:
     }
 
 
-def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2) -> None:
-    """Draw the panels side by side. The background is white, so that the picture is readable on dark pages too."""
+def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2, rows: int = 1) -> None:
+    """Draw the panels side by side in rows. The background is white, so that the picture is readable on dark pages
+    too."""
+    columns = len(panels) // rows
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(width * len(panels), height), squeeze=False)
-        for panel, place in zip(panels, axes[0], strict=True):
+        figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
+        for panel, place in zip(panels, axes.flat, strict=True):
             panel(place)
-        figure.tight_layout(w_pad=2)
+        figure.tight_layout(w_pad=2, h_pad=2)
         figure.savefig(path, metadata={"Date": None}, facecolor="white")
         pyplot.close(figure)
 
@@ -225,9 +199,10 @@ def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2) -
 def main(folder: Path = FOLDER) -> None:
     """Write every picture into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "speed.svg", step_panel, whole_panel, rounds_panel, width=4.4)
+    write(folder / "speed.svg", step_panel, whole_panel, rounds_panel, two_cores_panel, rows=2)
     write(folder / "step.svg", step_panel)
-    write(folder / "rounds.svg", rounds_panel)
+    write(folder / "rounds.svg", rounds_panel, two_cores_panel)
+    write(folder / "gpu.svg", gpu_step_panel, gpu_captured_panel, gpu_rounds_panel, width=4.4)
     for name, panel in (variants_panels() | surface_panels()).items():
         write(folder / name, panel, width=PHONE, height=4.2 if name.startswith("variants") else PHONE)
     diagrams.main(folder)

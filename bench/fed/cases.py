@@ -2,16 +2,18 @@
 
 Every contender is a separate process that trains the same workload (bench/fed/workload.py); they take turns
 (bench/fed/race.py). `make bench-fed` makes the environments of the other simulators.
+
+Two races measure speed: all contenders on one core (`speed-1`), and on two cores by their own settings (`speed-2`).
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from bench.case import Case, Options
-from bench.fed import on_gpu, overhead, share
+from bench.fed import cores, on_gpu, overhead, share
 from bench.fed.race import Entry, race
 from bench.fed.worker import APART
 from bench.fed.workload import Workload
@@ -19,7 +21,12 @@ from bench.fed.workload import Workload
 # rounds of a chunk; with 20 rounds of the MLP the quartile range of the fastest contender was three times larger
 ROUNDS = {"mlp": 100, "cnn": 2}
 LONGER = 10  # factor on the MLP's rounds for contenders with rounds of half a millisecond
+SHORTER = {("mlp", "flower"): 0.1}  # a round of Flower takes 400 times as long
 CHUNKS = 12  # turns that each contender takes
+PLAIN_EXECUTOR = {"mlp": "vmap", "cnn": "sequential"}  # the better executor of a plain install on one core
+BOTH = min(2, cores.available())  # cores of contenders that use several
+ONE_CORE = ", one core"  # end of the label of a contender that has one core in the race of two
+USE_TWO = ("flower", "blazefl")  # simulators that train a client on each core at the same time
 
 
 def all_of(options: Options) -> Iterator[Case]:
@@ -46,22 +53,50 @@ def _race(options: Options, part: str, title: str, entries: list[Entry], *turns:
 
 
 def speed(options: Options) -> Iterator[Case]:
-    """Yield the races of all contenders with one thread, and of our executor with all processors."""
-    for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
-        load = Workload(model, algorithm)
-        bare = partial(Entry, workload=load, ours=False)
-        entries = [bare("bare loop", "bare:tensors"), bare("bare loop, flat", "bare:flat")]
-        if model == "cnn":
-            entries += [bare("bare loop, channels_last", "bare:channels_last")]
-        for executor in ("sequential", "vmap", "auto"):
-            longer = LONGER if model == "mlp" and executor != "sequential" else 1
-            entries += [Entry(f"fastsam, {executor}", f"ours:{executor}", load, longer=longer)]
-        entries += [Entry("fastsam, threads", "ours:threads", load, threads=2)]
-        if algorithm == "fedavg":  # the others have no SAM
-            for name, python in options.peers.items():
-                entries.append(Entry(name, f"peers:{name}", load, python, ours=False))
-        rounds = max(1, ROUNDS[model] // (10 if options.quick else 1))
-        yield from _race(options, "speed", f"{model.upper()}, {algorithm}", entries, options.number(CHUNKS, 3), rounds)
+    """Yield the races of all contenders on one core, and on two cores."""
+    for num_cores, make_entries in ((1, entries_of_one_core), (2, entries_of_two_cores))[:BOTH]:
+        for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
+            load = Workload(model, algorithm)
+            peers = options.peers if algorithm == "fedavg" else {}  # the others have no SAM
+            rounds = max(1, ROUNDS[model] // (10 if options.quick else 1))
+            turns = (options.number(CHUNKS, 3), rounds)
+            part = f"speed-{num_cores}"
+            yield from _race(options, part, f"{model.upper()}, {algorithm}", make_entries(load, peers), *turns)
+
+
+def entries_of_one_core(load: Workload, peers: Mapping[str, str]) -> list[Entry]:
+    """Return contenders on one core; the first is the unit."""
+    bare = partial(Entry, workload=load, ours=False)
+    result = [bare("bare loop", "bare:tensors"), bare("bare loop, flat", "bare:flat")]
+    if load.model == "cnn":
+        result += [bare("bare loop, channels_last", "bare:channels_last")]
+    for executor in ("sequential", "vmap"):
+        result += [Entry(f"fastsam, {executor}", f"ours:{executor}", load, longer=_longer(load, executor))]
+    executor = PLAIN_EXECUTOR[load.model]
+    result += [Entry(f"fastsam plain, {executor}", f"plain:{executor}", load, longer=_longer(load, executor))]
+    return result + [_peer(load, name, python) for name, python in peers.items()]
+
+
+def entries_of_two_cores(load: Workload, peers: Mapping[str, str]) -> list[Entry]:
+    """Return contenders on two cores, and next to them contenders that train one client after another on one core."""
+    two = {"threads": 2, "cores": 2}
+    result = [Entry(f"bare loop{ONE_CORE}", "bare:tensors", load, ours=False)]
+    result += [Entry("bare loop, two threads", "bare:tensors", load, ours=False, **two)]
+    for label, contender in (("fastsam", "ours"), ("fastsam plain", "plain")):
+        result += [Entry(f"{label}, auto", f"{contender}:auto", load, longer=_longer(load, "auto"), **two)]
+    result += [Entry("fastsam, threads", "ours:threads", load, **two)]
+    for name, python in peers.items():
+        one = _peer(load, name, python)
+        result += [replace(one, **two) if name in USE_TWO else replace(one, label=f"{name}{ONE_CORE}")]
+    return result
+
+
+def _longer(load: Workload, executor: str) -> float:
+    return LONGER if load.model == "mlp" and executor in ("vmap", "auto") else 1
+
+
+def _peer(load: Workload, name: str, python: str) -> Entry:
+    return Entry(name, f"peers:{name}", load, python, longer=SHORTER.get((load.model, name), 1), ours=False)
 
 
 def overheads(options: Options) -> Iterator[Case]:
@@ -94,8 +129,8 @@ def ranks(options: Options) -> Iterator[Case]:
     """Yield the race of one process, two, and two that share only the machine: the bound for ranks."""
     load = Workload("cnn")
     half = replace(load, cohort=load.cohort // 2)
-    entries = [Entry("1 rank", "ours:sequential", load), Entry("2 ranks", "ours:sequential", load, ranks=2)]
-    entries += [Entry("2 runs apart, half the clients each", f"ours:sequential:{APART}", half, ranks=2)]
+    entries = [Entry("1 rank", "ours:sequential", load), Entry("2 ranks", "ours:sequential", load, ranks=2, cores=BOTH)]
+    entries += [Entry("2 runs apart, half the clients each", f"ours:sequential:{APART}", half, ranks=2, cores=BOTH)]
     yield from _race(options, "ranks", "CNN, ranks", entries, options.number(CHUNKS, 3), ROUNDS["cnn"])
 
 

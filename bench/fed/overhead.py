@@ -9,6 +9,7 @@ process's CPU time.
 from dataclasses import replace
 from typing import Any
 
+from bench.fed import cores
 from bench.fed.race import Entry, turns
 from bench.fed.worker import CPU_TIME
 from bench.fed.workload import BATCH, SAMPLES, Workload
@@ -41,8 +42,9 @@ def compare(label: str, load: Workload, executor: str, number: int) -> dict[str,
         {"round": {}} if load.options else {"round": {}, short: few_clients, "long": few_clients | {"epochs": LONG}}
     )
     contender = f"ours:{executor}" + (f":{CPU_TIME}" if executor == "sequential" else "")
+    num_cores = 1 if executor == "sequential" else min(2, cores.available())
     entries = [
-        Entry(f"{prefix} {name}", contender, replace(one, **options))
+        Entry(f"{prefix} {name}", contender, replace(one, **options), cores=num_cores)
         for name, options in lengths.items()
         for prefix, one in (("unit", replace(load, algorithm=UNIT, options=())), ("own", load))
     ]

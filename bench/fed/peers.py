@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from bench.fed import cores
 from bench.fed.bare import Tensors, batches
 from bench.fed.workload import BATCH, LR, Workload
 
@@ -52,7 +53,10 @@ def client_app(workload: Workload) -> Any:
 
 
 def flower(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """Train with Flower's simulation: a server app, a client app, and its Ray backend with one actor per processor."""
+    """Train with Flower's simulation: a server app, a client app, and its Ray backend with one actor per core.
+
+    Without `num_cpus` Ray takes all processors of the machine.
+    """
     from flwr.app import ArrayRecord, Context
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import FedAvg
@@ -73,7 +77,8 @@ def flower(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
         result = strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=rounds)
         model.load_state_dict(result.arrays.to_torch_state_dict())
 
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    num_cores = cores.available()
+    resources = {"init_args": {"num_cpus": num_cores}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, client_app(workload), workload.clients, backend_config=resources)
     return model
 
@@ -197,14 +202,12 @@ def forward(model: str, p: Any, x: Any) -> Any:
 
 
 def blazefl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """Train with BlazeFL's FedAvg (`blazefl.contrib`): its server, and its thread pool with one client per thread of
-    torch.
+    """Train with BlazeFL's FedAvg (`blazefl.contrib`): its server, and its thread pool with one client per core.
 
-    This is faster than one client after the other with all threads.
+    A client per core is faster than one client after the other with all threads.
     """
     from blazefl import contrib
 
-    slots = torch.get_num_threads()
     torch.set_num_threads(1)
     start, sets = workload.make_model(), [TensorDataset(x, y) for x, y in workload.tensors()]
 
@@ -227,7 +230,7 @@ def blazefl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
     ratio = workload.cohort / workload.clients
     trainer = {"global_round": rounds, "num_clients": workload.clients, "sample_ratio": ratio, "batch_size": BATCH}
     server = contrib.FedAvgBaseServerHandler(**options, **trainer)
-    trainer = contrib.FedAvgThreadPoolClientTrainer(**options, **local, num_parallels=slots)
+    trainer = contrib.FedAvgThreadPoolClientTrainer(**options, **local, num_parallels=cores.available())
     while not server.if_stop():
         trainer.local_process(server.downlink_package(), server.sample_clients())
         for package in trainer.uplink_package():

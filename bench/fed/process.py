@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from bench import ROOT
+from bench.fed import cores
 
 PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after the last
 
@@ -28,14 +29,21 @@ class Process:
         command: the program and its arguments.
         environment: variables in addition to the variables of this process.
         folder: working directory, from which `python -m` imports (default: the repository's root).
+        num_cores: number of cores that it and its descendants may use (default: all of this process).
+
+    Attributes:
+        use: processors in use while it does what `order` asks for.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: str | os.PathLike[str] = ROOT
-    ) -> None:
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str | os.PathLike[str] = ROOT,
+        num_cores: int | None = None,
+    ) -> None:  # fmt: skip
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe without a reader would fill
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
-        self.process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, **pipes)
+        with cores.restrict(num_cores):
+            self.process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, **pipes)
+        self.use = cores.Use(self.process.pid)
 
     def answer(self, patience: float | None = None) -> Any:
         """Return its next line. Raises RuntimeError with the end of its log if it died, or said nothing for
@@ -60,8 +68,9 @@ class Process:
 
     def order(self, request: Any = None) -> Any:
         """Send a request and return the answer. Raises RuntimeError as `answer` does."""
-        self.send(request)
-        return self.answer()
+        with self.use.turn():
+            self.send(request)
+            return self.answer()
 
     def close(self) -> None:
         """Let it end by itself, then stop it: a killed process leaves its own processes (ranks, actors) running."""

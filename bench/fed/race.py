@@ -27,8 +27,9 @@ class Entry:
         contender: its module and option, as bench/fed/worker.py takes them.
         python: interpreter whose environment has it.
         ranks (int): number of processes, started by torchrun.
-        longer (int): factor on the rounds of a chunk. It lengthens chunks that would end before an idle processor has
-            reached its full speed again.
+        cores (int): number of cores that its processes may use.
+        longer (float): factor on the rounds of a chunk. It lengthens chunks that would end before an idle processor
+            has reached its full speed again, and shortens chunks that take very long.
         ours (bool): True if its failure is a failure of the benchmark.
     """
 
@@ -38,7 +39,8 @@ class Entry:
     python: str = sys.executable
     threads: int = 1
     ranks: int = 1
-    longer: int = 1
+    cores: int = 1
+    longer: float = 1
     ours: bool = True
 
     def start(self, chunks: int, rounds: int) -> Process:
@@ -46,21 +48,22 @@ class Entry:
         launcher = []
         if self.ranks > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-        counts = map(str, (chunks, rounds * self.longer, self.threads))
+        counts = map(str, (chunks, max(1, round(rounds * self.longer)), self.threads))
         arguments = [self.contender, json.dumps(asdict(self.workload)), *counts]
         n = str(self.threads)
         flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" if self.threads == 1 else ""
         pools = {"OMP_NUM_THREADS": n, "MKL_NUM_THREADS": n, "XLA_FLAGS": flags}
-        return Process([self.python, *launcher, "-m", "bench.fed.worker", *arguments], pools)
+        return Process([self.python, *launcher, "-m", "bench.fed.worker", *arguments], pools, num_cores=self.cores)
 
 
 def turns(entries: Sequence[Entry], chunks: int, rounds: int) -> tuple[Rounds, list[dict[str, Any]]]:
-    """Let all entries train, interleaved. Return their samples, and a row for each entry: loss and memory, or a
-    problem.
+    """Let all entries train, interleaved. Return their samples, and a row for each entry: its cores and the processors
+    in use, and loss and memory or a problem.
 
     An entry that dies is left out from then on, and its row has its last words. A sample counts only if training
     worked: the loss over all data must be near the loss of the first entry, which had no more rounds. If the two train
-    on different data or models, the loss must be better than a guess.
+    on different data or models, or the first entry had more rounds, the loss must be better than a guess. An entry that
+    used more processors than it was given is refused.
     """
     problems: dict[str, str] = {}
 
@@ -83,9 +86,14 @@ def turns(entries: Sequence[Entry], chunks: int, rounds: int) -> tuple[Rounds, l
     finally:
         for worker in workers.values():
             worker.close()
+    for entry in entries:
+        if use_problem := workers[entry.label].use.problem(entry.cores):
+            problems.setdefault(entry.label, use_problem)
+            ends[entry.label] = None
     rows = []
     for entry in entries:
-        row = {"name": entry.label, "title": entry.label, "ours": entry.ours}
+        row = {"name": entry.label, "title": entry.label, "ours": entry.ours, "cores": entry.cores}
+        row["processors"] = round(workers[entry.label].use.processors, 3)
         problem = problems.get(entry.label) or _training_problem(entry, entries[0], ends)
         rows.append(row | ({"problem": problem} if problem else ends[entry.label]))
     return samples, rows
@@ -97,8 +105,9 @@ def _training_problem(entry: Entry, unit: Entry, ends: dict[str, Any]) -> str:
         return f"the unit {unit.label!r} failed"
     a, b = entry.workload, unit.workload
     is_comparable = (a.model, a.clients, a.cohort, a.epochs) == (b.model, b.clients, b.cohort, b.epochs)
+    is_comparable &= not a.options and entry.longer >= unit.longer
     loss = ends[entry.label]["loss"]
-    limit = LOSS_RATIO * ends[unit.label]["loss"] + 0.05 if is_comparable and not a.options else math.log(CLASSES)
+    limit = LOSS_RATIO * ends[unit.label]["loss"] + 0.05 if is_comparable else math.log(CLASSES)
     return "" if loss <= limit else f"it did not train: loss {loss:.3g}, at most {limit:.3g} was expected"
 
 

@@ -1,12 +1,15 @@
 """The federated benchmark: turns and the gate, with processes that only pretend to train; and one real race."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,11 +17,12 @@ import torch
 
 from bench import ROOT
 from bench import __main__ as command
-from bench.fed import cases, on_gpu, overhead, process, share
+from bench.fed import cases, cores, on_gpu, overhead, peers, process, share
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
 from bench.fed.worker import Chunks
 from bench.fed.workload import Workload
+from bench.timing import intra_op_threads
 from fastsam import fed
 
 LOAD = Workload("mlp")
@@ -120,6 +124,107 @@ def test_a_worker_times_chunks_of_rounds_and_waits_after_each() -> None:
     for _ in range(7):
         chunks.tick()
     assert reports == [5.0, 4.0, 2.0] and chunks.total == 6 and list(orders) == []
+
+
+# ---- cores
+
+AFFINITY = "import os, subprocess, sys; print(len(os.sched_getaffinity(0)), flush=True)"
+
+
+@pytest.mark.of_each_kind
+def test_a_process_and_its_children_keep_to_their_cores() -> None:
+    own_cores = os.sched_getaffinity(0)
+    child = f"{AFFINITY}; subprocess.run([sys.executable, '-c', {AFFINITY!r}])"
+    for number in (1, None):
+        worker = process.Process([sys.executable, "-c", child], {}, num_cores=number)
+        assert [worker.answer(), worker.answer()] == [number or len(own_cores)] * 2
+        worker.close()
+    assert os.sched_getaffinity(0) == own_cores
+    with pytest.raises(ValueError, match="expected 1 to"), cores.restrict(len(own_cores) + 1):
+        raise AssertionError
+
+
+@pytest.mark.of_each_kind
+def test_the_cpu_time_of_a_process_includes_its_descendants() -> None:
+    spin = "import time\nwhile time.process_time() < 0.1: pass\n"
+    spin_and_wait = f"{spin}print(1, flush=True)\ninput()"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {spin!r}])\n"  # it has ended
+    code += f"subprocess.run([sys.executable, '-c', {spin_and_wait!r}])\n"
+    worker = process.Process([sys.executable, "-c", code], {})
+    assert worker.answer() == 1 and cores.cpu_seconds(worker.process.pid) >= 0.2 - 1 / os.sysconf("SC_CLK_TCK")
+    worker.close()
+    assert cores.cpu_seconds(worker.process.pid) == 0
+
+
+@pytest.mark.of_each_kind
+def test_a_row_that_used_more_than_it_was_given_is_refused(pretender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU seconds of turns that take ten seconds: `greedy` uses two processors."""
+
+    class Use(cores.Use):
+        def __init__(self, pid: int) -> None:
+            super().__init__(pid, iter(range(0, 1000, 10)).__next__)
+
+    seconds_of_turn = {"a": 10.2, "greedy": 20.0, "two": 20.0, "b": 3.0}
+    monkeypatch.setattr(cores, "Use", Use)
+    entries = [entry(pretender, name) for name in seconds_of_turn]
+    entries[2] = replace(entries[2], cores=min(2, cores.available()))
+    names, totals = dict[int, str](), dict[int, float]()
+
+    def cpu_seconds(pid: int) -> float:
+        if pid not in names:
+            names[pid] = list(seconds_of_turn)[len(names)]
+            totals[pid] = -seconds_of_turn[names[pid]]
+        totals[pid] += seconds_of_turn[names[pid]]
+        return totals[pid]
+
+    monkeypatch.setattr(cores, "cpu_seconds", cpu_seconds)
+    rows = race(entries, 1, 1)["rows"]
+    assert [row["processors"] for row in rows] == [1.02, 2.0, 2.0, 0.3]
+    assert [row["cores"] for row in rows] == [1, 1, entries[2].cores, 1]
+    words = "it used 2.00 processors, and 1 core was expected. Tell it how many cores it has"
+    assert [row.get("problem") for row in rows] == [None, words, None if cores.available() > 1 else words, None]
+    assert "speed" not in rows[1] and "speed" in rows[3]
+    seconds_of_turn["a"] = 30.0
+    names.clear()
+    rows = race(entries, 1, 1)["rows"]
+    assert "it used 3.00" in rows[0]["problem"] and rows[3]["problem"] == "the unit 'a' failed"
+
+
+@pytest.mark.of_each_kind
+def test_contenders_have_the_cores_of_their_race() -> None:
+    pythons = dict.fromkeys(("flower", "pfl", "fedlab", "fedjax", "blazefl"), sys.executable)
+    for model in ("mlp", "cnn"):
+        one, two = (make(Workload(model), pythons) for make in (cases.entries_of_one_core, cases.entries_of_two_cores))
+        assert {(e.cores, e.threads) for e in one} == {(1, 1)} and {*pythons} < {e.label for e in one}
+        assert {e.cores for e in two if e.label.endswith(cases.ONE_CORE)} == {1}
+        assert {(e.cores, e.threads) for e in two if not e.label.endswith(cases.ONE_CORE)} == {(2, 2)}
+        labels = {f"{name}{cases.ONE_CORE}" for name in ("bare loop", "pfl", "fedlab", "fedjax")}
+        assert labels == {e.label for e in two if e.cores == 1}
+
+
+@pytest.mark.of_each_kind
+def test_simulators_that_train_at_once_know_their_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their libraries are mocks: Ray would take all processors of the machine, whatever the affinity is."""
+    names = ("flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy", "flwr.simulation")
+    modules = {name: mock.MagicMock() for name in (*names, "blazefl")}
+    modules["flwr.serverapp.strategy"].FedAvg = object
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for number in {1, cores.available()}:
+        with cores.restrict(number), intra_op_threads(1):
+            peers.flower(LOAD, 1, int)
+            peers.blazefl(LOAD, 1, int)
+        config = modules["flwr.simulation"].run_simulation.call_args.kwargs["backend_config"]
+        assert config["init_args"] == {"num_cpus": number} and config["client_resources"]["num_cpus"] == 1
+        trainer = modules["blazefl"].contrib.FedAvgThreadPoolClientTrainer
+        assert trainer.call_args.kwargs["num_parallels"] == number
+
+
+def test_a_plain_install_has_no_compiled_kernels() -> None:
+    code = "from bench.fed import plain; from bench.fed.workload import Workload; from fastsam import backends\n"
+    code += "load = Workload('mlp', clients=4, cohort=4); plain.train(load, 1, int, 'vmap')\n"
+    code += "assert backends.backend('cpu') == 'foreach'"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
 
 
 # ---- the workload
@@ -288,7 +393,7 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
                           **({"problem": "broken"} if e.label == broken_label else row)} for e in entries]}  # fmt: skip
 
     monkeypatch.setattr(cases, "race", fake_race)
-    run = ["federated", "--quick", "--cases", "speed/*", "--out", str(tmp_path)]
+    run = ["federated", "--quick", "--cases", "speed-1/*", "--out", str(tmp_path)]
     assert command.main([*run, "--peer", f"pfl={sys.executable}"]) == 0
     results = json.loads((tmp_path / "federated.json").read_text())["cases"]
     assert [case["title"] for case in results] == ["MLP, fedavg", "MLP, fedsam", "CNN, fedavg", "CNN, fedsam"]

@@ -30,7 +30,7 @@ def federated_record(device: str = "cpu") -> dict[str, Any]:
     cost_row = {"name": "fedcm", "step": summary(1.0312), "round": summary(1.0312)}
     gpu = {"name": "graph, 4", "executor": "graph", "at": 4, "seconds": 0.0123}
     parts = [
-        case("speed", fast, {"name": "flower", "ours": False, "problem": "no | actors\nat all"}, title="MLP, fedavg"),
+        case("speed-1", fast, {"name": "flower", "ours": False, "problem": "no | actors\nat all"}, title="MLP, fedavg"),
         case("growth", fast, title="by clients", axis="clients"),
         case("overhead", cost_row, {"name": "hidden", "round": summary(1.03)}),
         case("share", {"name": "loop", "own_share": 0.034, "seconds": 0.5}),
@@ -45,7 +45,12 @@ def test_pages_hold_what_was_measured() -> None:
         assert text == path.read_text(), f"{path.name} differs from the results: python -m bench.report --publish"
     names = {name for path in report.pages() for name in report.places(path.read_text())}
     expected = {f"bench:{name}" for name in ("step", "variants", "kernels", "federated", "accuracy")}
-    assert expected | {f"bench:{name}-cuda" for name in ("variants", "kernels", "federated", "ncu")} <= names
+    assert expected | {f"bench:{name}-cuda" for name in ("variants", "kernels", "federated")} <= names
+
+
+def test_pages_show_results_only() -> None:
+    words = ("Not measured", "not measured:", "no time left", "no time was left", "not reached")
+    assert not [(path.name, word) for path, text in report.pages().items() for word in words if word in text]
 
 
 def test_published_results_were_all_measured() -> None:
@@ -66,23 +71,26 @@ def test_a_foreign_file_is_refused(content: str, tmp_path: Path, capsys: pytest.
     assert report.main([str(tmp_path / "step.json")]) == 1 and "expected" in capsys.readouterr().err
 
 
-def test_publishing_stores_the_file_and_writes_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shows_picture", [True, False])
+def test_publishing_stores_the_file_and_writes_its_pages(
+    shows_picture: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("a page without a place\n")
-    (tmp_path / "docs" / "a.md").write_text("<!-- bench:federated -->\nold\n<!-- /bench -->\n")
+    picture = "![growth](../bench/results/federated.png)\n" if shows_picture else ""
+    (tmp_path / "docs" / "a.md").write_text(f"<!-- bench:federated -->\nold\n<!-- /bench -->\n{picture}")
     (tmp_path / "new.json").write_text(json.dumps(federated_record()))
     assert report.main([str(tmp_path / "new.json"), "--publish"]) == 0
     page = (tmp_path / "docs" / "a.md").read_text()
     for text in (
-        "Rounds per second; the bare loop is 1:", "| | MLP, fedavg |", "| fastsam, vmap | 3.21 |",
+        "Rounds per second on one core; the bare loop is 1:", "| | MLP, fedavg |", "| fastsam, vmap | 3.21 |",
         "- by clients: fastsam, vmap 3.21", "| fedcm | 1.03 |", "- a case: loop 3.4%", "| graph, 4 | 12.3 |",
         "| graph | 93% |", "Made by `python -m bench made-up` on 2031-02-03, commit `0123456789ab+changes`; a GPU;",
-        "Not measured: flower: no | actors",
     ):  # fmt: skip
         assert text in page, text
-    assert "no time left" not in page
+    assert not [word for word in ("no time left", "flower", "vmap, 8") if word in page]
     full = report.markdown(federated_record())
     for text in (
         "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |", "| flower | failed | failed | failed |",
@@ -90,8 +98,17 @@ def test_publishing_stores_the_file_and_writes_its_pages(tmp_path: Path, monkeyp
         "| loop | 3.4% | 0.500 |", "| graph | 93% | 3.3 | 5 |", "Not measured: vmap, 8: no time left.",
     ):  # fmt: skip
         assert text in full, text
-    assert (tmp_path / "federated.json").exists() and (tmp_path / "federated.png").exists()
+    assert (tmp_path / "federated.json").exists() and (tmp_path / "federated.png").exists() == shows_picture
     assert plots.draw(record_of("federated"), tmp_path) == []
+
+
+def test_quick_figures_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    (tmp_path / "new.json").write_text(json.dumps({**federated_record(), "quick": True}))
+    assert report.main([str(tmp_path / "new.json"), "--publish"]) == 1
+    assert "measured with --quick" in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
 def test_tables_of_a_gpu(tmp_path: Path) -> None:
