@@ -77,14 +77,14 @@ def test_against_plain_torch(optimizer, algorithm, rho, mu):
 
 RULES = {
     "SGD, Nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "SGD, dampening": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.2),  # by its own step
+    "SGD, dampening": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.2),  # torch's step
     "Adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.1),
     "AdamW": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
-    "AdamW, amsgrad": partial(torch.optim.AdamW, lr=0.02, amsgrad=True),  # by its own step
+    "AdamW, amsgrad": partial(torch.optim.AdamW, lr=0.02, amsgrad=True),  # torch's step
     "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, lr_decay=0.1, weight_decay=0.1),
     "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
     "Lion": partial(Lion, lr=0.01, weight_decay=0.1),
-    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),  # by its own step
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),  # torch's step
 }
 TORCH_STEPS = ("SGD, dampening", "AdamW, amsgrad", "Adadelta")
 
