@@ -9,8 +9,8 @@
     update              inner_ for GSAM, update_norm_ with clipping, then update_ with the rule of SGD
     results             what a round has changed, in new memory
 
-`ClientTrainer` has one row, `vmap` n. A row program (`rowprograms/`) takes the same steps natively. Which rows step at
-what time, and on which batches, is decided by the executors.
+`ClientTrainer` has one row, `vmap` n. A row program (`rowprograms/`) takes the same steps natively. The executors
+decide when rows step, and on which batches.
 """
 
 from __future__ import annotations
