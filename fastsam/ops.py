@@ -13,10 +13,13 @@ from torch import Tensor
 from fastsam import backends
 from fastsam.backends import Kernels
 from fastsam_kernels import small_bmm
+from fastsam_kernels.orders import native_orders as native_orders
 from fastsam_kernels.rowprograms import program
 from fastsam_kernels.rowprograms.instructions import Input, Instruction
 from fastsam_kernels.rowprograms.program import RowProgram
 from fastsam_kernels.small_bmm import Product
+
+row_steps_, FAILURES = program.steps_, program.FAILURES  # local steps by row programs, and why a row has failed
 
 
 def bind(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -53,6 +53,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "fastsam.ops",
         (
             "fastsam.arena", "fastsam.backends", "fastsam_kernels.small_bmm", "fastsam_kernels.rowprograms",
+            "fastsam_kernels.orders",
         ),
     ),
     ("fastsam.extras", ()),

@@ -90,16 +90,19 @@ inline void run_accumulate(const FixedPointArgs& args) {
   }
 }
 
+// Counts a step of a row, after its update.
+inline void count_step(const UpdateArgs& args, int64_t row) {
+  if (!args.rule->counts) return;
+  for (int64_t i = 0; i < args.problem.segments; ++i) args.steps[row * args.slots + args.problem.table[i].slot] += 1.0f;
+}
+
 inline void run_update(const UpdateArgs& args) {
   const UpdateRule& rule = *args.rule;
   const auto stored = static_cast<int64_t>((1 + rule.fields) * size_of(args.problem.backup_type));
   const bool nontemporal = use_nontemporal_stores(args.problem, 2 * size_of(args.problem.weight) + stored);
   parallel_for_chunks(args.problem, [&](int64_t begin, int64_t end) { rule.range(args, nontemporal, begin, end); });
-  if (!rule.counts || (args.found_inf != nullptr && *args.found_inf != 0.0f)) return;
-  for (int64_t row = 0; row < args.problem.rows; ++row) {
-    for (int64_t i = 0; i < args.problem.segments; ++i)
-      args.steps[row * args.slots + args.problem.table[i].slot] += 1.0f;
-  }
+  if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
+  for (int64_t row = 0; row < args.problem.rows; ++row) count_step(args, row);
 }
 
 }  // namespace fastsam

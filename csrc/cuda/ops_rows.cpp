@@ -70,14 +70,11 @@ int64_t add_program(const Tensor program) {
   return programs().size() - 1;
 }
 
-RowsArgs args_of(const DeviceProgram& held_program, int64_t rows) {
-  RowsArgs args;
-  args.words = static_cast<const int64_t*>(held_program.words.data_ptr()) + held_program.begin;
-  args.instructions = static_cast<int>(held_program.program.instructions.size());
-  args.inputs = static_cast<int>(held_program.program.inputs.size());
-  args.rows = rows;
-  args.width = held_program.program.width;
-  return args;
+RowsForm form_of(const DeviceProgram& held_program, int64_t batch = 0, int constant = 0) {
+  const RowProgram& program = held_program.program;
+  return RowsForm{static_cast<const int64_t*>(held_program.words.data_ptr()) + held_program.begin,
+                  static_cast<int>(program.instructions.size()), static_cast<int>(program.inputs.size()),
+                  static_cast<int>(batch), constant};
 }
 
 RowsInput input_of(const RowInput& input, const Expected& expected) {
@@ -86,15 +83,20 @@ RowsInput input_of(const RowInput& input, const Expected& expected) {
 }
 
 // Launches with shared memory. If that is too small, uses memory that returns to the allocator in stream order.
-void run(const char* name, RowsArgs& args, const DeviceProgram& held_program, const Tensor& like) {
+void run(const char* name, RowsArgs& args, RowsRule rule, const std::vector<const DeviceProgram*>& held_programs,
+         const Tensor& like) {
   const DeviceStreamGuard device(like);
-  place_rows(args, held_program.program.scratch, held_program.panel);
+  int64_t scratch = 0, panel = 0;
+  for (const DeviceProgram* held_program : held_programs) {
+    scratch = std::max(scratch, held_program->program.scratch), panel = std::max(panel, held_program->panel);
+  }
+  place_rows(args, scratch, panel);
   OptionalTensor outside;
   if (args.memory.total > shared_cuda(device.device())) {
     outside = torch::stable::new_empty(like, {args.rows * args.memory.total / 4}, ScalarType::Float);
     args.outside = static_cast<unsigned char*>(outside->data_ptr());
   }
-  DeviceStreamGuard::check(name, rows_cuda(args, device.stream()));
+  DeviceStreamGuard::check(name, rows_cuda(args, rule, device.stream()));
 }
 
 Tensor rowwise(int64_t program, const Tensors inputs) {
@@ -103,14 +105,15 @@ Tensor rowwise(int64_t program, const Tensors inputs) {
   STD_TORCH_CHECK(inputs.size() == row_program.inputs.size() && !inputs.empty(), "the row program takes ",
                   row_program.inputs.size(), " inputs, got ", inputs.size());
   const int64_t rows = inputs[0].size(0);
-  RowsArgs args = args_of(held_program, rows);
+  RowsArgs args;
+  args.forms = 1, args.form[0] = form_of(held_program), args.rows = rows, args.width = row_program.width;
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_device_and_storage(inputs[i], device_of(held_program.words), "the inputs of a row program");
     args.input[i] = input_of(input_of(inputs[i], row_program.inputs[i], rows, i), row_program.inputs[i]);
   }
   const Tensor out = torch::stable::new_empty(inputs[0], {rows, row_program.width});
   args.out = static_cast<float*>(out.data_ptr());
-  run("rowwise", args, held_program, out);
+  run("rowwise", args, RowsRule::sgd, {&held_program}, out);
   return out;
 }
 
@@ -123,51 +126,67 @@ void set_segments(RowsArgs& args, const Problem& problem) {
   for (int i = 0; i < args.segments; ++i) {
     const Segment& segment = problem.table[i];
     args.segment[i] = RowsSegment{static_cast<int>(segment.offset), static_cast<int>(segment.length),
-                                  static_cast<int>(segment.group)};
+                                  static_cast<int>(segment.group), static_cast<int>(segment.slot)};
   }
 }
 
 // The weights are read from the block's copy, so they must be parts of params.
-void set_inputs(RowsArgs& args, const RowSteps& steps) {
-  const auto* z = static_cast<const float*>(args.params.data);
-  args.weights = static_cast<int>(steps.weights);
-  for (size_t i = 0; i < steps.inputs.size(); ++i) {
-    args.input[i] = input_of(steps.inputs[i], steps.program.inputs[i]);
-    if (i >= steps.weights) continue;
-    const int64_t at = static_cast<const float*>(steps.inputs[i].data) - z, span = steps.program.inputs[i].span();
-    STD_TORCH_CHECK(
-        at >= 0 && at + span <= args.width - kShared && (args.rows == 1 || steps.inputs[i].row == args.params.stride),
-        "weights must be views of params");
-    args.input[i].local = at;
+RowsInput weight_of(const RowInput& input, const Expected& expected, const RowSteps& steps) {
+  RowsInput weight = input_of(input, expected);
+  weight.local = static_cast<const float*>(input.data) - static_cast<const float*>(steps.params.data);
+  STD_TORCH_CHECK(weight.local >= 0 && weight.local + expected.span() <= steps.width - kShared &&
+                      (steps.update.problem.rows == 1 || input.row == steps.params.stride),
+                  "weights must be views of params");
+  return weight;
+}
+
+void set_forms(RowsArgs& args, const RowSteps& steps, const std::vector<const DeviceProgram*>& held_programs) {
+  STD_TORCH_CHECK(steps.forms.size() <= kMostForms, "a call on CUDA takes at most ", kMostForms, " row programs");
+  args.forms = static_cast<int>(steps.forms.size()), args.weights = static_cast<int>(steps.weights);
+  size_t used = steps.weights + 2;
+  for (size_t f = 0; f < steps.forms.size(); ++f) {
+    const RowForm& form = steps.forms[f];
+    const std::vector<Expected>& expected = form.program->inputs;
+    args.form[f] = form_of(*held_programs[f], form.batch, static_cast<int>(used));
+    STD_TORCH_CHECK(used + form.inputs.size() - steps.weights - 2 <= kMostInputs, "a call on CUDA takes at most ",
+                    kMostInputs, " inputs of its row programs");
+    for (size_t i = 0; i < steps.weights && f == 0; ++i) args.input[i] = weight_of(form.inputs[i], expected[i], steps);
+    for (size_t i = steps.weights + 2; i < form.inputs.size(); ++i) {
+      args.input[used++] = input_of(form.inputs[i], expected[i]);
+    }
   }
 }
 
-void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors constants, const Tensor x, const Tensor y,
-                        const Tensor sample_indices, int64_t batch, const OptionalTensor steps_per_row,
-                        const Tensor params, const OptionalTensor w, const Tensor table, const Tensor hparams,
-                        const OptionalTensor momentum, const OptionalTensor q, const OptionalTensor shift,
-                        const OptionalTensor sumsq, const OptionalTensor sumsq_v, bool adaptive, bool keeps_first,
-                        const Tensor losses) {
-  const DeviceProgram& held_program = device_program(program);
-  const RowSteps steps =
-      row_steps(held_program.program, weights, constants, x, y, sample_indices, batch, steps_per_row, params, w, table,
-                hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
+RowsRule rule_of(const StepsCall& call) {
+  STD_TORCH_CHECK(call.rule == "sgd" || call.rule == "adam", "row programs on CUDA take the rules sgd and adam, got ",
+                  call.rule);
+  return call.rule == "sgd" ? RowsRule::sgd : RowsRule::adam;
+}
+
+void rowwise_steps_cuda(const StepsCall& call) {
+  std::vector<const DeviceProgram*> held_programs;
+  const RowSteps steps = row_steps(call, [&](int64_t number) -> const RowProgram& {
+    held_programs.push_back(&device_program(number));
+    return held_programs.back()->program;
+  });
   const UpdateArgs& update = steps.update;
-  RowsArgs args = args_of(held_program, params.size(0));
-  args.params = Field{params.data_ptr(), params.stride(0)};
-  args.w = update.backup, args.momentum = update.state[0], args.q = update.q, args.shift = update.shift;
-  args.two_passes = steps.two_passes, args.keeps_first = keeps_first, args.adaptive = adaptive;
+  RowsArgs args;
+  args.rows = steps.rows, args.width = steps.width, args.param_rows = update.problem.rows;
+  args.params = steps.params, args.w = update.backup, args.q = update.q, args.shift = update.shift;
+  std::copy(update.state.begin(), update.state.end(), args.state);
+  args.counts = update.steps, args.slots = update.slots;
+  args.start = steps.start, args.deltas = steps.deltas, args.squares = steps.squares;
+  args.two_passes = steps.two_passes, args.keeps_first = call.keeps_first, args.adaptive = call.adaptive;
   args.hparams = update.problem.hparams;
   args.sumsq = steps.norm.sumsq, args.sumsq_v = update.sumsq, args.losses = steps.losses;
-  args.x = static_cast<const float*>(x.data_ptr()), args.y = static_cast<const int64_t*>(y.data_ptr());
-  args.sample_indices = static_cast<const int64_t*>(sample_indices.data_ptr()),
-  args.indices_stride = sample_indices.stride(0);
-  args.samples = y.size(0), args.features = static_cast<int>(steps.samples.features);
-  args.batch = static_cast<int>(batch), args.steps = static_cast<int>(steps.samples.steps);
-  args.steps_per_row = steps.samples.steps_per_row;
+  args.failures = steps.failures, args.work = steps.work;
+  args.x = static_cast<const float*>(call.x.data_ptr()), args.y = static_cast<const int64_t*>(call.y.data_ptr());
+  args.sample_indices = static_cast<const int64_t*>(call.sample_indices.data_ptr());
+  args.num_indices = call.sample_indices.size(0), args.samples = call.y.size(0);
+  args.features = static_cast<int>(steps.features), args.batch = static_cast<int>(call.batch);
   set_segments(args, update.problem);
-  set_inputs(args, steps);
-  run("rowwise_steps_", args, held_program, params);
+  set_forms(args, steps, held_programs);
+  run("rowwise_steps_", args, rule_of(call), held_programs, call.params);
 }
 
 }  // namespace
@@ -176,5 +195,5 @@ void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors co
 STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m) {
   m.impl("row_program", TORCH_BOX(&fastsam::add_program));
   m.impl("rowwise", TORCH_BOX(&fastsam::rowwise));
-  m.impl("rowwise_steps_", TORCH_BOX(&fastsam::rowwise_steps_cuda));
+  m.impl("rowwise_steps_", TORCH_BOX(&fastsam::rowwise_steps<fastsam::rowwise_steps_cuda>));
 }

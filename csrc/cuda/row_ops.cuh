@@ -22,11 +22,12 @@ struct RowOp {
 constexpr int kOpWords = sizeof(RowOp) / sizeof(int);
 static_assert(kOpWords * sizeof(int64_t) == sizeof(Instruction), "an instruction's words, one by one");
 
-// The addresses of an instruction's operands.
+// The addresses of an instruction's operands. failure: words of a wrong label (see program.h).
 struct RowPlaces {
   float* out;
   const float *a, *b, *c;
   const int64_t* labels;
+  int64_t* failure;
 };
 
 // ---- the elementwise operations, for one number ----
@@ -162,9 +163,10 @@ __device__ __forceinline__ void log_softmax_backward(const RowOp& op, float* out
   for (int c = 0; c < classes; ++c) out[c * so] = a[c * sa] - exponential(b[c * sb]) * total;
 }
 
-// A label that is not a class cannot raise here. Its loss and its gradients are NaN.
-__device__ __forceinline__ void nll(const RowOp& op, float* out, const float* a, int64_t label) {
+// A label that is not a class is a failure. Its loss and its gradients are NaN.
+__device__ __forceinline__ void nll(const RowOp& op, float* out, const float* a, int64_t label, int64_t* failure) {
   const bool wrong = (label < 0 || label >= op.size[1]) && label != kIgnored;
+  if (wrong) failure[0] = wrong_label, failure[1] = label;
   const float chosen = wrong ? nanf("") : 0.0f;
   if (static_cast<Code>(op.code) == Code::nll) {
     *out = wrong || label == kIgnored ? chosen : -a[static_cast<int>(label) * op.a.stride[1]];
@@ -187,7 +189,7 @@ __device__ __forceinline__ void by_classes(const RowOp& op, const RowPlaces& at)
         log_softmax_backward(op, out, a, at.b + from(op.b));
         break;
       default:
-        nll(op, out, a, at.labels[from(op.b)]);
+        nll(op, out, a, at.labels[from(op.b)], at.failure);
     }
   }
 }

@@ -1,5 +1,6 @@
-// Row programs on CUDA: a block for a client, a whole local epoch in one launch. The data of a row (weights, gradients,
+// Row programs on CUDA: a block for a client, all its local steps in one launch. The data of a row (weights, gradients,
 // activations, the batch) is in shared memory if it fits, else in private memory of the block.
+#include "../rules/adam.h"
 #include "../rules/sgd.h"
 #include "row_ops.cuh"
 
@@ -9,18 +10,20 @@ namespace {
 constexpr int kSquares = 64;  // partial sums of squares of a chunk, as csrc/cpu/norm_loops.h
 constexpr int kTeams = kThreads / kSquares;
 
-// The rules of a step for a segment's elements.
+// The rules of a step for a segment's elements. Rule: the rule of update_.
+template <class Rule>
 struct Rules {
   PerturbFunctor<float> perturb;
   CombinedGradient<float> combined;
-  sgd::Rule<float> sgd;
+  Rule rule;
 };
 
-// A block's row, and the addresses in its memory.
+// A block's row, its program, and the addresses in its memory. item: index of its work, or the row of a pass.
 struct Row {
   const RowsArgs& p;
   unsigned char* memory;
-  int64_t row;
+  int64_t item, row;
+  int form;  // -1: none yet
 
   template <class T>
   __device__ __forceinline__ T* at(int64_t bytes) const {
@@ -38,20 +41,25 @@ struct Row {
   }
 };
 
-// Copies the instructions and the addresses of the inputs to the block's memory.
-__device__ __forceinline__ void stage(const Row& r) {
+// Copies the instructions of a program and the addresses of its inputs to the block's memory.
+__device__ __forceinline__ void stage(Row& r, int number) {
+  if (r.form == number) return;
+  r.form = number;
+  const RowsForm& form = r.p.form[number];
   int* ops = r.at<int>(r.p.memory.instructions);
-  for (int i = threadIdx.x; i < r.p.instructions * kOpWords; i += kThreads) {
-    const int64_t word = r.p.words[i];
+  for (int i = threadIdx.x; i < form.instructions * kOpWords; i += kThreads) {
+    const int64_t word = form.words[i];
     const bool number = i % kOpWords == kOpWords - 1;
     ops[i] = number ? bit_cast<int>(static_cast<float>(bit_cast<double>(word))) : static_cast<int>(word);
   }
-  for (int i = threadIdx.x; i < r.p.inputs; i += kThreads) {
-    const RowsInput& input = r.p.input[i];
+  const bool trains = r.p.out == nullptr;
+  for (int i = threadIdx.x; i < form.inputs; i += kThreads) {
+    const bool is_constant = trains && i >= r.p.weights + 2;
+    const RowsInput& input = r.p.input[is_constant ? form.constant + i - r.p.weights - 2 : i];
     const char* address = input.data + r.row * input.bytes;
     if (input.local >= 0) address = reinterpret_cast<const char*>(r.z() + input.local);
-    if (r.p.out == nullptr && i == r.p.weights) address = r.at<const char>(r.p.memory.x);
-    if (r.p.out == nullptr && i == r.p.weights + 1) address = r.at<const char>(r.p.memory.y);
+    if (trains && i == r.p.weights) address = r.at<const char>(r.p.memory.x);
+    if (trains && i == r.p.weights + 1) address = r.at<const char>(r.p.memory.y);
     r.input_addresses()[i] = address;
   }
 }
@@ -71,10 +79,11 @@ __device__ __forceinline__ void pass(const Row& r, float* out) {
   const auto floats = [&](const DeviceOperand& o) {
     return o.base == RowOperand::none ? nothing : reinterpret_cast<const float*>(address(o, sizeof(float)));
   };
-  for (int i = 0; i < r.p.instructions; ++i) {
+  for (int i = 0; i < r.p.form[r.form].instructions; ++i) {
     const RowOp& op = ops[i];
     const Code code = static_cast<Code>(op.code);
-    RowPlaces at{const_cast<float*>(floats(op.out)), nullptr, nullptr, floats(op.c), nullptr};
+    RowPlaces at{const_cast<float*>(floats(op.out)), nullptr, nullptr, floats(op.c), nullptr,
+                 r.at<int64_t>(r.p.memory.failure)};
     if (code == Code::is_not) {
       at.labels = reinterpret_cast<const int64_t*>(address(op.a, sizeof(int64_t)));
     } else {
@@ -98,19 +107,25 @@ __device__ __forceinline__ void pass(const Row& r, float* out) {
   }
 }
 
-// Copies a batch into the block's memory. An index that is not a sample cannot raise here; its sample is NaN.
-__device__ __forceinline__ void gather(const Row& r, int step) {
+// Copies a batch into the block's memory. An index that is not a sample is a failure.
+__device__ __forceinline__ void gather(const Row& r, const BatchRange& range) {
   const RowsArgs& p = r.p;
   float* x = r.at<float>(p.memory.x);
-  int64_t* y = r.at<int64_t>(p.memory.y);
-  const int64_t* samples_of_step = p.sample_indices + r.row * p.indices_stride + static_cast<int64_t>(step) * p.batch;
-  for (int i = threadIdx.x; i < p.batch * p.features; i += kThreads) {
-    const int64_t sample = samples_of_step[i / p.features];
-    const bool is_sample = sample >= 0 && sample < p.samples;
-    x[i] = is_sample ? p.x[sample * p.features + i % p.features] : nanf("");
+  int64_t *y = r.at<int64_t>(p.memory.y), *failure = r.at<int64_t>(p.memory.failure);
+  const auto sample_of = [&](int i) {
+    const int64_t at = range.begin + i;
+    return at >= 0 && at < p.num_indices ? p.sample_indices[at] : -1;
+  };
+  const int size = static_cast<int>(range.size);
+  for (int i = threadIdx.x; i < size * p.features; i += kThreads) {
+    const int64_t sample = sample_of(i / p.features);
+    x[i] = sample >= 0 && sample < p.samples ? p.x[sample * p.features + i % p.features] : nanf("");
   }
-  for (int i = threadIdx.x; i < p.batch; i += kThreads) {
-    y[i] = samples_of_step[i] >= 0 && samples_of_step[i] < p.samples ? p.y[samples_of_step[i]] : kIgnored;
+  for (int i = threadIdx.x; i < size; i += kThreads) {
+    const int64_t sample = sample_of(i);
+    const bool is_sample = sample >= 0 && sample < p.samples;
+    y[i] = is_sample ? p.y[sample] : kIgnored;
+    if (!is_sample) failure[0] = wrong_index, failure[1] = sample;
   }
 }
 
@@ -174,6 +189,7 @@ __device__ __forceinline__ void each_element(const Row& r, const F& f) {
   }
 }
 
+template <class Rule>
 __device__ __forceinline__ void perturb(const Row& r) {
   const float *w = r.field(r.p.w), *g = r.first();
   const double sumsq = squares(r, [&](int segment, int i) {
@@ -181,7 +197,7 @@ __device__ __forceinline__ void perturb(const Row& r) {
     return rule.adaptive && r.p.adaptive ? rule.direction(w[i], g[i]) : g[i];
   });
   if (threadIdx.x == 0) r.p.sumsq[r.row] = sumsq;
-  Rules* rules = r.at<Rules>(r.p.memory.rules);
+  auto* rules = r.at<Rules<Rule>>(r.p.memory.rules);
   for (int s = threadIdx.x; s < r.p.segments; s += kThreads) {
     rules[s].perturb = PerturbFunctor<float>(r.scalars(s), sumsq);
   }
@@ -191,9 +207,17 @@ __device__ __forceinline__ void perturb(const Row& r) {
   __syncthreads();
 }
 
+template <class Rule>
 __device__ __forceinline__ void update(const Row& r) {
   const RowsArgs& p = r.p;
-  float *z = r.z(), *w = r.field(p.w), *momentum = r.field(p.momentum);
+  float *z = r.z(), *w = r.field(p.w);
+  float* state[Rule::kState];
+  unsigned state_mask = 0;
+#pragma unroll
+  for (int k = 0; k < Rule::kState; ++k) {
+    state[k] = r.field(p.state[k]);
+    state_mask |= state[k] != nullptr ? 1u << k : 0u;
+  }
   const float *g2 = p.two_passes ? r.second() : r.first(), *g1 = p.keeps_first ? r.first() : nullptr;
   const float *q = r.field(p.q), *shift = r.field(p.shift);
   double sumsq = -1.0;
@@ -205,10 +229,12 @@ __device__ __forceinline__ void update(const Row& r) {
     });
     if (threadIdx.x == 0) p.sumsq_v[r.row] = sumsq;
   }
-  Rules* rules = r.at<Rules>(p.memory.rules);
+  auto* rules = r.at<Rules<Rule>>(p.memory.rules);
+  float* counts = Rule::kCounts ? p.counts + r.row * p.slots : nullptr;
   for (int s = threadIdx.x; s < p.segments; s += kThreads) {
+    const double t = Rule::kCounts ? counts[p.segment[s].slot] + 1.0 : 0.0;
     rules[s].combined = CombinedGradient<float>(r.scalars(s), 1.0, sumsq);
-    rules[s].sgd = sgd::Rule<float>(r.scalars(s), 0.0, false);
+    rules[s].rule = Rule(r.scalars(s), t, false);
   }
   __syncthreads();
   each_element(r, [&](int s, int i) {
@@ -216,41 +242,82 @@ __device__ __forceinline__ void update(const Row& r) {
     const float old = w != nullptr ? w[i] : z[i];
     const float d = combined.gradient(old, g2[i], g1 != nullptr ? g1[i] : 0.0f, q != nullptr ? q[i] : 0.0f,
                                       shift != nullptr ? shift[i] : 0.0f);
-    float state = momentum != nullptr ? momentum[i] : 0.0f;
-    z[i] = rules[s].sgd.step(combined.weight(old), d, &state, momentum != nullptr ? 1u : 0u);
-    if (momentum != nullptr) momentum[i] = state;
+    float values[Rule::kState];
+#pragma unroll
+    for (int k = 0; k < Rule::kState; ++k) values[k] = has(state_mask, k) ? state[k][i] : 0.0f;
+    z[i] = rules[s].rule.step(combined.weight(old), d, values, state_mask);
+#pragma unroll
+    for (int k = 0; k < Rule::kState; ++k) {
+      if (has(state_mask, k)) state[k][i] = values[k];
+    }
     if (w != nullptr) w[i] = z[i];
   });
+  // Segments have slots of their own, as the gradients' table has all parameters.
+  for (int s = threadIdx.x; Rule::kCounts && s < p.segments; s += kThreads) counts[p.segment[s].slot] += 1.0f;
   __syncthreads();
 }
 
-__device__ __forceinline__ void train(const Row& r) {
+// Takes a step. Returns false if a label or an index is wrong; the numbers of that row are NaN then.
+template <class Rule>
+__device__ __forceinline__ bool step(Row& r, const BatchRange& range) {
   const RowsArgs& p = r.p;
-  const int stride = static_cast<int>(p.width) - kShared;
-  float *z = r.z(), *backup = r.field(p.params);
-  for (int i = threadIdx.x; i < stride; i += kThreads) z[i] = backup[i];
-  const int64_t thread_in_team = p.steps_per_row == nullptr ? p.steps : p.steps_per_row[r.row];
-  const int steps = thread_in_team < p.steps ? static_cast<int>(thread_in_team) : p.steps;
-  for (int step = 0; step < steps; ++step) {
-    gather(r, step);
-    pass(r, r.first());
-    if (threadIdx.x == 0) p.losses[r.row] += static_cast<double>(r.first()[stride]) * p.batch;
-    if (p.two_passes) {
-      perturb(r);
-      pass(r, r.second());
-    }
-    update(r);
+  int number = 0;
+  while (number < p.forms && p.form[number].batch != range.size) ++number;
+  if (number == p.forms) return false;
+  stage(r, number);
+  gather(r, range);
+  pass(r, r.first());
+  if (threadIdx.x == 0) p.losses[r.row] += static_cast<double>(r.first()[p.width - kShared]) * range.size;
+  if (p.two_passes) {
+    perturb<Rule>(r);
+    pass(r, r.second());
   }
-  for (int i = threadIdx.x; i < stride; i += kThreads) backup[i] = z[i];
+  update<Rule>(r);
+  const bool is_good = *r.at<int64_t>(p.memory.failure) == no_failure;
+  __syncthreads();  // the next step may write it
+  return is_good;
 }
 
+// Writes what the row has changed, and its squared norm.
+__device__ __forceinline__ void write_results(const Row& r) {
+  const RowsArgs& p = r.p;
+  const float *z = r.z(), *start = r.field(p.start);
+  float *delta = r.first(), *out = static_cast<float*>(p.deltas.data) + r.item * p.deltas.stride;
+  for (int i = threadIdx.x; i < p.width - kShared; i += kThreads) out[i] = delta[i] = z[i] - start[i];
+  __syncthreads();
+  const double sumsq = squares(r, [&](int, int i) { return delta[i]; });
+  if (threadIdx.x == 0) p.squares[r.item] = sumsq;
+}
+
+template <class Rule>
+__device__ __forceinline__ void train(Row& r) {
+  const RowsArgs& p = r.p;
+  const RowWork work = p.work[r.item];
+  int64_t* failure = r.at<int64_t>(p.memory.failure);
+  if (work.row < 0 || work.row >= p.param_rows) return;
+  r.row = work.row;
+  float *z = r.z(), *backup = r.field(p.params);
+  for (int i = threadIdx.x; i < p.width - kShared; i += kThreads) z[i] = backup[i];
+  if (threadIdx.x < kFailureWords) failure[threadIdx.x] = 0;
+  __syncthreads();
+  bool goes_on = work.samples > 0;
+  for (int64_t k = 0; goes_on && k < work.steps; ++k) {
+    if (threadIdx.x == 0) failure[2] = k;
+    goes_on = step<Rule>(r, batch_range_of(work, p.batch, k));
+  }
+  for (int i = threadIdx.x; i < p.width - kShared; i += kThreads) backup[i] = z[i];
+  if (threadIdx.x < kFailureWords) p.failures[kFailureWords * r.item + threadIdx.x] = failure[threadIdx.x];
+  if (p.squares != nullptr) write_results(r);
+}
+
+template <class Rule>
 __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const RowsArgs __grid_constant__ p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const Row row{p, p.outside == nullptr ? shared : p.outside + blockIdx.x * p.memory.total, blockIdx.x};
-  stage(row);
+  Row row{p, p.outside == nullptr ? shared : p.outside + blockIdx.x * p.memory.total, blockIdx.x, blockIdx.x, -1};
   if (p.out == nullptr) {
-    train(row);
+    train<Rule>(row);
   } else {
+    stage(row, 0);
     pass(row, p.out + row.row * p.width);
   }
 }
@@ -267,8 +334,12 @@ void place_rows(RowsArgs& args, int64_t scratch, int64_t panel) {
   const bool trains = args.out == nullptr;
   const int64_t row = trains ? args.width : 0;
   RowsMemory& m = args.memory;
-  m.input_addresses = reserve(args.inputs, sizeof(char*));
-  m.instructions = reserve(args.instructions, sizeof(RowOp));
+  int inputs = 0, instructions = 0;
+  for (int i = 0; i < args.forms; ++i) {
+    inputs = std::max(inputs, args.form[i].inputs), instructions = std::max(instructions, args.form[i].instructions);
+  }
+  m.input_addresses = reserve(inputs, sizeof(char*));
+  m.instructions = reserve(instructions, sizeof(RowOp));
   m.z = reserve(trains ? row - kShared : 0, sizeof(float));
   m.first = reserve(row, sizeof(float));
   m.second = reserve(args.two_passes ? row : 0, sizeof(float));
@@ -278,7 +349,8 @@ void place_rows(RowsArgs& args, int64_t scratch, int64_t panel) {
   m.panel = reserve(panel, sizeof(float));
   m.lanes = reserve(kThreads, sizeof(float));
   m.partials = reserve(args.num_chunks, sizeof(double));
-  m.rules = reserve(args.segments, sizeof(Rules));
+  m.rules = reserve(args.segments, std::max(sizeof(Rules<sgd::Rule<float>>), sizeof(Rules<adam::Rule<float>>)));
+  m.failure = reserve(kFailureWords, sizeof(int64_t));
   m.total = total;
 }
 
@@ -287,13 +359,14 @@ int64_t shared_cuda(int device) {
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ? bytes : 0;
 }
 
-int rows_cuda(const RowsArgs& args, void* stream) {
+int rows_cuda(const RowsArgs& args, RowsRule rule, void* stream) {
+  const auto kernel = rule == RowsRule::sgd ? rows_kernel<sgd::Rule<float>> : rows_kernel<adam::Rule<float>>;
   const auto shared = static_cast<int>(args.outside == nullptr ? args.memory.total : 0);
   if (shared > 48 << 10) {
-    const auto error = cudaFuncSetAttribute(rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
   }
-  return launch(rows_kernel, args.rows, stream, args, kThreads, shared);
+  return launch(kernel, args.rows, stream, args, kThreads, shared);
 }
 
 }  // namespace fastsam

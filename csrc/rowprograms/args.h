@@ -38,11 +38,4 @@ inline void over_rows(int64_t rows, int64_t work, const F& range) {
   }
 }
 
-// Trains whole local epochs; see steps.cpp.
-void rowwise_steps(int64_t program, const Tensors weights, const Tensors constants, const Tensor x, const Tensor y,
-                   const Tensor sample_indices, int64_t batch, const OptionalTensor steps_per_row, const Tensor params,
-                   const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
-                   const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
-                   const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses);
-
 }  // namespace fastsam

@@ -61,15 +61,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastsam, m) {
   m.def("row_program(Tensor words) -> int");
   m.def("rowwise(int program, Tensor[] inputs) -> Tensor");
   m.def(
-      "rowwise_steps_(int program, Tensor[] weights, Tensor[] constants, Tensor x, Tensor y, Tensor sample_indices, "
-      "int batch, "
-      "Tensor? steps, Tensor(a!) params, Tensor(b!)? w, Tensor table, Tensor hparams, Tensor(c!)? momentum, Tensor? q, "
-      "Tensor? shift, Tensor(d!)? sumsq, Tensor(e!)? sumsq_v, bool adaptive, bool keeps_first, Tensor(f!) losses) "
-      "-> ()");
+      "rowwise_steps_(int[] programs, int batch, Tensor[] weights, Tensor[] constants, Tensor x, Tensor y, Tensor "
+      "sample_indices, Tensor work, Tensor(a!) params, Tensor(b!)? w, Tensor table, Tensor hparams, str rule, "
+      "Tensor(c!)? state0, Tensor(d!)? state1, Tensor(e!)? state2, Tensor(f!)? steps, Tensor? q, Tensor? shift, "
+      "Tensor(g!)? sumsq, Tensor(h!)? sumsq_v, bool adaptive, bool keeps_first, Tensor(i!) losses, Tensor(j!) "
+      "failures, Tensor? start, Tensor(k!)? deltas, Tensor(l!)? squares) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastsam, CPU, m) {
   m.impl("row_program", TORCH_BOX(&fastsam::add_program));
   m.impl("rowwise", TORCH_BOX(&fastsam::rowwise));
-  m.impl("rowwise_steps_", TORCH_BOX(&fastsam::rowwise_steps));
 }

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "../types.h"
+
 namespace fastsam {
 
 constexpr int kProgramDims = 4;
@@ -102,6 +104,27 @@ struct RowProgramArgs {
   float* out;
   int64_t out_row;  // elements from one row of the result to the next
 };
+
+// The work of a row in a call of rowwise_steps_, as words of a tensor. The row takes `steps` steps. An epoch is the
+// next `samples` of the call's sample_indices, the first from `begin` on, in batches; its last batch has the rest.
+struct RowWork {
+  int64_t row, begin, samples, steps;
+};
+
+// A batch: sample_indices[begin] to sample_indices[begin + size - 1].
+struct BatchRange {
+  int64_t begin, size;
+};
+
+FASTSAM_HD BatchRange batch_range_of(const RowWork& work, int64_t batch, int64_t step) {
+  const int64_t batches = (work.samples + batch - 1) / batch, first = step % batches * batch;
+  const int64_t rest = work.samples - first;
+  return BatchRange{work.begin + step / batches * work.samples + first, rest < batch ? rest : batch};
+}
+
+// Why a row did not take all its steps: the first of three words. The others are the label or index, and the step.
+enum Failure : int64_t { no_failure, wrong_label, wrong_index };
+constexpr int kFailureWords = 3;
 
 constexpr int64_t kIgnored = -100;  // a label that does not count, torch's default
 

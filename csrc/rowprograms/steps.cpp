@@ -1,48 +1,45 @@
-// rowwise_steps_: whole local epochs of stacked clients, each client by itself. A client's batches, passes,
-// perturbations and updates are computed while its weights and gradients are in the first-level cache. Passes are
-// computed as in rowwise, and the rest as norm_, perturb_, update_norm_ and update_ (of SGD) do for a row. The bits are
-// the same as with single calls.
+// rowwise_steps_: all local steps of clients, each client by itself. A client's batches, passes, perturbations and
+// updates are computed while its weights and gradients are in the first-level cache. Passes are computed as in rowwise,
+// and the rest as norm_, perturb_, update_norm_ and update_ do for a row. The bits are the same as with single calls.
 #include "steps.h"
-
-#include <atomic>
 
 namespace fastsam {
 namespace {
 
 constexpr int64_t kFetched = 256;  // most features of a sample to prefetch; longer samples are fetched by the hardware
-constexpr int64_t kNoSample = INT64_MIN;  // stands for a wrong label
 
-// Copies a batch of a row into private memory. Returns false if an index is not a sample.
-bool gather(const Samples& from, int64_t row, int64_t step, float* to_x, int64_t* to_y) {
-  const auto* indices_of_step = static_cast<const int64_t*>(from.sample_indices.data_ptr()) +
-                                row * from.sample_indices.stride(0) + step * from.batch;
-  const auto* from_x = static_cast<const float*>(from.x.data_ptr());
-  const auto* from_y = static_cast<const int64_t*>(from.y.data_ptr());
-  for (int64_t i = 0; i < from.batch; ++i) {
-    if (indices_of_step[i] < 0 || indices_of_step[i] >= from.y.size(0)) return false;
-    std::memcpy(to_x + i * from.features, from_x + indices_of_step[i] * from.features, from.features * sizeof(float));
-    to_y[i] = from_y[indices_of_step[i]];
-  }
-  return true;
-}
+// The samples of a call.
+struct Samples {
+  const float* x;
+  const int64_t *y, *indices;
+  int64_t count, features;
 
-// Prefetches the samples of a batch, whose addresses are random, during the step before it. So they cost no waiting.
-void prefetch(const Samples& from, int64_t row, int64_t step) {
-  if (row >= from.sample_indices.size(0) || from.features > kFetched) return;
-  const auto* indices_of_step = static_cast<const int64_t*>(from.sample_indices.data_ptr()) +
-                                row * from.sample_indices.stride(0) + step * from.batch;
-  const auto* from_x = static_cast<const float*>(from.x.data_ptr());
-  for (int64_t i = 0; i < from.batch; ++i) {
-    const float* sample = from_x + std::clamp<int64_t>(indices_of_step[i], 0, from.y.size(0) - 1) * from.features;
-    for (int64_t j = 0; j < from.features; j += 16) __builtin_prefetch(sample + j);
+  // Copies a batch into private memory. Returns false, with the index, if an index is not a sample.
+  bool gather(BatchRange range, float* to_x, int64_t* to_y, int64_t* wrong) const {
+    for (int64_t i = 0; i < range.size; ++i) {
+      const int64_t sample = indices[range.begin + i];
+      if (sample < 0 || sample >= count) return *wrong = sample, false;
+      std::memcpy(to_x + i * features, x + sample * features, features * sizeof(float));
+      to_y[i] = y[sample];
+    }
+    return true;
   }
-}
+
+  // Prefetches the samples of a batch, whose addresses are random, during the step before it. So they cost no waiting.
+  void prefetch(BatchRange range) const {
+    if (features > kFetched) return;
+    for (int64_t i = 0; i < range.size; ++i) {
+      const float* sample = x + std::clamp<int64_t>(indices[range.begin + i], 0, count - 1) * features;
+      for (int64_t j = 0; j < features; j += 16) __builtin_prefetch(sample + j);
+    }
+  }
+};
 
 // Private memory of a thread.
 struct Memory {
   std::vector<float> x, first, second;
   std::vector<int64_t> y;
-  std::vector<double> partials;
+  std::vector<double> partials, zeros;
 };
 
 // Returns the gradients of one row at a time, in the same memory for every row.
@@ -53,78 +50,153 @@ List gradients_of(const Problem& problem, float* grads) {
   return list;
 }
 
-struct Steps : RowSteps {
-  // Adds up the partial sums of a row, in the order of its chunks.
-  template <class Args>
-  void norm_of_row(const Args& args, int64_t row, Memory& memory,
-                   void (*range)(const Args&, double*, int64_t, int64_t)) const {
-    const int64_t chunks = args.problem.chunks(), at = row * chunks;
-    range(args, memory.partials.data(), at, at + chunks);
-    double total = 0.0;
-    for (int64_t i = 0; i < chunks; ++i) total += memory.partials[at + i];
-    args.sumsq[row] = total;
-  }
-
-  // Takes the steps of the rows [begin, end). Returns false if a label or an index is wrong.
-  bool run(int64_t begin, int64_t end, Memory& memory, int64_t* wrong_label) {
-    std::vector<RowInput> local_inputs = inputs;
-    local_inputs[weights] = RowInput{memory.x.data(), 0};
-    local_inputs[weights + 1] = RowInput{memory.y.data(), 0};
-    const RowProgramArgs first{program, local_inputs.data(), memory.first.data(), 0};
-    const RowProgramArgs second{program, local_inputs.data(), memory.second.data(), 0};
-    const int64_t chunks = update.problem.chunks(), loss = program.width - kShared;
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t steps =
-          samples.steps_per_row == nullptr ? samples.steps : std::min(samples.steps_per_row[row], samples.steps);
-      for (int64_t step = 0; step < steps; ++step) {
-        if (!gather(samples, row, step, memory.x.data(), memory.y.data())) return *wrong_label = kNoSample, false;
-        const bool last = step + 1 == steps;
-        prefetch(samples, row + last, last ? 0 : step + 1);
-        if (!run_rows(first, row, row + 1, wrong_label)) return false;
-        losses[row] += static_cast<double>(memory.first[loss]) * samples.batch;
-        if (two_passes) {
-          norm_of_row(norm, row, memory, norm_range);
-          perturb_range(perturb, false, row * chunks, (row + 1) * chunks);
-          if (!run_rows(second, row, row + 1, wrong_label)) return false;
-        }
-        if (update.sumsq != nullptr) norm_of_row(update, row, memory, update_norm_range);
-        update.rule->range(update, false, row * chunks, (row + 1) * chunks);
-      }
-    }
-    return true;
-  }
-};
-
-}  // namespace
-
-void rowwise_steps(int64_t program, const Tensors weights, const Tensors constants, const Tensor x, const Tensor y,
-                   const Tensor sample_indices, int64_t batch, const OptionalTensor steps_per_row, const Tensor params,
-                   const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
-                   const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
-                   const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses) {
-  const RowSteps steps =
-      row_steps(program_of(program), weights, constants, x, y, sample_indices, batch, steps_per_row, params, w, table,
-                hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
-  const Samples& samples = steps.samples;
-  const RowProgram& row_program = steps.program;
-  const Problem& problem = steps.update.problem;
-  std::atomic<bool> failed{false};
-  std::atomic<int64_t> wrong{0};
-  const auto range = [&](int64_t begin, int64_t end) {
-    Memory memory{std::vector<float>(batch * samples.features), std::vector<float>(row_program.width),
-                  std::vector<float>(row_program.width), std::vector<int64_t>(batch),
-                  std::vector<double>(problem.rows * problem.chunks())};
-    Steps block_steps{steps};
-    const List first = gradients_of(problem, memory.first.data());
-    block_steps.norm.grads = block_steps.perturb.grads = first;
-    block_steps.update.grads = steps.two_passes ? gradients_of(problem, memory.second.data()) : first;
-    if (keeps_first) block_steps.update.g1 = first;
-    int64_t label = 0;
-    if (!block_steps.run(begin, end, memory, &label)) wrong = label, failed = true;
-  };
-  over_rows(problem.rows, samples.steps * row_program.work * (steps.two_passes ? 2 : 1), range);
-  STD_TORCH_CHECK(!failed || wrong != kNoSample, "sample_indices must be indices of x and y, 0 to ", y.size(0) - 1);
-  STD_TORCH_CHECK(!failed, "Target ", wrong.load(), " is out of bounds.");
+// Returns the sum of squares of a row, from the partial sums of its chunks in their order.
+template <class Args>
+double norm_of_row(const Args& args, int64_t row, Memory& memory,
+                   void (*range)(const Args&, double*, int64_t, int64_t)) {
+  const int64_t chunks = args.problem.chunks(), at = row * chunks;
+  range(args, memory.partials.data(), at, at + chunks);
+  double total = 0.0;
+  for (int64_t i = 0; i < chunks; ++i) total += memory.partials[at + i];
+  return total;
 }
 
+// The rows of one thread.
+class Thread {
+ public:
+  Thread(const RowSteps& steps, const Samples& samples, int64_t batch)
+      : steps_(steps),
+        samples_(samples),
+        batch_(batch),
+        memory_{std::vector<float>(batch * samples.features),
+                std::vector<float>(steps.width),
+                std::vector<float>(steps.two_passes ? steps.width : 0),
+                std::vector<int64_t>(batch),
+                std::vector<double>(steps.update.problem.rows * steps.update.problem.chunks()),
+                std::vector<double>(steps.update.problem.groups * kNumHParams)},
+        by_size_(batch + 1, nullptr) {
+    const Problem& problem = steps.update.problem;
+    const List first = gradients_of(problem, memory_.first.data());
+    steps_.norm.grads = steps_.perturb.grads = first;
+    steps_.update.grads = steps.two_passes ? gradients_of(problem, memory_.second.data()) : first;
+    if (steps_.update.g1.defined()) steps_.update.g1 = first;
+    for (RowForm& form : steps_.forms) {
+      form.inputs[steps.weights] = RowInput{memory_.x.data(), 0};
+      form.inputs[steps.weights + 1] = RowInput{memory_.y.data(), 0};
+      by_size_[form.batch] = &form;
+    }
+    result_.problem = problem;
+    result_.problem.rows = 1, result_.problem.hparams = memory_.zeros.data();
+    result_.grads = first;
+  }
+
+  // Takes the steps of the calls' rows [begin, end).
+  void run(int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t* failure = steps_.failures + kFailureWords * i;
+      std::fill_n(failure, kFailureWords, 0);
+      train(steps_.work[i], i + 1 < end ? &steps_.work[i + 1] : nullptr, failure);
+      if (steps_.squares != nullptr) write_results(i);
+    }
+  }
+
+ private:
+  void train(const RowWork& work, const RowWork* next, int64_t* failure) {
+    const int64_t row = work.row, loss = steps_.width - kShared;
+    for (int64_t step = 0; step < work.steps; ++step) {
+      const BatchRange range = batch_range_of(work, batch_, step);
+      failure[2] = step;
+      if (!samples_.gather(range, memory_.x.data(), memory_.y.data(), &failure[1])) return void(*failure = wrong_index);
+      if (step + 1 < work.steps) {
+        samples_.prefetch(batch_range_of(work, batch_, step + 1));
+      } else if (next != nullptr && next->steps > 0) {
+        samples_.prefetch(batch_range_of(*next, batch_, 0));
+      }
+      const RowForm& form = *by_size_[range.size];
+      if (!pass(form, memory_.first, row, &failure[1])) return void(*failure = wrong_label);
+      steps_.losses[row] += static_cast<double>(memory_.first[loss]) * range.size;
+      if (steps_.two_passes) {
+        perturb(row);
+        if (!pass(form, memory_.second, row, &failure[1])) return void(*failure = wrong_label);
+      }
+      update(row);
+    }
+  }
+
+  bool pass(const RowForm& form, std::vector<float>& out, int64_t row, int64_t* wrong) {
+    return run_rows(RowProgramArgs{*form.program, form.inputs.data(), out.data(), 0}, row, row + 1, wrong);
+  }
+
+  void perturb(int64_t row) {
+    const int64_t chunks = steps_.perturb.problem.chunks();
+    steps_.norm.sumsq[row] = norm_of_row(steps_.norm, row, memory_, norm_range);
+    perturb_range(steps_.perturb, false, row * chunks, (row + 1) * chunks);
+  }
+
+  void update(int64_t row) {
+    const UpdateArgs& args = steps_.update;
+    const int64_t chunks = args.problem.chunks();
+    if (args.sumsq != nullptr) args.sumsq[row] = norm_of_row(args, row, memory_, update_norm_range);
+    args.rule->range(args, false, row * chunks, (row + 1) * chunks);
+    count_step(args, row);
+  }
+
+  // Writes what row i of the call has changed, and its squared norm.
+  void write_results(int64_t i) {
+    const int64_t row = steps_.work[i].row, size = steps_.width - kShared;
+    const auto* z = static_cast<const float*>(steps_.params.data) + row * steps_.params.stride;
+    const auto* start = static_cast<const float*>(steps_.start.data) + row * steps_.start.stride;
+    float* delta = memory_.first.data();
+    for (int64_t j = 0; j < size; ++j) delta[j] = z[j] - start[j];
+    steps_.squares[i] = norm_of_row(result_, 0, memory_, norm_range);
+    std::memcpy(static_cast<float*>(steps_.deltas.data) + i * steps_.deltas.stride, delta, size * sizeof(float));
+  }
+
+  RowSteps steps_;
+  const Samples& samples_;
+  int64_t batch_;
+  Memory memory_;
+  std::vector<const RowForm*> by_size_;
+  NormArgs result_;  // norm of a row's delta
+};
+
+// Checks the numbers of the rows' work, which CUDA cannot read without waiting.
+void check_work(const RowSteps& steps, int64_t num_indices, int64_t batch) {
+  std::vector<bool> has_form(batch + 1), seen(steps.update.problem.rows);
+  for (const RowForm& form : steps.forms) has_form[form.batch] = true;
+  for (int64_t i = 0; i < steps.rows; ++i) {
+    const RowWork& work = steps.work[i];
+    const bool is_row = work.row >= 0 && work.row < steps.update.problem.rows && !seen[work.row];
+    STD_TORCH_CHECK(is_row, "work must name different rows of params");
+    seen[work.row] = true;
+    if (work.steps <= 0) continue;
+    STD_TORCH_CHECK(work.samples > 0 && work.begin >= 0, "work must have samples for its steps");
+    const int64_t batches = (work.samples + batch - 1) / batch;
+    for (const int64_t step : {int64_t{0}, std::min(work.steps, batches) - 1}) {  // all between are whole
+      const int64_t size = batch_range_of(work, batch, step).size;
+      STD_TORCH_CHECK(has_form[size], "no row program has batches of ", size, " samples");
+    }
+    const BatchRange last = batch_range_of(work, batch, work.steps - 1);
+    STD_TORCH_CHECK(last.begin + last.size <= num_indices, "work must have samples for its steps");
+  }
+}
+
+void run(const StepsCall& call) {
+  const RowSteps steps = row_steps(call, program_of);
+  check_work(steps, call.sample_indices.size(0), call.batch);
+  const Samples samples{static_cast<const float*>(call.x.data_ptr()), static_cast<const int64_t*>(call.y.data_ptr()),
+                        static_cast<const int64_t*>(call.sample_indices.data_ptr()), call.y.size(0), steps.features};
+  int64_t num_steps = 0, work = 0;
+  for (int64_t i = 0; i < steps.rows; ++i) num_steps += std::max<int64_t>(0, steps.work[i].steps);
+  for (const RowForm& form : steps.forms) work = std::max(work, form.program->work);
+  work *= num_steps * (steps.two_passes ? 2 : 1);
+  over_rows(steps.rows, steps.rows == 0 ? 0 : work / steps.rows,
+            [&](int64_t begin, int64_t end) { Thread(steps, samples, call.batch).run(begin, end); });
+}
+
+}  // namespace
 }  // namespace fastsam
+
+STABLE_TORCH_LIBRARY_IMPL(fastsam, CPU, m) {
+  m.impl("rowwise_steps_", TORCH_BOX(&fastsam::rowwise_steps<fastsam::run>));
+}

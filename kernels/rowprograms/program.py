@@ -20,6 +20,7 @@ from fastsam_kernels.rowprograms.instructions import Input, Instruction, NoFormE
 
 CPU = torch.device("cpu")
 _WIDTHS: dict[tuple[str, int], int] = {}  # width of the result, by device type and program
+FAILURES = ("", "Target", "Sample")  # why a row did not take all its steps, by number: csrc/rowprograms/program.h
 MOST_ON_CUDA = 64  # inputs, and parameters, of a launch: csrc/cuda/rowprograms.h
 
 
@@ -60,7 +61,7 @@ class RowProgram:
             words += tensor.words()
         for instruction in instructions:
             words += instruction.words()
-        self._run, self._steps, add = _ops()
+        self._run, self.take_steps, add = _ops()
         self.device = device
         self.number = int(add(torch.frombuffer(array("q", words), dtype=torch.int64).to(device)))
         _WIDTHS[device.type, self.number] = width
@@ -74,54 +75,69 @@ class RowProgram:
         result: Tensor = self._run(self.number, inputs)
         return result
 
-    def steps_(
-        self,
-        weights: Sequence[Tensor],
-        constants: Sequence[Tensor],
-        x: Tensor,
-        y: Tensor,
-        sample_indices: Tensor,
-        batch: int,
-        params: Tensor,
-        w: Tensor | None,
-        table: Tensor,
-        hparams: Tensor,
-        losses: Tensor,
-        *,
-        momentum: Tensor | None = None,
-        q: Tensor | None = None,
-        shift: Tensor | None = None,
-        steps: Tensor | None = None,
-        sumsq: Tensor | None = None,
-        sumsq_v: Tensor | None = None,
-        adaptive: bool = False,
-        keeps_first: bool = False,
-    ) -> None:
-        """Take local steps of every row, one after the other, in place.
 
-        A step reads the row's next `batch` samples of `sample_indices` and makes a pass. With `w` it then perturbs,
-        by `norm_` (into sumsq) and `perturb_`, and another pass. Then it makes `update_` of SGD, with sumsq_v after
-        `update_norm_`. The other arguments are the arguments of these ops. The gradients' table has all parameters. The
-        bits are the same as with separate calls of these ops. On CUDA this is one launch.
+def steps_(
+    programs: Sequence[RowProgram],
+    batch: int,
+    weights: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    x: Tensor,
+    y: Tensor,
+    sample_indices: Tensor,
+    work: Tensor,
+    params: Tensor,
+    w: Tensor | None,
+    table: Tensor,
+    hparams: Tensor,
+    losses: Tensor,
+    failures: Tensor,
+    *,
+    rule: str = "sgd",
+    state: Sequence[Tensor | None] = (),
+    counts: Tensor | None = None,
+    q: Tensor | None = None,
+    shift: Tensor | None = None,
+    sumsq: Tensor | None = None,
+    sumsq_v: Tensor | None = None,
+    adaptive: bool = False,
+    keeps_first: bool = False,
+    results: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Take local steps of some rows, each row by itself, in place.
 
-        Args:
-            weights: views of params.
-            constants: inputs of a pass after x and y.
-            x: samples.
-            y: labels or targets of the samples.
-            sample_indices: int64 `[rows, n * batch]`, indices of samples in x and y.
-            batch: samples of a step.
-            losses: float64 `[rows]`, to which `batch * loss` of every step is added.
-            steps: int64 `[rows]`, number of steps of each row, at most n. Later entries of `sample_indices` are not
-                read. None: n.
+    A step reads the row's next batch of `sample_indices` and makes a pass with the program of this size. With `w` it
+    then perturbs, by `norm_` (into sumsq) and `perturb_`, and makes another pass. Then it makes `update_` of `rule`,
+    with sumsq_v after `update_norm_`. The other arguments are the arguments of these ops. The gradients' table has all
+    parameters. The bits are the same as with separate calls of these ops. On CUDA this is one launch.
 
-        Raises:
-            RuntimeError: as for a pass.
-        """
-        self._steps(
-            self.number, weights, constants, x, y, sample_indices, batch, steps, params, w, table, hparams, momentum, q,
-            shift, sumsq, sumsq_v, adaptive, keeps_first, losses,
-        )  # fmt: skip
+    Args:
+        programs: passes, one for each size of a batch that occurs.
+        batch: samples of a whole batch.
+        weights: views of params.
+        constants: inputs of the programs after x and y, program by program.
+        x: samples.
+        y: labels of the samples.
+        sample_indices: int64 `[.]`, indices of samples in x and y.
+        work: int64 `[n, 4]`: a row of params, the beginning of its samples in `sample_indices`, the number of samples
+            of an epoch, and the number of steps. Epochs follow each other. Each row comes once.
+        losses: float64 `[rows]`, to which the loss times the samples of every step is added.
+        failures: int64 `[n, 3]`, written: a number of `FAILURES`, the label or index that is wrong, and the row's last
+            step, from 0 on. CUDA also makes the row's numbers NaN.
+        rule: "sgd", "adam", and on the CPU any other rule of `update_`.
+        state, counts: fields of the rule, and float32 `[rows, slots]` if it counts steps.
+        results: the start `[rows, row size]`, the deltas `[n, row size]` and their squared norms, float64 `[n]`. Deltas
+            and norms are written, in the order of `work`.
+
+    Raises:
+        RuntimeError: the arguments do not fit.
+    """
+    start, deltas, squares = results or (None, None, None)
+    fields = [*state, None, None, None][:3]
+    programs[0].take_steps(
+        [program.number for program in programs], batch, weights, constants, x, y, sample_indices, work, params, w,
+        table, hparams, rule, *fields, counts, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses, failures, start,
+        deltas, squares,
+    )  # fmt: skip
 
 
 @cache

@@ -11,8 +11,9 @@ import torch
 from pytest import MonkeyPatch
 from torch import nn
 
-from fastsam.fed.executors.rowprograms import RowPass
+from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam_kernels import build, toolchain
+from fastsam_kernels.rowprograms.program import steps_
 from tests.fed.executors.test_rowprograms import train
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
@@ -24,6 +25,7 @@ from tests.helpers.emulated_rows import (
     same_epochs,
     uneven_epoch,
     why_not,
+    work_of,
 )
 from tests.helpers.fed_runs import digest
 from tests.helpers.op_cases import same_bits
@@ -35,6 +37,7 @@ CASES = {
     "mlp": ((64, 32, 10), 16, {}),
     "softmax regression": ((64, 10), 7, {}),
     "plain": ((64, 32, 10), 16, {"sam": False}),
+    "adam": ((17, 12, 5), 7, {"rule": "adam"}),
     "odd": ((17, 33, 9, 5), 17, {}),
     "one": ((3, 2), 1, {}),
     "tanh": ((12, 9, 4), 5, {"activation": nn.Tanh}),
@@ -45,7 +48,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("mlp", "odd") else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in ("mlp", "odd", "adam") else pytest.mark.slow) for n in CASES]
 )
 def test_an_epoch_has_the_bits_of_the_cpu(emulation: Emulation, name: str) -> None:
     widths, batch, options = CASES[name]
@@ -86,66 +89,72 @@ def test_a_run_has_the_bits_of_the_cpu(emulation: Emulation, method: str, option
     assert emulation.count("launches") > old_count
 
 
-@pytest.mark.parametrize("steps", [(3, 1, 4), (0, 2, 2)], ids=str)
-def test_rows_of_unequal_steps_are_one_launch(emulation: Emulation, steps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("samples", [(13, 4, 20), (0, 12, 10)], ids=str)
+def test_rows_of_unequal_samples_are_one_launch(emulation: Emulation, samples: tuple[int, ...]) -> None:
     """The bits of the CPU's rows, together and by themselves."""
     emulation.order(0, 0)
-    expected, counts = uneven_epoch(steps, is_joint=False), [emulation.count("launches")]
-    assert all(map(same_bits, uneven_epoch(steps, is_joint=True), expected))
+    expected, counts = uneven_epoch(samples, is_joint=False), [emulation.count("launches")]
+    assert all(map(same_bits, uneven_epoch(samples, is_joint=True), expected))
     with emulated_programs():
         for is_joint in (True, False):
-            assert all(map(same_bits, uneven_epoch(steps, is_joint), expected))
+            assert all(map(same_bits, uneven_epoch(samples, is_joint), expected))
             counts.append(emulation.count("launches"))
-    assert expected[1].count_nonzero() == sum(map(bool, steps))
+    assert expected[1].count_nonzero() == expected[3].count_nonzero() == sum(map(bool, samples))
     assert (counts[2] - counts[1]) - (counts[1] - counts[0]) == ROWS - 1
 
 
 @pytest.mark.parametrize("slots", [pytest.param(3, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("method", ["fedsam", pytest.param("fedgamma", marks=pytest.mark.slow)])
 def test_unlike_clients_train_in_one_launch(
-    emulation: object, monkeypatch: MonkeyPatch, method: str, slots: int
+    emulation: Emulation, monkeypatch: MonkeyPatch, method: str, slots: int
 ) -> None:
-    """Neighbours or not (rows between them whose last batch is smaller): the bits of clients that train by themselves,
-    in fewer launches."""
+    """Clients of other sizes, with whole batches and partial ones, in one launch with the CPU's bits."""
     emulation.order(0, 0)
     options = {"momentum": 0.3, "clip_norm": 0.05}
-    expected, sizes, train_rows = digest(train(method, slots=slots, **options)), list[int](), RowPass.train
-    monkeypatch.setattr(RowPass, "side_by_side", True)
-    monkeypatch.setattr(RowPass, "train", lambda *operands: (sizes.append(len(operands[1])), train_rows(*operands)))
+    expected, sizes, train_rows = digest(train(method, slots=slots, **options)), list[int](), RowSteps._train
+    monkeypatch.setattr(RowSteps, "_train", lambda *args: (sizes.append(len(args[1])), train_rows(*args)))
     with emulated_programs():
         assert digest(train(method, slots=slots, **options)) == expected
     assert max(sizes) > 1
 
 
 def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulation) -> None:
-    """A kernel cannot raise, so a wrong label or sample index makes the loss of its row NaN, and no other loss."""
+    """A kernel cannot raise, so a wrong label or sample index makes the loss of its row NaN, and no other loss. The
+    row's failure has the label or index."""
     emulation.order(0, 0)
     with emulated_programs():
         row_pass, rows, x, y = make_row_pass((12, 9, 4), 5)
-        for error in ("none", "label", "place"):
+        for error, failure in (("none", [0, 0, 3]), ("label", [1, 4, 0]), ("place", [2, 40, 1])):
             labels, losses = y.clone(), torch.zeros(ROWS, dtype=torch.float64)
-            indices = torch.arange(ROWS * 20).view(ROWS, 20) % 10 + torch.arange(ROWS).view(ROWS, 1) * 10 + 5
+            indices = (torch.arange(ROWS * 20).view(ROWS, 20) % 10 + torch.arange(ROWS).view(ROWS, 1) * 10 + 5).view(-1)
             if error == "label":
                 labels[17] = 4
             if error == "place":
-                indices[1, 7] = 40
+                indices[27] = 40
             old_count, hparams = emulation.count("launches"), torch.zeros_like(rows.hparams)
-            row_pass.program.steps_(
-                rows.leaves, row_pass.constants, x, labels, indices, 5, rows.z, None, rows.layout.table, hparams, losses
-            )
+            failures = torch.full((ROWS, 3), -1)
+            steps_(
+                [row_pass.program], 5, rows.leaves, row_pass.constants, x, labels, indices, work_of(ROWS, 20, 4),
+                rows.z, None, rows.layout.table, hparams, losses, failures,
+            )  # fmt: skip
             assert emulation.count("launches") == old_count + 1
             assert losses.isnan().tolist() == [False, error != "none", False]
+            assert failures.tolist() == [[0, 0, 3], failure, [0, 0, 3]]
 
 
 def test_weights_outside_of_params_are_refused(emulation: Emulation) -> None:
     with emulated_programs():
         row_pass, rows, x, y = make_row_pass((12, 9, 4), 5)
-        losses, indices = torch.zeros(ROWS, dtype=torch.float64), torch.arange(5).expand(ROWS, 5)
+        losses, indices = torch.zeros(ROWS, dtype=torch.float64), torch.arange(5).repeat(ROWS)
         leaves = [leaf.detach().clone() for leaf in rows.leaves]
-        with pytest.raises(RuntimeError, match="weights must be views of params"):
-            row_pass.program.steps_(
-                leaves, row_pass.constants, x, y, indices, 5, rows.z, None, rows.layout.table, rows.hparams, losses
-            )
+        operands = (row_pass.constants, x, y, indices, work_of(ROWS, 5, 1), rows.z, None, rows.layout.table)
+        for rule, message in (("sgd", "weights must be views of params"), ("lion", "rules sgd and adam")):
+            state = [torch.zeros_like(rows.z)] if rule == "lion" else []
+            with pytest.raises(RuntimeError, match=message):
+                steps_(
+                    [row_pass.program], 5, leaves if rule == "sgd" else rows.leaves, *operands, rows.hparams, losses,
+                    torch.zeros(ROWS, 3, dtype=torch.int64), rule=rule, state=state,
+                )  # fmt: skip
 
 
 # --- errors put into the kernel ---
@@ -175,11 +184,14 @@ ERRORS = {
     "rest of a norm": {KERNEL: [("for (int i = full; i < count; ++i)", "for (int i = full + 1; i < count; ++i)")]},
     "barrier of a norm": {KERNEL: [("    lanes[threadIdx.x] = sum;\n    __syncthreads();",
         "    lanes[threadIdx.x] = sum;")]},
-    "row": {KERNEL: [("p.sample_indices + r.row * p.indices_stride", "p.sample_indices + p.indices_stride")]},
-    "steps of its own": {KERNEL: [("p.steps : p.steps_per_row[r.row]", "p.steps : p.steps_per_row[0]")]},
-    "step": {KERNEL: [("static_cast<int64_t>(step) * p.batch", "static_cast<int64_t>(step) * p.features")]},
-    "what is written back": {KERNEL: [("i < stride; i += kThreads) backup[i] = z[i];",
-        "i < stride / 2; i += kThreads) backup[i] = z[i];")]},
+    "row": {KERNEL: [("const RowWork work = p.work[r.item]", "const RowWork work = p.work[0]")]},
+    "steps of its own": {KERNEL: [("k < work.steps; ++k", "k < p.work[0].steps; ++k")]},
+    "program of a batch": {KERNEL: [("r.form == number) return;", "r.form >= 0) return;")]},
+    "row of a delta": {KERNEL: [("r.item * p.deltas.stride", "r.row * p.deltas.stride")]},
+    "count of a rule": {KERNEL: [("counts[p.segment[s].slot] + 1.0 : 0.0", "counts[p.segment[s].slot] : 0.0")]},
+    "field of a rule": {KERNEL: [("state[k][i] = values[k]", "state[0][i] = values[k]")]},
+    "what is written back": {KERNEL: [("i < p.width - kShared; i += kThreads) backup[i] = z[i];",
+        "i < (p.width - kShared) / 2; i += kThreads) backup[i] = z[i];")]},
 }  # fmt: skip
 CHEAP = ("none", "barrier of an instruction", "order of a norm")  # the others: `make test-slow`
 SCRIPT = """
@@ -216,7 +228,9 @@ def test_registers_and_shared_memory(arch: str, tmp_path: Path) -> None:
         str(source), "-o", str(tmp_path / "rows.o"),
     ]  # fmt: skip
     report = subprocess.run(argv, capture_output=True, text=True, check=True).stderr
-    (stack,) = re.findall(r"(\d+) bytes stack frame, \d+ bytes spill stores", report)
-    assert int(stack) == 0, report
-    (registers,) = re.findall(r"Used (\d+) registers", report)
-    assert int(registers) <= 128 and "smem" not in report, report
+    stacks = re.findall(r"(\d+) bytes stack frame, \d+ bytes spill stores", report)
+    assert set(map(int, stacks)) == {0}, report
+    registers = re.findall(r"Used (\d+) registers", report)
+    assert len(registers) == 2 and max(map(int, registers)) <= 128 and "smem" not in report, (
+        report
+    )  # a kernel for each rule

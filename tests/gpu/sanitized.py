@@ -81,7 +81,8 @@ def row_programs() -> None:
     for hidden_size in (32, 700):
         model = torch.nn.Sequential(torch.nn.Linear(64, hidden_size), torch.nn.ReLU(), torch.nn.Linear(hidden_size, 10))
         options: dict[str, Any] = {"rounds": 3, "batch_size": 16, "participation": 1.0, "clip_norm": 1.0}
-        fed.run(model, clients, fed.FedSAM(), executor="vmap", device=DEVICE, momentum=0.5, **options)
+        for optimizer in ({"momentum": 0.5}, {"optimizer": "AdamW"}):
+            fed.run(model, clients, fed.FedSAM(), executor="vmap", device=DEVICE, **optimizer, **options)
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from pytest import MonkeyPatch
 
 from fastsam import fed
 from fastsam.fed.executors.cuda import Cuda
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.vmap import Vmap
 from fastsam_kernels import native
 from tests.helpers import oracle
@@ -42,8 +42,8 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatc
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM()], ids=["fedavg", "fedsam"])
 def test_row_programs_agree_with_the_cpus(algorithm: fed.Algorithm, hidden_size: int, monkeypatch: MonkeyPatch) -> None:
     """Products in shared and in global memory have the CPU's bits; sums over a batch may have a different order."""
-    original, calls = RowPass.train, []
-    monkeypatch.setattr(RowPass, "train", lambda *operands: (calls.append(1), original(*operands)))
+    original, calls = RowSteps._train, []
+    monkeypatch.setattr(RowSteps, "_train", lambda *operands: (calls.append(1), original(*operands)))
     draw, weights = torch.Generator().manual_seed(0), []
     clients = [(torch.randn(n, 64, generator=draw), torch.randint(10, (n,), generator=draw)) for n in (40, 40, 23)]
     for device in ("cpu", DEVICE):

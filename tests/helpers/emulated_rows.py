@@ -20,6 +20,7 @@ from tests.helpers.op_cases import same_bits
 from tests.helpers.stacked_passes import make_passes
 
 ROWS, SAMPLES, STEPS = 3, 40, 2
+FIRST_RULE = 13  # first hyperparameter of a rule
 # Hyper-parameters that all matter; with these values the gradients are clipped.
 NUMBERS = {
     "RHO": 0.05, "PERTURB_EPS": 1e-12, "ETA": 0.01, "LR": 0.1, "DECAY": 0.01, "PROX_MU": 0.02,
@@ -57,35 +58,61 @@ def make_row_pass(widths: Sequence[int], batch: int, activation: type[nn.Module]
     passes, rows = make_passes(classifier(widths, activation), rows=ROWS)
     x, y = torch.randn(SAMPLES, widths[0]), torch.randint(widths[-1], (SAMPLES,))
     y[3] = -100
+    return recorded_pass(passes, rows, x, y, batch), rows, x, y
+
+
+def uneven_epoch(samples: Sequence[int], is_joint: bool, epochs: int = 2) -> list[Tensor]:
+    """Return all tensors that rows with other numbers of samples write, in one call or row by row.
+
+    They are the weights, the losses, and what each row is away from its start, with its squared norm. Batches have 5
+    samples; the last of an epoch has the rest.
+    """
+    passes, rows = make_passes(classifier((12, 9, 4)), rows=ROWS)
+    x, y = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(3)), torch.arange(SAMPLES) % 4
+    sizes = sorted({min(5, n) for n in samples if n} | {n % 5 for n in samples if n % 5})
+    row_passes = [recorded_pass(passes, rows, x, y, size) for size in sizes]
+    rows.hparams[..., HParam.LR], rows.hparams[..., HParam.G2_COEF] = 0.1, 1.0
+    losses, failures = torch.zeros(ROWS, dtype=torch.float64), torch.full((ROWS, 3), -1)
+    start, deltas = rows.z.clone(), torch.zeros_like(rows.z)
+    squares = torch.zeros(ROWS, dtype=torch.float64)
+    indices = torch.randint(SAMPLES, (epochs * sum(samples),), generator=torch.Generator().manual_seed(1))
+    begins = [epochs * sum(samples[:i]) for i in range(ROWS)]
+    work = torch.tensor([(i, begins[i], n, epochs * -(-n // 5)) for i, n in enumerate(samples)]).flip(0)
+    for part in [slice(0, ROWS)] if is_joint else [slice(i, i + 1) for i in range(ROWS)]:
+        program.steps_(
+            [row_pass.program for row_pass in row_passes], 5, rows.leaves,
+            [t for row_pass in row_passes for t in row_pass.constants], x, y, indices, work[part], rows.z, None,
+            rows.layout.table, rows.hparams, losses, failures[part], results=(start, deltas[part], squares[part]),
+        )  # fmt: skip
+    return [rows.z.detach().clone(), losses, deltas, squares, failures]
+
+
+def recorded_pass(passes: Any, rows: Any, x: Tensor, y: Tensor, batch: int) -> RowPass:
+    """Return the compared row program of a size of batch."""
     indices = torch.arange(ROWS * batch).view(ROWS, batch) % 3 + 4
     for _ in range(2):
         passes.run(rows, x[indices], y[indices])
     row_pass = passes.replays.row_pass(batch, x, y)
     assert isinstance(row_pass, RowPass)
-    return row_pass, rows, x, y
+    return row_pass
 
 
-def uneven_epoch(steps: Sequence[int], is_joint: bool) -> list[Tensor]:
-    """Return all tensors that epochs of `steps` local steps write, in one call or row by row."""
-    row_pass, rows, x, y = make_row_pass((12, 9, 4), 5)
-    rows.hparams[..., HParam.LR] = 0.1
-    indices = torch.randint(SAMPLES, (ROWS, 5 * max(steps)), generator=torch.Generator().manual_seed(1))
-    losses = torch.zeros(ROWS, dtype=torch.float64)
-    for part in [slice(0, ROWS)] if is_joint else [slice(i, i + 1) for i in range(ROWS)]:
-        count = max(steps[part])
-        row_pass.program.steps_(
-            [leaf[part] for leaf in rows.leaves], row_pass.constants, x, y, indices[part, : 5 * count].contiguous(), 5,
-            rows.z[part], None,
-            rows.layout.table, rows.hparams[part], losses[part], steps=torch.tensor(steps) if is_joint else None,
-        )  # fmt: skip
-    return [rows.z.detach().clone(), losses]
+def work_of(rows: int, samples: int, steps: int) -> Tensor:
+    """Return the work of rows with the same number of samples, `[rows * samples]` in all."""
+    return torch.tensor([(i, i * samples, samples, steps) for i in range(rows)])
 
 
-def epoch(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU, sam: bool = True) -> list[Tensor]:
+def epoch(
+    widths: Sequence[int],
+    batch: int,
+    activation: type[nn.Module] = nn.ReLU,
+    sam: bool = True,
+    rule: str = "sgd",
+) -> list[Tensor]:
     """Return all tensors that two local steps write.
 
-    With `sam` the steps have an adaptive perturbation, both gradients, momentum, q, a shift and clipping. Otherwise
-    they are plain SGD.
+    With `sam` the steps have an adaptive perturbation, both gradients, q, a shift, clipping, and momentum or Adam.
+    Otherwise they are plain SGD.
     """
     row_pass, rows, x, y = make_row_pass(widths, batch, activation)
     draw = torch.Generator().manual_seed(1)
@@ -94,21 +121,26 @@ def epoch(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.Re
         hparams[..., getattr(HParam, name)] = value
     hparams[..., HParam.ADAPTIVE] = float(sam)
     hparams[..., HParam.CLIP] *= float(sam)
-    hparams[..., 13] = 0.9  # SGD's momentum
-    indices = torch.randint(SAMPLES, (ROWS, STEPS * batch), generator=draw)
-    fields = [0.1 * torch.randn(rows.z.shape, generator=draw) for _ in range(3)]
+    hparams[..., FIRST_RULE] = 0.9  # momentum, or beta1
+    if rule == "adam":
+        hparams[..., FIRST_RULE + 1], hparams[..., FIRST_RULE + 2], hparams[..., HParam.DECOUPLED] = 0.99, 1e-6, 1.0
+    indices = torch.randint(SAMPLES, (ROWS * STEPS * batch,), generator=draw)
+    fields = [0.1 * torch.randn(rows.z.shape, generator=draw) for _ in range(4)]
+    state = [fields[0]] if rule == "sgd" else [fields[0], fields[3].abs_()]
+    counts = None if rule == "sgd" else torch.ones(ROWS, len(rows.layout.table))
     w, losses, sums = rows.z.clone(), *torch.zeros(2, ROWS, dtype=torch.float64).unbind()
-    clip_norms = torch.zeros(ROWS, dtype=torch.float64)
+    clip_norms, failures = torch.zeros(ROWS, dtype=torch.float64), torch.full((ROWS, 3), -1)
     options: dict[str, Any] = {
-        "momentum": fields[0], "q": fields[1], "shift": fields[2], "sumsq": sums, "sumsq_v": clip_norms,
-        "adaptive": True, "keeps_first": True,
+        "rule": rule, "state": state, "counts": counts, "q": fields[1], "shift": fields[2], "sumsq": sums,
+        "sumsq_v": clip_norms, "adaptive": True, "keeps_first": True,
     }  # fmt: skip
-    row_pass.program.steps_(
-        rows.leaves, row_pass.constants, x, y, indices, batch, rows.z, w if sam else None, rows.layout.table, hparams,
-        losses,
+    program.steps_(
+        [row_pass.program], batch, rows.leaves, row_pass.constants, x, y, indices,
+        work_of(ROWS, STEPS * batch, STEPS), rows.z, w if sam else None, rows.layout.table, hparams, losses, failures,
         **(options if sam else {}),
     )  # fmt: skip
-    return [rows.z.detach().clone(), w, fields[0], losses, sums, clip_norms]
+    written = [rows.z.detach().clone(), w, *state, losses, sums, clip_norms, failures]
+    return written if counts is None else [*written, counts]
 
 
 def same_epochs(emulation: Emulation, namespace: str, widths: Sequence[int], batch: int, **options: Any) -> None:
@@ -124,11 +156,11 @@ def same_epochs(emulation: Emulation, namespace: str, widths: Sequence[int], bat
 
 
 def same_uneven_epochs(emulation: Emulation, namespace: str) -> None:
-    """Rows that take other numbers of steps in one call have the bits of the CPU's rows by themselves."""
-    expected = uneven_epoch((3, 1, 4), is_joint=False)
+    """Rows with other numbers of samples in one call have the bits of the CPU's rows by themselves."""
+    expected = uneven_epoch((13, 4, 20), is_joint=False)
     emulation.order(1, 1)
     with emulated_programs(namespace):
-        assert all(map(same_bits, uneven_epoch((3, 1, 4), is_joint=True), expected)), "other bits side by side"
+        assert all(map(same_bits, uneven_epoch((13, 4, 20), is_joint=True), expected)), "other bits side by side"
 
 
 def fixed_epochs(emulation: Emulation, namespace: str = emulated.NAMESPACE) -> None:
@@ -138,6 +170,7 @@ def fixed_epochs(emulation: Emulation, namespace: str = emulated.NAMESPACE) -> N
     """
     same_epochs(emulation, namespace, (64, 32, 10), 16)
     same_epochs(emulation, namespace, (7, 5, 3), 5)
+    same_epochs(emulation, namespace, (7, 5, 3), 5, rule="adam")
     same_uneven_epochs(emulation, namespace)
     same_epochs(emulation, namespace, (64, 10), 7, sam=False)
     assert emulation.count("misaligned") == 0 and emulation.count("out_of_bounds") == 0

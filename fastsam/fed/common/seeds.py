@@ -3,12 +3,16 @@ in which clients run."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fastsam import ops
 
 # Constants of Philox: number of rounds, multipliers, and the increments of the key. Its authors recommend 10 rounds and
 # found no statistical test that 7 rounds fail. Orders of samples need no more.
@@ -37,8 +41,8 @@ def permutation(n: int, *parts: int | str) -> Tensor:
 def permutations(numbers: Sequence[int], sizes: Sequence[int], *parts: int | str) -> Tensor:
     """Return a random order of `range(size)` for each number, int64 `[numbers, longest]` on the CPU.
 
-    The order is in the first `size` columns of the row. It is a function of the number, the size and `parts` only.
-    Random 32-bit keys are sorted; equal keys keep their order.
+    The order is in the first `size` columns of the row; the other columns are undefined. It is a function of the
+    number, the size and `parts` only. Random 32-bit keys are sorted; equal keys keep their order.
 
     Args:
         numbers: such as client ids, 0 to 2^32 - 1.
@@ -46,10 +50,40 @@ def permutations(numbers: Sequence[int], sizes: Sequence[int], *parts: int | str
         *parts: the purpose of the random numbers.
     """
     longest = max(sizes, default=0)
+    out = torch.empty(len(numbers), longest, dtype=torch.int64, device="cpu")
+    clients = [(number, n, n, row * longest, 0) for row, (number, n) in enumerate(zip(numbers, sizes, strict=True))]
+    write_orders(out.view(-1), clients, parts)
+    return out
+
+
+def write_orders(out: Tensor, clients: Sequence[tuple[int, int, int, int, int]], parts: Sequence[int | str]) -> None:
+    """Write the orders of the samples of some clients into `out`, int64 `[.]` on the CPU, in one call.
+
+    Args:
+        out: memory of the orders.
+        clients: for each client its number, the number of its samples, how many of its order are kept, their place in
+            `out`, and the index of its first sample, which is added to the order.
+        parts: the purpose of the random numbers; none for the stored order.
+    """
+    key = derive(*parts) if parts else None
+    native_orders = ops.native_orders()
+    if native_orders is not None:
+        words = torch.frombuffer(array("q", chain.from_iterable(clients)), dtype=torch.int64)
+        native_orders(out, words.view(-1, 5), key)
+        return
+    orders = None if key is None else _orders([c[0] for c in clients], [c[1] for c in clients], key)
+    for row, (_, _, kept, begin, first) in enumerate(clients):
+        out[begin : begin + kept] = torch.arange(kept) if orders is None else orders[row, :kept]
+        out[begin : begin + kept] += first
+
+
+def _orders(numbers: Sequence[int], sizes: Sequence[int], key: int) -> Tensor:
+    """Return random orders as `permutations` does, without compiled kernels."""
+    longest = max(sizes, default=0)
     counters = np.zeros((4, len(numbers), -(-longest // 4)), np.uint32)
     counters[0] = np.arange(counters.shape[2], dtype=np.uint32)
     counters[1] = np.array(numbers, np.uint32)[:, None]
-    words = philox(derive(*parts), counters).transpose(1, 2, 0).reshape(len(numbers), -1)[:, :longest]
+    words = philox(key, counters).transpose(1, 2, 0).reshape(len(numbers), -1)[:, :longest]
     keys, places = np.empty((len(numbers), longest), np.uint64), np.arange(longest, dtype=np.uint32)
     halves = keys.view(np.uint32).reshape(*keys.shape, 2)  # the low one first: all that torch runs on is little-endian
     halves[..., 0], halves[..., 1] = places, words

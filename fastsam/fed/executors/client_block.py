@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -39,6 +39,7 @@ class ClientBlock:
         k: number of steps taken.
         extra_backward_passes: number of backward passes before the first step.
         error: error for which its clients are excluded.
+        failures: errors for which single clients are excluded, by their places among the tasks.
         cached_batch: index and batch of the next step, if batches are the client's own.
     """
 
@@ -56,6 +57,7 @@ class ClientBlock:
     k: int = 0
     extra_backward_passes: int = 0
     error: ClientError | None = None
+    failures: dict[int, ClientError] = field(default_factory=dict)
     cached_batch: tuple[int, Batch] | None = None
 
     @property
@@ -69,14 +71,18 @@ class ClientBlock:
         """Number of steps of an epoch."""
         return len(self.sizes)
 
-    @property
-    def equal_shape_steps(self) -> tuple[int, int]:
-        """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
-        each."""
-        index = self.k % self.epoch
-        num_full = self.epoch - (self.sizes[-1] != self.sizes[0])
-        is_single = index >= num_full or self.variant.has_schedule
-        return 1 if is_single else min(num_full - index, self.steps - self.k), self.sizes[index]
+    def steps_of_sizes(self, sizes: Container[int]) -> int:
+        """Return how many of its next steps have batches of such sizes, one learning rate and one epoch, or begin with
+        an epoch and are all that are left."""
+        first, last, place = self.sizes[0], self.sizes[-1], self.k % self.epoch
+        num_full = self.epoch - (last != first)
+        if self.variant.has_schedule:
+            return int(self.sizes[place] in sizes)
+        if first in sizes and last in sizes:
+            return self.steps - self.k if place == 0 else min(self.epoch - place, self.steps - self.k)
+        if place < num_full:
+            return min(num_full - place, self.steps - self.k) if first in sizes else 0
+        return int(last in sizes)
 
     @property
     def is_finished(self) -> bool:
@@ -188,6 +194,12 @@ def results_of(
         start=_starts(tasks_of(blocks)),
         **rows.results(start),
     )
+
+
+def places_of_results(blocks: Sequence[ClientBlock]) -> list[int]:
+    """Return the places of the clients that did not fail, among all clients of the blocks."""
+    clients = [place not in block.failures for block in blocks for place in range(len(block.tasks))]
+    return [place for place, is_good in enumerate(clients) if is_good]
 
 
 def _starts(tasks: Sequence[Task]) -> Tensor | None:

@@ -13,6 +13,7 @@ from fastsam.fed.executors.client_block import ClientBlock, are_neighbours, slot
 from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.task import Setup, vectors_of
+from fastsam.fed.update.variant import StepVariant
 
 _INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
 # The fields that a step writes. The others are only read.
@@ -29,14 +30,21 @@ class StackedRows:
         self._windows: dict[tuple[int, int], LocalRows] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
-    def neighbours(self, blocks: Sequence[ClientBlock]) -> LocalRows:
-        """Return neighbouring rows, ready for steps of the blocks' variant."""
-        begin, end = blocks[0].slot, blocks[-1].end
+    def window(self, begin: int, end: int, variant: StepVariant) -> LocalRows:
+        """Return the rows `begin` to `end - 1`, ready for steps of `variant`."""
         rows = self._windows.get((begin, end))
         if rows is None:
             rows = self._windows[begin, end] = LocalRows(self.memory, slice(begin, end), copies=True)
-        rows.set_variant(blocks[0].variant)
+        rows.set_variant(variant)
         return rows
+
+    def neighbours(self, blocks: Sequence[ClientBlock]) -> LocalRows:
+        """Return neighbouring rows, ready for steps of the blocks' variant."""
+        return self.window(blocks[0].slot, blocks[-1].end, blocks[0].variant)
+
+    def set_schedule(self, block: ClientBlock) -> None:
+        """Write the learning rates and radii of a block's next step."""
+        self.neighbours([block]).set_schedule([task.lr_and_radius(block.k, block.steps) for task in block.tasks])
 
     def begin(self, blocks: Sequence[ClientBlock], start: Tensor) -> LocalRows:
         """Begin a round in neighbouring rows of one variant, and return the rows."""

@@ -119,7 +119,11 @@ class Setup:
         """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. The
         first elements of a row are valid, one for each sample of the client."""
         sizes = self.population.clients.sizes
-        return seeds.permutations(clients, [sizes[i] for i in clients], self.options.seed, "shuffle", round, epoch)
+        return seeds.permutations(clients, [sizes[i] for i in clients], *self.order_seed(round, epoch))
+
+    def order_seed(self, round: int, epoch: int) -> tuple[int | str, ...]:
+        """Return what the orders of an epoch are drawn from, or nothing if samples come in their stored order."""
+        return (self.options.seed, "shuffle", round, epoch) if self.options.shuffle else ()
 
     def draw_orders(self, round: int, clients: Sequence[int]) -> dict[int, list[Tensor]]:
         """Return the orders of the samples of some clients, one an epoch; none if the clients may have other numbers of

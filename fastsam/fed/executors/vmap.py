@@ -19,6 +19,7 @@ from fastsam.fed.executors.client_block import (
     block_of,
     client_error,
     next_batch,
+    places_of_results,
     results_of,
     rows_to_keep,
     runs,
@@ -27,7 +28,7 @@ from fastsam.fed.executors.client_block import (
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.local_rows import KeptRow, LocalRows
 from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.rowprograms import RowPass
+from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.stacked_rows import StackedRows
 from fastsam.fed.executors.task import Setup, Task, vectors_of
 from fastsam.fed.update.local_update import ClientResults
@@ -41,8 +42,8 @@ class Vmap(Executor):
     """`slots` rows in lock step. Rows whose batches have one shape run together, a partial batch at its exact shape; a
     finished row is refilled. Agrees with the plain executor to rounding; the same number of slots gives the same bits.
 
-    `_tick` takes the steps. A row program is the first choice: it takes several steps of each block (on CUDA of all
-    blocks) in one native call. Else a captured graph runs a block's epoch. Else recorded passes take one step of all
+    `_tick` takes the steps. Row programs are the first choice: they take all steps of all blocks in one native call.
+    Else a captured graph runs a block's epoch. Else recorded passes take one step of all
     blocks with one shape.
 
     Raises:
@@ -62,6 +63,7 @@ class Vmap(Executor):
         self.rows = StackedRows(setup, self.slots)
         self.replica = Replica(setup.model, setup.layout, self.rows.memory.field("z")[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
+        self.row_steps = RowSteps(setup, self.passes.replays, self.rows)
         self.random = NoRandomness(setup.device)
         # A capture that fails is the end of a run.
         self.epochs = None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
@@ -89,6 +91,8 @@ class Vmap(Executor):
                     active = [block for block in active if not block.is_finished]
                     free = sorted([*free, *slots_of(ready)])
                     yield from {id(block.error): block.error for block in ready if block.error is not None}.values()
+                    for block in ready:
+                        yield from block.failures.values()
                     yield from self._close([block for block in ready if block.error is None])
 
     def release(self) -> None:
@@ -174,18 +178,20 @@ class Vmap(Executor):
         for block in blocks:
             groups.setdefault(block.variant, []).append(block)
         for group in groups.values():
-            yield results_of(group, self.rows.gather(group), self.start, self.buffers)
+            results = results_of(group, self.rows.gather(group), self.start, self.buffers)
+            if good := places_of_results(group):
+                yield results if len(good) == len(results.client_ids) else results.take(good)
 
     # --- steps ---
 
     def _tick(self, blocks: list[ClientBlock]) -> None:
-        """Take one local step of every client, or more if a row program or a graph takes them."""
+        """Take one local step of every client, or more if row programs or a graph take them."""
         groups: dict[object, list[ClientBlock]] = {}  # blocks whose next batches have one shape
-        for block in blocks:
+        for block in self._train_by_rows(blocks):
             groups.setdefault(block.shape_number, []).append(block)
         for group in groups.values():
             try:
-                if not (self._train_by_rows(group) or self._train_by_graph(group)):
+                if not self._train_by_graph(group):
                     self._step(group)
             except ClientError as error:
                 self._leave_out(group, error)
@@ -207,20 +213,17 @@ class Vmap(Executor):
             blocks[0], rows, replays, lambda x, y, is_last: self._local_step(blocks, rows, x, y, is_last)
         )
 
-    def _train_by_rows(self, blocks: list[ClientBlock]) -> bool:
-        """Take the next steps of one shape of each block by a row program. Return False without a row program."""
-        row_pass = self.passes.replays.row_pass(blocks[0].equal_shape_steps[1], *blocks[0].samples)
-        if not isinstance(row_pass, RowPass) or not all(map(row_pass.serves, blocks)):
-            return False
-        joins = row_pass.side_by_side and blocks[0].tasks[0].setup.population.clients.store is not None
-        for group in [blocks] if joins else [[block] for block in blocks]:
-            try:
-                rows = self.rows.gather(group)
-                row_pass.train(group, rows)
-                self.rows.put_back(group, rows)
-            except Exception as error:
-                raise client_error(group, error) from error
-        return True
+    def _train_by_rows(self, blocks: list[ClientBlock]) -> list[ClientBlock]:
+        """Take the next steps of the blocks that have row programs. Return the other blocks. Raises ClientError."""
+        try:
+            others = self.row_steps.train(blocks)
+        except Exception as error:
+            raise client_error(blocks, error) from error
+        for block in blocks:
+            for failure in block.failures.values():
+                if not excludes(self.setup, failure):
+                    raise failure
+        return others
 
     def _step(self, blocks: list[ClientBlock]) -> None:
         """Take one step of clients whose batches have one shape."""

@@ -45,11 +45,6 @@ class LocalRule:
         """True if weight decay shrinks the weights by `lr*decay`, and is not a part of the gradient."""
         return bool(self.columns.get(HParam.DECOUPLED, 0.0))
 
-    @property
-    def is_heavy_ball(self) -> bool:
-        """True for SGD with or without momentum, whose steps a row program can take."""
-        return self.name == "sgd" and not self.columns.get(sgd.NESTEROV, 0.0)
-
 
 def sgd_rule(momentum: float, weight_decay: float) -> LocalRule:
     """Return the rule of SGD with a run's own options."""

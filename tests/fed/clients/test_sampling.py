@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastsam import fed
+from fastsam import fed, ops
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.sampling import draw_present
 from fastsam.fed.common import seeds
@@ -163,6 +163,32 @@ def test_an_order_is_a_function_of_its_client_alone(clients, epoch):
     if sizes[0] > 20:
         assert not torch.equal(all_orders[0], seeds.permutations(numbers, sizes, 1, "shuffle", epoch + 1)[0])
         assert not torch.equal(all_orders[0], seeds.permutations([numbers[0] ^ 1], sizes[:1], 1, "shuffle", epoch)[0])
+
+
+@pytest.mark.skipif(ops.native_orders() is None, reason="no compiled kernels")
+@settings(deadline=None, max_examples=50)
+@given(CLIENTS, st.sampled_from([(), (1, "shuffle", 2)]), st.data())
+def test_compiled_orders_have_the_bits_of_numpys(clients, parts, data):
+    """All orders, or what is kept of them, at places of a common memory, with an offset."""
+    lines, begin = [], 3
+    for number, size in clients:
+        kept = data.draw(st.integers(0, size))
+        lines.append((number, size, kept, begin, 10 * number))
+        begin += kept
+    compiled, plain = torch.full((2, begin), -1).unbind()
+    seeds.write_orders(compiled, lines, parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "native_orders", lambda: None)
+        seeds.write_orders(plain, lines, parts)
+    assert torch.equal(compiled, plain) and compiled[:3].tolist() == [-1] * 3
+
+
+@pytest.mark.skipif(ops.native_orders() is None, reason="no compiled kernels")
+def test_compiled_orders_that_do_not_fit():
+    out = torch.zeros(9, dtype=torch.int64)
+    for line in ((0, 9, 10, 0, 0), (0, -1, 0, 0, 0), (0, 9, 9, 1, 0), (0, 9, 9, -1, 0)):
+        with pytest.raises(RuntimeError, match="client 0 must have an order"):
+            seeds.write_orders(out, [line], (1,))
 
 
 def test_orders_are_uniform():

@@ -6,7 +6,7 @@ import torch
 
 from fastsam import fed
 from fastsam.fed.executors import epoch_graphs
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda, Watch
@@ -136,8 +136,8 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 2)])
 def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch in one launch needs no graph; steps with duals are captured, including their row programs."""
-    original, calls = RowPass.train, []
-    monkeypatch.setattr(RowPass, "train", lambda *operands: (calls.append(1), original(*operands)))
+    original, calls = RowSteps._train, []
+    monkeypatch.setattr(RowSteps, "_train", lambda *operands: (calls.append(1), original(*operands)))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4))
     clients = [(torch.randn(6, 64), torch.randint(4, (6,))) for _ in range(3)]
     fed.run(

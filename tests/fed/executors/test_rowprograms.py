@@ -18,12 +18,14 @@ from fastsam import fed, ops
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.replay import Replays
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.update.local_update import Direction, LocalUpdate
 from fastsam_kernels import native
+from fastsam_kernels.rowprograms.program import steps_
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
+from tests.helpers.emulated_rows import work_of
 from tests.helpers.fed_runs import digest, vector
 from tests.helpers.places import ROOT
 from tests.helpers.stacked_passes import StackedPasses, make_passes, same
@@ -109,18 +111,29 @@ def test_samples_and_labels_that_are_not_there() -> None:
     passes.run(form, x[indices], y[indices])
     row_pass, losses = passes.replays.row_pass(5, x, y), torch.zeros(2, dtype=torch.float64)
 
-    def take(x: Tensor, y: Tensor, indices: Tensor, batch: int = 5) -> None:
-        operands = (form.leaves, row_pass.constants, x, y, indices, batch, form.z, None)
-        row_pass.program.steps_(*operands, form.layout.table, form.hparams, losses)
+    failures = torch.zeros(2, 3, dtype=torch.int64)
 
-    take(x, y, indices)
+    def take(x: Tensor, y: Tensor, indices: Tensor, batch: int = 5, work: Tensor | None = None) -> list[list[int]]:
+        work = work_of(2, 5, 1) if work is None else work
+        operands = ([row_pass.program], batch, form.leaves, row_pass.constants, x, y, indices, work, form.z, None)
+        steps_(*operands, form.layout.table, form.hparams, losses, failures)
+        return failures.tolist()
+
+    indices = indices.view(-1)
+    assert take(x, y, indices) == [[0, 0, 0]] * 2
     for place in (9, -1):
-        with pytest.raises(RuntimeError, match="indices of x and y, 0 to 8"):
-            take(x, y, torch.where(indices == 3, place, indices))
-    with pytest.raises(RuntimeError, match="Target 4 is out of bounds"):
-        take(x, torch.full_like(y, 4), indices)
-    for bad in ((x[:, :4], y, indices, 5), (x, y, indices, 4), (x, y, indices[:1], 5), (x.double(), y, indices, 5)):
-        with pytest.raises(RuntimeError, match=r"contiguous|sample_indices must be|batches of another shape"):
+        assert take(x, y, torch.where(indices == 7, place, indices)) == [[0, 0, 0], [2, place, 0]]
+    before, label = form.z.clone(), y.clone()
+    label[7] = 4
+    assert take(x, label, indices) == [[0, 0, 0], [1, 4, 0]], "only a row's own label counts"
+    assert torch.equal(form.z[1], before[1]) and losses.isfinite().all(), "a row stops before it updates"
+    for bad in (
+        (x[:, :4], y, indices, 5), (x, y, indices, 4), (x, y, indices.view(2, 5), 5), (x.double(), y, indices, 5),
+        (x, y, indices, 5, work_of(2, 5, 2)), (x, y, indices, 5, work_of(3, 5, 1)),
+        (x, y, indices, 5, torch.tensor([(0, 0, 5, 1), (0, 5, 5, 1)])), (x, y, indices, 5, work_of(2, 3, 1)),
+        (x, y, indices, 5, torch.tensor([(0, -1, 5, 1), (1, 5, 5, 1)])),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"contiguous|work must|batches of|failures must"):
             take(*bad)
 
 
@@ -130,7 +143,9 @@ STEPS = (
 )  # fmt: skip
 OPTIONS = (
     {}, {"momentum": 0.3, "weight_decay": 0.01}, {"clip_norm": 0.05, "weight_decay": 0.01},
-    {"clip_norm": 0.05, "clip_scope": "linear", "momentum": 0.5}, {"shuffle": False, "local_epochs": 1},
+    {"clip_norm": 0.05, "clip_scope": "linear", "momentum": 0.5}, {"shuffle": False, "local_epochs": 2},
+    {"optimizer": "Adam", "lr": 0.01}, {"optimizer": "Lion", "lr": 0.01, "drop_last": True},
+    {"local_steps": 7, "local_epochs": 1},
 )  # fmt: skip
 
 
@@ -154,19 +169,51 @@ def train(method: str, sizes: tuple[int, ...] = (23, 23, 23, 8, 8, 1, 30), **opt
     ids=str,
 )
 def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkeypatch: MonkeyPatch) -> None:
-    calls, train_ = [], RowPass.train
+    calls, train_ = [], RowSteps._train
 
-    def count(self: RowPass, blocks: Any, rows: Any) -> None:
-        calls.append(blocks[0].equal_shape_steps[0])
-        train_(self, blocks, rows)
+    def count(self: RowSteps, group: Any, passes: Any) -> None:
+        calls.append(max(count for _, count in group))
+        train_(self, group, passes)
 
-    monkeypatch.setattr(RowPass, "train", count)
+    monkeypatch.setattr(RowSteps, "_train", count)
     native_ = digest(train(method, slots=3, **options))
     slow_names = "fedsmoo", "fedgsam", "fedmoswa"
     assert (max(calls, default=0) > 1) == (method not in slow_names), "duals, gaps and changing rates go step by step"
     assert native_ == digest(train(method, slots=5, **options)), "rows are computed by themselves"
     monkeypatch.setattr(Replays, "row_pass", lambda *a: None)
     assert native_ == digest(train(method, slots=3, **options))
+
+
+def with_wrong_label(on_client_error: str, joins: bool = True) -> fed.Result:
+    """Train three clients, and from round 3 on a fourth, if it `joins`. Its ninth label changes to one that is no
+    class, because wrong labels are refused before round 1."""
+    draw = torch.Generator().manual_seed(1)
+    data = [(torch.randn(12, 6, generator=draw), torch.randint(4, (12,), generator=draw)) for _ in range(4)]
+    train_ = RowSteps._train
+
+    def spoil(self: RowSteps, group: Any, passes: Any) -> None:
+        self.store.y[self.store.offsets[1] + 8] = 9
+        train_(self, group, passes)
+
+    def sampler(round: int, generator: torch.Generator) -> list[int]:
+        return [0, 1, 2, 3] if joins and round > 1 else [0, 2, 3]
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(RowSteps, "_train", spoil)
+        return fed.run(
+            model_of(nn.ReLU, 6, 5, 4), data, fed.FedSAM(), executor="vmap", rounds=4, batch_size=5, local_epochs=2,
+            sampler=sampler, on_client_error=on_client_error,
+        )  # fmt: skip
+
+
+def test_a_wrong_label_excludes_its_client_alone() -> None:
+    """Clients of one native call: the others train on, with the bits of a round without it."""
+    result = with_wrong_label("exclude")
+    (excluded,) = result.history[-1]["excluded"]
+    assert excluded["client"] == 1 and "IndexError: Target 9 is out of bounds." in excluded["reason"]
+    assert torch.equal(vector(result.model), vector(with_wrong_label("exclude", joins=False).model))
+    with pytest.raises(fed.ClientError, match=r"client 1 failed in round 3, local step [012345]: .*Target 9 is out"):
+        with_wrong_label("raise")
 
 
 @pytest.mark.parametrize("method", [pytest.param("fedsam", marks=pytest.mark.slow), "fedsmoo"])
@@ -243,19 +290,20 @@ def test_steps_check_the_memory_beside_the_weights() -> None:
     x, y, indices = torch.randn(9, 6), torch.randint(3, (9,)), torch.arange(8).view(2, 4)
     for _ in range(2):
         passes.run(form, x[indices], y[indices])
-    row_pass = passes.replays.row_pass(4, x, y)
+    row_pass, failures = passes.replays.row_pass(4, x, y), torch.zeros(2, 3, dtype=torch.int64)
     far, long, group = (form.layout.table.clone() for _ in range(3))
     far[0, 0], long[0, 1], group[0, 2] = form.z.shape[1], 2**62, 1
     narrow, sums = form.z[:, :16].contiguous(), torch.zeros(2, dtype=torch.float64)
 
     def take(z: Tensor = form.z, w: Tensor | None = None, table: Tensor = form.layout.table, **fields: Tensor) -> None:
-        operands = (form.leaves, row_pass.constants, x, y, indices, 4, z, w, table)
-        row_pass.program.steps_(*operands, form.hparams, sums.clone(), **fields)
+        operands = ([row_pass.program], 4, form.leaves, row_pass.constants, x, y, indices.view(-1), work_of(2, 4, 1))
+        steps_(*operands, z, w, table, form.hparams, sums.clone(), failures, **fields)
 
     take()
     for arguments in (
         {"z": narrow}, {"z": form.z.double()}, {"z": torch.cat([form.z, form.z], 1)}, {"w": narrow, "sumsq": sums},
-        {"momentum": narrow}, {"q": narrow}, {"shift": narrow}, {"table": far}, {"table": long}, {"table": group},
+        {"state": [narrow]}, {"results": (narrow, form.z, sums)}, {"q": narrow}, {"shift": narrow}, {"table": far},
+        {"table": long}, {"table": group},
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"must be (a )?f|table (must have|has|names)"):
             take(**arguments)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
@@ -96,13 +96,12 @@ def test_row_programs_take_it(monkeypatch):
     """Step by step, in single precision: they agree with the plain executor, and serve."""
     calls: list[int] = []
 
-    def count_rows(own, blocks, rows):
-        old_k = blocks[0].k
-        train(own, blocks, rows)
-        calls.append(blocks[0].k - old_k)
+    def count_rows(own, group, passes):
+        train(own, group, passes)
+        calls.append(group[0][1])
 
-    train = RowPass.train
-    monkeypatch.setattr(RowPass, "train", count_rows)
+    train = RowSteps._train
+    monkeypatch.setattr(RowSteps, "_train", count_rows)
     model, clients = oracle.smooth_model(torch.float32), oracle.ragged_clients(torch.float32)
     run_1, run_2 = (
         run_replayed(model, clients, steps(FALLING["falling"]), OPTIONS, executor=executor).model

@@ -1,0 +1,177 @@
+"""Local steps by row programs: one native call for all clients whose passes have a program, whatever their numbers of
+samples. The bits equal the bits of single steps."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastsam import ops
+from fastsam.fed.common import seeds
+from fastsam.fed.common.transfer import to_device
+from fastsam.fed.executors.base import ClientError
+from fastsam.fed.executors.client_block import ClientBlock
+from fastsam.fed.executors.replay import Replays
+from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.stacked_rows import StackedRows
+from fastsam.fed.executors.task import Setup
+from fastsam.fed.update.local_update import Direction
+
+_SUPPORTED = frozenset(
+    {
+        *("gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "has_pilot"),
+        *("has_full_gradient", "has_start"),
+    }
+)
+_RULES_ON_CUDA = ("sgd", "adam")  # AdamW has the rule "adam"; the CPU has all rules
+
+Passes = dict[int, RowPass]  # by the number of samples of a batch
+Span = tuple[ClientBlock, int]  # a block and its number of next steps
+
+
+class RowSteps:
+    """The local steps of stacked clients whose passes have row programs.
+
+    Args:
+        setup: facts of the run.
+        replays: the recorded passes.
+        rows: the rows of the clients.
+    """
+
+    def __init__(self, setup: Setup, replays: Replays, rows: StackedRows) -> None:
+        self.setup, self.replays, self.rows = setup, replays, rows
+        rule, self.store = setup.rule, setup.population.clients.store
+        is_cpu = setup.device.type == "cpu"
+        self.can_serve = rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
+
+    def train(self, blocks: Sequence[ClientBlock]) -> list[ClientBlock]:
+        """Take the next steps of each block for whose batches there are row programs. Return the other blocks.
+
+        The error of a client that fails is kept in its block.
+        """
+        passes = self._passes(blocks) if self.can_serve else {}
+        if not passes:
+            return list(blocks)
+        groups: dict[object, list[Span]] = {}  # equal variants, samples in one memory, all at an epoch's start or none
+        others: list[ClientBlock] = []
+        for block in blocks:
+            count = self._count(block, passes)
+            if count:
+                key = (block.variant, block.k % block.epoch == 0) if self.store is not None else id(block)
+                groups.setdefault(key, []).append((block, count))
+            else:
+                others.append(block)
+        for group in groups.values():
+            self._train(group, passes)
+        return others
+
+    def _passes(self, blocks: Sequence[ClientBlock]) -> Passes:
+        """Return the row programs for the batches of some blocks."""
+        sizes = {size for block in blocks for size in (block.sizes[0], block.sizes[-1])}
+        passes = ((size, self.replays.row_pass(size, *blocks[0].samples)) for size in sizes)
+        return {size: row_pass for size, row_pass in passes if isinstance(row_pass, RowPass)}
+
+    def _count(self, block: ClientBlock, passes: Passes) -> int:
+        """Return how many of the block's next steps can be taken natively.
+
+        They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, on samples that can be gathered natively, and
+        no row is copied before a step.
+        """
+        x, y = block.samples
+        is_native = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
+        if block.gatherer is None or not is_native or not block.variant.needs <= _SUPPORTED:
+            return 0
+        if any(task.snapshots for task in block.tasks):
+            return 0
+        count = block.steps_of_sizes(passes)
+        return count if self.store is not None else min(count, block.epoch - block.k % block.epoch)
+
+    def _train(self, group: Sequence[Span], passes: Passes) -> None:
+        """Take the steps of a group in one call."""
+        blocks, device, variant = [block for block, _ in group], self.setup.device, group[0][0].variant
+        x, y, indices, work = self._samples(group)
+        rows = self.rows.window(0, self.rows.slots, variant)
+        if variant.has_schedule:
+            for block in blocks:
+                self.rows.set_schedule(block)
+        failures = torch.empty(len(work), 3, dtype=torch.int64, device=device)
+        ops.row_steps_(
+            [row_pass.program for row_pass in passes.values()], self.setup.options.batch_size, rows.leaves,
+            [t for row_pass in passes.values() for t in row_pass.constants], x, y, to_device(indices, device),
+            to_device(work, device), rows.z, rows.w, rows.layout.table, rows.hparams, rows.losses, failures,
+            rule=rows.rule.name, state=rows.state, counts=rows.counts, q=rows.q, shift=rows.shift,
+            sumsq=rows.sumsq if variant.two_passes else None, sumsq_v=rows.sumsq_v,
+            adaptive=variant.direction is Direction.ADAPTIVE_GRADIENT,
+            keeps_first=variant.two_passes and variant.keeps_first,
+        )  # fmt: skip
+        if device.type == "cpu":  # on CUDA a client that fails has numbers that are not finite, and nothing waits
+            _keep_failures(blocks, failures)
+        for block, count in group:
+            block.k += count
+
+    # --- the samples of the steps ---
+
+    def _samples(self, group: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the memory of the samples of the blocks' next steps, their indices in it, and the work of the rows
+        (see `ops.row_steps_`)."""
+        x, y = group[0][0].samples
+        if self.store is None:
+            block, count = group[0]
+            assert block.gatherer is not None
+            x, y, places = block.gatherer.sample_indices(block.k, count)
+            return x, y, places.view(-1), _work([(block, count, places.shape[1])])
+        first, _ = group[0]
+        if first.k % first.epoch == 0 and not first.variant.has_schedule:
+            return x, y, *self._whole_epochs(group)
+        orders = [block.gatherer.orders(block.k, count) for block, count in group if block.gatherer is not None]
+        parts = [(*span, order.shape[1]) for span, order in zip(group, orders, strict=True)]
+        return x, y, torch.cat([order.reshape(-1) for order in orders]), _work(parts)
+
+    def _whole_epochs(self, group: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """Return the indices and the work of steps that begin with an epoch, all orders of an epoch drawn at once."""
+        clients, round = self.setup.population.clients, group[0][0].tasks[0].round
+        assert self.store is not None
+        sizes, offsets = clients.sizes, self.store.offsets
+        orders: dict[int, list[tuple[int, int, int, int, int]]] = {}  # by epoch
+        parts, begin = [], 0
+        for block, count in group:
+            samples = sum(block.sizes)
+            epochs = range(block.k // block.epoch, -(-(block.k + count) // block.epoch))
+            for place, task in enumerate(block.tasks):
+                client = task.client
+                for number, epoch in enumerate(epochs):
+                    line = (client, sizes[client], samples, begin + (place * len(epochs) + number) * samples,
+                            offsets[client])  # fmt: skip
+                    orders.setdefault(epoch, []).append(line)
+            parts.append((block, count, samples * len(epochs)))
+            begin += len(block.tasks) * len(epochs) * samples
+        indices = torch.empty(begin, dtype=torch.int64)
+        for epoch, lines in orders.items():
+            seeds.write_orders(indices, lines, self.setup.order_seed(round, epoch))
+        return indices, _work(parts)
+
+
+def _work(parts: Sequence[tuple[ClientBlock, int, int]]) -> Tensor:
+    """Return the work of rows: of each block, its number of steps and the number of a row's indices."""
+    words, begin = array("q"), 0
+    for block, count, length in parts:
+        samples = min(length, sum(block.sizes))
+        for place, slot in enumerate(range(block.slot, block.end)):
+            words.extend((slot, begin, samples, 0 if place in block.failures else count))
+            begin += length
+    return torch.frombuffer(words, dtype=torch.int64).view(-1, 4)
+
+
+def _keep_failures(blocks: Sequence[ClientBlock], failures: Tensor) -> None:
+    """Keep the errors of clients that failed in their blocks."""
+    if not failures[:, 0].any():
+        return
+    places = [(block, place) for block in blocks for place in range(len(block.tasks))]
+    for (block, place), (kind, value, step) in zip(places, failures.tolist(), strict=True):
+        if kind:
+            task, text = block.tasks[place], f"{ops.FAILURES[kind]} {value} is out of bounds."
+            error = ClientError.from_error([task.client], task.round, block.k + step, IndexError(text))
+            block.failures[place] = error
