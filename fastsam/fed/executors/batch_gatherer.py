@@ -37,9 +37,9 @@ class BatchGatherer:
     contiguous in memory.
     """
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task], sizes: Sequence[int]) -> None:
+        """Take `sizes`, the number of samples of each batch of an epoch."""
         self.tasks, self.setup, self.size = tasks, tasks[0].setup, tasks[0].setup.options.batch_size
-        sizes = tasks[0].epoch_sizes()
         self.epoch, self.samples = len(sizes), sum(sizes)  # numbers of batches and of samples in an epoch
         self._orders: tuple[int, Tensor] | None = None  # an epoch, and its orders
         self._block: tuple[tuple[int, int], list[Batch]] | None = None  # epoch and number, and their batches

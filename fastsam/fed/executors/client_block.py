@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ class ClientBlock:
         slot, end: the first slot, and the slot after the last.
         variant: variant of their steps.
         sizes: number of samples of each batch of an epoch.
-        shape_numbers: numbers of the shapes of a step (see `block_of`), for a whole batch and for the last batch of an
-            epoch.
+        shape_numbers: numbers of the shapes of a step, for a whole batch and for the last batch of an epoch.
         steps: number of local steps of a client.
         num_samples: number of samples in all batches of a client.
         gatherer: batches of stored samples. A client with augmented samples has a separate block.
@@ -118,25 +118,44 @@ class ClientBlock:
             raise client_error([self], error) from error
 
 
-def block_of(
-    tasks: Sequence[Task], slot: int, variant: StepVariant, numbers: dict[tuple[object, ...], int]
-) -> ClientBlock:
-    """Return a block of tasks of one key (see `gather_keys`).
+class BatchSchedule(NamedTuple):
+    """The batches of a client with a certain number of samples; see `ClientBlock`."""
 
-    Args:
-        tasks: tasks of the clients.
-        slot: the first slot.
-        variant: variant of their steps.
-        numbers: a number for each shape of a step so far: variant, samples of a batch, shapes of x and y. New ones are
-            added.
-    """
-    first, sizes, batch_sizes = tasks[0], tasks[0].epoch_sizes(), tasks[0].batch_sizes()
-    keys = [(variant, size, first.x.shape[1:], first.y.shape[1:]) for size in (sizes[0], sizes[-1])]
-    full, last = (numbers.setdefault(key, len(numbers)) for key in keys)
-    gatherer = BatchGatherer(tasks) if first.setup.population.augment is None else None
+    sizes: Sequence[int]
+    shape_numbers: tuple[int, int]
+    steps: int
+    num_samples: int
+
+
+class Schedules:
+    """The schedules of batches that have occurred in a run."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], BatchSchedule] = {}
+        # numbers of shapes of a step: variant, samples of a batch, shapes of x and y
+        self._shape_numbers: dict[tuple[object, ...], int] = {}
+
+    def of(self, task: Task, variant: StepVariant) -> BatchSchedule:
+        """Return the schedule of a task's batches in steps of `variant`."""
+        shapes = task.x.shape[1:], task.y.shape[1:]
+        key = (variant, task.samples, *shapes)
+        schedule = self._known.get(key)
+        if schedule is None:
+            sizes, batch_sizes, numbers = task.epoch_sizes(), task.batch_sizes(), self._shape_numbers
+            full, last = (numbers.setdefault((variant, n, *shapes), len(numbers)) for n in (sizes[0], sizes[-1]))
+            schedule = self._known[key] = BatchSchedule(sizes, (full, last), len(batch_sizes), sum(batch_sizes))
+        return schedule
+
+
+def block_of(tasks: Sequence[Task], slot: int, variant: StepVariant, schedules: Schedules) -> ClientBlock:
+    """Return a block of tasks of one key (see `gather_keys`), whose steps are of `variant`, from slot `slot` on."""
+    first, schedule = tasks[0], schedules.of(tasks[0], variant)
+    has_gatherer = first.setup.population.augment is None
+    gatherer = BatchGatherer(tasks, schedule.sizes) if has_gatherer else None
+    batches = iter(()) if has_gatherer else first.batches()
+    snapshots: list[dict[int, Snapshot]] = [{} for _ in tasks]
     return ClientBlock(
-        tasks, slot, slot + len(tasks), variant, sizes, (full, last), len(batch_sizes), sum(batch_sizes), gatherer,
-        first.batches(), [{} for _ in tasks],
+        tasks, slot, slot + len(tasks), variant, *schedule, gatherer, batches, snapshots
     )  # fmt: skip
 
 

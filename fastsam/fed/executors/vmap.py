@@ -15,6 +15,7 @@ from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, exc
 from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
+    Schedules,
     WeightedBatch,
     block_of,
     client_error,
@@ -67,7 +68,7 @@ class Vmap(Executor):
         self.random = NoRandomness(setup.device)
         # A capture that fails is the end of a run.
         self.epochs = None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
-        self._shape_numbers: dict[tuple[object, ...], int] = {}
+        self._schedules = Schedules()
         self.replica.module.train()
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
@@ -111,7 +112,7 @@ class Vmap(Executor):
         for part in runs([(free[i] - i, sorts[id(task.update)]) for i, task in enumerate(new)]):
             group, slots, (variant, pilot) = new[part], free[part], sorts[id(new[part.start].update)]
             blocks = [
-                block_of(group[members], slots[members.start], variant, self._shape_numbers)
+                block_of(group[members], slots[members.start], variant, self._schedules)
                 for members in runs(gather_keys(group))
             ]
             rows = self.rows.begin(blocks, self.start)

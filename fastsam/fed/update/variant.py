@@ -57,6 +57,13 @@ class StepVariant:
     has_full_gradient: bool = False
     has_start: bool = False
 
+    def __hash__(self) -> int:  # variants are keys of every stacked client; a dataclass would hash all fields each time
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
     @cached_property
     def needs(self) -> frozenset[str]:
         """Names of the features of a step: its direction, and the fields that differ from a plain step."""

@@ -108,7 +108,7 @@ def tasks_of(n, has_store, **options):
 def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, has_store):
     """n = 100 in batches of 1 or 3 is more than one block of batches."""
     tasks = tasks_of(n, has_store, **options)
-    gatherer = BatchGatherer(tasks)
+    gatherer = BatchGatherer(tasks, tasks[0].epoch_sizes())
     for k, batches in enumerate(zip(*(t.batches() for t in tasks), strict=True)):
         for name in (0, 1):
             assert torch.equal(gatherer.get(k)[name], torch.stack([batch[name] for batch in batches]))
@@ -117,7 +117,7 @@ def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, has_stor
 @pytest.mark.parametrize("has_store", [False, True])
 def test_what_a_feed_has_gathered_goes_with_it(has_store):
     """At once: until the garbage collector comes, there would be the samples of many rounds."""
-    gatherer = BatchGatherer(tasks_of(100, has_store))
+    gatherer = BatchGatherer(tasks := tasks_of(100, has_store), tasks[0].epoch_sizes())
     gatherer.get(0)
     removed_ops = weakref.ref(gatherer)
     del gatherer

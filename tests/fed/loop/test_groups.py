@@ -265,7 +265,7 @@ def test_a_span_is_its_batches_one_after_the_other(n, size, counts, has_store):
     options = LocalOptions(local_epochs=2, batch_size=size, seed=3)
     setup = setup_of(None, pairs, options, store=store if has_store else None)
     tasks = [Task(i, setup, 0, 0.1, fed.LocalUpdate()) for i in range(3)]
-    gatherer, k = BatchGatherer(tasks), 0
+    gatherer, k = BatchGatherer(tasks, tasks[0].epoch_sizes()), 0
     for count in counts:
         samples = gatherer.sample_indices(k, count)
         assert all(part.is_contiguous() for part in samples) and samples.places.shape[0] == 3
