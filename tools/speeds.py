@@ -68,7 +68,7 @@ def round_bars(num_cores: int) -> Bars:
     """
     result = {}
     for case in _cases("federated"):
-        model, _, algorithm = case["title"].partition(", ")
+        model, _, algorithm = case["title"].rpartition(", ")
         if case["part"] == f"speed-{num_cores}" and algorithm == "fedavg":
             rows = [row for row in case["rows"] if "speed" in row and row["cores"] == _cores_of(row["name"], num_cores)]
             speeds = {row["name"]: row["speed"]["median"] for row in rows}

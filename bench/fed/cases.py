@@ -12,11 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from bench.case import Case, Options
 from bench.fed import cores, on_gpu, overhead, share
 from bench.fed.race import Entry, race
 from bench.fed.worker import APART
-from bench.fed.workload import Workload
+from bench.fed.workload import DIGITS, Workload
+from fastsam import fed
 
 # rounds of a chunk; with 20 rounds of the MLP the quartile range of the fastest contender was three times larger
 ROUNDS = {"mlp": 100, "cnn": 2}
@@ -24,6 +27,15 @@ LONGER = 10  # factor on the MLP's rounds for contenders with rounds of half a m
 SHORTER = {("mlp", "flower"): 0.1}  # a round of Flower takes 400 times as long
 CHUNKS = 12  # turns that each contender takes
 PLAIN_EXECUTOR = {"mlp": "vmap", "cnn": "sequential"}  # the better executor of a plain install on one core
+SIZES = {"unequal": "unequal clients", "digits": "digits, alpha 0.3", "equal": "equal clients"}
+MODELS, ALGORITHMS = ("mlp", "cnn"), ("fedavg", "fedsam")
+RACES = {  # by number of cores: sizes of the clients, model, algorithm
+    1: [
+        *itertools.product(["unequal"], MODELS, ALGORITHMS), ("digits", "mlp", "fedavg"),
+        *itertools.product(["equal"], MODELS, ["fedavg"]),
+    ],
+    2: [*itertools.product(["unequal"], MODELS, ALGORITHMS)],
+}  # fmt: skip
 BOTH = min(2, cores.available())  # cores of contenders that use several
 ONE_CORE = ", one core"  # end of the label of a contender that has one core in the race of two
 USE_TWO = ("flower", "blazefl")  # simulators that train a client on each core at the same time
@@ -53,15 +65,25 @@ def _race(options: Options, part: str, title: str, entries: list[Entry], *turns:
 
 
 def speed(options: Options) -> Iterator[Case]:
-    """Yield the races of all contenders on one core, and on two cores."""
+    """Yield the races of all contenders on one core, and on two cores. Unequal clients come first."""
+    write_digits()
     for num_cores, make_entries in ((1, entries_of_one_core), (2, entries_of_two_cores))[:BOTH]:
-        for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
-            load = Workload(model, algorithm)
+        for sizes, model, algorithm in RACES[num_cores]:
+            load = Workload(model, algorithm, sizes=sizes)
             peers = options.peers if algorithm == "fedavg" else {}  # the others have no SAM
             rounds = max(1, ROUNDS[model] // (10 if options.quick else 1))
             turns = (options.number(CHUNKS, 3), rounds)
-            part = f"speed-{num_cores}"
-            yield from _race(options, part, f"{model.upper()}, {algorithm}", make_entries(load, peers), *turns)
+            title = f"{model.upper()}, {SIZES[sizes]}, {algorithm}"
+            yield from _race(options, f"speed-{num_cores}", title, make_entries(load, peers), *turns)
+
+
+def write_digits() -> None:
+    """Write the digits of 100 clients, a Dirichlet split with alpha 0.3, where the contenders read them."""
+    if not DIGITS.exists():
+        DIGITS.parent.mkdir(parents=True, exist_ok=True)
+        pairs = fed.digits(clients=100, alpha=0.3, seed=0).clients
+        arrays = {f"x{i}": x.flatten(1).numpy() for i, (x, _) in enumerate(pairs)}
+        np.savez(DIGITS, **arrays, **{f"y{i}": y.numpy() for i, (_, y) in enumerate(pairs)})
 
 
 def entries_of_one_core(load: Workload, peers: Mapping[str, str]) -> list[Entry]:

@@ -1,11 +1,13 @@
-"""One workload for all contenders: 100 clients with 64 samples in 10 classes, 20 clients a round.
+"""One workload for all contenders: 100 clients with samples in 10 classes, 20 clients a round.
 
-One local epoch with batches of 16 and lr 0.1, without evaluation.
+Clients have 8 to 120 samples, or the digits of a Dirichlet split, or 64 samples each. One local epoch in a random
+order, with batches of 16 and lr 0.1, without evaluation.
 
 The module imports only numpy and torch, because the other simulators run in separate environments without fastsam.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 CLASSES, SAMPLES, BATCH, LR, RHO = 10, 64, 16, 0.1, 0.05
 SHAPES = {"mlp": (64,), "cnn": (1, 28, 28)}
+FEWEST, MOST = 8, 120  # samples of a client with `sizes="unequal"`; the mean is that of equal clients
+DIGITS = Path("build/bench/digits.npz")  # written by `write_digits`, because other environments lack the data set
 
 
 def mlp(width: int = 32) -> nn.Module:
@@ -34,14 +38,15 @@ def cnn(width: int = 1) -> nn.Module:
 class Workload:
     """A federated workload. Only our executors use `slots`, `epochs`, `lr` and `options` (pairs for `fed.run`).
 
-    `model` is "cnn", "mlp", "cnn:WIDTH" or "mlp:WIDTH"; `cohort` is the number of clients in a round. The other
-    simulators use the CPU as `device`.
+    `model` is "cnn", "mlp", "cnn:WIDTH" or "mlp:WIDTH"; `cohort` is the number of clients in a round. `sizes` is
+    "equal", "unequal" or "digits" (of an MLP). The other simulators use the CPU as `device`.
     """
 
     model: str
     algorithm: str = "fedavg"
     clients: int = 100
     cohort: int = 20
+    sizes: str = "equal"
     device: str = "cpu"
     slots: int | None = None
     epochs: int = 1
@@ -59,13 +64,17 @@ class Workload:
         return (cnn(int(width or 1)) if kind == "cnn" else mlp(int(width or 32))).to(self.device)
 
     def data(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return per client float32 inputs and int64 labels: a prototype per class, and noise."""
+        """Return per client float32 inputs and int64 labels: a prototype per class, and noise, or digits."""
+        if self.sizes == "digits":
+            with np.load(DIGITS) as file:
+                return [(file[f"x{i}"], file[f"y{i}"]) for i in range(self.clients)]
         random = np.random.default_rng(0)
         prototypes = random.normal(size=(CLASSES, *self.shape))
         clients = []
         for _ in range(self.clients):
-            y = random.integers(CLASSES, size=SAMPLES)
-            x = 0.5 * prototypes[y] + random.normal(size=(SAMPLES, *self.shape))
+            n = int(random.integers(FEWEST, MOST + 1)) if self.sizes == "unequal" else SAMPLES
+            y = random.integers(CLASSES, size=n)
+            x = 0.5 * prototypes[y] + random.normal(size=(n, *self.shape))
             clients.append((x.astype(np.float32), y))
         return clients
 

@@ -396,7 +396,11 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
     run = ["federated", "--quick", "--cases", "speed-1/*", "--out", str(tmp_path)]
     assert command.main([*run, "--peer", f"pfl={sys.executable}"]) == 0
     results = json.loads((tmp_path / "federated.json").read_text())["cases"]
-    assert [case["title"] for case in results] == ["MLP, fedavg", "MLP, fedsam", "CNN, fedavg", "CNN, fedsam"]
+    assert [case["title"] for case in results] == [
+        "MLP, unequal clients, fedavg", "MLP, unequal clients, fedsam", "CNN, unequal clients, fedavg",
+        "CNN, unequal clients, fedsam", "MLP, digits, alpha 0.3, fedavg", "MLP, equal clients, fedavg",
+        "CNN, equal clients, fedavg",
+    ]  # fmt: skip
     assert calls[0][0][0] == "bare loop" and "pfl" in calls[0][0] and "pfl" not in calls[1][0]
     assert {a[1:] for a in calls} == {(3, 10), (3, 1)}
     assert "Not measured: pfl: broken." in capsys.readouterr().out

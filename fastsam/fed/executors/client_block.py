@@ -21,6 +21,15 @@ from fastsam.fed.update.variant import StepVariant
 WeightedBatch = tuple[Tensor, Tensor, Sequence[float]]  # a batch of several clients, and its share in their means
 
 
+class RowEnds(NamedTuple):
+    """What rows are away from their start, and the squared norm, of the rows of one native call; `place` is the first
+    row of a block."""
+
+    deltas: Tensor
+    squares: Tensor
+    place: int
+
+
 @dataclass(slots=True)
 class ClientBlock:
     """Clients of one key (see `gather_keys`) in neighbouring slots, which begin, step and end together.
@@ -40,6 +49,7 @@ class ClientBlock:
         extra_backward_passes: number of backward passes before the first step.
         error: error for which its clients are excluded.
         failures: errors for which single clients are excluded, by their places among the tasks.
+        ends: the deltas and squared norms of its clients, if the last steps were native.
         cached_batch: index and batch of the next step, if batches are the client's own.
     """
 
@@ -58,6 +68,7 @@ class ClientBlock:
     extra_backward_passes: int = 0
     error: ClientError | None = None
     failures: dict[int, ClientError] = field(default_factory=dict)
+    ends: RowEnds | None = None
     cached_batch: tuple[int, Batch] | None = None
 
     @property
@@ -202,6 +213,7 @@ def results_of(
     update, clients = blocks[0].tasks[0].update, [task.client for task in tasks_of(blocks)]
     block_of_client = [block for block in blocks for _ in block.tasks]
     buffer_deltas = buffer_displacement(buffers, buffers) if buffers else None
+    delta, squares = _joined_ends(blocks) or (None, None)
     return ClientResults(
         client_ids=clients,
         num_steps=[block.k for block in block_of_client],
@@ -211,8 +223,23 @@ def results_of(
         buffers=None if buffer_deltas is None else buffer_deltas.expand(len(clients), -1),
         snapshots=[snapshots for block in blocks for snapshots in block.snapshots],
         start=_starts(tasks_of(blocks)),
-        **rows.results(start),
+        squares=squares,
+        **rows.results(start, delta),
     )
+
+
+def _joined_ends(blocks: Sequence[ClientBlock]) -> tuple[Tensor, Tensor] | None:
+    """Return the deltas and squared norms of all clients of the blocks, in new memory, or None if they are not
+    known."""
+    ends = [(block.ends, len(block.tasks)) for block in blocks if block.ends is not None]
+    if len(ends) < len(blocks):
+        return None
+    deltas, squares, _ = ends[0][0]
+    if all(end.deltas is deltas for end, _ in ends) and sum(n for _, n in ends) == len(deltas):
+        return deltas, squares  # blocks of one call, which end together, in its order
+    parts = [(end.deltas[end.place : end.place + n], end.squares[end.place : end.place + n]) for end, n in ends]
+    deltas, squares = map(torch.cat, zip(*parts, strict=True))
+    return deltas, squares
 
 
 def places_of_results(blocks: Sequence[ClientBlock]) -> list[int]:

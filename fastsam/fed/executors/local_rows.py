@@ -401,10 +401,15 @@ class LocalRows:
 
     # --- the end of a round ---
 
-    def results(self, start: Tensor) -> dict[str, Any]:
-        """Return the vectors of `ClientResults` of a round from the weights `start`, in new memory."""
+    def start_of(self, start: Tensor) -> Tensor:
+        """Return the weights from which deltas are measured, in a round from the weights `start`."""
         has_begin = self.variant.constant or (self.copies and self.variant.has_start)
+        return self.field("begin") if has_begin else start
+
+    def results(self, start: Tensor, delta: Tensor | None = None) -> dict[str, Any]:
+        """Return the vectors of `ClientResults` of a round from the weights `start`, in new memory. `delta` is what the
+        rows are away from the start, if it is known."""
         results = {name: self.field(name).clone() for name in self.variant.results}
         if self.variant.has_pilot:
             results["norms"] = self.norms.clone()
-        return {"delta": self.z - (self.field("begin") if has_begin else start), **results}
+        return {"delta": self.z - self.start_of(start) if delta is None else delta, **results}

@@ -217,7 +217,7 @@ class Vmap(Executor):
     def _train_by_rows(self, blocks: list[ClientBlock]) -> list[ClientBlock]:
         """Take the next steps of the blocks that have row programs. Return the other blocks. Raises ClientError."""
         try:
-            others = self.row_steps.train(blocks)
+            others = self.row_steps.train(blocks, self.start)
         except Exception as error:
             raise client_error(blocks, error) from error
         for block in blocks:

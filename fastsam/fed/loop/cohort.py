@@ -23,7 +23,7 @@ from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.stages.client_weights import own_weights_of
-from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
+from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems, read
 from fastsam.fed.sums.ranks import Ranks
 from fastsam.fed.update.local_update import ClientResults
 
@@ -167,22 +167,26 @@ class Cohort:
         norms: list[float] | None = None
         for stage in self.stages:
             norms = stage.process_results(results, self.round) or norms
-        if norms is None:
-            norms = torch.linalg.vector_norm(results.delta, dim=1).tolist()
-        self.norms |= zip(results.client_ids, norms, strict=True)
+        if norms is not None:
+            self.norms |= zip(results.client_ids, norms, strict=True)
         states = [self._training_states.pop(i) for i in results.client_ids]
         for places in group_by_shape(states):
             is_complete = len(places) == len(states)
-            self._add_and_store([states[i] for i in places], results if is_complete else results.take(places))
+            part = results if is_complete else results.take(places)
+            self._add_and_store([states[i] for i in places], part, norms is not None)
 
-    def _add_and_store(self, states: Sequence[State], results: ClientResults) -> None:
+    def _add_and_store(self, states: Sequence[State], results: ClientResults, has_norms: bool) -> None:
         """Add the results of clients with states of one shape to the sums, and store their new states."""
+        norms = results.losses if has_norms else _norms_of(results)  # before `finish_client`, which may write into them
         uploads = self._uploads(states, results)
         for stage in self.stages:
             stage.process_uploads(uploads, self.round)
-        problems = self.sums.add_rows(
-            uploads.weights, uploads.mean, uploads.sum, uploads.scalars, _nonfinite_clients(uploads)
-        )
+        added = self.sums.add(uploads.weights, uploads.mean, uploads.sum)
+        losses, known_norms, *sizes = read([results.losses, norms, *added.sizes])
+        if not has_norms:
+            self.norms |= zip(results.client_ids, known_norms, strict=True)
+        uploads.scalars["loss"] = losses
+        problems = self.sums.check(added, sizes, uploads.scalars, _nonfinite_clients(uploads))
         for stage in self.stages:
             stage.after_sum(uploads, problems)
         for place, client in enumerate(results.client_ids):
@@ -200,7 +204,7 @@ class Cohort:
         own_weights = None
         if self.contract.sends_weights or upload.weight is not None:
             own_weights = own_weights_of(upload, self.contract.sends_weights, len(states), server["w"].device)
-        scalars: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.num_samples}
+        scalars: dict[str, Sequence[float]] = {"loss": (), "samples": results.num_samples}  # losses are read later
         weights = [self.weights[i] for i in results.client_ids]
         return ClientUploads(
             server, results, client, dict(state), dict(upload.mean), upload.sum, scalars, own_weights, weights
@@ -266,10 +270,15 @@ class Cohort:
         }
 
 
+def _norms_of(results: ClientResults) -> Tensor:
+    """Return the norms of the deltas, `[n]` on the device."""
+    return torch.linalg.vector_norm(results.delta, dim=1) if results.squares is None else results.squares.sqrt()
+
+
 def _nonfinite_clients(uploads: ClientUploads) -> Problems:
     """Return the clients whose results or new states are not finite, by row, with the reason.
 
-    `FixedPointAggregate.add_rows` checks what is summed; the reasons given here come before those found there.
+    `FixedPointAggregate.check` checks what is summed; the reasons given here come before those found there.
     """
     results, n = uploads.results, len(uploads.weights)
     new_state = {name: x for name, x in uploads.state.items() if not any(x is t for t in uploads.server.values())}

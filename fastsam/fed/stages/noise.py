@@ -53,11 +53,13 @@ class Noise(Stage):
 class LocalNoise(Noise):
     """Noise that each client adds to its own clipped delta."""
 
-    def process_results(self, results: ClientResults, round: Round) -> None:
-        """Add noise to the deltas, in float64, rounded once."""
+    def process_results(self, results: ClientResults, round: Round) -> list[float]:
+        """Add noise to the deltas, in float64, rounded once. Return their norms."""
         rows, seed = results.delta, self.settings.seed
         noise = torch.stack([normals(rows.shape[1], seed, "local noise", round.index, i) for i in results.client_ids])
         rows.copy_(torch.addcmul(rows.double(), noise.to(rows.device), self.mask, value=self.std))
+        norms: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
+        return norms
 
 
 class CentralNoise(Noise):

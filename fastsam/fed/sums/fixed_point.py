@@ -13,9 +13,11 @@ because an integer sum wraps in silence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +28,6 @@ from fastsam.fed.sums.ranks import Ranks
 from fastsam_kernels.constants import HIGH_BITS, LOW_BITS
 
 LIMIT = 2.0**34  # bound of a sum, whose high limb has 62 bits
-# Numbers are integers of Python in units of 2^-110: a loss may be a million, a squared norm 1e-12.
-_UNIT_BITS = HIGH_BITS + LOW_BITS + 30
 
 Problems = dict[int, str]  # reasons why clients were left out, by index
 Key = tuple[str, str]  # kind of a sum of vectors, "mean" or "sum", and its name
@@ -122,21 +122,47 @@ class Term:
         return 1.0 if self.scale is None else weight * self.scale
 
 
-def _add_(terms: Sequence[Term], weight: int, n: int) -> Problems:
-    """Add all terms of n clients of one weight. Nothing of a client with a problem stays."""
-    sizes = [torch.zeros(n, dtype=torch.float64, device=term.rows.device) for term in terms]
-    for term, size in zip(terms, sizes, strict=True):
-        term.sum.add_(term.rows, term.factor(weight), size)
-    problems: Problems = {}
-    for term, size in zip(terms, sizes, strict=True):
-        factor, largest = term.factor(weight), size.tolist()
-        if not sum(largest) * factor <= term.sum.limit:  # true also for NaN
-            new_problems = {i: term.sum.problem_of_size(x, factor) for i, x in enumerate(largest)}
-            problems = {i: f"its {term.name!r} {problem}" for i, problem in new_problems.items() if problem} | problems
-    for i in problems:
-        for term in terms:
-            term.sum.add_(term.rows[i], -term.factor(weight))
-    return problems
+class AddedRows(NamedTuple):
+    """The vectors of some clients, which were added and are not checked yet.
+
+    Attributes:
+        weights: the run's weights of the clients.
+        groups: for each weight the indices of the clients and their terms.
+        sizes: the largest absolute value of each vector, float64 `[clients]` on its device, NaN if the vector is not
+            finite, of all groups one after the other.
+    """
+
+    weights: Sequence[int]
+    groups: Sequence[tuple[int, Sequence[int], Sequence[Term]]]
+    sizes: Sequence[Tensor]
+
+    def problems(self, sizes: Iterable[Sequence[float]]) -> Problems:
+        """Return the clients with a vector that cannot be summed, and the reason. `sizes` are the numbers of
+        `self.sizes`."""
+        problems: Problems = {}
+        sizes = iter(sizes)
+        for weight, indices, terms in self.groups:
+            for term, largest in zip(terms, sizes, strict=False):
+                factor = term.factor(weight)
+                if sum(largest) * factor <= term.sum.limit:  # false also for NaN
+                    continue
+                found = {i: term.sum.problem_of_size(x, factor) for i, x in zip(indices, largest, strict=True)}
+                problems = {i: f"its {term.name!r} {problem}" for i, problem in found.items() if problem} | problems
+        return problems
+
+    def remove(self, clients: Container[int]) -> None:
+        """Remove the vectors of some clients, by index. Nothing of them stays."""
+        for weight, indices, terms in self.groups:
+            for place, i in enumerate(indices):
+                for term in terms if i in clients else ():
+                    term.sum.add_(term.rows[place], -term.factor(weight))
+
+
+def read(parts: Sequence[Tensor]) -> list[list[float]]:
+    """Return the numbers of vectors `[n]`, which are read from the device at once."""
+    numbers = torch.cat([part.to(parts[0].device, torch.float64) for part in parts]).tolist() if parts else []
+    ends = list(accumulate(len(part) for part in parts))
+    return [numbers[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
 
 
 def _problems(numbers: Mapping[str, Sequence[float]], limit: float) -> Problems:
@@ -169,7 +195,7 @@ class FixedPointAggregate:
         self.num_clients, self.weight = 0, 0
         self._largest = LIMIT * 2.0**30 / (1 << (max(terms, 1) - 1).bit_length())  # bound of a number
         self._vectors: dict[Key, FixedPointSum] = {}
-        self._numbers: dict[str, int] = {}  # their sums
+        self._numbers: dict[str, list[float]] = {}
 
     def add_rows(
         self,
@@ -193,18 +219,40 @@ class FixedPointAggregate:
         Raises:
             ValueError: a vector does not have the shape of earlier clients' vectors.
         """
-        problems = _problems(numbers, self._largest) | (problems or {})
+        added = self.add(weights, mean, total)
+        return self.check(added, read(added.sizes), numbers, problems)
+
+    def add(self, weights: Sequence[int], mean: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> AddedRows:
+        """Add the vectors of n clients, as `add_rows` does. Before anything reads the sums, `check` must remove the
+        clients with a problem."""
         terms = [Term(self._sum("mean", name, x), name, x, self._unit) for name, x in mean.items()]
         terms += [Term(self._sum("sum", name, x), name, x) for name, x in total.items()]
-        for weight in {weight for i, weight in enumerate(weights) if i not in problems}:
-            indices = [i for i, client_weight in enumerate(weights) if client_weight == weight and i not in problems]
+        groups, sizes = [], []
+        for weight in dict.fromkeys(weights):
+            indices = [i for i, client_weight in enumerate(weights) if client_weight == weight]
             subset = terms if len(indices) == len(weights) else [replace(t, rows=t.rows[indices]) for t in terms]
-            problems |= {indices[i]: problem for i, problem in _add_(subset, weight, len(indices)).items()}
+            groups.append((weight, indices, subset))
+            for term in subset:
+                sizes.append(torch.zeros(len(indices), dtype=torch.float64, device=term.rows.device))
+                term.sum.add_(term.rows, term.factor(weight), sizes[-1])
+        return AddedRows(weights, groups, sizes)
+
+    def check(
+        self,
+        added: AddedRows,
+        sizes: Sequence[Sequence[float]],
+        numbers: Mapping[str, Sequence[float]],
+        problems: Problems | None = None,
+    ) -> Problems:
+        """Remove the clients with a problem, and add the numbers of the others. See `add_rows`."""
+        weights = added.weights
+        problems = added.problems(sizes) | _problems(numbers, self._largest) | (problems or {})
         if problems:
+            added.remove(problems)
             indices = [i for i in range(len(weights)) if i not in problems]
             weights, numbers = [weights[i] for i in indices], {n: [v[i] for i in indices] for n, v in numbers.items()}
         for name, values in numbers.items():
-            self._numbers[name] = self._numbers.get(name, 0) + sum([int(x * 2.0**_UNIT_BITS) for x in values])
+            self._numbers.setdefault(name, []).extend(values)
         self.num_clients, self.weight = self.num_clients + len(weights), self.weight + sum(weights)
         return problems
 
@@ -219,7 +267,7 @@ class FixedPointAggregate:
         parts = ranks.gather((self.num_clients, self.weight, self._numbers, local_shapes))
         self.num_clients, self.weight = sum(part[0] for part in parts), sum(part[1] for part in parts)
         names = {name for part in parts for name in part[2]}
-        self._numbers = {name: sum(part[2].get(name, 0) for part in parts) for name in sorted(names)}
+        self._numbers = {name: [x for part in parts for x in part[2].get(name, ())] for name in sorted(names)}
         for kind, name, shape in sorted({(*key, shape) for part in parts for key, shape in part[3].items()}):
             self._sum(kind, name, like.new_empty((1, *shape)))
         vectors = [self._vectors[key] for key in sorted(self._vectors)]
@@ -261,6 +309,5 @@ class FixedPointAggregate:
             raise KeyError(f"no client sent {name!r} for a {kind}; sent: {names}") from None
 
     def scalar(self, name: str) -> float:
-        """Return the sum of a number over the added clients, rounded once, or 0 if no client sent it. Each number is
-        rounded to 2^-110."""
-        return self._numbers.get(name, 0) / (1 << _UNIT_BITS)
+        """Return the sum of a number over the added clients, rounded once, or 0 if no client sent it."""
+        return math.fsum(self._numbers.get(name, ()))

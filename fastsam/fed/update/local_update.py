@@ -292,6 +292,7 @@ class ClientResults:
         dual, eps: `[n, row_size]`, mu and the perturbation after the last step, for directions with a dual.
         gradient: `[n, row_size]`, the mean gradient over a client's samples at the start, or over a pilot's batches.
         norms: with a pilot, `[n]` float64, the mean norm of its gradients.
+        squares: `[n]` float64, the squared norms of the deltas, or None if they are not computed yet.
         snapshots: copies of each client's row, by local step.
         extra: tensors `[n, ...]` that `Algorithm.train_client` returned, by name.
         start: `[n, row_size]`, weights at the start, or None if that is the global model. It is only read.
@@ -308,6 +309,7 @@ class ClientResults:
     eps: Tensor | None = None
     gradient: Tensor | None = None
     norms: Tensor | None = None
+    squares: Tensor | None = None
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
     start: Tensor | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)

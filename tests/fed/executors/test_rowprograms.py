@@ -171,9 +171,9 @@ def train(method: str, sizes: tuple[int, ...] = (23, 23, 23, 8, 8, 1, 30), **opt
 def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkeypatch: MonkeyPatch) -> None:
     calls, train_ = [], RowSteps._train
 
-    def count(self: RowSteps, group: Any, passes: Any) -> None:
+    def count(self: RowSteps, group: Any, *operands: Any) -> None:
         calls.append(max(count for _, count in group))
-        train_(self, group, passes)
+        train_(self, group, *operands)
 
     monkeypatch.setattr(RowSteps, "_train", count)
     native_ = digest(train(method, slots=3, **options))
@@ -191,9 +191,9 @@ def with_wrong_label(on_client_error: str, joins: bool = True) -> fed.Result:
     data = [(torch.randn(12, 6, generator=draw), torch.randint(4, (12,), generator=draw)) for _ in range(4)]
     train_ = RowSteps._train
 
-    def spoil(self: RowSteps, group: Any, passes: Any) -> None:
+    def spoil(self: RowSteps, *operands: Any) -> None:
         self.store.y[self.store.offsets[1] + 8] = 9
-        train_(self, group, passes)
+        train_(self, *operands)
 
     def sampler(round: int, generator: torch.Generator) -> list[int]:
         return [0, 1, 2, 3] if joins and round > 1 else [0, 2, 3]

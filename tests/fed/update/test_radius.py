@@ -96,8 +96,8 @@ def test_row_programs_take_it(monkeypatch):
     """Step by step, in single precision: they agree with the plain executor, and serve."""
     calls: list[int] = []
 
-    def count_rows(own, group, passes):
-        train(own, group, passes)
+    def count_rows(own, group, *operands):
+        train(own, group, *operands)
         calls.append(group[0][1])
 
     train = RowSteps._train

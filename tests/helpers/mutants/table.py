@@ -312,7 +312,7 @@ algorithms.fedlesam LocalEstimate.estimate_step: client.get('w_old_i') if self.r
 executors.local_rows LocalRows.start_shifted: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
 executors.local_rows LocalRows.start_shifted: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
 executors.local_rows LocalRows.start_shifted: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
-executors.local_rows LocalRows.results: self.field('begin') if has_begin else start => start @ fedlesam
+executors.local_rows LocalRows.start_of: self.field('begin') if has_begin else start => start @ fedlesam
 # FedRobust
 algorithms.fedrobust InputMap.ascend: 2 * self.lam * (Lam - identity) => self.lam * (Lam - identity) @ fedrobust
 algorithms.fedrobust InputMap.ascend: 2 * self.lam * (Lam - identity) => 2 * self.lam * Lam @ fedrobust

@@ -13,7 +13,7 @@ from fastsam import ops
 from fastsam.fed.common import seeds
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.client_block import ClientBlock
+from fastsam.fed.executors.client_block import ClientBlock, RowEnds
 from fastsam.fed.executors.replay import Replays
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam.fed.executors.stacked_rows import StackedRows
@@ -47,10 +47,10 @@ class RowSteps:
         is_cpu = setup.device.type == "cpu"
         self.can_serve = rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
 
-    def train(self, blocks: Sequence[ClientBlock]) -> list[ClientBlock]:
+    def train(self, blocks: Sequence[ClientBlock], start: Tensor) -> list[ClientBlock]:
         """Take the next steps of each block for whose batches there are row programs. Return the other blocks.
 
-        The error of a client that fails is kept in its block.
+        The error of a client that fails is kept in its block. `start` is the weights at the start of the round.
         """
         passes = self._passes(blocks) if self.can_serve else {}
         if not passes:
@@ -65,7 +65,7 @@ class RowSteps:
             else:
                 others.append(block)
         for group in groups.values():
-            self._train(group, passes)
+            self._train(group, passes, start)
         return others
 
     def _passes(self, blocks: Sequence[ClientBlock]) -> Passes:
@@ -89,7 +89,7 @@ class RowSteps:
         count = block.steps_of_sizes(passes)
         return count if self.store is not None else min(count, block.epoch - block.k % block.epoch)
 
-    def _train(self, group: Sequence[Span], passes: Passes) -> None:
+    def _train(self, group: Sequence[Span], passes: Passes, start: Tensor) -> None:
         """Take the steps of a group in one call."""
         blocks, device, variant = [block for block, _ in group], self.setup.device, group[0][0].variant
         x, y, indices, work = self._samples(group)
@@ -98,6 +98,10 @@ class RowSteps:
             for block in blocks:
                 self.rows.set_schedule(block)
         failures = torch.empty(len(work), 3, dtype=torch.int64, device=device)
+        results: tuple[Tensor, Tensor, Tensor] | None = None
+        if all(block.k + count == block.steps for block, count in group):
+            squares = torch.empty(len(work), dtype=torch.float64, device=device)
+            results = rows.start_of(start).expand_as(rows.z), rows.z.new_empty(len(work), rows.z.shape[1]), squares
         ops.row_steps_(
             [row_pass.program for row_pass in passes.values()], self.setup.options.batch_size, rows.leaves,
             [t for row_pass in passes.values() for t in row_pass.constants], x, y, to_device(indices, device),
@@ -105,8 +109,10 @@ class RowSteps:
             rule=rows.rule.name, state=rows.state, counts=rows.counts, q=rows.q, shift=rows.shift,
             sumsq=rows.sumsq if variant.two_passes else None, sumsq_v=rows.sumsq_v,
             adaptive=variant.direction is Direction.ADAPTIVE_GRADIENT,
-            keeps_first=variant.two_passes and variant.keeps_first,
+            keeps_first=variant.two_passes and variant.keeps_first, results=results,
         )  # fmt: skip
+        if results is not None:
+            _keep_ends(blocks, *results[1:])
         if device.type == "cpu":  # on CUDA a client that fails has numbers that are not finite, and nothing waits
             _keep_failures(blocks, failures)
         for block, count in group:
@@ -163,6 +169,14 @@ def _work(parts: Sequence[tuple[ClientBlock, int, int]]) -> Tensor:
             words.extend((slot, begin, samples, 0 if place in block.failures else count))
             begin += length
     return torch.frombuffer(words, dtype=torch.int64).view(-1, 4)
+
+
+def _keep_ends(blocks: Sequence[ClientBlock], deltas: Tensor, squares: Tensor) -> None:
+    """Keep the deltas and squared norms of a call's rows in their blocks."""
+    place = 0
+    for block in blocks:
+        block.ends = RowEnds(deltas, squares, place)
+        place += len(block.tasks)
 
 
 def _keep_failures(blocks: Sequence[ClientBlock], failures: Tensor) -> None:
