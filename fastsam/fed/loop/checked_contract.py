@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.executors.client import Client
-from fastsam.fed.loop.contract import ClientUpdate, Contract, check_initial_state
+from fastsam.fed.loop.contract import Contract, check_initial_state
 from fastsam.fed.loop.first_round import FirstRound
-from fastsam.fed.update.local_update import ClientResults, LocalUpdate
+from fastsam.fed.update.local_update import ClientResults, ClientUpdate, LocalUpdate
 
 
 def contract_of(algorithm: Algorithm) -> Contract:

@@ -75,7 +75,17 @@ class Facts:
 
 def check(facts: Facts) -> None:
     """Raise ValueError for the first contradiction in a run."""
-    for part in (_of_steps, _of_server, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes, _of_loss):
+    for part in (
+        _of_steps,
+        _of_kept_optimizer,
+        _of_server,
+        _of_noise,
+        _of_rules,
+        _of_compression,
+        _of_client_models,
+        _of_sizes,
+        _of_loss,
+    ):
         for request, needs, lack, remedy in part(facts):
             raise ValueError(f"{request} needs {needs}, but {lack}. {remedy}")
 
@@ -126,6 +136,19 @@ def _of_rule(facts: Facts, rule: LocalRule | None, variant: StepVariant) -> Iter
         yield "optimizer", needs, lack, "Use weight_decay=0, an optimizer with coupled decay such as Adam, or FedSAM"
 
 
+def _of_kept_optimizer(facts: Facts) -> Iterator[Contradiction]:
+    if facts.settings.optimizer_state != "keep":
+        return
+    request, needs = "optimizer_state='keep'", "one path of local steps that begins with the kept state"
+    remedy = "Use optimizer_state='reset', or another algorithm"
+    if facts.is_("pools_data"):
+        yield request, "clients", f"{facts.name} has none", remedy
+    if facts.has_phases:
+        yield request, needs, f"{facts.name} has phases or models of its own", remedy
+    if facts.update is not None and facts.update.optimizer_state is not None:
+        yield request, needs, f"{facts.name} begins each round with a state of its own", remedy
+
+
 def _of_server(facts: Facts) -> Iterator[Contradiction]:
     server_lr, method = facts.settings.server_lr, getattr(facts.algorithm, "uses_server_lr", None)
     if server_lr != 1 and method is not None and not method():
@@ -159,6 +182,9 @@ def _of_noise(facts: Facts) -> Iterator[Contradiction]:
     if settings.local_parameters is not None:
         lack = f"the run has local_parameters={settings.local_parameters!r}"
         remedy = "Leave out local_parameters, and use fed.finetune(...) after the run"
+        yield noise, "clients that keep nothing", lack, remedy
+    if settings.optimizer_state == "keep":
+        lack, remedy = "the run has optimizer_state='keep'", "Use optimizer_state='reset'"
         yield noise, "clients that keep nothing", lack, remedy
     if privacy.accountant is not None and (unknown := _unknown_law(settings)):
         samplers = f"sampler={', '.join(map(repr, ACCOUNTED[:-1]))} or {ACCOUNTED[-1]!r}"

@@ -84,6 +84,7 @@ def run(
     clip_norm: float | None = None,
     clip_scope: str = "full",
     optimizer: str | Optimizer | None = None,
+    optimizer_state: str = "reset",
     server_lr: Rate = 1.0,
     seed: int = 0,
     test: Any = None,

@@ -14,6 +14,7 @@ from fastsam.optim.update import rule_of, state_spec_of
 from fastsam_kernels.hparams import HParam
 from fastsam_kernels.rules import RULES, sgd
 
+STEP = "step"  # name of the number of steps in the state of an optimizer
 _LR = 0.125  # rate of the optimizer whose options are read; the rule gets the rate with every client
 
 

@@ -48,7 +48,7 @@ NUMBERS = (
     *("anchor_weight", "full_gradient"),
 )
 VECTORS = ("gradient_offset", "direction_vector", "dual", "server_perturbation", "start", "anchor", "rho_scale")
-OBJECTS = (*VECTORS, "pilot")
+OBJECTS = (*VECTORS, "pilot", "optimizer_state")
 _NEEDS = {
     Direction.GRADIENT_MINUS_DUAL: ("dual", "server_perturbation"),
     Direction.CONSTANT: ("direction_vector",),
@@ -110,6 +110,9 @@ class LocalUpdate:
             batches, in evaluation mode.
         pilot: gradients at the start find the radius, and `rho` has no effect (`ClientResults.gradient`, `norms`).
         buffers: buffers of the model at the start, each `[n, ...]`, in place of the global model's.
+        optimizer_state: values at the start of the local optimizer's fields, by their names in torch ("exp_avg_sq"),
+            each `[n, ...]`, or `[1, ...]` for all clients. Other fields begin as in a new optimizer. If it is given,
+            also `{}`, the results have the fields at the end (`ClientResults.optimizer_state`).
 
     Raises:
         ValueError: a number is not finite, the radius is negative, or the direction lacks a vector or does not use one.
@@ -138,6 +141,7 @@ class LocalUpdate:
     full_gradient: bool = False
     pilot: Pilot | None = None
     buffers: Sequence[Tensor] | None = None
+    optimizer_state: Mapping[str, Tensor] | None = None
     constants: Constants = field(init=False, repr=False, compare=False)  # made of these, once for all equal ones
 
     def __post_init__(self) -> None:
@@ -155,6 +159,9 @@ class LocalUpdate:
     def radius(self, k: int, steps: int) -> float:
         """Return the radius of step k of `steps`."""
         return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
+
+
+ClientUpdate = tuple[LocalUpdate, int]  # a client's local update, and the client's row in its vectors
 
 
 def _constants_of(update: LocalUpdate) -> Constants:
@@ -195,6 +202,7 @@ def _make_constants(update: LocalUpdate, names: Sequence[str]) -> Constants:
         "rho_scale" in names,
         bool(update.full_gradient),
         "start" in names,
+        "optimizer_state" in names,
     )
     return Constants(mix, variant, tuple(name for name in VECTORS if name in names))
 
@@ -295,6 +303,8 @@ class ClientResults:
         snapshots: copies of each client's row, by local step.
         extra: tensors `[n, ...]` that `Algorithm.train_client` returned, by name.
         start: `[n, row_size]`, weights at the start, or None if that is the global model. It is only read.
+        optimizer_state: fields of the local optimizer at the end, by name, each `[n, ...]`, or None if the local update
+            has none.
     """
 
     client_ids: Sequence[int]
@@ -310,6 +320,7 @@ class ClientResults:
     norms: Tensor | None = None
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
     start: Tensor | None = None
+    optimizer_state: Mapping[str, Tensor] | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def column(self, numbers: Iterable[float]) -> Tensor:

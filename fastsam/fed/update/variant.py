@@ -41,6 +41,7 @@ class StepVariant:
         has_rho_scale: the radius is different in every weight.
         has_full_gradient: the gradient over all samples is taken at the start.
         has_start: the local steps begin elsewhere than at the global model.
+        has_optimizer_state: the local optimizer's state comes from outside, and is a result of the round.
     """
 
     direction: Direction = Direction.NONE
@@ -56,6 +57,7 @@ class StepVariant:
     has_rho_scale: bool = False
     has_full_gradient: bool = False
     has_start: bool = False
+    has_optimizer_state: bool = False
 
     @cached_property
     def needs(self) -> frozenset[str]:
