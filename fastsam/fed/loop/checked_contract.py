@@ -145,6 +145,15 @@ def _check_vectors(update: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
                 f"LocalUpdate.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) "
                 f"on {w.device}, like the server's w; got {description}"
             )
+    state = {} if update.optimizer_state is None else update.optimizer_state
+    if not isinstance(state, Mapping) or not _are_tensors(state):
+        raise ValueError(f"LocalUpdate.optimizer_state must be a dict of tensors, or None, got {_kind(state)}")
+    for name, x in state.items():
+        if x.dim() == 0 or len(x) not in (1, n):
+            raise ValueError(
+                f"LocalUpdate.optimizer_state[{name!r}] must be [{n}, ...], or [1, ...] for all {n} clients, got "
+                f"{list(x.shape)}. Add a first dimension: x[None]"
+            )
     return update
 
 

@@ -16,7 +16,7 @@ from fastsam.fed.clients.loss_kind import LossKind
 from fastsam.fed.clients.set_loss import LIMIT
 from fastsam.fed.executors.torch_updates import SUPPORTED
 from fastsam.fed.measures.options import OF_GRADIENTS
-from fastsam.fed.update.local_rule import LocalRule, optimizer_rule
+from fastsam.fed.update.local_rule import STEP, LocalRule, optimizer_rule
 from fastsam.fed.update.variant import StepVariant
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
@@ -75,17 +75,7 @@ class Facts:
 
 def check(facts: Facts) -> None:
     """Raise ValueError for the first contradiction in a run."""
-    for part in (
-        _of_steps,
-        _of_kept_optimizer,
-        _of_server,
-        _of_noise,
-        _of_rules,
-        _of_compression,
-        _of_client_models,
-        _of_sizes,
-        _of_loss,
-    ):
+    for part in _PARTS:
         for request, needs, lack, remedy in part(facts):
             raise ValueError(f"{request} needs {needs}, but {lack}. {remedy}")
 
@@ -147,6 +137,17 @@ def _of_kept_optimizer(facts: Facts) -> Iterator[Contradiction]:
         yield request, needs, f"{facts.name} has phases or models of its own", remedy
     if facts.update is not None and facts.update.optimizer_state is not None:
         yield request, needs, f"{facts.name} begins each round with a state of its own", remedy
+
+
+def _of_optimizer_fields(facts: Facts) -> Iterator[Contradiction]:
+    """Yield the contradictions of an algorithm that gives the local optimizer its state."""
+    names = sorted((facts.update.optimizer_state or ()) if facts.update is not None else ())
+    optimizer = facts.settings.optimizer
+    rule = None if optimizer is None else optimizer_rule(optimizer)
+    if names and (rule is None or not {*names} <= {*rule.fields, STEP}):
+        needs = f"a fused local optimizer that keeps {', '.join(names)}, to which it gives values"
+        name = "SGD" if optimizer is None else getattr(optimizer, "func", optimizer).__name__
+        yield facts.name, needs, f"the run has {name}", "Use optimizer=torch.optim.AdamW, say"
 
 
 def _of_server(facts: Facts) -> Iterator[Contradiction]:
@@ -350,3 +351,9 @@ def only_means(algorithm: Algorithm) -> bool:
 
 def _names(serves: Callable[[Any], bool]) -> str:
     return ", ".join(sorted(one.__name__ for one in registry.values() if serves(one())))
+
+
+_PARTS = (
+    *(_of_steps, _of_kept_optimizer, _of_optimizer_fields, _of_server, _of_noise, _of_rules, _of_compression),
+    *(_of_client_models, _of_sizes, _of_loss),
+)

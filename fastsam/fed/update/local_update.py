@@ -9,7 +9,7 @@ In one client and one round (w^t is the global model that the client received):
     mu <- mu + (eps - s)/alpha                    FedSMOO only
     g2  = gradient at w + eps, or at (1 - c)*(w + eps) + c*anchor; without a direction g2 = g1
     v   = a*g2 + b*g1 + q
-    w  <- w - lr * (sig*v + (weight_decay + phi)*w)
+    w  <- w - lr * (sig*v + (weight_decay + phi)*w + u)    with SGD; another optimizer has its own step of v, and u
 
     letter  field of LocalUpdate       letter  field of LocalUpdate
     q       gradient_offset            mu      dual
@@ -17,6 +17,7 @@ In one client and one round (w^t is the global model that the client received):
     s       server_perturbation        b       clean_weight
     alpha   penalty                    phi     proximal_coefficient
     m       drift_weight               c       anchor_weight
+    u       step_offset
 
 An algorithm chooses the constants, and an executor takes the steps. `Direction` and `GradCoefficients` are shared with
 `FusedSAM` (`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and
@@ -45,9 +46,12 @@ NU = 1e-7  # added to the norm of a direction; the papers add nothing, their sim
 NUMBERS = (
     *("direction", "rho", "eta", "perturbed_weight", "clean_weight", "surrogate_gap", "proximal_coefficient"),
     *("drift_weight", "uses_last_gradient", "penalty", "lr_end_factor", "rho_end_factor"),
-    *("anchor_weight", "full_gradient"),
+    *("anchor_weight", "full_gradient", "second_moment_steps"),
 )
-VECTORS = ("gradient_offset", "direction_vector", "dual", "server_perturbation", "start", "anchor", "rho_scale")
+VECTORS = (
+    *("gradient_offset", "direction_vector", "dual", "server_perturbation", "start", "anchor", "rho_scale"),
+    "step_offset",
+)
 OBJECTS = (*VECTORS, "pilot", "optimizer_state")
 _NEEDS = {
     Direction.GRADIENT_MINUS_DUAL: ("dual", "server_perturbation"),
@@ -113,6 +117,9 @@ class LocalUpdate:
         optimizer_state: values at the start of the local optimizer's fields, by their names in torch ("exp_avg_sq"),
             each `[n, ...]`, or `[1, ...]` for all clients. Other fields begin as in a new optimizer. If it is given,
             also `{}`, the results have the fields at the end (`ClientResults.optimizer_state`).
+        second_moment_steps: number of earlier steps whose gradients are in the second moments that `optimizer_state`
+            has. Adam's bias correction of second moments counts these steps too.
+        step_offset: u, a constant that is added to the step of all weights, outside of the optimizer and of clipping.
 
     Raises:
         ValueError: a number is not finite, the radius is negative, or the direction lacks a vector or does not use one.
@@ -142,6 +149,8 @@ class LocalUpdate:
     pilot: Pilot | None = None
     buffers: Sequence[Tensor] | None = None
     optimizer_state: Mapping[str, Tensor] | None = None
+    second_moment_steps: float = 0.0
+    step_offset: Tensor | None = None
     constants: Constants = field(init=False, repr=False, compare=False)  # made of these, once for all equal ones
 
     def __post_init__(self) -> None:
@@ -203,6 +212,7 @@ def _make_constants(update: LocalUpdate, names: Sequence[str]) -> Constants:
         bool(update.full_gradient),
         "start" in names,
         "optimizer_state" in names,
+        "step_offset" in names,
     )
     return Constants(mix, variant, tuple(name for name in VECTORS if name in names))
 
@@ -229,6 +239,12 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     number("anchor_weight", c.anchor_weight, at_least=0, at_most=1)
     for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift_weight"):
         number(name, getattr(c, name))
+    number("second_moment_steps", c.second_moment_steps, at_least=0)
+    if c.second_moment_steps and "exp_avg_sq" not in (c.optimizer_state or ()):
+        raise ValueError(
+            "LocalUpdate: second_moment_steps belongs to second moments that optimizer_state gives. Add 'exp_avg_sq' "
+            "to optimizer_state, or leave second_moment_steps out"
+        )
     vectors = _NEEDS.get(c.direction, ())
     for name in ("direction_vector", "dual", "server_perturbation"):
         if (name in names) != (name in vectors):

@@ -42,6 +42,7 @@ class StepVariant:
         has_full_gradient: the gradient over all samples is taken at the start.
         has_start: the local steps begin elsewhere than at the global model.
         has_optimizer_state: the local optimizer's state comes from outside, and is a result of the round.
+        has_step_offset: a constant is added to the step.
     """
 
     direction: Direction = Direction.NONE
@@ -58,6 +59,7 @@ class StepVariant:
     has_full_gradient: bool = False
     has_start: bool = False
     has_optimizer_state: bool = False
+    has_step_offset: bool = False
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -108,6 +110,7 @@ class StepVariant:
             "direction_vector": self.direction in ALONG_THE_WAY,
             "anchor": self.anchor_weight > 0,
             "rho_scale": self.has_rho_scale,
+            "step_offset": self.has_step_offset,
         }
         return tuple(name for name, is_given in uses.items() if is_given)
 
