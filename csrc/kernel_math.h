@@ -26,7 +26,7 @@ enum HParam : int {
   DECOUPLED = 12,
 };
 constexpr int kFirstRuleHParam = 13;
-constexpr int kNumHParams = 16;
+constexpr int kNumHParams = 17;
 constexpr double kClipEps = 1e-6;
 
 template <class C>

@@ -29,4 +29,4 @@ class HParam(IntEnum):
 
 
 FIRST_RULE_HPARAM = 13
-NUM_HPARAMS = 16
+NUM_HPARAMS = 17

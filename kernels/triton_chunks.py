@@ -89,7 +89,7 @@ def columns(hparams, chunk):
     return Columns(  # type: ignore[call-arg]
         tl.load(h), tl.load(h + 1), tl.load(h + 2), tl.load(h + 3), tl.load(h + 4), tl.load(h + 5), tl.load(h + 6),
         tl.load(h + 7), tl.load(h + 8), tl.load(h + 9), tl.load(h + 10), tl.load(h + 11), tl.load(h + 12),
-        rule_hparams=(tl.load(h + 13), tl.load(h + 14), tl.load(h + 15)),
+        rule_hparams=(tl.load(h + 13), tl.load(h + 14), tl.load(h + 15), tl.load(h + 16)),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@
 
 namespace fastsam::adam {
 
-enum : int { BETA1 = kFirstRuleHParam, BETA2, EPS };
+enum : int { BETA1 = kFirstRuleHParam, BETA2, EPS, V_WEIGHT };
 
 template <class C>
 struct Rule {
@@ -20,7 +20,7 @@ struct Rule {
         b2(static_cast<C>(h[BETA2])),
         rest2(static_cast<C>(1.0 - h[BETA2])),
         step_size(static_cast<C>(h[LR] / (1.0 - pow(h[BETA1], t)))),
-        root_correction2(static_cast<C>(sqrt(1.0 - pow(h[BETA2], t)))),
+        root_correction2(static_cast<C>(sqrt(1.0 - (1.0 - h[V_WEIGHT]) * pow(h[BETA2], t)))),
         eps(static_cast<C>(h[EPS])) {}
 
   FASTSAM_HD C step(C w, C g, C* state, unsigned) const {

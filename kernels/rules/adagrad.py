@@ -38,7 +38,7 @@ def reference_update(
 
 
 def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
-    lr_decay, eps, _ = rule_hparams
+    lr_decay, eps, _, _ = rule_hparams
     return (lr / (1.0 + (count - 1).to(tl.float64) * lr_decay)).to(COMPUTE), eps.to(COMPUTE)
 
 

@@ -1,7 +1,10 @@
 """torch.optim.Adam and torch.optim.AdamW, as documented there, without amsgrad (AdamW: the decay is decoupled).
 
 m = b1*m + (1 - b1)*d;  V = b2*V + (1 - b2)*d^2
-w <- w - lr/(1 - b1^t) * m / (sqrt(V)/sqrt(1 - b2^t) + eps)
+w <- w - lr/(1 - b1^t) * m / (sqrt(V)/sqrt(1 - (1 - c)*b2^t) + eps)
+
+c is the sum of the weights of earlier gradients in the first V: `1 - b2^n` after n steps, and 0 in torch's optimizers,
+whose V begins at 0.
 """
 
 # Functions that Triton compiles have no type annotations.
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..triton_common import divide, power, root
 
-BETA1, BETA2, EPS = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 3)
+BETA1, BETA2, EPS, V_WEIGHT = range(FIRST_RULE_HPARAM, FIRST_RULE_HPARAM + 4)
 
 
 def reference_update(
@@ -36,16 +39,16 @@ def reference_update(
     m = b1 * m_ + (1 - b1) * d
     v = b2 * v_ + (1 - b2) * d * d
     correction1 = (1 - b1.to(torch.float64) ** t).to(w.dtype)
-    correction2 = (1 - b2.to(torch.float64) ** t).to(w.dtype)
+    correction2 = (1 - (1 - h[V_WEIGHT].to(torch.float64)) * b2.to(torch.float64) ** t).to(w.dtype)
     return w - h[HParam.LR] / correction1 * m / (v.sqrt() / correction2.sqrt() + h[EPS]), m, v
 
 
 def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
-    b1, b2, eps = rule_hparams
+    b1, b2, eps, v_weight = rule_hparams
     side = tl.arange(0, 2)  # both powers side by side, so that a thread computes one of them
     powers = power(tl.where(side == 0, b1, b2), count)
     correction1 = 1.0 - tl.sum(tl.where(side == 0, powers, 0.0))
-    correction2 = 1.0 - tl.sum(tl.where(side == 1, powers, 0.0))
+    correction2 = 1.0 - (1.0 - v_weight) * tl.sum(tl.where(side == 1, powers, 0.0))
     step_size, root_correction = (lr / correction1).to(COMPUTE), tl.sqrt(correction2).to(COMPUTE)
     rest1, rest2 = (1.0 - b1).to(COMPUTE), (1.0 - b2).to(COMPUTE)
     return b1.to(COMPUTE), rest1, b2.to(COMPUTE), rest2, step_size, root_correction, eps.to(COMPUTE)
@@ -68,6 +71,9 @@ def foreach_update(
     init_state: bool,
 ) -> None:
     (m_, v_), is_decoupled = fields_, h[HParam.DECOUPLED] != 0
+    if h[V_WEIGHT]:
+        _update_from_second_moments(h, w_, d, 0.0 if is_decoupled else decay, m_, v_, t)
+        return
     update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
     update(
         w_,
@@ -84,6 +90,23 @@ def foreach_update(
         amsgrad=False,
         maximize=False,
     )
+
+
+def _update_from_second_moments(
+    h: Sequence[float], w_: Tensors, d: Tensors, decay: float, m_: Tensors, v_: Tensors, t: Tensors
+) -> None:
+    """Update with second moments that hold earlier gradients, which torch's fused optimizers do not correct."""
+    lr, b1, b2 = h[HParam.LR], h[BETA1], h[BETA2]
+    d = torch._foreach_add(d, torch._foreach_mul(w_, decay))
+    if h[HParam.DECOUPLED]:
+        torch._foreach_mul_(w_, 1 - lr * h[HParam.DECAY])
+    torch._foreach_lerp_(m_, d, 1 - b1)
+    torch._foreach_mul_(v_, b2)
+    torch._foreach_addcmul_(v_, d, d, 1 - b2)
+    for w, m, v, step in zip(w_, m_, v_, t, strict=True):
+        count = step.item()
+        root_correction = (1 - (1 - h[V_WEIGHT]) * b2**count) ** 0.5
+        w.addcdiv_(m, v.sqrt().div_(root_correction).add_(h[EPS]), value=-lr / (1 - b1**count))
 
 
 def _is_decoupled(group: Group) -> bool:

@@ -90,7 +90,7 @@ def reference_update(
 
 
 def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
-    b1, b2, _ = rule_hparams
+    b1, b2, _, _ = rule_hparams
     rest1, rest2 = (1.0 - b1).to(COMPUTE), (1.0 - b2).to(COMPUTE)
     return lr.to(COMPUTE), b1.to(COMPUTE), rest1, b2.to(COMPUTE), rest2
 

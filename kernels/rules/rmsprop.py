@@ -48,7 +48,7 @@ def reference_update(
 
 
 def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
-    alpha, eps, mu = rule_hparams
+    alpha, eps, mu, _ = rule_hparams
     return lr.to(COMPUTE), alpha.to(COMPUTE), (1.0 - alpha).to(COMPUTE), eps.to(COMPUTE), mu.to(COMPUTE)
 
 

@@ -38,7 +38,7 @@ def reference_update(
 
 
 def scalar_args(lr, rule_hparams, count, COMPUTE: tl.constexpr):
-    mu, dampening, nesterov = rule_hparams
+    mu, dampening, nesterov, _ = rule_hparams
     return lr.to(COMPUTE), mu.to(COMPUTE), (1.0 - dampening).to(COMPUTE), nesterov != 0
 
 

@@ -87,6 +87,7 @@ REFUSED: dict[tuple[str, Any, str, Any], str] = {
     ("loss", "dicts", "measure", "train"): "the measures train read the loss over pairs of tensors",
     ("algorithm", "fedlesam", "optimizer", "AdamW"): DECOUPLED,
     ("algorithm", "fedlesam", "optimizer", "AdamW with its rate"): DECOUPLED,
+    ("algorithm", "fedlesam", "optimizer", "AdamW, kept"): DECOUPLED,
 }
 
 

@@ -105,6 +105,7 @@ ALGORITHMS = {
     "fedexp": ("FedExP", {"eps": 1e-3}),
     "mimelite": ("MimeLite", {"beta": 0.3}),
 }
+KEEP = {"optimizer_state": "keep"}
 # The rate of the first round, and keywords of `fed.run` and of torch's optimizer.
 OPTIMIZERS: dict[str, tuple[float, dict[str, Any], Callable[..., torch.optim.Optimizer] | None]] = {
     "none": (0.1, {}, None),
@@ -119,6 +120,8 @@ OPTIMIZERS: dict[str, tuple[float, dict[str, Any], Callable[..., torch.optim.Opt
         partial(torch.optim.AdamW, weight_decay=0.1),
     ),
     "Adagrad": (0.01, {"optimizer": "Adagrad"}, torch.optim.Adagrad),
+    "momentum, kept": (0.05, {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01, **KEEP}, None),
+    "AdamW, kept": (0.02, {"optimizer": "AdamW", "lr": 0.02, **KEEP}, torch.optim.AdamW),
 }  # fmt: skip
 # The factors of the local rate and of the server's rate in a round, and keywords of `fed.run`.
 SCHEDULES: dict[str, tuple[Callable[[int], tuple[float, float]], dict[str, Any]]] = {

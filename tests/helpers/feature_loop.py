@@ -7,6 +7,7 @@ the seeds of a model's random numbers, and the clients' samples of the test set.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,8 @@ class Run:
         self.lr, _, self.optimizer = OPTIMIZERS[features.optimizer]
         self.options = OPTIMIZERS[features.optimizer][1]
         self.errors: dict[int, Vector] = {}  # of compression
+        self.velocities: dict[int, Vector] = {}  # momentum after a client's last round
+        self.optimizer_states: dict[int, list[dict[str, Any]]] = {}  # state of its optimizer then, by parameter
         self.personal: dict[int, Vector] = {}  # values of local parameters
         self.states: dict[int, State] = {}
         self.starts: dict[int, Vector] = {}  # weights at the start of a client's last round
@@ -156,8 +159,11 @@ class Run:
         self.method.begin(visit)
         origin = self._own(visit.client, self.method.origin(visit))
         w = [nn.Parameter(p.clone()) for p in origin]
-        velocity, phi = zeros(origin), self.method.proximal(visit.t)
+        keeps, phi = self.options.get("optimizer_state") == "keep", self.method.proximal(visit.t)
+        velocity = self.velocities[visit.client] if keeps and visit.client in self.velocities else zeros(origin)
         optimizer = None if self.optimizer is None else self.optimizer(w, lr=visit.lr)
+        if optimizer is not None and keeps and visit.client in self.optimizer_states:
+            optimizer.state = collections.defaultdict(dict, zip(w, self.optimizer_states[visit.client], strict=True))
         for indices in visit.batches:
             at = [p.detach().clone() for p in w]
             v = self.method.follow(visit, at, visit.x[indices], visit.y[indices])
@@ -171,6 +177,9 @@ class Run:
                     p.grad = gradient
                 optimizer.step()
             visit.steps += 1
+        self.velocities[visit.client] = velocity
+        if optimizer is not None:
+            self.optimizer_states[visit.client] = [optimizer.state[p] for p in w]
         delta = minus([p.detach() for p in w], origin)
         self.starts[visit.client], self.personal[visit.client] = origin, add(origin, delta)
         if self.features.algorithm == "mimelite":  # its full gradient is at the client's start

@@ -83,7 +83,9 @@ def run(
 ) -> fed.Result:
     model = oracle.smooth_model(FLOAT) if model is None else model
     data = oracle.ragged_clients(FLOAT, sizes)
-    return fed.run(model, data, algorithm, executor=executor, slots=slots, **(OPTIONS | options))
+    # An algorithm with an optimizer of its own has momentum and decay there.
+    defaults = OPTIONS if algorithm.optimizer is None else OPTIONS | {"momentum": 0.0, "weight_decay": 0.0}
+    return fed.run(model, data, algorithm, executor=executor, slots=slots, **(defaults | options))
 
 
 def untimed_records(result: fed.Result) -> list[dict[str, Any]]:

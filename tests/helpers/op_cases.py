@@ -156,6 +156,8 @@ class Case:
             hparams[..., column] = float(value) * (0.9 + 0.1 * draw[..., column])
         if rule == "sgd":
             hparams[..., sgd.NESTEROV] = (draw[..., sgd.NESTEROV] > 0.5).double()
+        if rule == "adam":
+            hparams[..., adam.V_WEIGHT] = (draw[..., adam.V_WEIGHT] - 0.5).clamp(min=0.0)
         for name, value in columns.items():
             hparams[..., COLUMNS[name]] = value
         return self._rows(hparams)

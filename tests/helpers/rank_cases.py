@@ -75,6 +75,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stopped": {"algorithm": fed.SCAFFOLD(), "rounds": 9, "callbacks": [Alarm(2, fed.Stop("by the test"))]},
     "some available": {"algorithm": fed.SCAFFOLD(), "rounds": 4, "available": lambda t: [] if t == 1 else range(t, 6)},
     "own weights": {"algorithm": fed.FedSAM(), "weighting": lambda i: i + 1},
+    "kept optimizers": {"algorithm": fed.FedAvg(), "optimizer": "AdamW", "lr": 0.01, "optimizer_state": "keep"},
+    "kept optimizers of torch": {"algorithm": fed.FedAvg(), "optimizer": "Adadelta", "optimizer_state": "keep"},
     "threads": {"algorithm": fed.FedDyn(), "executor": "threads", "slots": 2},
 }  # fmt: skip
 

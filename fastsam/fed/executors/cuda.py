@@ -101,12 +101,14 @@ class Cuda:
 def vectors(task: Task) -> tuple[Tensor | None, ...]:
     """Return the tensors that the local work of a client reads, in its LocalUpdate and in a loop."""
     update, of_loop = task.update, () if task.loop is None else task.loop.tensors
-    return *(getattr(update, name) for name in VECTORS), *(update.buffers or ()), *of_loop
+    state = (update.optimizer_state or {}).values()
+    return *(getattr(update, name) for name in VECTORS), *(update.buffers or ()), *state, *of_loop
 
 
 def tensors(results: ClientResults) -> list[Tensor]:
     """Return the tensors of a ClientResults."""
     result = [getattr(results, f.name) for f in fields(results)] + list(results.extra.values())
+    result += (results.optimizer_state or {}).values()
     result += [t for snapshot in results.snapshots or () for s in snapshot.values() for t in (s.w, s.eps)]
     return [t for t in result if isinstance(t, Tensor) and t.device.type != "cpu"]
 
@@ -130,7 +132,8 @@ def group_by_fields(parts: Iterable[ClientResults]) -> list[list[ClientResults]]
     """Return results that have the same fields, in groups."""
     groups: dict[Hashable, list[ClientResults]] = {}
     for part in parts:
-        shapes = tuple((name, x.shape) for name, x in sorted(part.extra.items()))
+        tensors = [*sorted(part.extra.items()), *sorted((part.optimizer_state or {}).items())]
+        shapes = tuple((name, x.shape) for name, x in tensors)
         key = tuple(getattr(part, f.name) is None for f in fields(part)), shapes
         groups.setdefault(key, []).append(part)
     return list(groups.values())

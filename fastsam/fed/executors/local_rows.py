@@ -25,7 +25,8 @@ from torch import Tensor
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.row_memory import RowMemory
-from fastsam.fed.executors.task import Task, vectors_of
+from fastsam.fed.executors.task import Task, optimizer_states_of, vectors_of
+from fastsam.fed.update.local_rule import STEP
 from fastsam.fed.update.local_update import Direction, LocalUpdate, Snapshot
 from fastsam.fed.update.pilot import Pilot
 from fastsam.fed.update.variant import StepVariant
@@ -69,6 +70,7 @@ class LocalRows:
         self.sumsq_v = None if memory.sumsq_v is None else memory.sumsq_v[part]
         self.s: Tensor | None = None
         self.vectors: dict[str, Tensor] = {}
+        self._tasks: Sequence[Task] = ()  # tasks whose local updates have the state of the optimizer
         self._select(LocalUpdate().constants.variant)
 
     def field(self, name: str) -> Tensor:
@@ -148,6 +150,7 @@ class LocalRows:
         updates = [update] if all(task.update is update for task in tasks) else [task.update for task in tasks]
         self.memory.write_numbers(self.part, updates, tasks[0].lr)
         self.set_variant(update.constants.variant)
+        self._tasks = tasks if self.variant.has_optimizer_state else ()
         self.restart(start)
         if self.copies and self.variant.has_start:
             self.field("begin").copy_(start)
@@ -155,12 +158,27 @@ class LocalRows:
             self._read_vectors(tasks)
 
     def restart(self, start: Tensor) -> None:
-        """Write the weights of the start (`[row_size]`, or `[rows, row_size]`) to every row, and the initial values to
-        the state of the rule."""
+        """Write the weights of the start (`[row_size]`, or `[rows, row_size]`) to every row, and the state of the rule
+        at the start."""
         for field in self._starts:
             field.copy_(start)
         for field, value in self._fills:
             field.fill_(value)
+        if self._tasks:
+            self._read_optimizer_state(self._tasks)
+
+    @property
+    def optimizer_fields(self) -> dict[str, Tensor]:
+        """The state of the rule by name, each `[rows, ...]`."""
+        fields = zip((*self.rule.fields, STEP), (*self.state, self.counts), strict=True)
+        return {name: field for name, field in fields if name is not None and field is not None}
+
+    def _read_optimizer_state(self, tasks: Sequence[Task]) -> None:
+        """Write the values that the local updates have for the state of the rule. Other fields keep their values."""
+        fields = self.optimizer_fields
+        for part, state in optimizer_states_of(tasks):
+            for name, x in state.items():
+                fields[name][part].copy_(x)
 
     def _read_vectors(self, tasks: Sequence[Task]) -> None:
         """Put the vectors of the local updates where the kernels read them."""
@@ -372,6 +390,14 @@ class LocalRows:
             [self.z], self.w, grads.tensors, grads.table, self.hparams, self.rule.name, self.state,
             steps=self.counts, g1=g1, sumsq_v=self.sumsq_v, write_master=self.w is not None, q=self.q, **self._shift,
         )  # fmt: skip
+        if self.variant.has_step_offset:
+            self._add_step_offset()
+
+    def _add_step_offset(self) -> None:
+        """Add `-lr*u` to the weights."""
+        rate = self.hparams[:, :, HParam.LR].to(self.z.dtype)
+        for weights in (self.z,) if self.w is None else (self.z, self.w):
+            weights.addcmul_(self.vectors["step_offset"], rate, value=-1)
 
     def _restore_unused(self, grads: Gradients, first: Gradients | None) -> None:
         """Restore parameters that only the first pass used, which must not stay perturbed."""
@@ -401,6 +427,10 @@ class LocalRows:
 
     # --- the end of a round ---
 
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return the state of the rule by name, each `[rows, ...]`, in new memory."""
+        return {name: field.clone() for name, field in self.optimizer_fields.items()}
+
     def start_of(self, start: Tensor) -> Tensor:
         """Return the weights from which deltas are measured, in a round from the weights `start`."""
         has_begin = self.variant.constant or (self.copies and self.variant.has_start)
@@ -409,7 +439,9 @@ class LocalRows:
     def results(self, start: Tensor, delta: Tensor | None = None) -> dict[str, Any]:
         """Return the vectors of `ClientResults` of a round from the weights `start`, in new memory. `delta` is what the
         rows are away from the start, if it is known."""
-        results = {name: self.field(name).clone() for name in self.variant.results}
+        results: dict[str, Any] = {name: self.field(name).clone() for name in self.variant.results}
         if self.variant.has_pilot:
             results["norms"] = self.norms.clone()
+        if self.variant.has_optimizer_state:
+            results["optimizer_state"] = self.optimizer_state()
         return {"delta": self.z - self.start_of(start) if delta is None else delta, **results}

@@ -65,7 +65,9 @@ class RowMemory:
         """Return a row of `hparams`."""
         values = self._common.copy()
         radius = perturbation(update.direction, update.rho, update.eta, NU)
-        for column, value in (*radius, *update.constants.mix.columns()):
+        second_moments = self.rule.second_moment_columns(update.second_moment_steps)
+        columns: tuple[tuple[int, float], ...] = (*radius, *update.constants.mix.columns(), *second_moments.items())
+        for column, value in columns:
             values[column] = value
         values[HParam.PENALTY] = update.penalty
         values[HParam.LR] = lr

@@ -30,7 +30,7 @@ class LocalOptions:
     first five are a plain step.
 
     Attributes:
-        momentum: heavy-ball momentum, zero at the start of each round.
+        momentum: heavy-ball momentum.
         weight_decay: weight decay at the unperturbed weights, not clipped.
         clip_norm: largest norm of v, None for no clipping.
         clip_scope: "full" (the proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside,
@@ -108,6 +108,11 @@ class Setup:
         if options.optimizer is None:
             return sgd_rule(options.momentum, options.weight_decay)
         return optimizer_rule(options.optimizer)
+
+    @property
+    def optimizer_vectors(self) -> int:
+        """The number of vectors in the state of the local optimizer, an estimate for an optimizer of torch."""
+        return 2 if self.rule is None else len([name for name in self.rule.fields if name is not None])
 
     @cached_property
     def ignored(self) -> int | None:
@@ -201,6 +206,11 @@ class Task:
         """Return the client's own vector of the local update, `[row_size]`."""
         v: Tensor | None = getattr(self.update, name)
         return v if v is None or v.dim() == 1 else v[self.row]
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return the values with which the client's local optimizer begins, by the name of the field."""
+        state = self.update.optimizer_state or {}
+        return {name: x[0 if len(x) == 1 else self.row] for name, x in state.items()}
 
     def buffers(self, common: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the model's buffers at the start: the client's own, or `common` ones."""
@@ -334,3 +344,15 @@ def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
     if v is None or all(task.update is first.update for task in tasks):
         return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
     return torch.stack([vector for task in tasks if (vector := task.vector(name)) is not None])
+
+
+def optimizer_states_of(tasks: Sequence[Task]) -> Iterator[tuple[slice, Mapping[str, Tensor]]]:
+    """Yield the values at the start of the local optimizers' fields, by name, for slices of the tasks."""
+    first, last = tasks[0], tasks[-1]
+    if all(task.update is first.update for task in tasks):
+        state = first.update.optimizer_state or {}
+        rows = slice(first.row, last.row + 1)
+        yield slice(len(tasks)), {name: x if len(x) == 1 else x[rows] for name, x in state.items()}
+        return
+    for i, task in enumerate(tasks):
+        yield slice(i, i + 1), task.optimizer_state()

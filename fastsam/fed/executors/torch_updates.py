@@ -12,13 +12,20 @@ from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.task import Task
+from fastsam.fed.executors.torch_state import load_tensors, tensors_of
 from fastsam.fed.update.variant import StepVariant
 
-SUPPORTED = frozenset({"gradient", "adaptive gradient", "has_q", "has_phi", "has_full_gradient", "has_start"})
+SUPPORTED = frozenset(
+    {
+        *("gradient", "adaptive gradient", "has_q", "has_phi", "has_full_gradient", "has_start"),
+        "has_optimizer_state",
+    }
+)
 
 
 class TorchRows(LocalRows):
-    """A row whose updates are steps of an optimizer of torch. The optimizer and its state are new for each client.
+    """A row whose updates are steps of an optimizer of torch. The optimizer is new for each client, and so is its state
+    unless the local update has one.
 
     The optimizer gets `a*g2 + q + phi*w` of the local update rule as gradient. The kernels perturb the weights.
 
@@ -33,6 +40,7 @@ class TorchRows(LocalRows):
         self._make = make
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr, self._a, self._phi = 0.0, 1.0, 0.0
+        self._start_state: dict[str, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
 
     def set_variant(self, variant: StepVariant) -> None:
@@ -56,8 +64,11 @@ class TorchRows(LocalRows):
 
     def restart(self, start: Tensor) -> None:
         """See `LocalRows.restart`. The next update makes a new optimizer."""
+        self._optimizer, self._start_state = None, {}
         super().restart(start)
-        self._optimizer = None
+
+    def _read_optimizer_state(self, tasks: Sequence[Task]) -> None:
+        self._start_state = tasks[0].optimizer_state()
 
     def update(self, grads: Gradients, first: Gradients | None) -> None:
         """See `LocalRows.update`."""
@@ -66,6 +77,8 @@ class TorchRows(LocalRows):
         if self._optimizer is None:
             rate = {} if math.isnan(self._lr) else {"lr": self._lr}  # NaN if the optimizer takes no rate
             self._optimizer = self._make(self.parameters, **rate)
+            if self._start_state:
+                load_tensors(self._optimizer, self._start_state)
         offsets = None if self.q is None else self.layout.views(self.q[0])
         for slot, g in zip(grads.slots, grads.tensors, strict=True):
             parameter = self.parameters[slot]
@@ -77,3 +90,8 @@ class TorchRows(LocalRows):
             parameter.grad = None
         if self.w is not None:
             self.w.copy_(self.z)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """See `LocalRows.optimizer_state`."""
+        state = self._start_state if self._optimizer is None else tensors_of(self._optimizer)
+        return {name: x[None] for name, x in state.items()}

@@ -90,6 +90,7 @@ def assemble(
     check_smallest(model, population, loss, batch_size, settings.drop_last)
     choice = executors.choose(settings.executor, setup)
     vectors = client_state.vectors(algorithm, server) + (settings.compression is not None)
+    vectors += setup.optimizer_vectors if settings.optimizer_state == "keep" else 0
     nbytes = clients * vectors * view.row.nbytes
     states = client_state.make(settings.client_state, device, nbytes, choice.executor.slots)
     measures = make(

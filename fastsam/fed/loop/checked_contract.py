@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.executors.client import Client
-from fastsam.fed.loop.contract import ClientUpdate, Contract, check_initial_state
+from fastsam.fed.loop.contract import Contract, check_initial_state
 from fastsam.fed.loop.first_round import FirstRound
-from fastsam.fed.update.local_update import ClientResults, LocalUpdate
+from fastsam.fed.update.local_update import ClientResults, ClientUpdate, LocalUpdate
 
 
 def contract_of(algorithm: Algorithm) -> Contract:
@@ -144,6 +144,15 @@ def _check_vectors(update: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
             raise ValueError(
                 f"LocalUpdate.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) "
                 f"on {w.device}, like the server's w; got {description}"
+            )
+    state = {} if update.optimizer_state is None else update.optimizer_state
+    if not isinstance(state, Mapping) or not _are_tensors(state):
+        raise ValueError(f"LocalUpdate.optimizer_state must be a dict of tensors, or None, got {_kind(state)}")
+    for name, x in state.items():
+        if x.dim() == 0 or len(x) not in (1, n):
+            raise ValueError(
+                f"LocalUpdate.optimizer_state[{name!r}] must be [{n}, ...], or [1, ...] for all {n} clients, got "
+                f"{list(x.shape)}. Add a first dimension: x[None]"
             )
     return update
 

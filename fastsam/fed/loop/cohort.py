@@ -17,7 +17,7 @@ from fastsam.fed.clients.all_clients import Clients
 from fastsam.fed.executors import ClientError, ClientOutcome, Executor, Task
 from fastsam.fed.executors.task import ClientLoop
 from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
-from fastsam.fed.loop.contract import ClientUpdate, Contract, not_finite
+from fastsam.fed.loop.contract import Contract, not_finite
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.rundir.checkpoint import RunState
@@ -25,7 +25,7 @@ from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.stages.client_weights import own_weights_of
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems, read
 from fastsam.fed.sums.ranks import Ranks
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.local_update import ClientResults, ClientUpdate
 
 log = logging.getLogger("fastsam.fed")
 
@@ -148,7 +148,11 @@ class Cohort:
 
     def _local_updates(self, states: Sequence[State], clients: Sequence[int]) -> list[ClientUpdate]:
         """Return the local updates of clients whose states have equal shapes."""
-        return self.contract.local_updates(self.old_state.server, rows(states), len(states), self.visible, clients)
+        client = rows(states)
+        updates = self.contract.local_updates(self.old_state.server, client, len(states), self.visible, clients)
+        for stage in self.stages:
+            updates = stage.process_updates(updates, client)
+        return updates
 
     def _snapshots(self, client: int) -> frozenset[int]:
         """Return the local steps of a client before which its row is copied for the stages."""

@@ -16,9 +16,8 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Uplo
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client import Client
 from fastsam.fed.sums.fixed_point import Problems
-from fastsam.fed.update.local_update import ClientResults, LocalUpdate
+from fastsam.fed.update.local_update import ClientResults, ClientUpdate, LocalUpdate
 
-ClientUpdate = tuple[LocalUpdate, int]  # a client's local update, and the client's row in its vectors
 _METHODS = ("init_server", "init_client", "local_update", "finish_client", "step_server")
 
 

@@ -50,6 +50,12 @@ def optimizer_of(optimizer: str | Optimizer | None) -> Optimizer | None:
     return optimizer
 
 
+def with_own_optimizer(options: Mapping[str, Any], algorithm: object) -> dict[str, Any]:
+    """Return options of a run, with the optimizer of the algorithm if none is named."""
+    name = getattr(algorithm, "optimizer", None)
+    return {**options, "optimizer": name} if options["optimizer"] is None else dict(options)
+
+
 def split_rate(lr: Rate | None, optimizer: Optimizer | None) -> tuple[Rate | None, Optimizer | None]:
     """Return the learning rate of a run, and its optimizer without a rate.
 

@@ -78,7 +78,7 @@ class Settings:
         f"how the clients' uploads are combined: {', '.join(aggregations())}; a rule's number follows a colon "
         "('trimmed_mean:0.1'); in Python also a function of deltas [n, row_size] and weights [n] that returns one row")
     shuffle: bool = option(True, "use a new order of each client's samples in every local epoch; false: stored order")
-    momentum: float = option(0.0, "local heavy-ball momentum, zero at the start of each round", at_least=0)
+    momentum: float = option(0.0, "local heavy-ball momentum", at_least=0)
     weight_decay: float = option(0.0, "local weight decay, at the unperturbed weights, not clipped", at_least=0)
     clip_norm: float | None = option(None, "largest norm of a local step's update direction; none: no clipping",
         greater_than=0)
@@ -87,8 +87,10 @@ class Settings:
         choices=("full", "linear"))
     optimizer: str | Optimizer | None = option(None,
         "optimizer of the local steps: a class of torch.optim by name ('AdamW'), 'Lion', or a functools.partial of a "
-        "class, in a config its import path; the lr of a partial is the run's lr; its state begins anew for each "
-        "client and round; none: SGD")
+        "class, in a config its import path; the lr of a partial is the run's lr; none: SGD")
+    optimizer_state: str = option("reset", "state of the local optimizer (momentum, moments, counts): new in each "
+                                           "round, or kept by the client until its next round",
+        choices=("reset", "keep"))
     server_lr: Rate = option(1.0,
         "learning rate of the server, a factor on the mean delta; or a formula such as '1/sqrt(round)', in Python also "
         "a function of t",

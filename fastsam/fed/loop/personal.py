@@ -117,6 +117,11 @@ class PersonalizedAlgorithm:
             raise ValueError(
                 f"local_parameters= serves no algorithm with its own start, and {type(self.inner).__name__} has one"
             )
+        if step.optimizer_state is not None:
+            raise ValueError(
+                "local_parameters= serves no algorithm that sends the state of the local optimizer, and "
+                f"{type(self.inner).__name__} sends it. Use another algorithm, or leave local_parameters out"
+            )
         q = step.gradient_offset
         if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
             q = q - step.proximal_coefficient * (start - w)

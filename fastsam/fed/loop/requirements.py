@@ -16,7 +16,7 @@ from fastsam.fed.clients.loss_kind import LossKind
 from fastsam.fed.clients.set_loss import LIMIT
 from fastsam.fed.executors.torch_updates import SUPPORTED
 from fastsam.fed.measures.options import OF_GRADIENTS
-from fastsam.fed.update.local_rule import LocalRule, optimizer_rule
+from fastsam.fed.update.local_rule import STEP, LocalRule, optimizer_rule
 from fastsam.fed.update.variant import StepVariant
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
@@ -75,7 +75,7 @@ class Facts:
 
 def check(facts: Facts) -> None:
     """Raise ValueError for the first contradiction in a run."""
-    for part in (_of_steps, _of_server, _of_noise, _of_rules, _of_compression, _of_client_models, _of_sizes, _of_loss):
+    for part in _PARTS:
         for request, needs, lack, remedy in part(facts):
             raise ValueError(f"{request} needs {needs}, but {lack}. {remedy}")
 
@@ -126,6 +126,30 @@ def _of_rule(facts: Facts, rule: LocalRule | None, variant: StepVariant) -> Iter
         yield "optimizer", needs, lack, "Use weight_decay=0, an optimizer with coupled decay such as Adam, or FedSAM"
 
 
+def _of_kept_optimizer(facts: Facts) -> Iterator[Contradiction]:
+    if facts.settings.optimizer_state != "keep":
+        return
+    request, needs = "optimizer_state='keep'", "one path of local steps that begins with the kept state"
+    remedy = "Use optimizer_state='reset', or another algorithm"
+    if facts.is_("pools_data"):
+        yield request, "clients", f"{facts.name} has none", remedy
+    if facts.has_phases:
+        yield request, needs, f"{facts.name} has phases or models of its own", remedy
+    if facts.update is not None and facts.update.optimizer_state is not None:
+        yield request, needs, f"{facts.name} begins each round with a state of its own", remedy
+
+
+def _of_optimizer_fields(facts: Facts) -> Iterator[Contradiction]:
+    """Yield the contradictions of an algorithm that gives the local optimizer its state."""
+    names = sorted((facts.update.optimizer_state or ()) if facts.update is not None else ())
+    optimizer = facts.settings.optimizer
+    rule = None if optimizer is None else optimizer_rule(optimizer)
+    if names and (rule is None or not {*names} <= {*rule.fields, STEP}):
+        needs = f"a fused local optimizer that keeps {', '.join(names)}, to which it gives values"
+        name = "SGD" if optimizer is None else getattr(optimizer, "func", optimizer).__name__
+        yield facts.name, needs, f"the run has {name}", "Use optimizer=torch.optim.AdamW, say"
+
+
 def _of_server(facts: Facts) -> Iterator[Contradiction]:
     server_lr, method = facts.settings.server_lr, getattr(facts.algorithm, "uses_server_lr", None)
     if server_lr != 1 and method is not None and not method():
@@ -159,6 +183,9 @@ def _of_noise(facts: Facts) -> Iterator[Contradiction]:
     if settings.local_parameters is not None:
         lack = f"the run has local_parameters={settings.local_parameters!r}"
         remedy = "Leave out local_parameters, and use fed.finetune(...) after the run"
+        yield noise, "clients that keep nothing", lack, remedy
+    if settings.optimizer_state == "keep":
+        lack, remedy = "the run has optimizer_state='keep'", "Use optimizer_state='reset'"
         yield noise, "clients that keep nothing", lack, remedy
     if privacy.accountant is not None and (unknown := _unknown_law(settings)):
         samplers = f"sampler={', '.join(map(repr, ACCOUNTED[:-1]))} or {ACCOUNTED[-1]!r}"
@@ -324,3 +351,9 @@ def only_means(algorithm: Algorithm) -> bool:
 
 def _names(serves: Callable[[Any], bool]) -> str:
     return ", ".join(sorted(one.__name__ for one in registry.values() if serves(one())))
+
+
+_PARTS = (
+    *(_of_steps, _of_kept_optimizer, _of_optimizer_fields, _of_server, _of_noise, _of_rules, _of_compression),
+    *(_of_client_models, _of_sizes, _of_loss),
+)

@@ -31,7 +31,7 @@ from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import pick_device, register_run, repeatable, restore_autograd, trials
 from fastsam.fed.loop.listeners import CallbackHandler, Progress
-from fastsam.fed.loop.local_optimizer import Optimizer
+from fastsam.fed.loop.local_optimizer import Optimizer, with_own_optimizer
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
@@ -84,6 +84,7 @@ def run(
     clip_norm: float | None = None,
     clip_scope: str = "full",
     optimizer: str | Optimizer | None = None,
+    optimizer_state: str = "reset",
     server_lr: Rate = 1.0,
     seed: int = 0,
     test: Any = None,
@@ -146,8 +147,8 @@ def run(
 
     After an error, or Ctrl-C, the run directory has the last completed round, after a RankError the last checkpoint.
     """
-    settings = Settings(**{name: value for name, value in locals().items() if name in table(Settings)})
-    settings = with_own_buffers(settings, algorithm)
+    options = {name: value for name, value in locals().items() if name in table(Settings)}
+    settings = with_own_buffers(Settings(**with_own_optimizer(options, algorithm)), algorithm)
     loss_function = cast("Loss | BatchLoss", settings.loss)  # a name is a function by now
     _check_surroundings(run_dir, resume, collate)
     listeners = CallbackHandler(callbacks, progress, type(algorithm).__name__, rounds)

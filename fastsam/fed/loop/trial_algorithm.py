@@ -9,10 +9,11 @@ from fastsam.fed.executors import ClientError, Setup, Task
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.loop.client_state import rows
-from fastsam.fed.loop.contract import ClientUpdate, Contract
+from fastsam.fed.loop.contract import Contract
 from fastsam.fed.loop.first_round import check_padding
 from fastsam.fed.loop.trial_pass import restore_random_state
 from fastsam.fed.rundir.checkpoint import RunState
+from fastsam.fed.update.local_update import ClientUpdate
 
 
 def try_algorithm(contract: Contract, setup: Setup, old_state: RunState, round: Round) -> tuple[LocalUpdate, bool]:

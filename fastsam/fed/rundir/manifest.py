@@ -30,6 +30,7 @@ _SINCE = {
     "accountant": "rdp",
     "compression": None,
     "optimizer": None,
+    "optimizer_state": "reset",
 }
 
 _RENAMED = {"validation": "client_test_split", "personal": "local_parameters"}  # options, since version 0.1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 from fastsam.fed.sums.ranks import Ranks
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.local_update import ClientResults, ClientUpdate
 from fastsam.fed.update.model_copy import Replica
 
 
@@ -57,6 +57,11 @@ class Stage:
 
     def begin_round(self, sums: FixedPointAggregate) -> None:
         """Begin a round with clients. `sums` will hold the sums of their uploads."""
+
+    def process_updates(self, updates: list[ClientUpdate], client: State) -> list[ClientUpdate]:
+        """Return the local updates of n clients, each with the index of its row, whose states are `client`,
+        `[n, ...]`."""
+        return updates
 
     def snapshots(self, round: Round, num_steps: int) -> Iterable[int]:
         """Return the local steps of a client before which its row is copied for this stage."""

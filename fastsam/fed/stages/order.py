@@ -17,6 +17,7 @@ from fastsam.fed.stages.clip import Clip
 from fastsam.fed.stages.compression import Compress
 from fastsam.fed.stages.measuring import Measuring
 from fastsam.fed.stages.noise import LocalNoise, Noise
+from fastsam.fed.stages.optimizer_state import KeepOptimizerState
 from fastsam.fed.stages.robust import Robust
 
 
@@ -32,6 +33,7 @@ def chain(
 
         Clip, LocalNoise                         process_results: the deltas, before `Algorithm.finish_client`
         AverageBuffers, Compress, ClientWeights  process_uploads: what the clients send
+        KeepOptimizerState                       process_updates and process_uploads: what stays with the clients
         Robust                                   process_uploads checks them, after_sum keeps the rows of clients
                                                  without a problem, process_aggregate replaces the means
         Measuring                                process_uploads measures clients, process_aggregate reads true means
@@ -52,6 +54,7 @@ def chain(
         noise if is_local else None,
         AverageBuffers() if settings.buffers == "average" and noise is None else None,
         None if settings.compression is None else Compress(settings.compression, sent, name),
+        KeepOptimizerState() if settings.optimizer_state == "keep" else None,
         ClientWeights() if getattr(algorithm, "sends_weights", False) else None,
         None if rule is None else Robust(rule, name),
         None if measures is None else Measuring(measures),

@@ -9,7 +9,7 @@ In one client and one round (w^t is the global model that the client received):
     mu <- mu + (eps - s)/alpha                    FedSMOO only
     g2  = gradient at w + eps, or at (1 - c)*(w + eps) + c*anchor; without a direction g2 = g1
     v   = a*g2 + b*g1 + q
-    w  <- w - lr * (sig*v + (weight_decay + phi)*w)
+    w  <- w - lr * (sig*v + (weight_decay + phi)*w + u)    with SGD; another optimizer has its own step of v, and u
 
     letter  field of LocalUpdate       letter  field of LocalUpdate
     q       gradient_offset            mu      dual
@@ -17,6 +17,7 @@ In one client and one round (w^t is the global model that the client received):
     s       server_perturbation        b       clean_weight
     alpha   penalty                    phi     proximal_coefficient
     m       drift_weight               c       anchor_weight
+    u       step_offset
 
 An algorithm chooses the constants, and an executor takes the steps. `Direction` and `GradCoefficients` are shared with
 `FusedSAM` (`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and
@@ -45,10 +46,13 @@ NU = 1e-7  # added to the norm of a direction; the papers add nothing, their sim
 NUMBERS = (
     *("direction", "rho", "eta", "perturbed_weight", "clean_weight", "surrogate_gap", "proximal_coefficient"),
     *("drift_weight", "uses_last_gradient", "penalty", "lr_end_factor", "rho_end_factor"),
-    *("anchor_weight", "full_gradient"),
+    *("anchor_weight", "full_gradient", "second_moment_steps"),
 )
-VECTORS = ("gradient_offset", "direction_vector", "dual", "server_perturbation", "start", "anchor", "rho_scale")
-OBJECTS = (*VECTORS, "pilot")
+VECTORS = (
+    *("gradient_offset", "direction_vector", "dual", "server_perturbation", "start", "anchor", "rho_scale"),
+    "step_offset",
+)
+OBJECTS = (*VECTORS, "pilot", "optimizer_state")
 _NEEDS = {
     Direction.GRADIENT_MINUS_DUAL: ("dual", "server_perturbation"),
     Direction.CONSTANT: ("direction_vector",),
@@ -110,6 +114,12 @@ class LocalUpdate:
             batches, in evaluation mode.
         pilot: gradients at the start find the radius, and `rho` has no effect (`ClientResults.gradient`, `norms`).
         buffers: buffers of the model at the start, each `[n, ...]`, in place of the global model's.
+        optimizer_state: values at the start of the local optimizer's fields, by their names in torch ("exp_avg_sq"),
+            each `[n, ...]`, or `[1, ...]` for all clients. Other fields begin as in a new optimizer. If it is given,
+            also `{}`, the results have the fields at the end (`ClientResults.optimizer_state`).
+        second_moment_steps: number of earlier steps whose gradients are in the second moments that `optimizer_state`
+            has. Adam's bias correction of second moments counts these steps too.
+        step_offset: u, a constant that is added to the step of all weights, outside of the optimizer and of clipping.
 
     Raises:
         ValueError: a number is not finite, the radius is negative, or the direction lacks a vector or does not use one.
@@ -138,6 +148,9 @@ class LocalUpdate:
     full_gradient: bool = False
     pilot: Pilot | None = None
     buffers: Sequence[Tensor] | None = None
+    optimizer_state: Mapping[str, Tensor] | None = None
+    second_moment_steps: float = 0.0
+    step_offset: Tensor | None = None
     constants: Constants = field(init=False, repr=False, compare=False)  # made of these, once for all equal ones
 
     def __post_init__(self) -> None:
@@ -155,6 +168,9 @@ class LocalUpdate:
     def radius(self, k: int, steps: int) -> float:
         """Return the radius of step k of `steps`."""
         return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
+
+
+ClientUpdate = tuple[LocalUpdate, int]  # a client's local update, and the client's row in its vectors
 
 
 def _constants_of(update: LocalUpdate) -> Constants:
@@ -195,6 +211,8 @@ def _make_constants(update: LocalUpdate, names: Sequence[str]) -> Constants:
         "rho_scale" in names,
         bool(update.full_gradient),
         "start" in names,
+        "optimizer_state" in names,
+        "step_offset" in names,
     )
     return Constants(mix, variant, tuple(name for name in VECTORS if name in names))
 
@@ -221,6 +239,12 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     number("anchor_weight", c.anchor_weight, at_least=0, at_most=1)
     for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift_weight"):
         number(name, getattr(c, name))
+    number("second_moment_steps", c.second_moment_steps, at_least=0)
+    if c.second_moment_steps and "exp_avg_sq" not in (c.optimizer_state or ()):
+        raise ValueError(
+            "LocalUpdate: second_moment_steps belongs to second moments that optimizer_state gives. Add 'exp_avg_sq' "
+            "to optimizer_state, or leave second_moment_steps out"
+        )
     vectors = _NEEDS.get(c.direction, ())
     for name in ("direction_vector", "dual", "server_perturbation"):
         if (name in names) != (name in vectors):
@@ -296,6 +320,8 @@ class ClientResults:
         snapshots: copies of each client's row, by local step.
         extra: tensors `[n, ...]` that `Algorithm.train_client` returned, by name.
         start: `[n, row_size]`, weights at the start, or None if that is the global model. It is only read.
+        optimizer_state: fields of the local optimizer at the end, by name, each `[n, ...]`, or None if the local update
+            has none.
     """
 
     client_ids: Sequence[int]
@@ -312,6 +338,7 @@ class ClientResults:
     squares: Tensor | None = None
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
     start: Tensor | None = None
+    optimizer_state: Mapping[str, Tensor] | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def column(self, numbers: Iterable[float]) -> Tensor:

@@ -41,6 +41,8 @@ class StepVariant:
         has_rho_scale: the radius is different in every weight.
         has_full_gradient: the gradient over all samples is taken at the start.
         has_start: the local steps begin elsewhere than at the global model.
+        has_optimizer_state: the local optimizer's state comes from outside, and is a result of the round.
+        has_step_offset: a constant is added to the step.
     """
 
     direction: Direction = Direction.NONE
@@ -56,6 +58,8 @@ class StepVariant:
     has_rho_scale: bool = False
     has_full_gradient: bool = False
     has_start: bool = False
+    has_optimizer_state: bool = False
+    has_step_offset: bool = False
 
     def __hash__(self) -> int:  # variants are keys of every stacked client; a dataclass would hash all fields each time
         return self._hash
@@ -113,6 +117,7 @@ class StepVariant:
             "direction_vector": self.direction in ALONG_THE_WAY,
             "anchor": self.anchor_weight > 0,
             "rho_scale": self.has_rho_scale,
+            "step_offset": self.has_step_offset,
         }
         return tuple(name for name, is_given in uses.items() if is_given)
 

@@ -136,7 +136,7 @@ def test_a_zero_gradient_is_not_perturbed():
 
 
 def test_the_registry_names_every_algorithm():
-    assert len(fed.algorithms.registry) == 41
+    assert len(fed.algorithms.registry) == 42
     for name, cls in fed.algorithms.registry.items():
         assert cls.__name__.lower().replace("_", "-") == name
         assert getattr(fed, cls.__name__) is cls

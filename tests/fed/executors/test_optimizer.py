@@ -1,5 +1,7 @@
 """Local updates by optimizers of torch (`fed.run(optimizer=...)`), against loops in plain torch."""
 
+import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -25,18 +27,24 @@ def run(algorithm, optimizer, **options):
     return fed.run(oracle.smooth_model(), oracle.ragged_clients(), algorithm, optimizer=optimizer, **options)
 
 
-def twin(optimizer, rho, mu):
-    """Federated averaging whose clients train with `optimizer`, with steps of SAM and a proximal term."""
-    model = oracle.smooth_model()
+def twin(optimizer, rho, mu, active=None, keeps=False):
+    """Federated averaging whose clients train with `optimizer`, with steps of SAM and a proximal term.
+
+    `active` are the clients of each round, by default all. With `keeps` each client has one optimizer for all rounds.
+    """
+    model, clients = oracle.smooth_model(), oracle.ragged_clients()
+    models, optimizers = [copy.deepcopy(model) for _ in clients], {}
     w = [p.detach().clone() for p in model.parameters()]
-    for _ in range(OPTIONS["rounds"]):
+    for t in range(OPTIONS["rounds"]):
         deltas = []
-        for x, y in oracle.ragged_clients():
+        for i in range(len(clients)) if active is None else active[t]:
+            (x, y), model = clients[i], models[i]
             parameters = list(model.parameters())
             with torch.no_grad():
                 for p, start in zip(parameters, w, strict=True):
                     p.copy_(start)
-            opt = optimizer(parameters)
+            opt = optimizers[i] if keeps and i in optimizers else optimizer(parameters)
+            optimizers[i] = opt
             for bx, batch_y in zip(x.split(5), y.split(5), strict=True):
                 grads = torch.autograd.grad(F.cross_entropy(model(bx), batch_y), parameters)
                 if rho:
@@ -101,6 +109,92 @@ def test_every_executor_trains_with_every_rule(name, executor):
     for algorithm, rho in ((fed.FedAvg(), 0.0), (fed.FedSAM(rho=0.3), 0.3)):
         result = train(algorithm, RULES[name], executor=executor, slots=3)
         assert oracle.difference(result, twin(RULES[name], rho, 0.0)) < 1e-12, algorithm
+
+
+# --- The state of the optimizer between rounds
+
+
+PAUSES = [[0, 3, 4], [1, 2, 4], [0, 2, 3, 4]]
+KEPT = [
+    *(("sequential", name) for name in RULES),
+    *(("vmap", name) for name in RULES if name not in TORCH_STEPS),
+    *itertools.product(("threads", "streams"), ("AdamW", "AdamW, amsgrad")),
+    ("graph", "AdamW"),
+]
+
+
+def run_with_pauses(algorithm, optimizer, **options):
+    return run(algorithm, optimizer, sampler=lambda t, generator: PAUSES[t], optimizer_state="keep", **options)
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize(("executor", "name"), KEPT)
+def test_a_client_keeps_the_state_of_its_optimizer(executor, name):
+    """Against a loop with one optimizer of torch for each client, in which clients pause."""
+    rho = 0.3 if name == "AdamW" else 0.0
+    algorithm = fed.FedSAM(rho=rho) if rho else fed.FedAvg()
+    result = run_with_pauses(algorithm, RULES[name], executor=executor, slots=2).model
+    assert oracle.difference(result, twin(RULES[name], rho, 0.0, PAUSES, keeps=True)) < 1e-12
+    assert oracle.difference(result, twin(RULES[name], rho, 0.0, PAUSES)) > 1e-6  # the state matters
+
+
+def test_momentum_of_the_run_is_kept():
+    results = [
+        run_with_pauses(fed.FedAvg(), optimizer, **options).model
+        for optimizer, options in ((None, {"momentum": 0.9}), (partial(torch.optim.SGD, lr=0.05, momentum=0.9), {}))
+    ]
+    assert oracle.difference(*results) < 1e-12
+
+
+@pytest.mark.parametrize("algorithm", [fed.FedSCAM(rho=0.3), fed.SCAFFOLD(), fed.FedSMOO(rho=0.1), fed.MOON()])
+def test_executors_agree_about_kept_states(algorithm):
+    """Algorithms with numbers of each client, with states of their own, and with a loop."""
+    options = {"optimizer": RULES["AdamW"], "local_parameters": None if has_loop(algorithm) else "2"}
+    other = "threads" if has_loop(algorithm) else "vmap"
+    models = [run_with_pauses(algorithm, executor=e, slots=2, **options).model for e in ("sequential", other)]
+    assert oracle.difference(*models) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, amsgrad"])
+def test_kept_states_are_in_checkpoints(name, tmp_path):
+    def train(rounds, state="keep", **options):
+        options |= {"sampler": lambda t, generator: PAUSES[t], "optimizer_state": state, "rounds": rounds}
+        return run(fed.FedAvg(), RULES[name], **options).model
+
+    train(2, run_dir=tmp_path / "run")
+    with pytest.raises(fed.RunDirectoryError, match="another optimizer_state"):
+        train(3, "reset", run_dir=tmp_path / "run", resume=True)
+    assert oracle.difference(train(3, run_dir=tmp_path / "run", resume=True), train(3)) == 0
+
+
+class Counting(torch.optim.SGD):
+    """SGD whose rate falls with a Python number of its group, and which counts in a number of its state."""
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+        for p in group["params"]:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            assert self.state[p]["count"] == group["step"] and isinstance(group["step"], int)
+            p.data.add_(p.grad, alpha=-group["lr"] / group["step"])
+
+
+def test_an_optimizer_may_keep_numbers():
+    result = run_with_pauses(fed.FedAvg(), Counting).model
+    assert oracle.difference(result, twin(partial(Counting, lr=OPTIONS["lr"]), 0.0, 0.0, PAUSES, keeps=True)) < 1e-12
+
+
+class Listing(torch.optim.SGD):
+    """SGD that keeps a list."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["past"] = [p]
+
+
+def test_other_values_in_a_state_are_refused():
+    with pytest.raises(ValueError, match="keeps tensors and numbers. Listing keeps a list as 'past'"):
+        run_with_pauses(fed.FedAvg(), Listing)
 
 
 def test_names_of_rules():

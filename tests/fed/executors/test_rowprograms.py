@@ -145,7 +145,7 @@ OPTIONS = (
     {}, {"momentum": 0.3, "weight_decay": 0.01}, {"clip_norm": 0.05, "weight_decay": 0.01},
     {"clip_norm": 0.05, "clip_scope": "linear", "momentum": 0.5}, {"shuffle": False, "local_epochs": 2},
     {"optimizer": "Adam", "lr": 0.01}, {"optimizer": "Lion", "lr": 0.01, "drop_last": True},
-    {"local_steps": 7, "local_epochs": 1},
+    {"local_steps": 7, "local_epochs": 1}, {"optimizer": "Adam", "lr": 0.01, "optimizer_state": "keep"},
 )  # fmt: skip
 
 

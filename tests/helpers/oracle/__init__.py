@@ -4,6 +4,7 @@ Nothing of fastsam computes here. Only public facts of a run are shared with it:
 a client's batches, and the seeds of a model's random numbers (`loop.order`, `loop.attendance`).
 """
 
+from .adamw import FedAdamW
 from .averaging import FedMoSWA, FedNSAM, FedSWA
 from .central import central
 from .control import SCAFFOLD, FedGAMMA, FedLESAM_S
@@ -30,10 +31,10 @@ from .servers import FedAdagrad, FedAvgM, FedExP, FedNova, FedYogi
 from .taught import MOON, FedGMT, FedNTD, FedSOL
 
 __all__ = [
-    "MOON", "SCAFFOLD", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedExP", "FedGAMMA", "FedGF",
-    "FedGMT", "FedGSAM", "FedGloSS", "FedLESAM", "FedLESAM_D", "FedLESAM_S", "FedMoSWA", "FedNSAM", "FedNTD", "FedNova",
-    "FedProx", "FedRobust", "FedSAM", "FedSCAM", "FedSMOO", "FedSOL", "FedSWA", "FedSpeed", "FedTOGA", "FedWMSAM",
-    "FedYogi", "MimeLite", "MoFedSAM", "Options", "QuadraticModel", "attendance", "central", "difference",
-    "dropout_model", "flat_norm", "movement", "pooling_model", "quadratic_clients", "quadratic_loss", "ragged_clients",
-    "ragged_images", "run", "smooth_model",
+    "MOON", "SCAFFOLD", "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedExP",
+    "FedGAMMA", "FedGF", "FedGMT", "FedGSAM", "FedGloSS", "FedLESAM", "FedLESAM_D", "FedLESAM_S", "FedMoSWA",
+    "FedNSAM", "FedNTD", "FedNova", "FedProx", "FedRobust", "FedSAM", "FedSCAM", "FedSMOO", "FedSOL", "FedSWA",
+    "FedSpeed", "FedTOGA", "FedWMSAM", "FedYogi", "MimeLite", "MoFedSAM", "Options", "QuadraticModel", "attendance",
+    "central", "difference", "dropout_model", "flat_norm", "movement", "pooling_model", "quadratic_clients",
+    "quadratic_loss", "ragged_clients", "ragged_images", "run", "smooth_model",
 ]  # fmt: skip

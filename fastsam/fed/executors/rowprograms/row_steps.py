@@ -23,7 +23,7 @@ from fastsam.fed.update.local_update import Direction
 _SUPPORTED = frozenset(
     {
         *("gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "has_pilot"),
-        *("has_full_gradient", "has_start"),
+        *("has_full_gradient", "has_start", "has_optimizer_state"),
     }
 )
 _RULES_ON_CUDA = ("sgd", "adam")  # AdamW has the rule "adam"; the CPU has all rules

@@ -1,0 +1,130 @@
+"""FedAdamW against the paper's equations in an unfused loop. Its clients need AdamW, so the cases that all other
+algorithms share do not fit."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from fastsam import fed
+from fastsam.arena import Layout
+from fastsam.fed.algorithms.fedadamw import block_means
+from fastsam.fed.update.parameter_layout import ParameterLayout
+from tests.helpers import oracle
+from tests.helpers.fed_cases import ACTIVE, run_replayed
+from tests.helpers.fed_input import start
+from tests.helpers.fed_refusals import refusals
+from tests.helpers.mutants.apply import mutants, replace_source
+
+ADAMW = {"betas": (0.8, 0.97), "eps": 1e-3, "weight_decay": 0.05}
+OPTIONS = oracle.Options(lr=0.03, rounds=5, shuffle=True, weighting="samples", server_lr=0.8)
+
+
+def distance(rho=0.0, adamw=ADAMW, options=OPTIONS, **keywords):
+    """Return the distance from the oracle, and the distance that the model moved."""
+    model, clients = oracle.smooth_model(), oracle.ragged_clients()
+    algorithm, optimizer = fed.FedAdamW(alpha=0.4, rho=rho), partial(torch.optim.AdamW, **adamw)
+    final = run_replayed(model, clients, algorithm, options, optimizer=optimizer, **keywords).model
+    twin = oracle.FedAdamW(alpha=0.4, rho=rho, **adamw)
+    return oracle.difference(final, oracle.run(model, clients, twin, options, ACTIVE))
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("rho", [0.0, 0.2])
+@pytest.mark.parametrize("executor", ["sequential", "threads", "streams", "graph", "vmap"])
+def test_against_an_unfused_loop(executor, rho):
+    assert distance(rho, executor=executor, slots=2) < 1e-12
+
+
+@pytest.mark.parametrize("backend", ["reference", "foreach"])
+def test_on_other_backends(backend):
+    assert distance(backend=backend) < 1e-12
+
+
+def test_with_the_defaults_of_torch_and_many_local_steps():
+    defaults = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    assert distance(adamw=defaults, options=replace(OPTIONS, epochs=8, rounds=3)) < 1e-10
+
+
+def test_a_run_without_an_optimizer_has_adamw():
+    model, clients = oracle.smooth_model(), oracle.ragged_clients()
+    options = {"rounds": 2, "batch_size": 5, "executor": "sequential"}
+    plain = fed.run(model, clients, fed.FedAdamW(), **options)
+    named = fed.run(model, clients, fed.FedAdamW(), optimizer="AdamW", lr=1e-3, **options)
+    assert oracle.difference(plain.model, named.model) == 0 and plain.history[0]["lr"] == 1e-3
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    def train(rounds, **keywords):
+        options = replace(OPTIONS, rounds=rounds)
+        return run_replayed(oracle.smooth_model(), oracle.ragged_clients(), fed.FedAdamW(), options, **keywords).model
+
+    train(2, run_dir=tmp_path / "run")
+    assert oracle.difference(train(4, run_dir=tmp_path / "run", resume=True), train(4)) == 0
+
+
+def test_a_block_is_a_parameter_tensor():
+    model = oracle.smooth_model()
+    layout = ParameterLayout.from_model(model, Layout.from_tensors(list(model.parameters())))
+    row = torch.arange(layout.row_size, dtype=torch.float64)
+    expected = torch.stack([view.mean() for view in layout.unflatten(row).values()])
+    assert torch.allclose(block_means(torch.stack([row, 2 * row]), layout), torch.stack([expected, 2 * expected]))
+
+
+class Begins(fed.FedAvg):
+    """Gives the local optimizer a state."""
+
+    optimizer = "Adam"
+
+    def __init__(self, state):
+        self.state = state
+
+    def local_update(self, server, client, round):
+        return fed.LocalUpdate(optimizer_state=self.state)
+
+
+def begin(algorithm, **options):
+    return lambda: start(algorithm=algorithm, model=oracle.smooth_model(), **options)
+
+
+test_refused = refusals(
+    (begin(fed.FedAdamW(), optimizer="SGD"), "FedAdamW needs .* that keeps exp_avg_sq, .* has SGD"),
+    (begin(fed.FedAdamW(), optimizer=partial(torch.optim.AdamW, amsgrad=True)), "FedAdamW has steps with has_step_off"),
+    (begin(fed.FedAdamW(), weight_decay=0.1), "optimizer needs momentum, weight_decay and clip_norm at their defaults"),
+    (begin(fed.FedAdamW(), optimizer_state="keep"), "FedAdamW begins each round with a state of its own"),
+    (begin(fed.FedAdamW(), local_parameters="2"), "no algorithm that sends the state of the local optimizer"),
+    (begin(fed.FedAdamW(), privacy=fed.Privacy(clip=1.0, noise_multiplier=1.0)), "clients of FedAdamW send or keep"),
+    (begin(Begins({"sum": torch.zeros(1, 3)})), "Begins needs a fused local optimizer that keeps sum, .* has Adam"),
+    (begin(Begins([1.0])), "LocalUpdate.optimizer_state must be a dict of tensors, or None, got list"),
+    (begin(Begins({"exp_avg": torch.zeros(3)})), r"\['exp_avg'\] must be \[1, ...\], .* got \[3\]"),
+    (lambda: fed.LocalUpdate(second_moment_steps=1.0), "second_moment_steps belongs to second moments"),
+    (lambda: fed.LocalUpdate(second_moment_steps=-1.0), "second_moment_steps must be a finite number >= 0"),
+)
+
+
+MUTANTS = mutants(r"""
+algorithms.fedadamw FedAdamW.local_update: self.alpha * server['D'] => server['D'] @ fedadamw
+algorithms.fedadamw FedAdamW.local_update: self.alpha * server['D'] => -self.alpha * server['D'] @ fedadamw
+algorithms.fedadamw FedAdamW.local_update: {V: server['v'][None]} => {} @ fedadamw
+algorithms.fedadamw FedAdamW.local_update: server['n'].item() => 0.0 @ fedadamw
+algorithms.fedadamw FedAdamW.local_update: server['n'].item() => server['n'].item() + 1 @ fedadamw
+algorithms.fedadamw FedAdamW.step_server: server['n'] + aggregate.mean('n') => aggregate.mean('n') @ fedadamw
+algorithms.fedadamw FedAdamW.step_server: view.copy_(mean) => view.copy_(mean.sqrt()) @ fedadamw
+algorithms.fedadamw block_means: view.double() => view.double().abs().sqrt() @ fedadamw
+executors.local_rows LocalRows._add_step_offset: value=-1 => value=1 @ fedadamw
+executors.local_rows LocalRows._add_step_offset: (self.z,) if self.w is None else (self.z, self.w) => (self.z,) @
+    fedadamw
+update.local_rule LocalRule.second_moment_columns: 1 - self.columns[adam.BETA2] ** steps => 0.0 @ fedadamw
+""")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.function}: {m.new}")
+def test_a_wrong_constant_is_noticed(mutant):
+    with replace_source(*mutant[:4]):
+        try:
+            far = distance(0.2)
+        except ValueError:
+            far = math.inf
+    assert math.isnan(far) or far > 1e-9
