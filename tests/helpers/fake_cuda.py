@@ -161,9 +161,10 @@ class FakeGraph:
             yield
         finally:
             FakeCuda.generator.state, FakeCuda.is_capturing = old_state, False
-        if self.draws or not torch.equal(numbers, torch.get_rng_state()):
-            # Before the work on a device. Here it is known afterwards.
-            self.draws = True
+        with _disable_current_modes():
+            self.draws |= not torch.equal(numbers, torch.get_rng_state())
+        if self.draws:
+            # A device gets the copy before the work. Here it is known afterwards that there was a draw.
             self.state.device_copy.copy_(torch.tensor([self.state.seed, self.state.offset]))
             self.state.offset += 4
 
@@ -219,7 +220,10 @@ class FakeCuda:
         with _NoWait():
             yield
 
-    def capture(self, work: Callable[[], None], stream: object) -> FakeHandle:
+    def pool(self) -> object:
+        return object()
+
+    def capture(self, work: Callable[[], None], stream: object, pool: object = None) -> FakeHandle:
         FakeCuda.graphs.append(FakeGraph(work))
         handle = FakeHandle(FakeCuda.graphs[-1])
         weakref.finalize(handle, FakeCuda.ends.append, "end")
@@ -310,7 +314,8 @@ class Watch(TorchDispatchMode):
     def _describe(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if place(value) not in self.accesses and value.numel() < 64:
+        is_written = any(access.is_write for access in self.accesses.get(place(value), ()))
+        if not is_written and value.numel() < 64:
             return value.tolist()  # a constant of the code: new memory every time
         number = (self.allocations or {}).get(place(value))
         key = ("outside", value.data_ptr()) if number is None else ("inside", number)

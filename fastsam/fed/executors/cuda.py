@@ -3,11 +3,12 @@ replace them by a stand-in."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,33 +59,44 @@ class Cuda:
         finally:
             torch.cuda.set_sync_debug_mode(old_value)
 
-    def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def pool(self) -> Any:
+        """Return a pool of memory for graphs that replay one after the other on one stream. Nothing that was allocated
+        in a capture may be kept, because the next graph of the pool uses its memory."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
         """Return a graph of `work`, which begins and ends on `stream`. Nothing of it is executed now.
+
+        Args:
+            work: the work.
+            stream: where it is captured. Without other streams in `work` all replays run on one stream.
+            pool: memory of the graph. None: a separate pool.
 
         Raises:
             CaptureError: with the message of `work` or CUDA. A ClientError of `work` is raised as it is. Ending the
                 capture then fails too, with a message that does not name the reason. torch's allocator and random
                 numbers may stay in the failed capture, so the run ends.
         """
-        graph, errors = torch.cuda.CUDAGraph(), list[Exception]()
-        old_value = self.current()
-        try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        graph, reason = torch.cuda.CUDAGraph(), cast(BaseException | None, None)
+        # `torch.cuda.graph` would wait for the device and empty its caches, for each of many captures.
+        with self.use(stream), _no_collection():
+            try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     work()
-                except Exception as error:
-                    errors.append(error)
-                    raise
-        except Exception as error:
-            torch.cuda.set_stream(old_value)  # a capture that cannot be ended leaves its stream set
-            reason = errors[0] if errors else error
-            if isinstance(reason, ClientError):
-                raise reason from reason.__cause__
-            raise CaptureError(
-                f"the step cannot be captured as a CUDA graph: {type(reason).__name__}: {reason}. Use "
-                "executor='streams', in a new process: torch does not end a capture that failed"
-            ) from reason
-        return graph
+                except BaseException as error:  # after an interrupt too the stream must not stay in a capture
+                    reason = error
+                graph.capture_end()
+            except Exception as error:
+                reason = reason or error
+        if reason is None:
+            return graph
+        if isinstance(reason, ClientError) or not isinstance(reason, Exception):
+            raise reason from reason.__cause__
+        raise CaptureError(
+            f"the step cannot be captured as a CUDA graph: {type(reason).__name__}: {reason}. Use "
+            "executor='streams', in a new process: torch does not end a capture that failed"
+        ) from reason
 
     def synchronize(self) -> None:
         """Wait for the device at the end of a run, before the run's graphs are released.
@@ -96,6 +108,18 @@ class Cuda:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:  # after a failed capture; the reason of the failure is raised elsewhere
             log.info("the device could not be waited for at the end of a run: %s", error)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector from freeing things of the device in a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def vectors(task: Task) -> tuple[Tensor | None, ...]:

@@ -149,6 +149,7 @@ class LocalRows:
         self.memory.write_numbers(self.part, updates, tasks[0].lr)
         self.set_variant(update.constants.variant)
         self.restart(start)
+        self.losses.zero_()
         if self.copies and self.variant.has_start:
             self.field("begin").copy_(start)
         if update.constants.vectors:

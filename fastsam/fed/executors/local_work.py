@@ -32,7 +32,7 @@ def train(
         for batch in row.batches:
             if stop_requested is not None and stop_requested():
                 raise StopClient
-            row.next_step(*batch)
+            row.next_step(*batch, row.batch_sizes[row.k])
     return row.close()
 
 

@@ -266,7 +266,7 @@ class Task:
         """Yield functions that read the batches, one after the other."""
         sizes = self.epoch_sizes()
         for epoch in range(self.epochs_done, self.epochs_done + self.epochs):
-            order = self._order(epoch) if self.setup.options.shuffle else torch.arange(sum(sizes))
+            order = self.order(epoch) if self.setup.options.shuffle else torch.arange(sum(sizes))
             for number, places in enumerate(order.split_with_sizes(sizes)):
                 yield partial(samples.take, places, seeds.derive(self.seed, "reading", epoch, number))
 
@@ -278,11 +278,11 @@ class Task:
             num_samples = sum(self.epoch_sizes())
             yield from zip(self.x[:num_samples].split(size), self.y[:num_samples].split(size), strict=True)
             return
-        order = to_device(self._order(epoch), self.y.device)
+        order = to_device(self.order(epoch), self.y.device)
         for block in order.split(size) if len(order) > size else (order,):
             yield self.x.index_select(0, block), self.y.index_select(0, block)
 
-    def _order(self, epoch: int) -> Tensor:
+    def order(self, epoch: int) -> Tensor:
         """Return the order of the samples of an epoch."""
         order = self.orders[epoch] if self.orders else self.setup.orders(self.round, [self.client], epoch)[0]
         return order[: sum(self.epoch_sizes())] if self.setup.options.drop_last else order
