@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastsam.fed.executors import auto, streams
+from fastsam.fed.executors import auto, randomness, streams
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fed_states import stand_in
 
@@ -23,6 +23,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors for GPUs run on a stand-in for CUDA, in whose streams everything is done at once."""
     monkeypatch.setattr(streams, "Cuda", FakeCuda)
     monkeypatch.setattr(streams, "why_not", lambda setup: None)
+    monkeypatch.setattr(randomness, "device_generator", lambda device: FakeCuda.default)
 
 
 @pytest.fixture

@@ -11,17 +11,20 @@ generator of the CPU. A model draws on the host from `FakeCuda.host`.
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from fastsam.fed.executors.cuda import Cuda
 
 SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
 
@@ -87,39 +90,41 @@ class FakeGenerator:
         self.state = state
 
     def manual_seed(self, seed: int) -> FakeGenerator:
-        if FakeCuda.is_capturing and seed != self.state.seed:
+        if FakeCuda.is_in_graph and seed != self.state.seed:
             raise RuntimeError("set_current_seed can be called during stream capture only if new seed is the same")
-        if not FakeCuda.is_capturing:
+        if not FakeCuda.is_in_graph:
             self.state.seed = seed
             self._set_offset(0)
         return self
 
     def set_offset(self, offset: int) -> FakeGenerator:
-        if FakeCuda.is_capturing:
+        if FakeCuda.is_in_graph:
             raise RuntimeError("Cannot call CUDAGeneratorImpl::set_offset during CUDA graph capture")
         self._set_offset(offset)
         return self
 
     def _set_offset(self, offset: int) -> None:
         assert offset % 4 == 0, "offset must be a multiple of 4"
-        start = self.state.offset if FakeCuda.is_capturing else 0
-        if not FakeCuda.is_capturing:
+        start = self.state.offset if FakeCuda.is_in_graph else 0
+        if not FakeCuda.is_in_graph:
             self.state.offset = offset
-        if self is FakeCuda.generator:
+        if self is FakeCuda.default:
             numbers = f"{self.state.seed} {start + offset}".encode()
             torch.default_generator.manual_seed(int.from_bytes(blake2b(numbers, digest_size=7).digest(), "little"))
 
     def get_state(self) -> Tensor:
         """Return the seed, the offset, and the state of the numbers."""
-        pair = torch.tensor([self.state.seed, self.state.offset]).view(torch.uint8)
-        return torch.cat([pair, torch.default_generator.get_state()])
+        with _disable_current_modes():
+            pair = torch.tensor(list(struct.pack("<QQ", self.state.seed, self.state.offset)), dtype=torch.uint8)
+            return torch.cat([pair, torch.default_generator.get_state()])
 
     def set_state(self, state: Tensor) -> FakeGenerator:
-        seed, offset = state[:16].clone().view(torch.int64).tolist()
-        self.manual_seed(seed)
-        self._set_offset(offset)
-        if len(state) > 16 and self is FakeCuda.generator:
-            torch.default_generator.set_state(state[16:].clone())
+        with _disable_current_modes():  # work of the host
+            seed, offset = struct.unpack("<QQ", bytes(state[:16].tolist()))
+            self.manual_seed(seed)
+            self._set_offset(offset)
+            if len(state) > 16 and self is FakeCuda.default:
+                torch.default_generator.set_state(state[16:].clone())
         return self
 
     def clone_state(self) -> FakeGenerator:
@@ -135,11 +140,11 @@ class FakeGenerator:
 
 class FakeGraph:
     """Captured work. It is done again at each replay, and must be what it was: operations, memory from outside, shapes
-    and numbers. The state of the default generator at the capture is the state from which replays draw."""
+    and numbers. Replays draw from `state`."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None], state: PhiloxState) -> None:
         self.work, self.trace, self.replays = work, list[Any](), 0
-        self.state, self.draws = FakeCuda.generator.state, False
+        self.state, self.draws = state, False
 
     def replay(self) -> None:
         trace = list[Any]()
@@ -155,12 +160,12 @@ class FakeGraph:
 
     @contextmanager
     def _captured_state(self) -> Iterator[None]:
-        old_state, numbers = FakeCuda.generator.state, torch.get_rng_state()
-        FakeCuda.generator.state, FakeCuda.is_capturing = self.state, True
+        old_state, numbers = FakeCuda.default.state, torch.get_rng_state()
+        FakeCuda.default.state, FakeCuda.is_in_graph = self.state, True
         try:
             yield
         finally:
-            FakeCuda.generator.state, FakeCuda.is_capturing = old_state, False
+            FakeCuda.default.state, FakeCuda.is_in_graph = old_state, False
         with _disable_current_modes():
             self.draws |= not torch.equal(numbers, torch.get_rng_state())
         if self.draws:
@@ -188,9 +193,10 @@ class FakeCuda:
     watch: Watch | None = None
     waits = True  # False: the host may not wait where the real one forbids it, either
     num_waits = 0  # waits of a stream for another
-    generator = FakeGenerator(PhiloxState())  # the default generator of the device
+    default = FakeGenerator(PhiloxState())  # the default generator of the device
     host = torch.Generator()  # the generator of the host
-    is_capturing = False
+    is_in_graph = False
+    draws_in_graphs = True  # False: as a version of torch that refuses to draw at an offset in a capture
 
     def __init__(self, device: torch.device) -> None:
         FakeCuda.graphs, FakeCuda.ends = [], []
@@ -220,11 +226,28 @@ class FakeCuda:
         with _NoWait():
             yield
 
+    def generator(self) -> FakeGenerator:
+        return FakeCuda.default
+
+    def host_generator(self) -> torch.Generator:
+        return FakeCuda.host
+
+    def is_capturing(self) -> bool:
+        return FakeCuda.is_in_graph
+
+    def set_captured_offset(self, seed: int, offset: int) -> None:
+        Cuda.set_captured_offset(cast(Cuda, self), seed, offset)
+
+    def repeats_draws(self) -> bool:
+        return FakeCuda.draws_in_graphs
+
     def pool(self) -> object:
         return object()
 
-    def capture(self, work: Callable[[], None], stream: object, pool: object = None) -> FakeHandle:
-        FakeCuda.graphs.append(FakeGraph(work))
+    def capture(
+        self, work: Callable[[], None], stream: object, pool: object = None, random_state: FakeGenerator | None = None
+    ) -> FakeHandle:
+        FakeCuda.graphs.append(FakeGraph(work, (random_state or FakeCuda.default).state))
         handle = FakeHandle(FakeCuda.graphs[-1])
         weakref.finalize(handle, FakeCuda.ends.append, "end")
         return handle
@@ -300,8 +323,8 @@ class Watch(TorchDispatchMode):
             active.depth += 1
             for tensor in (v for v in arguments if isinstance(v, Tensor)):
                 self._access(name, tensor, id(tensor) in writes_of_call, active)
-            if FakeCuda.is_capturing and torch.Tag.nondeterministic_seeded in func.tags:
-                self._access(name, FakeCuda.generator.state.device_copy, False, active)
+            if FakeCuda.is_in_graph and torch.Tag.nondeterministic_seeded in func.tags:
+                self._access(name, FakeCuda.default.state.device_copy, False, active)
         result = func(*args, **kwargs)
         for tensor in (v for v in tree_leaves(result) if isinstance(v, Tensor)):
             self.alive.append(tensor.untyped_storage())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,17 +41,19 @@ def oracle_tasks(
     batch: int = 5,
     update: LocalUpdate | None = None,
     loss: Any = nn.functional.cross_entropy,
-    backend: str = "reference",
+    model: nn.Module | None = None,
+    facts: Mapping[str, Any] = {},
     **options: Any,
 ) -> tuple[list[Task], Tensor, Setup]:
     """Return a task for each client of the oracle, with a store, the weights at the start, and the facts of the run."""
-    clients, model = oracle.ragged_clients(torch.float32, sizes), oracle.smooth_model(torch.float32)
+    clients = oracle.ragged_clients(torch.float32, sizes)
+    model = oracle.smooth_model(torch.float32) if model is None else model
     layout = Layout.from_tensors(list(model.parameters()))
     start = torch.zeros(layout.row_size)
     layout.gather([p.detach() for p in model.parameters()], start)
     keywords = {"momentum": 0.5, "local_epochs": 2, "batch_size": batch, "seed": 100, "slots": 3} | options
     pairs, store = pack_pairs(clients)
-    setup = setup_of(model, pairs, LocalOptions(**keywords), store=store, loss=loss, backend=backend)
+    setup = setup_of(model, pairs, LocalOptions(**keywords), store=store, loss=loss, **facts)
     update = update or LocalUpdate(Direction.GRADIENT, rho=0.05)
     tasks = [Task(i, setup, 0, 0.1, update) for i in range(len(clients))]
     return tasks, start, setup

@@ -59,7 +59,7 @@ def rule(setup: Setup) -> tuple[str, str]:
     if reason is None:
         return "vmap", "stacked clients of such a model share the cost of every call"
     # Eager streams gain nothing over clients one after another, and keep a copy of the model for each slot.
-    if setup.device.type == "cuda" and streams.why_not(setup) is None and graph.unsupported(setup) is None:
+    if setup.device.type == "cuda" and streams.why_not(setup) is None:
         capture_problem = _not_captured(setup)
         if capture_problem is None:
             return "graph", f"one captured graph for a step of several clients, because {reason}"
@@ -115,10 +115,7 @@ def _not_captured(setup: Setup) -> str | None:
     """Return the reason why a captured step is impossible, or would hide something, or None."""
     if _has_hooks(setup.model):
         return "the model has hooks, which would be called at the capture alone"
-    reason = graph.Graph.why_not(setup)
-    if reason is None and (changes := graph.changes_python(setup)) is not None:
-        return f"a pass changes Python's state ({changes}), which a capture would freeze"
-    return reason
+    return graph.Graph.why_not(setup)
 
 
 def _has_hooks(model: nn.Module) -> bool:

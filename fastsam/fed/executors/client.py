@@ -126,7 +126,7 @@ class Client:
         """Return the loss of the model as it is, for autograd."""
         row = self._row
         if row.random.draws:
-            row.random.seed(row.task.pass_seed(row.k))
+            row.random.seed_pass(row.task, row.k)
         with row.client_errors:
             return row.passes.loss_of(x, y)
 

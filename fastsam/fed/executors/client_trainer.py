@@ -100,7 +100,7 @@ class ClientTrainer:
     def begin_steps(self) -> None:
         """Compute what the first step needs, when weights, vectors and buffers are in place."""
         task = self.task
-        self.random.begin(task.pass_seed(0))  # a model may draw in the passes of the first gradient too
+        self.random.begin(task)  # a model may draw in the passes of the first gradient too
         if self.rows.variant.has_first_gradient:
             self._first_gradient()
         if self.rows.variant.constant and (e := task.vector("direction_vector")) is not None:
@@ -207,7 +207,7 @@ class ClientTrainer:
     def run_pass(self, x: Any, y: Any, objective: Objective | None = None) -> tuple[Tensor, Gradients]:
         """Run a forward and backward pass of step `k`: of the loss, or of `objective` if it is given."""
         if self.random.draws:
-            self.random.seed(self.task.pass_seed(self.k))
+            self.random.seed_pass(self.task, self.k)
         if self.penalty is None and objective is None:
             return self.passes.run(x, y)
         return self.passes.run_objective(x, y, self.penalty, objective)

@@ -11,22 +11,21 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from fastsam.fed.executors import streams
 from fastsam.fed.executors.base import ClientOutcome, refusal
+from fastsam.fed.executors.capture_trial import why_not_captured
 from fastsam.fed.executors.client_block import runs
-from fastsam.fed.executors.cuda import Cuda, tensors, vectors
-from fastsam.fed.executors.gradient_passes import Passes
+from fastsam.fed.executors.cuda import tensors, vectors
 from fastsam.fed.executors.graph_lanes import CapturableTrainer, Chunk, GraphLane, cut
 from fastsam.fed.executors.lane_rows import LaneRows
-from fastsam.fed.executors.recording import difference, python_state
+from fastsam.fed.executors.randomness import LaneRandomness
 from fastsam.fed.executors.streams import LaneExecutor, name_slots
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.update.local_update import ClientResults
-from fastsam.fed.update.model_copy import Replica
 
 GRAPH_STEPS = 8  # largest number of steps in a graph, a power of two
 
@@ -38,8 +37,9 @@ class Graph(LaneExecutor):
     A partial batch has a graph of its shape. Steps that are copied for a measure, the first steps of a sort, and sorts
     beyond the number of graphs that a lane keeps run without a graph. Without a store of samples a graph has one step.
 
-    A graph has the values of its capture. A model or loss that reads values on the host (`item()`, `if` on a tensor)
-    raises. A model that counts its calls in Python, or branches on such a count, would be frozen without an error.
+    A graph has the values of its capture. A model or loss that reads values on the host (`item()`, `if` on a tensor),
+    draws random numbers on the host, or changes its Python state in a pass is refused (`capture_trial`). Random numbers
+    of the device are drawn at seeds and offsets that each replay gets, from a state of the lane.
     """
 
     name = "graph"
@@ -56,8 +56,7 @@ class Graph(LaneExecutor):
     @staticmethod
     def why_not(setup: Setup) -> str | None:
         """See `LaneExecutor.why_not`."""
-        reason = refusal(setup) or streams.why_not(setup) or unsupported(setup)
-        return reason or why_not_captured(setup, streams.Cuda(setup.device))
+        return refusal(setup) or streams.why_not(setup) or why_not_captured(setup, streams.Cuda(setup.device))
 
     @property
     def lanes(self) -> Sequence[GraphLane]:
@@ -128,7 +127,9 @@ class Graph(LaneExecutor):
     def _lane(self, slot: int) -> GraphLane:
         """Return a lane, which is made when it is first needed."""
         if slot == len(self._lanes):
-            self._lanes.append(GraphLane(CapturableTrainer(self.setup, self.random, self.rows, slot), self.cuda))
+            draws = self.setup.draws is not None
+            random = LaneRandomness(self.setup.device, self.cuda) if draws else self.random
+            self._lanes.append(GraphLane(CapturableTrainer(self.setup, random, self.rows, slot), self.cuda))
         return self._lanes[slot]
 
     def release(self) -> None:
@@ -136,56 +137,3 @@ class Graph(LaneExecutor):
         self.cuda.synchronize()
         for lane in self._lanes:
             lane.graphs.clear()
-
-
-def unsupported(setup: Setup) -> str | None:
-    """Return the reason why batches or random numbers of a run are not served, or None."""
-    if setup.population.batch_reason:
-        return f"{setup.population.batch_reason}; 'streams' can"
-    if setup.draws is not None:
-        return "a training pass of the model draws random numbers (dropout?), and a capture freezes them; 'streams' can"
-    return None
-
-
-def why_not_captured(setup: Setup, cuda: Cuda) -> str | None:
-    """Return the reason why a step cannot be captured, or None. Without an example batch to try the result is None."""
-    trial = _trial(setup)
-    if trial is None:
-        return None
-    _, run = trial
-    try:
-        with cuda.no_wait():
-            run()
-    except RuntimeError as error:
-        return f"the model or the loss looks at values on the host ({str(error).strip().splitlines()[0]})"
-    return None
-
-
-def changes_python(setup: Setup) -> str | None:
-    """Return a description of the Python state of the model that a pass changes, buffers aside, or None. A captured
-    step would freeze it."""
-    trial = _trial(setup)
-    if trial is None:
-        return None
-    replica, run = trial
-    buffers = dict(replica.module.named_buffers())
-
-    def state() -> dict[str, object]:
-        return {name: value for name, value in python_state(replica.module).items() if name not in buffers}
-
-    old_state = state()
-    run()
-    return difference(old_state, state())
-
-
-def _trial(setup: Setup) -> tuple[Replica, Callable[[], object]] | None:
-    """Return a copy of the model in training mode, because a capture that fails ends the run, and a pass of it on the
-    example batch, after the first pass, in which libraries are set up."""
-    if setup.example is None:
-        return None
-    x, y = setup.example
-    replica = Replica.new(setup.model, setup.layout, setup.device)
-    replica.module.train()
-    passes = Passes(replica, setup.layout, setup.loss)
-    passes.run(x, y)
-    return replica, lambda: passes.run(x, y)

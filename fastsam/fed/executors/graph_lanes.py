@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.samples import leaves, map_tree
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.lane_rows import LaneRows
-from fastsam.fed.executors.randomness import PassRandomness
+from fastsam.fed.executors.randomness import LaneRandomness, PassRandomness
 from fastsam.fed.executors.streams import Lane
 from fastsam.fed.executors.task import BLOCK, Setup
 from fastsam_kernels.hparams import HParam
@@ -23,7 +24,7 @@ from fastsam_kernels.hparams import HParam
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
 _MAX_GRAPHS = 16  # graphs of a lane; steps of further sorts are not captured
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Any]  # inputs and labels, or a tree of tensors and None
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class CapturableTrainer(ClientTrainer):
     """A row of `LaneRows` whose steps read and write the same memory every time, so that they can be captured.
 
     With a store a chunk gathers its batches itself: the next indices of the row, counted on the device. Other batches
-    are copied into fixed inputs, one tuple per layout. Learning rate and radius of a schedule come from a table at a
+    are copied into fixed inputs, one tree per layout. Learning rate and radius of a schedule come from a table at a
     counter. The methods run on the lane's stream.
     """
 
@@ -80,11 +81,13 @@ class CapturableTrainer(ClientTrainer):
         super().__init__(setup, random, lanes.window(slot, slot + 1))
         self.lanes, self.slot = lanes, slot
         self.samples_done, self.steps_done = lanes.counters[slot].split(1)
-        self.inputs: dict[Hashable, Batch] = {}
+        self._inputs: dict[Hashable, Batch] = {}
 
     def set_schedule(self) -> None:
         """See `ClientTrainer.set_schedule`."""
-        assert self.lanes.schedule is not None
+        if self.lanes.schedule is None:
+            super().set_schedule()
+            return
         rate, radius = self.lanes.schedule[self.slot].index_select(0, self.steps_done).unbind(1)
         self.rows.hparams[:, 0, HParam.LR].copy_(rate)
         if not self.rows.variant.has_pilot:
@@ -128,17 +131,30 @@ class CapturableTrainer(ClientTrainer):
             self.next_step(*batch, size)
 
     def static(self, batch: Batch) -> Batch:
-        """Return the fixed inputs of the layout of `batch`."""
+        """Return the fixed inputs of the layout of `batch`, with its values."""
         key = layout_of(batch)
-        if key not in self.inputs:
-            self.inputs[key] = (_like(batch[0]), _like(batch[1]))
-        return self.inputs[key]
+        if key not in self._inputs:
+            self._inputs[key] = map_tree(lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+        inputs = self._inputs[key]
+        torch._foreach_copy_(tensors_of(inputs), tensors_of(batch))
+        return inputs
 
 
 def layout_of(batch: Batch) -> Hashable:
-    """Return the properties that two batches must share to have one pair of inputs. Libraries' rounding depends on
-    them. See `CapturableTrainer.alignments`."""
-    return tuple((t.shape, t.stride(), t.dtype, _offset(t) if t.is_floating_point() else 0) for t in batch)
+    """Return the properties that two batches must share to have the same inputs. Libraries' rounding depends on them.
+    See `CapturableTrainer.alignments`."""
+    return tuple((path, _layout_of_leaf(leaf)) for path, leaf in leaves(batch))
+
+
+def _layout_of_leaf(leaf: Any) -> Hashable:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    return leaf.shape, leaf.stride(), leaf.dtype, _offset(leaf) if leaf.is_floating_point() else 0
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    return [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _offset(t: Tensor) -> int:
@@ -184,6 +200,7 @@ class GraphLane(Lane):
     def __init__(self, row: CapturableTrainer, cuda: Cuda) -> None:
         super().__init__(row, cuda)
         self.pool = cuda.pool()
+        self.draws = row.random if isinstance(row.random, LaneRandomness) else None
         self.graphs, self.eager_counts = dict[Hashable, Any](), dict[Hashable, int]()
         self.chunks: list[Chunk] = []
 
@@ -209,20 +226,20 @@ class GraphLane(Lane):
         else:
             with row.client_errors:
                 batch = next(row.batches)
-            if all(map(fills, batch)):
-                inputs = row.static(batch)
-                torch._foreach_copy_(list(inputs), list(batch))
-                key, work = (variant, *chunk.sizes, layout_of(batch)), partial(row.take_step, inputs, *chunk.sizes)
-                self._replay(key, chunk, work)
+            if all(map(fills, tensors_of(batch))):
+                key = variant, *chunk.sizes, layout_of(batch)
+                self._replay(key, chunk, partial(row.take_step, row.static(batch), *chunk.sizes))
             else:
                 row.take_step(batch, *chunk.sizes)
         row.k = k + len(chunk.sizes)  # a replay does not count
 
     def _replay(self, key: Hashable, chunk: Chunk, work: Callable[[], object]) -> None:
         """Do the work of a chunk: by a replay if enough steps of its sort were taken."""
-        if chunk.is_copied:
+        if chunk.is_copied or (self.row.rows.variant.has_schedule and self.row.lanes.schedule is None):
             work()
             return
+        if self.draws is not None:
+            self.draws.begin_replay(self.row.task, self.row.k)
         graph = self.graphs.get(key)
         if graph is None and self._should_capture(key, len(chunk.sizes)):
             graph = self.graphs[key] = self._capture(work)
@@ -239,7 +256,7 @@ class GraphLane(Lane):
 
     def _capture(self, work: Callable[[], object]) -> Any:
         try:
-            return self.cuda.capture(work, self.stream, self.pool)
+            return self.cuda.capture(work, self.stream, self.pool, None if self.draws is None else self.draws.state)
         except ClientError as error:
             error.client_ids = ()  # it is not the client's: after a capture that failed no other client can train
             raise

@@ -28,7 +28,8 @@ class LaneRows:
         indices: int64 `[slots, samples]`, the samples of the steps of each row in order, as indices of the store; or
             None if clients have no store that captured steps can read.
         counters: int64 `[slots, 2]`, the numbers of samples and of scheduled steps that each row has taken.
-        schedule: float64 `[slots, steps, 2]`, learning rate and radius of each step, or None without schedules.
+        schedule: float64 `[slots, steps, 2]`, learning rate and radius of each step, or None without schedules or if
+            clients have unknown sizes.
         range: int64 `[samples]`, 0, 1, ...: the largest number of samples of a graph.
     """
 
@@ -69,7 +70,7 @@ class LaneRows:
         self.counters[slot:end].zero_()
         if self.store is not None:
             self._write_indices(slot, tasks)
-        if variant.has_schedule:
+        if variant.has_schedule and self.setup.population.clients.has_all_sizes:
             self._write_schedule(slot, trainers)
 
     def _write_indices(self, slot: int, tasks: Sequence[Task]) -> None:

@@ -42,6 +42,6 @@ def run_loop(row: ClientTrainer, loop: ClientLoop, stop_requested: Callable[[], 
     Raises: as `train`.
     """
     if row.random.draws:
-        row.random.seed(row.task.pass_seed(0))  # for passes that the loop makes by itself
+        row.random.seed_pass(row.task, 0)  # for passes that the loop makes by itself
     client = Client(row, stop_requested)
     return client.results(loop.run(client))

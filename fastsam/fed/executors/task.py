@@ -74,7 +74,7 @@ class Setup:
         draws: functions of torch that draw random numbers in a training pass (dropout), empty if something else draws
             them, None if the model draws nothing.
         changes_buffers: a pass changes the model's buffers (BatchNorm).
-        example: a batch, to try the model with.
+        example: a batch, to try the model with: inputs and labels, or a tree of tensors and None.
         cohort: largest likely number of clients of a round, None for unknown.
         loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
     """
@@ -87,7 +87,7 @@ class Setup:
     backend: str = "auto"
     draws: frozenset[Callable[..., Any]] | None = None
     changes_buffers: bool = False
-    example: tuple[Tensor, Tensor] | None = None
+    example: tuple[Any, Any] | None = None
     cohort: int | None = None
     loop: str = ""
 

@@ -56,18 +56,14 @@ def test_rows_of_one_memory_are_separate_places() -> None:
 
 def draw(offset: int) -> torch.Tensor:
     """Return numbers as a captured pass draws them: at an offset from the offset of the replay."""
-    state = torch.tensor([FakeCuda.generator.state.seed, offset])
-    FakeCuda.generator.set_state(state.view(torch.uint8))
+    FakeCuda(torch.device("cpu")).set_captured_offset(FakeCuda.default.state.seed, offset)
     return F.dropout(torch.ones(100))
 
 
 def test_a_replay_draws_at_the_seed_and_offset_of_its_state() -> None:
-    cuda, default, results = FakeCuda(torch.device("cpu")), FakeCuda.generator, []
+    cuda, default, results = FakeCuda(torch.device("cpu")), FakeCuda.default, []
     lane = default.clone_state()
-    old_state = default.graphsafe_get_state()
-    default.graphsafe_set_state(lane)
-    graph = cuda.capture(lambda: results.append(draw(8)), cuda.stream())
-    default.graphsafe_set_state(old_state)
+    graph = cuda.capture(lambda: results.append(draw(8)), cuda.stream(), None, lane)
     state = default.get_state()
     for seed, offset in ((5, 0), (5, 16), (6, 0)):
         lane.manual_seed(seed), lane.set_offset(offset)
@@ -87,24 +83,22 @@ def test_a_replay_draws_at_the_seed_and_offset_of_its_state() -> None:
 )
 def test_generators_refuse_in_a_capture_what_torch_refuses(misuse: object, words: str) -> None:
     cuda = FakeCuda(torch.device("cpu"))
-    graph = cuda.capture(lambda: misuse(FakeCuda.generator), cuda.stream())  # type: ignore[operator]
+    graph = cuda.capture(lambda: misuse(FakeCuda.default), cuda.stream())  # type: ignore[operator]
     with pytest.raises(RuntimeError, match=words):
         graph.replay()
-    FakeCuda.generator.set_offset(8)
+    FakeCuda.default.set_offset(8)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_replays_at_once_need_two_states(shared: bool) -> None:
     """A replay writes the seed and the offset to its state's memory on the device, from which its kernels draw."""
-    cuda, default = FakeCuda(torch.device("cpu")), FakeCuda.generator
-    old_state, graphs = default.graphsafe_get_state(), []
+    cuda, default = FakeCuda(torch.device("cpu")), FakeCuda.default
+    graphs = []
     lane: FakeGenerator = default.clone_state()
     with Watch():
         for _ in range(2):
             lane = lane if shared else default.clone_state()
-            default.graphsafe_set_state(lane)
-            graphs.append((cuda.capture(lambda: draw(0), stream := cuda.stream()), stream))
-        default.graphsafe_set_state(old_state)
+            graphs.append((cuda.capture(lambda: draw(0), stream := cuda.stream(), None, lane), stream))
 
         def replay() -> None:
             for graph, stream in graphs:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pytest import MonkeyPatch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed import executors
@@ -16,7 +16,7 @@ from fastsam.fed.executors.cuda import CaptureError
 from fastsam.fed.executors.graph_lanes import Chunk, cut
 from fastsam.fed.update.local_update import Direction, LocalUpdate
 from tests.helpers import oracle
-from tests.helpers.fake_cuda import FakeCuda, FakeStream, Watch
+from tests.helpers.fake_cuda import FakeCuda, FakeGenerator, FakeStream, Watch
 from tests.helpers.fed_runs import digest, excluded_clients
 from tests.helpers.setups import ends_of, oracle_tasks
 
@@ -96,7 +96,7 @@ def test_graphs_are_released_together_at_the_end_of_a_run() -> None:
 @pytest.mark.parametrize("factors", [{"lr_end_factor": 0.5}, {"lr_end_factor": 0.8, "rho_end_factor": 0.1}])
 def test_replayed_steps_follow_a_schedule(factors: dict[str, float]) -> None:
     update = LocalUpdate(Direction.GRADIENT, rho=0.3, **factors)
-    tasks, start, setup = oracle_tasks((20, 30, 13), 5, update, backend="foreach")
+    tasks, start, setup = oracle_tasks((20, 30, 13), 5, update, facts={"backend": "foreach"})
     plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
     cls = executors.registry["graph"](setup)
     for _ in range(3):
@@ -122,12 +122,26 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_executor_usable(executor:
 # ---- lanes that train at the same time
 
 
-@pytest.mark.parametrize(("direction", "executor"), [(Direction.NONE, "graph"), (Direction.GRADIENT, "streams")])
-def test_lanes_train_at_the_same_time(direction: Direction, executor: str) -> None:
+def drops() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.4), oracle.smooth_model(torch.float32))
+
+
+DROPOUT = {"draws": frozenset({F.dropout})}
+
+
+@pytest.mark.parametrize(
+    ("direction", "executor", "facts"),
+    [
+        (Direction.GRADIENT, "graph", {}), (Direction.GRADIENT, "streams", {}),
+        (Direction.NONE, "graph", DROPOUT), (Direction.NONE, "streams", DROPOUT),
+    ],
+)  # fmt: skip
+def test_lanes_train_at_the_same_time(direction: Direction, executor: str, facts: dict[str, Any]) -> None:
     """In a steady round the operations are at least .8 lanes wide (their number over their longest chain), and the host
     queues little besides the replays."""
-    options = {"backend": "foreach", "slots": LANES, "local_epochs": 1}
-    tasks, start, setup = oracle_tasks((64,) * LANES, 8, LocalUpdate(direction, rho=0.05), **options)
+    options = {"model": drops() if facts else None, "facts": {"backend": "foreach", **facts}}
+    update = LocalUpdate(direction, rho=0.05)
+    tasks, start, setup = oracle_tasks((64,) * LANES, 8, update, slots=LANES, local_epochs=1, **options)
     cls = executors.registry[executor](setup)
     with Watch() as watch:
         for _ in range(2):
@@ -173,14 +187,21 @@ def allocate_in_lanes(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(lane_rows, "_late_fields", lambda variant: [])
 
 
-@pytest.mark.parametrize("plant", [skip_event, allocate_in_lanes])
+def share_generator(monkeypatch: MonkeyPatch) -> None:
+    """All lanes draw from one state."""
+    monkeypatch.setattr(FakeGenerator, "clone_state", lambda generator: generator)
+
+
+@pytest.mark.parametrize("plant", [skip_event, allocate_in_lanes, share_generator])
 def test_a_planted_race_is_found(plant: Any, monkeypatch: MonkeyPatch) -> None:
-    update = LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=0.05)
-    tasks, start, setup = oracle_tasks((12, 12, 12), update=update)
+    update, draws = LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=0.05), plant is share_generator
+    options = {"model": drops(), "facts": DROPOUT} if draws else {}
+    tasks, start, setup = oracle_tasks((10, 10, 10), update=update, **options)
     with Watch():
         list(executors.registry["graph"](setup).train(start, [], iter(tasks)))
     cls = executors.registry["graph"](setup)
     plant(monkeypatch)
+    cls = executors.registry["graph"](setup) if draws else cls
     with Watch(), pytest.raises((AssertionError, fed.ClientError), match="(reads|writes) .*before it is sure"):
         list(cls.train(start, [], iter(tasks)))
 
@@ -213,7 +234,7 @@ def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: 
         error = fed.ClientError("client 0 failed: it was refused")
         error.client_ids = (0,)
 
-    def refuses(work: object, stream: object, pool: object) -> None:
+    def refuses(*operands: object) -> None:
         monkeypatch.setattr(FakeStream, "wait_stream", dead)
         raise error
 
