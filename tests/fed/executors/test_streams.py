@@ -228,9 +228,10 @@ def hooked_model() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("model", "name", "because"),
     [
-        (lambda: torch.nn.Linear(6, 3), "graph", "one captured graph"),
-        (norm_model, "graph", "one captured graph"),  # its buffers are tensors: a replay writes them
-        (lambda: Looks(6, 3), "streams", "looks at values on the host"),
+        (lambda: torch.nn.Linear(6, 3), "graph", "captured steps"),
+        (norm_model, "graph", "captured steps"),  # its buffers are tensors: a replay writes them
+        (lambda: torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(6, 3)), "graph", "captured steps"),
+        (lambda: Looks(6, 3), "streams", r"at values on the host in test_streams.py, line \d+ .*Several processes"),
         (lambda: Counts(6, 3), "streams", r"changes Python's state \(calls\)"),
         (hooked_model, "streams", "hooks"),
     ],
@@ -256,3 +257,28 @@ def rule_of(monkeypatch: MonkeyPatch, options: Any = None, **changes: object) ->
         replace(setup.options, **(options or {})),
     )
     return auto.rule(replace(setup, population=population, options=options, **changes))
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize(
+    ("options", "facts", "name"),
+    [
+        ({"on_client_error": "exclude"}, {}, "graph"),
+        ({}, {"draws": frozenset({torch.nn.functional.dropout})}, "graph"),
+        ({}, {"loop": "FedRobust"}, "streams"),
+    ],
+)
+def test_auto_on_a_gpu_by_the_facts_of_a_run(
+    options: dict[str, Any], facts: dict[str, Any], name: str, monkeypatch: MonkeyPatch
+) -> None:
+    result, reason = rule_of(monkeypatch, options=options, **facts)
+    assert result == name and "not captured" not in reason
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("model", [lambda: Looks(6, 3), lambda: Counts(6, 3)])
+def test_graph_by_name_refuses_what_a_capture_would_fail_on_or_freeze(model: Any, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "waits", False)
+    words = r"(looks at values on the host in test_streams.py, line \d+|changes Python's state \(calls\))"
+    with pytest.raises(ValueError, match=f"executor 'graph' cannot serve here: .*{words}"):
+        train(fed.FedAvg(), executor="graph", model=model)
